@@ -68,6 +68,7 @@ exhaustive: dev
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep
 	$(BIN)/python benchmarks/optimizer.py --keep
+	$(BIN)/python benchmarks/overhead.py --keep
 	$(BIN)/python benchmarks/quantize.py --keep
 	$(BIN)/python benchmarks/inspect_speed.py --keep
 	$(BIN)/python benchmarks/inference.py --keep

@@ -102,6 +102,12 @@ def run_arguments(n=64, dtype=torch.bfloat16):
     return [torch.randn(n).to(dtype), None, torch.randn(n).to(dtype), torch.zeros(n), torch.zeros(n)]
 
 
+def run(weight, master, kept, grad, moments, scalars, seed):
+    """One update."""
+    rounding = "nearest_even" if seed is None or weight.dtype != torch.bfloat16 else "stochastic"
+    assert kernel.prepare(weight, master, kept, grad, moments, rounding)(grad, kernel.numbers_of(scalars), seed)
+
+
 def named(weight, master, grad, first, second):
     """The kernel's arguments from a weight, its fp32 master or None, a gradient and two moments."""
     kept = {} if master is None else {"master": master}
@@ -178,7 +184,7 @@ def test_it_is_the_equation():
     first, second = torch.randn(1000), torch.rand(1000)
     s = kernel.AdamScalars(0.5, 0.9, 0.99, 0.01, 0.999, 0.03, 1.5, 1e-6)
     expected, moments = move(weight, grad, {"exp_avg": first, "exp_avg_sq": second}, s)
-    kernel.run(*named(weight, None, grad, first, second), s, None)
+    run(*named(weight, None, grad, first, second), s, None)
     same_bits(weight, expected)
     same_bits(first, moments["exp_avg"])
     same_bits(second, moments["exp_avg_sq"])
@@ -226,16 +232,16 @@ def test_stochastic_is_round_to_with_the_same_seed():
             1.0, 0.9, 0.99, 0.0, 1.0, 0.03, 1.0, 1e-6
         ),
     )  # fmt: skip
-    kernel.run(*named(weight, None, grad, first, second), s, 99)
+    run(*named(weight, None, grad, first, second), s, 99)
     same_bits(weight, round_to(wide, "bf16", "stochastic", "ieee", generator=99).bfloat16())
     same_bits(first, moments["exp_avg"])
 
 
 def test_supports_what_it_can_do():
     plain = named(*run_arguments())
-    assert kernel.supports(*plain, "nearest_even")
-    assert kernel.supports(*plain, "stochastic")
-    assert kernel.supports(torch.nn.Parameter(plain[0]), *plain[1:], "nearest_even")
+    assert kernel.prepare(*plain, "nearest_even")
+    assert kernel.prepare(*plain, "stochastic")
+    assert kernel.prepare(torch.nn.Parameter(plain[0]), *plain[1:], "nearest_even")
 
 
 class Subclass(torch.Tensor):
@@ -259,7 +265,7 @@ class Subclass(torch.Tensor):
 )
 def test_supports_refuses_the_rest(change, rounding):
     tensors = [change.get(i, tensor) for i, tensor in enumerate(run_arguments())]
-    assert not kernel.supports(*named(*tensors), rounding)
+    assert not kernel.prepare(*named(*tensors), rounding)
 
 
 def test_what_it_refuses_is_updated_by_the_reference():
@@ -280,7 +286,8 @@ from halfstep.kernels.cpu import adam as kernel
 def run():  # numpy makes the tensors: torch's own threads do not survive a fork either
     weight, grad, first, second = (torch.from_numpy(numpy.ones(4 * kernel.CHUNK, numpy.float32)) for _ in range(4))
     moments = {"exp_avg": first, "exp_avg_sq": second}
-    kernel.run(weight, "none", {}, grad, moments, kernel.AdamScalars(1, .9, .99, 0, 1, 1e-2, 1, 1e-8), None)
+    numbers = kernel.numbers_of(kernel.AdamScalars(1, .9, .99, 0, 1, 1e-2, 1, 1e-8))
+    kernel.prepare(weight, "none", {}, grad, moments, "nearest_even")(grad, numbers, None)
     return weight[-1].item()
 first = run()
 if (child := os.fork()) == 0:
@@ -317,7 +324,7 @@ def test_torchs_number_of_threads_is_used_and_left_as_it_is(threads):
     try:
         weight, _, grad, first, second = run_arguments(4 * CHUNK)
         numbers = kernel.AdamScalars(1, 0.9, 0.99, 0, 1, 0.01, 1, 1e-8)
-        kernel.run(*named(weight, None, grad, first, second), numbers, 5)
+        run(*named(weight, None, grad, first, second), numbers, 5)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

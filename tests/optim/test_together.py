@@ -5,6 +5,7 @@ The launches are written down and not made; that they are right is tested in Tri
 
 import itertools
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -138,6 +139,67 @@ def test_tables_are_built_anew_where_anything_else_has_changed(launches, change)
     assert steps_of(low) is not before
     held = [p for group in low.param_groups for p in group["params"] if p.grad is not None and p.grad.is_contiguous()]
     assert steps_of(low)._rows[:, table.WEIGHT].tolist() == [p.data_ptr() for p in held]
+
+
+def load_on_cpu(low, parameters):
+    low.load_state_dict(low.state_dict())
+
+
+def on_cpu(recipe="fp32", make=torch.optim.AdamW):
+    """An optimizer after a step on a CPU."""
+    parameters = [nn.Parameter(torch.linspace(-1, 1, size)) for size in (3, 2000)]
+    low = convert(make([{"params": [p]} for p in parameters], lr=1e-2), get_recipe(recipe), {}, 7)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    low.step()
+    return low, parameters
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_step_on_a_cpu_like_the_last_one_looks_at_nothing_again(monkeypatch, make):
+    low, parameters = on_cpu(make=make)
+    monkeypatch.setattr(type(low), "check", lambda self: pytest.fail("all was looked at again"))
+    parameters[0].grad = torch.ones(3)
+    low.param_groups[0]["lr"] = 0.5
+    low.step()
+    assert [int(low.state[p]["step"]) for p in parameters] == [2, 2]
+    assert parameters[0][0] < -1.4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_weight, resize_weight, replace_moment, replace_state, drop_gradient, narrow_gradient,
+     transpose_gradient, unalign_gradient, add_group, load_on_cpu],
+    ids=lambda change: change.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("recipe", ["fp32", "adamw-8bit"])
+def test_a_step_on_a_cpu_finds_what_has_changed(change, recipe):
+    found = []
+    for again in (True, False):
+        low, parameters = on_cpu(recipe)
+        change(low, parameters)
+        if not again:
+            low._together._unmoved = None
+        low.step()
+        found.append([value for p in low.param_groups for w in p["params"] for value in (w, *low.state[w].values())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_weight_that_is_shorter_at_the_same_address_is_seen():
+    low, (first, _) = on_cpu()
+    first.data = first.data[:2]
+    first.grad = torch.ones(2)
+    low.state[first].clear()
+    low.step()
+    assert low.state[first]["exp_avg"].shape == (2,)
+
+
+def test_gradients_are_not_kept():
+    low, parameters = on_cpu()
+    gone = weakref.ref(parameters[0].grad)
+    low.zero_grad()
+    assert gone() is None
 
 
 def test_what_no_kernel_takes_is_stepped_by_the_reference(launches):

@@ -124,7 +124,9 @@ class Clock:
     def end(self, model: nn.Module) -> None:
         """An optimizer step has ended."""
         self._advanced = True
-        self.begin(model)
+        self._forget()
+        if not self._steps:
+            self._begun = _look(model)
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,15 @@ def states_and_key(module: nn.Module, product: str = "") -> dict[str, Tensor]:
     return found
 
 
+def tables(model: nn.Module) -> list[dict[str, Tensor | None]]:
+    """The buffers of the modules that have keys."""
+    return [module._buffers for module in model.modules() if module._buffers.get(ATTRIBUTE) is not None]
+
+
 @torch.no_grad()
-def advance(model: nn.Module) -> None:
+def advance(tables: list[dict[str, Tensor | None]]) -> None:
     """Count a step, on the keys' own device."""
-    counts = [key[1:] for key in map(key_of, model.modules()) if key is not None]
+    counts = [key[1:] for table in tables if (key := table.get(ATTRIBUTE)) is not None]
     if counts:
         torch._foreach_add_(counts, 1)
 

@@ -21,8 +21,8 @@ from halfstep.nn.frozen import ADAPTS
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.plan import Plan
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
-from halfstep.nn.quantized_weights import Weight, check_before_loading, place_codes, store_weight
-from halfstep.nn.scaling import detach, freeze, moved
+from halfstep.nn.quantized_weights import Weight, check_before_loading, freeze, place_codes, store_weight
+from halfstep.nn.scaling import detach, moved
 from halfstep.nn.smooth import merge_smooth_scales
 from halfstep.nn.tuners import adapters_of
 from halfstep.ops import Quantized

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.errors import CheckpointError
 from halfstep.nn.adopt import extend
-from halfstep.nn.scaling import accept_factors, states_of
+from halfstep.nn.scaling import PREFIX, states_of
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import Reader, StoredWeight
 from halfstep.ops.linear_passes import product_dtype
@@ -169,3 +170,19 @@ class _Restoring:
 
     def _value(self, module: Any) -> Tensor:
         return read_only(module._halfstep_stored[self.name].values(module))
+
+
+def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """For inference: keep the factors in use, by operand, in persistent buffers."""
+    for name, state in states.items():
+        module.register_buffer(PREFIX + name, state[:1].clone())
+
+
+def accept_factors(module: nn.Module, saved: Collection[str]) -> None:
+    """Give the module the buffers of `freeze` that a file has, and no others, so that it can be loaded."""
+    anything: Tensor = next(chain(module.buffers(), module.parameters()))
+    names = {name for name in saved if name.startswith(PREFIX)}
+    for name in [name for name in module._buffers if name.startswith(PREFIX) and name not in names]:
+        delattr(module, name)
+    for name in names - module._buffers.keys():
+        module.register_buffer(name, torch.ones(1, dtype=torch.float32, device=anything.device))

@@ -6,9 +6,9 @@ checkpointing), or for several micro-batches, and nothing changes but that maxim
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -107,22 +107,6 @@ def moved(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:
-    """For inference: keep the factors in use, by operand, in persistent buffers."""
-    for name, state in states.items():
-        module.register_buffer(PREFIX + name, state[:1].clone())
-
-
-def accept_factors(module: nn.Module, saved: Collection[str]) -> None:
-    """Give the module the buffers of `freeze` that a file has, and no others, so that it can be loaded."""
-    anything: Tensor = next(chain(module.buffers(), module.parameters()))
-    names = {name for name in saved if name.startswith(PREFIX)}
-    for name in [name for name in module._buffers if name.startswith(PREFIX) and name not in names]:
-        delattr(module, name)
-    for name in names - module._buffers.keys():
-        module.register_buffer(name, torch.ones(1, dtype=torch.float32, device=anything.device))
-
-
 def _buffer(product: str) -> str:
     return f"{PREFIX}{product}__" if product else PREFIX
 
@@ -154,6 +138,27 @@ def _operand(name: str) -> str:
     return name.removeprefix(PREFIX).rpartition("__")[2]
 
 
+class _Known(NamedTuple):
+    """A model's states, found once: of one recipe, in one stage, as long as modules have the same buffers."""
+
+    applied: Applied
+    tables: list[dict[str, Tensor | None]]
+    buffers: list[int]
+    alike: dict[tuple[Quantizer, int], list[Tensor]]  # what one operation moves on
+
+
+def _find(model: nn.Module, applied: Applied) -> _Known:
+    tables = [module._buffers for module in model.modules() if module._buffers]
+    alike: dict[tuple[Quantizer, int], list[Tensor]] = {}
+    for module in model.modules():
+        for name, state in module._buffers.items():
+            if state is not None and name.startswith(PREFIX):
+                spec: Any = module._halfstep_linear
+                quantizer: Quantizer = spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]
+                alike.setdefault((quantizer, state.numel()), []).append(state)
+    return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike)
+
+
 class Scalings:
     """A model's scaling states as the loss scaler sees them: something to advance, save and load.
 
@@ -165,6 +170,10 @@ class Scalings:
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
         self._model = model
         self._process_group = process_group
+        self._known: _Known | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": None}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every state by layer and operand; empty for a recipe without."""
@@ -209,46 +218,46 @@ class Scalings:
         """End an optimizer step: the states move on, after ranks have agreed on the largest amaxes.
 
         A skipped step moves nothing, and its amaxes are forgotten: on every rank, if one rank says so. An amax that is
-        not finite on one rank is infinite on all. Whatever the number of layers, it is a handful of launches, and the
-        host waits for none of them: `skipped` may be a scalar on their device.
+        not finite on one rank is infinite on all. The host waits for none of them: `skipped` may be a scalar there.
 
         Raises:
             RecipeError: every forward of the step ran in eval(), which records nothing. Nothing was changed.
             ModelError: as `check_states`.
         """
-        clock, entries = applied_to(self._model).clock, list(_states(self._model))
+        applied = applied_to(self._model)
+        clock, known = applied.clock, self._known
+        buffers = () if known is None else list(map(id, chain.from_iterable(map(dict.values, known.tables))))
+        if known is None or known.applied is not applied or buffers != known.buffers:
+            known = self._known = _find(self._model, applied)
         together = dist.is_available() and dist.is_initialized()
         if together and AGREED not in vars(self._model) and not capturing():
-            check_states(self._model, {name: state.numel() for name, state, _ in entries}, self._process_group)
+            sizes = {name: state.numel() for name, state, _ in _states(self._model)}
+            check_states(self._model, sizes, self._process_group)
         if clock is None:
             return
-        if entries and clock.in_eval(self._model) and not skipped and not self._recorded():
+        if known.alike and clock.in_eval(self._model) and not skipped and not self._recorded():
             raise RecipeError(
                 f"{type(self._model).__name__} is in eval(), where its scaling states record nothing, and its weights "
                 "have changed: call model.train() before the forwards of training. Parts that are to stay in "
                 "evaluation (dropout, BatchNorm, a frozen backbone) take part.eval() after it, which is honoured"
             )
         clock.end(self._model)
-        if not entries:  # it is the stage of the recipe that the clock is for
+        if not known.alike:  # it is the stage of the recipe that the clock is for
             return
-        amaxes = torch.stack([state[1] for _, state, _ in entries])
+        stacks = [torch.stack(states) for states in known.alike.values()]  # a whole model's take one operation each
+        amaxes = torch.cat([stack[:, 1] for stack in stacks])
         says = skipped.to(amaxes) if isinstance(skipped, Tensor) else amaxes.new_full((), float(skipped))
         found = torch.cat([amaxes, says.reshape(1)])
         found = torch.where(found.isfinite(), found, torch.inf)  # gloo's maximum loses the NaN of some ranks
         if together:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._process_group)
-        alike: dict[tuple[Quantizer, int], list[int]] = {}  # a whole model's take one operation each
-        for place, (_, state, quantizer) in enumerate(entries):
-            alike.setdefault((quantizer, state.numel()), []).append(place)
-        amaxes, says = found[:-1], found[-1:]
-        for (quantizer, _), places in alike.items():
-            states = torch.stack([entries[place][1] for place in places])
-            mine = amaxes if len(alike) == 1 else torch.stack([amaxes[place] for place in places])
-            forgotten = states.clone()
-            states[:, 1], forgotten[:, 1] = mine, 0.0
-            _rule(quantizer).advance(states, quantizer.format)
-            states = torch.where(says > 0, forgotten, states)
-            torch._foreach_copy_([entries[place][1] for place in places], list(states.unbind()))
+        says = found[-1:]
+        found_in = torch.split(found[:-1], list(map(len, stacks)))
+        for ((quantizer, _), states), stack, mine in zip(known.alike.items(), stacks, found_in, strict=True):
+            forgotten = stack.clone()
+            stack[:, 1], forgotten[:, 1] = mine, 0.0
+            _rule(quantizer).advance(stack, quantizer.format)
+            torch._foreach_copy_(states, list(torch.where(says > 0, forgotten, stack).unbind()))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that was not

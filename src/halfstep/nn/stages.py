@@ -143,6 +143,11 @@ class Steps:
         self._origin = origin
         self._made = 0  # optimizer steps, where no schedule counts them
         self._scalings = Scalings(model, process_group)
+        self._drawing: tuple[Applied | None, list[Any]] = None, []
+        """The buffers of the modules that draw noise, under what the model follows."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_drawing": (None, [])}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count that optimizer's steps: one that was not ended is refused with the next."""
@@ -155,7 +160,8 @@ class Steps:
             RecipeError: as `Scalings.advance`; stages at fractions of a run whose length is not known; a recipe with
                 stages in a CUDA graph that is being captured.
         """
-        schedule = applied_to(self._model).schedule
+        applied = applied_to(self._model)
+        schedule = applied.schedule
         if schedule is not None:
             _ = schedule.starts
             if capturing():
@@ -165,7 +171,10 @@ class Steps:
                     "for each stage"
                 )
         self._scalings.advance(skipped)
-        noise.advance(self._model)
+        if self._drawing[0] is not applied:
+            self._drawing = applied, noise.tables(self._model)
+        if self._drawing[1]:
+            noise.advance(self._drawing[1])
         self._made += 1
         if schedule is not None:
             schedule.steps += 1

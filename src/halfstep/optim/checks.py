@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -90,8 +92,7 @@ def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:
     Raises:
         OptimizerError: there is one.
     """
-    parameters = [p for group in groups for p in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(chain.from_iterable(map(itemgetter("params"), groups))):
         if parameter.dtype not in DTYPES.values():
             why = _WHY.get(parameter.dtype, "no recipe stores it")
             raise OptimizerError(

@@ -73,7 +73,7 @@ class GaLoreAdamW(LowBitAdamW):
         first = sum(len(known["params"]) for known in self.param_groups[:-1])
         try:
             for index, parameter in enumerate(group["params"], first):
-                self._check(parameter, index, self._projection(parameter, group))
+                self._check(parameter, index, self.group_projection(group))
         except OptimizerError:
             self.param_groups.pop()
             raise
@@ -96,7 +96,8 @@ class GaLoreAdamW(LowBitAdamW):
         except RecipeError as error:
             raise OptimizerError(f"{name}: {error}") from error
 
-    def _projection(self, parameter: Tensor, group: Mapping[str, Any]) -> Projection | None:
+    def group_projection(self, group: Mapping[str, Any]) -> Projection | None:
+        """How the group's parameters are projected; None without a `rank`."""
         if "rank" not in group:
             return None
         given = {**_USUAL, **group}

@@ -164,8 +164,9 @@ class LossScaler(Unscaling):
         if torch.compiler.is_compiling():
             untraced(LossScaler.update, self, new_scale)
             return
-        pending = self._pending.take()
-        moved = [p.moved(optimizer) for optimizer, p in pending]
+        pending, moved = self._pending.take(), []
+        for optimizer, one in pending:
+            moved.append(one.moved(optimizer))
         if self._enabled:
             checked = [p for _, p in pending if p.found_inf is not None]
             if new_scale is not None:
@@ -266,7 +267,10 @@ def _divides(optimizer: torch.optim.Optimizer) -> bool:
 
 def _none(moved: list[bool | Tensor]) -> bool | Tensor:
     """Whether there were optimizers, and not one of them has moved."""
-    if not moved or any(one is True for one in moved):
+    for one in moved:
+        if one is True:
+            return False
+    if not moved:
         return False
     unread = [one for one in moved if isinstance(one, Tensor)]
     return ~torch.stack([one.to(unread[0].device) for one in unread]).any() if unread else True

@@ -5,30 +5,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops.untraced import untraced
 from halfstep.optim.checks import UNSCALED, check_parameters, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
-from halfstep.optim.rules.base import Step, UpdateRule
+from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
-from halfstep.optim.shards import is_spread, like, local, positions
-from halfstep.optim.stored import Stored
+from halfstep.optim.stepping import Stepping
 from halfstep.optim.together import Together
-from halfstep.optim.update import OWN, Update, move
-from halfstep.quant import derive_seed
-from halfstep.quant.masters import Own
+from halfstep.optim.update import Update
 from halfstep.recipe import Projection, Recipe
 
 
-class LowBit(Stored):
+_params: Any = itemgetter("params")
+
+
+class LowBit(Stepping):
     """An update rule over weights and moments stored in few bits, with torch.optim's semantics.
 
     Each step decodes weight, gradient and moments to float32, applies the rule, and rounds each result once to
@@ -99,7 +99,14 @@ class LowBit(Stored):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict comes by here too, with less than a copy brings.
         absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "projections": {}}
-        begun = {"_agreed": False, "_versions": {}, "_plans": {}, "per_layer": self.per_layer, "_together": Together()}
+        begun = {
+            "_agreed": False,
+            "_versions": {},
+            "_plans": {},
+            "_labels": {},
+            "per_layer": self.per_layer,
+            "_together": Together(),
+        }
         super().__setstate__({**absent, **vars(self), **begun, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -149,37 +156,50 @@ class LowBit(Stored):
             self.awaits_scaler = False
             if found_inf is None and scale is None:
                 warnings.warn(UNSCALED, stacklevel=4)  # torch wraps step, twice
-        if self._watch is None and self._together.again(self, scale, found_inf):
-            torch.clear_autocast_cache()
+        together = self._together
+        if found_inf is not None and not together.unread(found_inf):
+            if float(found_inf):
+                return loss
+            found_inf = None
+        if self._watch is not None or not together.again(self):
+            self._plan_step()
+        ways = together.ways
+        if ways and found_inf is not None and float(found_inf):
             return loss
-        together = self._watch is None and self._together.serves(self)
-        if not together and found_inf is not None and float(found_inf):
-            return loss
-        if self.recipe.codes is not None and not any(
-            p.grad is not None for group in self.param_groups for p in group["params"]
-        ):
+        grad_scale = 1.0 if scale is None or not ways else 1.0 / float(scale)
+        # Where training is one long autocast: the update's products are float32's, and no cast of a weight outlives it.
+        with torch.autocast(ways[0].parameter.device.type if ways else "cpu", enabled=False):
+            for way in together.looking:
+                self._look(way, way.parameter.grad, grad_scale)
+            together.run(self, scale, found_inf)
+            numbers: dict[Any, Any] = {}
+            for way in ways:
+                self._update(way, way.parameter.grad, grad_scale, numbers)
+        torch.clear_autocast_cache()
+        return loss
+
+    def _plan_step(self) -> None:
+        """Find how each parameter that has a gradient is stepped, from now on and until something has moved.
+
+        Raises:
+            OptimizerError: as `step`.
+        """
+        stepped: list[Any] = []
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    stepped.append((parameter, parameter.grad, group, index))
+                index += 1
+        if self.recipe.codes is not None and not stepped:
             raise OptimizerError(
                 "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
                 "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
             )
         self.check()
-        self._start_late()
-        stepped = [(p, p.grad, group, i) for i, (p, group) in enumerate(self._all()) if p.grad is not None]
-        if together:
-            stepped = self._together.take(self, stepped)
-            if stepped and found_inf is not None and float(found_inf):
-                return loss
-        grad_scale = 1.0 if scale is None or not stepped else 1.0 / float(scale)
-        # Where training is one long autocast: the update's products are float32's, and no cast of a weight outlives it.
-        with torch.autocast(stepped[0][0].device.type if stepped else "cpu", enabled=False):
-            for parameter, grad, group, index in stepped:
-                self._look(parameter, group, index, grad, grad_scale)
-            if together:
-                self._together.run(self, scale, found_inf)
-            for parameter, grad, group, index in stepped:
-                self._update(parameter, group, index, grad, grad_scale)
-        torch.clear_autocast_cache()
-        return loss
+        if self.recipe.master is not None or self.recipe.codes is not None:
+            self._start_late()
+        self._together.take(self, stepped, kernels=self._watch is None)
 
     def check(self) -> None:
         """What a step begins with: gradients and options are such that it can be taken.
@@ -190,24 +210,22 @@ class LowBit(Stored):
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
-        if self.check_new is not None and self._count() != self._known:
-            self.check_new([parameter for parameter, _ in self._all()])  # they came by way of the old optimizer
-            self._known = self._count()
+        count = self._count()
+        if self.check_new is not None and count != self._known:
+            # They came by way of the old optimizer.
+            self.check_new([parameter for group in self.param_groups for parameter in group["params"]])
+            self._known = count
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()
 
     def _count(self) -> int:
-        return sum(len(group["params"]) for group in self.param_groups)
-
-    def _all(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Every parameter, with its group."""
-        return ((parameter, group) for group in self.param_groups for parameter in group["params"])
+        return sum(map(len, map(_params, self.param_groups)))
 
     def _start_late(self) -> None:
         """Start the masters of parameters that were frozen, or not here, when the others' were taken; say it, once."""
         late = []
-        for index, (parameter, _) in enumerate(self._all()):
+        for index, parameter in enumerate(chain.from_iterable(map(_params, self.param_groups))):
             master = self._master(parameter)
             if parameter.grad is None or master.keeps.keys() <= self.state.get(parameter, {}).keys():
                 continue
@@ -216,83 +234,26 @@ class LowBit(Stored):
         if late:
             warn_of_late(late)
 
-    def _look(
-        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
-    ) -> None:
-        """Let the rule see a gradient before any weight moves, where it wants to."""
-        look = self.plan(parameter, group).rule.look
-        if look is not None:
-            look(self._next(parameter, group, index, grad, grad_scale), lambda: self._name(parameter, index))
-
-    def _next(
-        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
-    ) -> Step:
-        """What the next update of a parameter takes."""
-        _, step = self.taken(parameter, group, grad)
-        number, master = int(self.state[parameter]["step"]) + 1, step.master
-        if isinstance(master, Own) and master.rounding == "stochastic":
-            seed = derive_seed(group["rounding_seed"], number, index)
-            master = replace(master, seed=seed, positions=positions(parameter))
-        return replace(step, master=master, number=number, grad_scale=grad_scale)
-
-    def taken(self, parameter: Tensor, group: dict[str, Any], grad: Tensor) -> tuple[UpdateRule, Step]:
-        """The rule that a parameter is updated by, and what an update takes of it; not yet of which step it is."""
-        state, master, plan = self._begun(parameter, group), self._master(parameter), self.plan(parameter, group)
-        grad = like(parameter, master.gradient(grad))
-        # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
-        weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
-        moments = {part: state[part] for part in plan.parts}
-        if plan.rule.elementwise:
-            grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
-        if master is OWN and self.recipe.update_rounding != "nearest_even":
-            master = replace(OWN, rounding=self.recipe.update_rounding)
-        return plan.rule, Step(weight, master, kept, grad, moments, 0, group, 1.0, plan.kinds, plan.coded)
-
-    def _update(
-        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
-    ) -> None:
-        step, rule = self._next(parameter, group, index, grad, grad_scale), self.plan(parameter, group).rule
-        self.state[parameter]["step"] += 1
-        if self._watch is None and rule.fused(step):
-            torch.autograd.graph.increment_version(step.weight)
-        else:
-            move(rule, step, parameter, not step.master.costly or self._was_written(parameter), self._watch)
-        if is_spread(parameter):
-            torch.autograd.graph.increment_version(parameter)
-        if step.master.costly:
-            self.note_written(parameter)
-
-    def follow(self, parameter: Tensor) -> None:
-        """Let what is kept of a parameter follow it, where somebody may have written to it since the last step."""
-        if self._was_written(parameter):
-            master, state = self._master(parameter), self.state[parameter]
-            ops.follow(master, local(parameter), {name: local(state[name]) for name in master.keeps})
-
-    def _was_written(self, parameter: Tensor) -> bool:
-        return self._versions.get(parameter) != parameter._version
-
-    def note_written(self, parameter: Tensor) -> None:
-        """A parameter is as a step left it."""
-        self._versions[parameter] = parameter._version
-
     # ---- one parameter at a time, for `PerLayer` -----------------------------------------------------------------
 
     def lowered(self, parameter: Tensor, group: dict[str, Any], index: int, first: bool) -> Tensor | None:
         """A micro-batch's gradient in fewer numbers, if its rule can; the first one chooses the subspace."""
-        lower, grad = self.plan(parameter, group).rule.lower, parameter.grad
-        if lower is None or grad is None:
+        if self.plan(parameter, group).rule.lower is None or parameter.grad is None:
             return None
+        way = self.way(parameter, group, index, parameter.grad, self.varies(group), kernels=False)
         if first:
-            self._look(parameter, group, index, grad)
-        return lower(self._next(parameter, group, index, grad))
+            self._look(way, parameter.grad)
+        assert way.rule.lower is not None
+        return way.rule.lower(self._next(way, parameter.grad, 1.0))
 
     def step_on(self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor) -> None:
         """One update of one parameter, by a gradient or by what `lowered` made of it."""
         if not self._master(parameter).keeps.keys() <= self.state.get(parameter, {}).keys():
             self._start_late()
+        way = self.way(parameter, group, index, grad, self.varies(group))
         if grad.shape == parameter.shape:
-            self._look(parameter, group, index, grad)
-        self._update(parameter, group, index, grad)
+            self._look(way, grad)
+        self._update(way, grad, 1.0, {})
 
     @property
     def several_ranks(self) -> bool:

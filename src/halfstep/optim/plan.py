@@ -27,6 +27,8 @@ class Plan:
     """Their shapes."""
     parts: tuple[str, ...]
     """The names of all tensors that they are kept in."""
+    held: frozenset[str]
+    """The names of all that a state holds once it has begun."""
     coded: bool
     """Whether any is codes."""
 
@@ -43,4 +45,5 @@ def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, p
     shapes = {name: rule.shape(name, shape) for name in rule.moments(group)}
     kinds = {name: kind_of(recipe, rule.kept_as(name, group), own, parameter) for name, own in shapes.items()}
     parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-    return Plan(rule, kinds, shapes, parts, any(kind.dtype is None for kind in kinds.values()))
+    coded = any(kind.dtype is None for kind in kinds.values())
+    return Plan(rule, kinds, shapes, parts, frozenset({"step", *kinds}), coded)

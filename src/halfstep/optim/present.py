@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ Reference = Callable[[], nn.Module | None]
 
 _dtype = attrgetter("dtype")
 _parts_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
+_params: Any = itemgetter("params")
+_alive: Any = weakref.ref.__call__
 
 
 class Present:
@@ -50,7 +52,7 @@ class Present:
         model = self._model()
         if model is None:
             return
-        held = [p for group in groups for p in group["params"]]
+        held = list(chain.from_iterable(map(_params, groups)))
         if self._seen is not None and self._seen.stands(held):
             return
         self._seen, modules = None, _modules(model)
@@ -99,8 +101,13 @@ class _Seen:
     """
 
     def __init__(self, modules: Sequence[nn.Module], held: Sequence[Tensor]) -> None:
-        self._wholes = [weakref.ref(module) for module in modules if module._modules]
-        self._owners = [weakref.ref(module) for module in modules if module._parameters]
+        self._wholes: list[Any] = []
+        self._owners: list[Any] = []
+        for module in modules:
+            if module._modules:
+                self._wholes.append(weakref.ref(module))
+            if module._parameters:
+                self._owners.append(weakref.ref(module))
         self._found = self._now(held)
 
     def stands(self, held: Sequence[Tensor]) -> bool:
@@ -108,24 +115,22 @@ class _Seen:
         return self._now(held) == self._found
 
     def _now(self, held: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
-        wholes, owners = ([module() for module in modules] for modules in (self._wholes, self._owners))
+        wholes, owners = list(map(_alive, self._wholes)), list(map(_alive, self._owners))
         if None in wholes or None in owners:
             return None
-        parts, parameters = (
-            list(map(id, chain.from_iterable(map(dict.values, tables))))
-            for tables in (map(_parts_of, wholes), map(_parameters_of, owners))
-        )
+        parts = list(map(id, chain.from_iterable(map(dict.values, map(_parts_of, wholes)))))
+        parameters = list(map(id, chain.from_iterable(map(dict.values, map(_parameters_of, owners)))))
         return parts, parameters, list(map(id, held)), list(map(_dtype, held))
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
     """A model's modules, faster than by their names."""
-    found = {id(model): model}
-    waiting = [model]
+    found, waiting = {id(model): model}, [model]
     while waiting:
-        new = [m for m in waiting.pop()._modules.values() if m is not None and id(m) not in found]
-        found |= {id(module): module for module in new}
-        waiting += new
+        for module in waiting.pop()._modules.values():
+            if module is not None and id(module) not in found:
+                found[id(module)] = module
+                waiting.append(module)
     return list(found.values())
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.rules.base import Group, Moments, Step, UpdateRule
+from halfstep.optim.rules.base import Fused, Group, Moments, Step, UpdateRule
 from halfstep.optim.update import OWN
 from halfstep.recipe import PROJECTOR, Projection, Subspace
 
@@ -36,6 +37,7 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
         moments=lambda group: (*rule.moments(group), PROJECTOR),
         update=own.update,
         fused=own.fused,
+        numbers=lambda *numbers: numbers,
         shape=own.shape,
         look=own.look,
         lower=own.lower if own.shape("", shape) != shape else None,
@@ -113,18 +115,22 @@ class _Projected:
         moved, new = self.rule.update(torch.zeros_like(low), low, inner, step, _bare(group))
         return self._moved(weight, projector, moved, group), new
 
-    def fused(self, step: Step) -> bool:
+    def fused(self, step: Step) -> Fused | None:
         if step.master is not OWN or step.weight.dtype != torch.float32:
-            return False
+            return None
+        return partial(self._advance, replace(step, grad=step.weight))
+
+    def _advance(self, step: Step, grad: Tensor, numbers: tuple[int, Group, float], seed: int | None) -> bool:
+        number, options, grad_scale = numbers
         projector = step.moments[PROJECTOR].float()
-        grad = step.grad.float() if step.grad_scale == 1.0 else step.grad.float() * step.grad_scale
-        low = self._low(step.weight, grad, projector, step.group)
+        grad = grad.float() if grad_scale == 1.0 else grad.float() * grad_scale
+        low = self._low(step.weight, grad, projector, options)
         inner = {name: tensor for name, tensor in step.moments.items() if name != PROJECTOR}
         kinds = {name: kind for name, kind in step.kinds.items() if name != PROJECTOR}
-        zeros, group = torch.zeros_like(low), _bare(step.group)
-        if not self.rule.fused(Step(zeros, OWN, {}, low, inner, step.number, group, 1.0, kinds, step.coded)):
+        zeros, group = torch.zeros_like(low), _bare(options)
+        if not self.rule.advance(Step(zeros, OWN, {}, low, inner, number, group, 1.0, kinds, step.coded)):
             return False
-        step.weight.copy_(self._moved(step.weight, projector, zeros, step.group))
+        step.weight.copy_(self._moved(step.weight, projector, zeros, options))
         return True
 
     def _low(self, weight: Tensor, grad: Tensor, projector: Tensor, group: Group) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,16 +60,23 @@ class Stored(torch.optim.Optimizer):
         self.recipe = recipe
         self.projections = dict(projections or {})
         self._plans: dict[object, Plan] = {}
+        self._labels: dict[object, dict[str, str]] = {}
         super().__init__(groups, defaults)
 
-    def _projection(self, parameter: Tensor, group: Mapping[str, Any]) -> Projection | None:
-        """How the updates of a parameter are projected."""
-        return self.projections.get(parameter)
+    group_projection: Callable[[Mapping[str, Any]], Projection | None] | None = None
+    """How a group's options say that its parameters are projected; None where `projections` says it of each."""
 
-    def plan(self, parameter: Tensor, group: Mapping[str, Any]) -> Plan:
+    def varies(self, group: Mapping[str, Any]) -> tuple[tuple[str, ...], Projection | None]:
+        """The options of a group that say more than numbers: its moments, and how its parameters are projected."""
+        return self.rule.moments(group), self.group_projection(group) if self.group_projection else None
+
+    def plan(self, parameter: Tensor, group: Mapping[str, Any], varies: Any = None) -> Plan:
         """How a parameter of that group is updated and kept."""
-        shape, projection = tuple(parameter.shape), self._projection(parameter, group)
-        key = (id(self.rule), self.rule.moments(group), shape, placed(parameter), projection)
+        names, projection = varies or self.varies(group)
+        projection = projection or self.projections.get(parameter)
+        shape = tuple(parameter.shape)
+        spread = placed(parameter) if hasattr(parameter, "device_mesh") else None
+        key = (id(self.rule), names, shape, spread, projection)
         if key not in self._plans:
             self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection)
         return self._plans[key]
@@ -94,7 +103,7 @@ class Stored(torch.optim.Optimizer):
             assert self.recipe.codes is not None
             return CodedWeight("codes", self.recipe.codes)
         name = None if weight.dtype == torch.float32 else self.recipe.master
-        return OWN if name is None else get_master(name)
+        return _own(self.recipe.update_rounding) if name is None else get_master(name)
 
     def _master_kind(self, weight: Tensor) -> dict[str, Storage]:
         """How the master of a weight that is codes is kept, if it has one."""
@@ -104,8 +113,11 @@ class Stored(torch.optim.Optimizer):
     def _name_formats(self) -> None:
         """Let the groups, which are saved, say how moments that are codes are kept."""
         for group in self.param_groups:
-            kept = {name: self.rule.kept_as(name, group) for name in self.rule.moments(group)}
-            formats = labels({name: self.recipe.moment(known) for name, known in kept.items() if known is not None})
+            key = id(self.rule), self.rule.moments(group)
+            if key not in self._labels:
+                kept = {name: self.rule.kept_as(name, group) for name in key[1]}
+                self._labels[key] = labels({n: self.recipe.moment(own) for n, own in kept.items() if own is not None})
+            formats = dict(self._labels[key])
             if self.recipe.codes is not None and self.recipe.codes.master is not None:
                 for parameter in group["params"]:
                     formats |= labels(self._master_kind(parameter))
@@ -114,16 +126,14 @@ class Stored(torch.optim.Optimizer):
             else:
                 group.pop(FORMATS, None)
 
-    def _begun(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameter's state, with a step count and moments of zero where there are none yet."""
+    def _begin_state(self, parameter: Tensor, plan: Plan) -> None:
+        """Give a parameter's state a step count and moments of zero where there are none yet."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        plan = self.plan(parameter, group)
         for name, kind in plan.kinds.items():
             if state.get(name) is None:
                 state.update(start(kind, name, parameter, plan.shapes[name]))
-        return state
 
     def _begin(self) -> None:
         """Begin the states of all parameters that are trained. torch.distributed.checkpoint loads into states that are
@@ -132,7 +142,7 @@ class Stored(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad or self.state.get(parameter):
-                    self._begun(parameter, group)
+                    self._begin_state(parameter, self.plan(parameter, group))
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, whose groups name the recipe and its digest."""
@@ -274,3 +284,9 @@ class Stored(torch.optim.Optimizer):
             self._start(parameter, full)
         self._begin()
         states.clear()
+
+
+@cache
+def _own(rounding: str) -> Master:
+    """The weight itself takes the update, rounded so."""
+    return OWN if rounding == "nearest_even" else replace(OWN, rounding=rounding)

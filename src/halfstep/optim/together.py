@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import compress
+from collections.abc import Iterable, Mapping
+from itertools import compress, count
 from operator import attrgetter, ne
 from typing import Any, Protocol
 
@@ -17,8 +17,9 @@ from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.ops import CodeTensor
 from halfstep.optim.coded import CodedWeight
-from halfstep.optim.rules.base import Step, UpdateRule, as_kept, with_codes
+from halfstep.optim.rules.base import UpdateRule, as_kept, with_codes
 from halfstep.optim.shards import is_spread, part, run_of
+from halfstep.optim.stepping import Way
 from halfstep.optim.unmoved import Unmoved
 from halfstep.recipe import MASTER
 
@@ -36,21 +37,29 @@ class Owner(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
 
-    def taken(self, parameter: Tensor, group: dict[str, Any], grad: Tensor) -> tuple[UpdateRule, Step]:
-        """The rule that a parameter is updated by, and what the update takes; not yet of which step it is."""
+    def way(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, varies: Any, kernels: bool = True
+    ) -> Way:
+        """How a parameter is stepped; `varies` is that of its group."""
+
+    def gradient(self, way: Way, grad: Tensor) -> Tensor:
+        """A gradient as the update takes it."""
+
+    def varies(self, group: Mapping[str, Any]) -> Any:
+        """The options of a group that say more than numbers."""
 
     def follow(self, parameter: Tensor) -> None:
-        """Let what is kept of a parameter follow it, if somebody may have written to it since the last step."""
+        """Update the master of a parameter that may have been written to since the last step."""
 
     def note_written(self, parameter: Tensor) -> None:
         """A parameter is as a step left it."""
 
 
 class Together:
-    """The tensors of an optimizer that kernels step together, and where these are in memory.
-
-    A step that finds all of it where it was, with options of the same kind, is a list of addresses compared and a few
-    launches: nothing else is looked at again, and nothing waits for the GPU.
+    """The plan of an optimizer's step: tensors on a GPU that kernels step together, by a few launches, and how each
+    other parameter is stepped. It serves until something has moved: other gradients, states or parameters, tensors at
+    other addresses, options of another kind. That is a list of addresses compared; nothing else is looked at again,
+    and where all is stepped together nothing waits for the GPU.
     """
 
     def __init__(self, anywhere: bool = False) -> None:
@@ -62,42 +71,46 @@ class Together:
         self._forget()
 
     def _forget(self) -> None:
-        self._held += [steps for steps in self._steps.values() if steps.held]
+        for steps in self._steps.values():
+            if steps.held:
+                self._held.append(steps)
         self._steps = {}
+        self.ways: list[Way] = []
+        """How the parameters that are not stepped together are stepped."""
+        self.looking: list[Way] = []
+        """Those of them whose rule looks at gradients before any weight moves."""
         self._weights: list[Tensor] = []
         self._followed: list[Tensor] = []
-        """Parameters whose masters follow where somebody has written."""
+        """Parameters whose masters follow where they were written to."""
         self._left: list[int] = []
         """Their versions as the last step left them; -1 before one."""
         self._rounded: list[Tensor] = []
         """Gradients that were rounded for this step alone."""
         self._kinds: list[object] = []
+        self._varies: list[object] = []
         self._rule: UpdateRule | None = None
         self._unmoved: Unmoved | None = None
-        """Where the last step found everything; None where it did not take all that had a gradient."""
+        """Where the last step found everything; None where the next one has to look again."""
 
     @property
     def all(self) -> bool:
-        """Whether the last step took all that had a gradient."""
-        return self._unmoved is not None
+        """Whether the last step took all that had a gradient together."""
+        return self._unmoved is not None and not self.ways
 
-    def serves(self, owner: Owner) -> bool:
-        """Whether some of these tensors may be stepped together, so that what is on the GPU is not asked for."""
-        if owner.rule.options is None:
-            return False
-        return self._anywhere or any(p.is_cuda for group in owner.param_groups for p in group["params"])
+    def unread(self, number: Any) -> bool:
+        """Whether a number is on a GPU, where the host would wait for it."""
+        return self._anywhere or getattr(number, "is_cuda", False)
 
     # ---- a step like the last one ------------------------------------------------------------------------------
 
-    def again(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """Take a step like the last one. False where something other than numbers has changed, or not all was stepped
-        so: then nothing has moved."""
+    def again(self, owner: Owner) -> bool:
+        """Take gradients and numbers as they are now. False where something else has changed since the last step."""
         if self._unmoved is None or owner.rule is not self._rule:
             return False
         grads = self._unmoved.gradients(owner.param_groups, owner.state)
-        if grads is None:
+        if grads is None or list(map(owner.varies, owner.param_groups)) != self._varies:
             return False
-        options = _options(owner)
+        options = _options(owner) if self._steps else []
         if [own.kind for own in options] != self._kinds:
             return False
         for group in owner.param_groups:
@@ -105,7 +118,6 @@ class Together:
         for device, steps in self._steps.items():
             steps.find(*grads[device])
             steps.set(options)
-        self.run(owner, grad_scale, found_inf)
         return True
 
     def run(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -125,53 +137,66 @@ class Together:
 
     # ---- a step that is not -------------------------------------------------------------------------------------
 
-    def take(self, owner: Owner, stepped: Iterable[Stepped]) -> list[Stepped]:
-        """Find what `run` can step, which is not stepped yet; and return the rest.
+    def take(self, owner: Owner, stepped: Iterable[Stepped], kernels: bool) -> None:
+        """Find how each parameter is stepped; none is yet.
+
+        Args:
+            kernels: whether kernels may step them.
 
         Raises:
-            OptimizerError: a group is `capturable`, and one of its parameters is among the rest.
+            OptimizerError: a group is `capturable`, and one of its parameters cannot be stepped together.
         """
         self._forget()
-        if owner.rule.options is None:
-            return list(stepped)
-        options, numbers = _options(owner), {id(group): i for i, group in enumerate(owner.param_groups)}
+        self._varies = list(map(owner.varies, owner.param_groups))
+        together = kernels and owner.rule.options is not None
+        options: list[Options] = []
+        numbers = dict(zip(map(id, owner.param_groups), count(), strict=False))
         by_device: dict[torch.device, list[Tensors]] = {}
-        taken: dict[Tensor, Tensors] = {}
-        rest = []
+        read: dict[Tensor, Tensor | Coded | None] = {}
+        launched: set[Tensor] = set()
         for parameter, grad, group, index in stepped:
-            own = self._tensors(owner, parameter, grad, group, index, numbers[id(group)])
+            on_gpu = together and (self._anywhere or parameter.is_cuda)
+            options = _options(owner) if on_gpu and not options else options
+            number = numbers[id(group)]
+            way = owner.way(parameter, group, index, grad, self._varies[number], kernels and not on_gpu)
+            own = self._tensors(owner, way, grad, number) if on_gpu else None
             if own is None or not takes(own, options[own.group]):
                 if group.get("capturable"):
                     raise OptimizerError(_NOT_CAPTURABLE.format(index, tuple(parameter.shape), parameter.dtype))
-                rest.append((parameter, grad, group, index))
+                if on_gpu and kernels:
+                    way = owner.way(parameter, group, index, grad, self._varies[number])
+                self.ways.append(way)
+                if way.rule.look is not None:
+                    self.looking.append(way)
+                read[parameter] = None if way.fused is None else grad if way.plain else owner.gradient(way, grad)
                 continue
             state, device = owner.state[parameter], codes_of(own.weight).device
             if state["step"].device != device:
                 state["step"] = state["step"].to(device, torch.float32, non_blocking=True)
-            taken[parameter] = own = own._replace(step=state["step"])
-            by_device.setdefault(device, []).append(own)
+            read[parameter] = own.grad
+            launched.add(parameter)
+            by_device.setdefault(device, []).append(own._replace(step=state["step"]))
             if isinstance(own.weight, Coded) and own.kept:
                 self._followed.append(parameter)
             self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
-        self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
-        self._kinds, self._rule = [own.kind for own in options], owner.rule
+        for device, tensors in by_device.items():
+            self._steps[device] = Steps(tensors, options)
+        self._kinds = [own.kind for own in options] if self._steps else []
+        self._rule = owner.rule
         self._left = [-1] * len(self._followed)
-        if taken and not rest and not self._rounded:
-            self._unmoved = Unmoved(owner.param_groups, owner.state, taken)
-        return rest
+        if read and kernels and not self._rounded and (self._steps or not hasattr(next(iter(read)), "fake_mode")):
+            self._unmoved = Unmoved(owner.param_groups, owner.state, read, launched)
 
-    def _tensors(
-        self, owner: Owner, parameter: Tensor, grad: Tensor, group: dict[str, Any], index: int, number: int
-    ) -> Tensors | None:
+    def _tensors(self, owner: Owner, way: Way, grad: Tensor, number: int) -> Tensors | None:
         """What is read of a parameter; None where no kernel would."""
-        rule, step = owner.taken(parameter, group, grad)
+        rule, step, parameter, group = way.rule, way.step, way.parameter, way.group
         weight, codes = _numbers(step.weight), _numbers(grad)
         if rule is not owner.rule or weight is None or codes is None:
             return None
         lies = codes_of(weight)
         if not (self._anywhere or plain(lies, lies.dtype)):
             return None
-        names, moments = rule.moments(group), as_kept(step)
+        names, moments, read = rule.moments(group), as_kept(step), owner.gradient(way, grad)
         residual = moments.pop(f"{names[-1]}_residual", None) if names else None
         if moments.keys() != set(names) or not isinstance(residual, Tensor | None):
             return None
@@ -185,11 +210,11 @@ class Together:
             if master.codes.master is not None:
                 kept = with_codes(step.kept, {MASTER: master.codes.master}, step.weight)
             if isinstance(codes, Tensor) and master.codes.grads is not None:
-                self._rounded.append(step.grad)
+                self._rounded.append(read)
         return Tensors(
-            weight, codes if isinstance(codes, Coded) else step.grad, owner.state[parameter]["step"], master.name,
+            weight, codes if isinstance(codes, Coded) else read, way.count, master.name,
             kept, tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"],
-            index, number,
+            way.index, number,
         )  # fmt: skip
 
 

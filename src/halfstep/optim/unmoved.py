@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, compress
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu.coded import Coded
-from halfstep.kernels.gpu.kinds import Tensors, codes_of
 from halfstep.ops import CodeTensor
 from halfstep.optim.shards import is_spread, part, placed
 
@@ -19,8 +18,9 @@ from halfstep.optim.shards import is_spread, part, placed
 Places = tuple[list[int], list[int]]
 """The addresses of gradients, and of the scales of those that are codes."""
 
-_grad, _dtype, _layout = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
+_grad, _dtype, _layout, _device = map(attrgetter, ("grad", "dtype", "layout", "device"))
 _coding = attrgetter("quantizer", "is_whole")
+_params, _seed = itemgetter("params"), methodcaller("get", "rounding_seed")
 
 
 class Unmoved:
@@ -28,62 +28,91 @@ class Unmoved:
 
     Args:
         groups, state: the optimizer's.
-        taken: by parameter, what kernels were given of it.
+        taken: by parameter, the gradient as a kernel was given it; None where no kernel was.
+        launched: the parameters whose gradients' addresses are asked for.
     """
 
     def __init__(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], taken: Mapping[Tensor, Tensors]
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Any, Any],
+        taken: Mapping[Tensor, Tensor | Coded | None],
+        launched: Collection[Tensor],
     ) -> None:
-        self._groups = [list(group["params"]) for group in groups]
-        self._seeds = [group["rounding_seed"] for group in groups]
-        self._parameters = list(chain.from_iterable(self._groups))
-        self._stepped = [parameter in taken for parameter in self._parameters]
-        self._grads = [type(parameter.grad) for parameter in self._parameters]
-        own = [taken[parameter] for parameter in compress(self._parameters, self._stepped)]
-        self._coded = [place for place, one in enumerate(own) if isinstance(one.grad, Coded)]
-        self._codings = [(one.grad.quantizer, True) for one in own if isinstance(one.grad, Coded)]
-        self._dtypes = [codes_of(one.grad).dtype for one in own]
-        self._layouts = [torch.strided] * len(own)
-        self._single = [place for place, one in enumerate(own) if codes_of(one.grad).numel() < 2]
-        self._offsets = [codes_of(one.grad).data_ptr() % 16 for one in own]
-        self._devices = [codes_of(one.weight).device for one in own]
+        self._sizes, self._seeds = list(map(len, map(_params, groups))), list(map(_seed, groups))
+        self._parameters = list(chain.from_iterable(map(_params, groups)))
+        self._present = list(map(taken.__contains__, self._parameters))
+        stepped = list(compress(self._parameters, self._present))
+        grads = list(map(_grad, self._parameters))
+        self._kinds, self._dtypes = list(map(type, grads)), list(map(_dtype, compress(grads, self._present)))
+        self._layouts = [torch.strided] * len(stepped)
+        self._read, self._stepped, self._launched = [], [], []
+        self._coded, self._codings, self._single, self._offsets = [], [], [], []
+        codes: list[Tensor] = []
+        for parameter in stepped:
+            grad = taken[parameter]
+            self._read.append(grad is not None)
+            if grad is None:
+                continue
+            if isinstance(grad, Coded):
+                self._coded.append(len(codes))
+                self._codings.append((grad.quantizer, True))
+            tensor = grad.parts["codes"] if isinstance(grad, Coded) else grad
+            if tensor.numel() < 2:
+                self._single.append(len(codes))
+            self._offsets.append(tensor.data_ptr() % 16)
+            codes.append(tensor)
+            self._stepped.append(parameter)
+            self._launched.append(parameter in launched)
+        self._code_dtypes = list(map(_dtype, codes))
+        self._devices = list(compress(map(_device, codes), self._launched))
         self._places_on = set(self._devices)
         self._keys, self._states = list(state), list(state.values())
         self._kept = list(chain.from_iterable(map(dict.values, self._states)))
-        read = [*taken, *(value for value in self._kept if isinstance(value, Tensor))]
-        wrapped = [tensor for tensor in read if is_spread(tensor) or isinstance(tensor, CodeTensor)]
-        self._wrapped = [(attrgetter(*_within(tensor)), tensor) for tensor in wrapped]
-        self._inner, outer = self._unwrapped(), set(map(id, wrapped))
-        self._read = [tensor for tensor in read if id(tensor) not in outer]
-        self._read += [tensor for tensor in self._inner if isinstance(tensor, Tensor)]
-        self._spread = any(map(is_spread, taken))
+        self._tensors, self._wrapped = [], []
+        for tensor in (*stepped, *self._kept):
+            if hasattr(tensor, "device_mesh") or isinstance(tensor, CodeTensor):
+                self._wrapped.append((attrgetter(*_within(tensor)), tensor))
+            elif isinstance(tensor, Tensor):
+                self._tensors.append(tensor)
+        self._inner = self._unwrapped() if self._wrapped else []
+        if self._wrapped:
+            self._tensors += [tensor for tensor in self._inner if isinstance(tensor, Tensor)]
+        self._spread = any(map(is_spread, self._stepped)) if self._wrapped else False
         self._addresses = self._now()
 
     def _unwrapped(self) -> list[Any]:
-        return list(chain.from_iterable(get(tensor) for get, tensor in self._wrapped))
+        return list(chain.from_iterable([get(tensor) for get, tensor in self._wrapped]))
 
-    def _now(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._read))
+    def _now(self) -> tuple[list[Any], ...]:
+        tensors = self._tensors
+        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)), list(map(_dtype, tensors))
 
     def gradients(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
     ) -> dict[torch.device, Places] | None:
         """By device, where gradients are now. None where anything else has moved, other parameters have gradients than
         before, or gradients are of another kind."""
-        if len(groups) != len(self._groups) or len(state) != len(self._keys):
+        if list(map(len, map(_params, groups))) != self._sizes or list(map(_seed, groups)) != self._seeds:
             return None
-        for group, parameters, seed in zip(groups, self._groups, self._seeds, strict=True):
-            if not _same(group["params"], parameters) or group["rounding_seed"] != seed:
-                return None
-        if not (_same(state, self._keys) and _same(state.values(), self._states)):
+        if not all(map(is_, chain.from_iterable(map(_params, groups)), self._parameters)):
+            return None
+        if len(state) != len(self._keys) or not all(map(is_, state, self._keys)):
+            return None
+        if not all(map(is_, state.values(), self._states)):
             return None
         kept = list(chain.from_iterable(map(dict.values, self._states)))
-        if not (_same(kept, self._kept) and _same(self._unwrapped(), self._inner)) or self._now() != self._addresses:
+        if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)) or self._now() != self._addresses:
+            return None
+        if self._wrapped and not all(map(is_, self._unwrapped(), self._inner)):
             return None
         grads = list(map(_grad, self._parameters))
-        if list(map(type, grads)) != self._grads:
+        if list(map(type, grads)) != self._kinds:
             return None
-        return self._places(list(compress(grads, self._stepped)))
+        present = list(compress(grads, self._present))
+        if list(map(_dtype, present)) != self._dtypes or list(map(_layout, present)) != self._layouts:
+            return None
+        return self._places(list(compress(present, self._read)))
 
     def _places(self, grads: list[Any]) -> dict[torch.device, Places] | None:
         if self._spread:
@@ -95,16 +124,15 @@ class Unmoved:
             return None
         for place, grad in zip(self._coded, coded, strict=True):
             grads[place] = grad.codes
-        if list(map(_dtype, grads)) != self._dtypes or list(map(_layout, grads)) != self._layouts:
-            return None
-        if not all(map(Tensor.is_contiguous, grads)):
+        if list(map(_dtype, grads)) != self._code_dtypes or not all(map(Tensor.is_contiguous, grads)):
             return None
         if any(grads[place].is_neg() for place in self._single):  # imaginary parts of conjugates; longer ones have gaps
             return None
         addresses = list(map(Tensor.data_ptr, grads))
         if [address % 16 for address in addresses] != self._offsets:  # kernels are compiled for multiples of 16
             return None
-        if len(self._places_on) == 1:
+        addresses = list(compress(addresses, self._launched))
+        if len(self._places_on) <= 1:
             return dict.fromkeys(self._places_on, (addresses, [grad.scale.data_ptr() for grad in coded]))
         places: dict[torch.device, Places] = {device: ([], []) for device in self._places_on}
         for device, address in zip(self._devices, addresses, strict=True):
@@ -114,13 +142,7 @@ class Unmoved:
         return places
 
     def _are_cut_alike(self, grads: list[Tensor]) -> bool:
-        stepped = (p for p, has in zip(self._parameters, self._stepped, strict=True) if has)
-        return all(placed(grad) == placed(parameter) for parameter, grad in zip(stepped, grads, strict=True))
-
-
-def _same(found: Any, known: list[Any]) -> bool:
-    """Whether these are those very objects."""
-    return len(found) == len(known) and all(map(is_, found, known))
+        return all(placed(grad) == placed(parameter) for parameter, grad in zip(self._stepped, grads, strict=True))
 
 
 def _within(tensor: Tensor) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class AllPending:
         Raises:
             LossScaleError: its last gradients overflowed, and were dropped before update() heard of it.
         """
-        same = [o for o in self._known if o is optimizer or o.param_groups is optimizer.param_groups]
+        same = [o for o in self._known if o.param_groups is optimizer.param_groups] if self._known else []
         pending = self._known[same[0]] if same else None
         if pending is not None and pending.stage == "dropped" and treated(optimizer):
             pending.stage = "unscaled"  # they had been put aside
@@ -240,4 +240,4 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> Any:
 
 def versions(optimizer: torch.optim.Optimizer) -> list[int]:
     """torch's count of writes to each parameter."""
-    return [parameter._version for parameter in parameters_of(optimizer)]
+    return [parameter._version for group in optimizer.param_groups for parameter in group["params"]]

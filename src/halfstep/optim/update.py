@@ -63,14 +63,14 @@ def move(
     if written:
         ops.follow(master, weight, kept)
     full, before = master.read(weight, kept), master.value(weight, kept) if watch else None
-    if watch is None and rule.fused(
+    if watch is None and rule.advance(
         Step(full, OWN, {}, step.grad, moments, step.number, step.group, step.grad_scale, kinds, step.coded)
     ):
         master.write(weight, kept, full)
         return
     values = {name: read(kind, name, moments, rule.shape(name, tuple(full.shape))) for name, kind in kinds.items()}
     made = {name: value.clone() for name, value in values.items()} if step.coded else values
-    if watch is None and rule.fused(Step(full, OWN, {}, step.grad, made, step.number, step.group, step.grad_scale)):
+    if watch is None and rule.advance(Step(full, OWN, {}, step.grad, made, step.number, step.group, step.grad_scale)):
         for name, moment in _kept_where_lost(kinds, values, made).items():
             write(kinds[name], name, moments, moment)
         master.write(weight, kept, full)

@@ -8,7 +8,7 @@ tiles alike are read and written tile by tile (`kernels.cpu.tiled`), others chun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ from halfstep.kernels.cpu.noise import seed_keys
 
 Moment = Tensor | Coded
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -50,84 +51,113 @@ class AdamScalars:
     eps: float
 
 
-def supports(
+def numbers_of(scalars: AdamScalars) -> tuple[Any, ...]:
+    """The numbers of a step as the kernel takes them."""
+    s, f = scalars, np.float32
+    l2 = f(s.l2) if s.l2 else None
+    first, second = (f(s.beta1), f(1 - s.beta1)), (f(s.beta2), f(1 - s.beta2))
+    return f(s.grad_scale), *first, *second, l2, f(s.keep), f(s.step_size), f(s.rescale), f(s.eps)
+
+
+def prepare(
     weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor, moments: Mapping[str, Moment], rounding: str
-) -> bool:
-    """Whether `run` can do this update: dense contiguous CPU tensors, rounding to nearest (bf16: stochastic too)."""
-    numbers: dict[str, Tensor] = {}
-    for name, moment in moments.items():
-        if isinstance(moment, Tensor):
-            numbers[name] = moment
-        elif (
-            name not in _MOMENTS
-            or not moment.supported
-            or (moment.whole and not _forms_twice(master, moments))
-            or moment.parts["codes"].numel() != weight.numel()
-        ):
-            return False
-    tensors = [weight, grad, *kept.values(), *numbers.values()]
-    return (
-        master in KEPT
-        and all(
-            (type(t) in (Tensor, torch.nn.Parameter) or hasattr(t, "fake_mode")) and t.device.type == "cpu"
-            for t in tensors
-        )
-        and all(t.layout == torch.strided and t.is_contiguous() and t.numel() == weight.numel() for t in tensors)
-        and not grad.is_neg()
-        and all(t.dtype in _FLOATS for t in (weight, grad, *numbers.values()))
-        and set(numbers) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
-        and (rounding == "nearest_even" or (rounding == "stochastic" and weight.dtype == torch.bfloat16))
-    )
+) -> Callable[[Tensor, tuple[Any, ...], int | None], bool] | None:
+    """The update of a weight, what its master keeps and its moments, in place, for as long as they stay where they are:
+    a function of the gradient, the numbers of the step (`numbers_of`) and the seed that keys the noise of stochastic
+    rounding (`quant.noise_bits`; None rounds to nearest-even).
 
+    None unless all are dense contiguous CPU tensors, rounded to nearest (bf16: stochastic too). The function returns
+    False where a moment under one scale grew beyond what the kernel takes, or is not finite: then nothing was touched.
 
-def _forms_twice(master: str, moments: Mapping[str, Moment]) -> bool:
-    """Whether new moments can be formed for their magnitudes alone: from the weight itself, each from one number."""
-    return master == "none" and "exp_avg_sq_residual" not in moments
-
-
-def run(
-    weight: Tensor,
-    master: str,
-    kept: Mapping[str, Tensor],
-    grad: Tensor,
-    moments: Mapping[str, Moment],
-    scalars: AdamScalars,
-    seed: int | None,
-) -> bool:
-    """Update the weight, what its master keeps (once it has followed the weight), and the moments in place.
-
-    False where a moment under one scale grew beyond what the kernels take, or is not finite: then nothing was touched.
-    `seed` keys the noise of stochastic rounding (`quant.noise_bits`); None rounds the weight to nearest-even.
+    Args:
+        grad: one like those that the function will be given.
     """
+    size = weight.numel()
+    floats: list[Tensor] = [weight, grad]
+    codes: list[Coded] = []
+    for name, moment in moments.items():
+        if name not in (_NUMBERS if isinstance(moment, Tensor) else _MOMENTS):
+            return None
+        if isinstance(moment, Tensor):
+            floats.append(moment)
+        else:
+            codes.append(moment)
+    for t in floats:
+        if t.dtype not in _FLOATS:
+            return None
+    for t in (*floats, *kept.values()):
+        if (type(t) not in _PLAIN and not hasattr(t, "fake_mode")) or not t.is_cpu or t.layout != torch.strided:
+            return None
+        if not t.is_contiguous() or t.numel() != size:
+            return None
+    if master not in KEPT or grad.is_neg():
+        return None
+    if rounding != "nearest_even" and (rounding != "stochastic" or weight.dtype != torch.bfloat16):
+        return None
+    twice = master == "none" and "exp_avg_sq_residual" not in moments  # moments can be formed for their size alone
+    for moment in codes:
+        if not moment.supported or (moment.whole and not twice) or moment.parts["codes"].numel() != size:
+            return None
     if hasattr(weight, "fake_mode"):
-        return blank(grad, weight, *kept.values())
-    beside = [_array(kept[name]) if name in kept else None for name in KEPT.values() if name]
-    residual = moments.get("exp_avg_sq_residual")
-    numbers: list[Any] = [np.float32(getattr(scalars, name)) for name in _SCALARS]
-    numbers[_SCALARS.index("l2")] = np.float32(scalars.l2) if scalars.l2 else None
-    numbers[2:2] = [np.float32(1 - scalars.beta1)]
-    numbers[4:4] = [np.float32(1 - scalars.beta2)]
-    wholes = [name for name in _MOMENTS if isinstance(moment := moments[name], Coded) and moment.whole]
-    factors: dict[str, Tensor] = {}
-    if wholes:
-        found = np.zeros((-(-weight.numel() // CHUNK), 2), np.uint32)
-        note_largest(weight.numel(), _array(weight), _array(grad), *_both(moments, {}), *numbers[:6], found)
-        for name, amax in zip(_MOMENTS, found.max(0, initial=0).view(np.float32), strict=True):
-            if isinstance(moments[name], Coded) and not np.isfinite(amax):
+        return lambda grad, numbers, seed: blank(grad, weight, *kept.values())
+    return Update(weight, kept, moments, any(moment.whole for moment in codes) if codes else False)
+
+
+class Update:
+    """What `prepare` returns.
+
+    Args:
+        twice: whether a moment is codes under one scale, which the new moments have to be formed for first.
+    """
+
+    def __init__(self, weight: Tensor, kept: Mapping[str, Tensor], moments: Mapping[str, Moment], twice: bool) -> None:
+        self._size, self._weight, self._moments = weight.numel(), array(weight, PLAIN[weight.dtype]), moments
+        self._kept = _NOTHING
+        if kept:
+            self._kept = tuple(
+                [array(kept[name], PLAIN[kept[name].dtype]) if name in kept else None for name in _BESIDE]
+            )
+        first, second, residual = moments["exp_avg"], moments["exp_avg_sq"], moments.get("exp_avg_sq_residual")
+        self._residual = array(residual, PLAIN[residual.dtype]) if isinstance(residual, Tensor) else None
+        self._tile, self._both = None, None
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            one, two = array(first, PLAIN[first.dtype]), array(second, PLAIN[second.dtype])
+            self._both = [one, *coded.PLAIN, two, *coded.PLAIN]
+        elif not twice:
+            self._both = _both(moments, {})
+        if isinstance(first, Coded) and isinstance(second, Coded):
+            self._tile = first.tile if first.tile == second.tile else None
+
+    def __call__(self, grad: Tensor, numbers: tuple[Any, ...], seed: int | None) -> bool:
+        gradient, factors, both = array(grad, PLAIN[grad.dtype]), {}, self._both
+        if both is None:
+            found = self._factors(gradient, numbers)
+            if found is None:
                 return False
-            if name in wholes:
-                factor = whole.factor(moments[name].quantizer, amax)  # type: ignore[union-attr]
+            factors, both = found, _both(self._moments, found)
+        keys = None if seed is None else seed_keys(seed)
+        step(self._size, self._weight, self._kept, gradient, *both, self._residual, *numbers, keys, self._tile)
+        for name, factor in factors.items():
+            self._moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
+        return True
+
+    def _factors(self, grad: Any, numbers: tuple[Any, ...]) -> dict[str, Tensor] | None:
+        """What new moments under one scale are multiplied by; None where they cannot be written."""
+        found = np.zeros((-(-self._size // CHUNK), 2), np.uint32)
+        codes = {name: moment for name, moment in self._moments.items() if isinstance(moment, Coded)}
+        if not all(moment.supported for moment in codes.values()):  # a scale may be anything by now
+            return None
+        note_largest(self._size, self._weight, grad, *_both(self._moments, {}), *numbers[:6], found)
+        factors: dict[str, Tensor] = {}
+        for name, amax in zip(_MOMENTS, found.max(0, initial=0).view(np.float32), strict=True):
+            if name in codes and not np.isfinite(amax):
+                return None
+            if name in codes and codes[name].whole:
+                factor = whole.factor(codes[name].quantizer, amax)
                 if factor is None:
-                    return False
+                    return None
                 factors[name] = factor
-    step(
-        weight.numel(), _array(weight), tuple(beside), _array(grad), *_both(moments, factors),
-        None if residual is None else _array(residual), *numbers,
-        seed_keys(seed), _tile(moments),
-    )  # fmt: skip
-    for name, factor in factors.items():
-        moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
-    return True
+        return factors
 
 
 def _both(moments: Mapping[str, Moment], factors: Mapping[str, Tensor]) -> list[Any]:
@@ -135,20 +165,14 @@ def _both(moments: Mapping[str, Moment], factors: Mapping[str, Tensor]) -> list[
     both: list[Any] = []
     for name in _MOMENTS:
         moment = moments[name]
-        factor = float(factors.get(name, 1.0))
-        both += moment.arguments(factor) if isinstance(moment, Coded) else (_array(moment), *coded.PLAIN)
+        if isinstance(moment, Coded):
+            both += moment.arguments(float(factors.get(name, 1.0)))
+        else:
+            both += array(moment, PLAIN[moment.dtype]), *coded.PLAIN
     return both
 
 
-def _tile(moments: Mapping[str, Moment]) -> Any:
-    """The tile of both moments, as `blocks.levels`, where they advance a tile at a time (`tiled`); else None."""
-    tiles = {moment.tile if isinstance(moment, Coded) else None for moment in moments.values()}
-    return tiles.pop() if len(tiles) == 1 else None
-
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale", "eps")
-
-
-def _array(tensor: Any) -> Any:
-    return array(tensor, PLAIN[tensor.dtype])
+_NUMBERS = {*_MOMENTS, "exp_avg_sq_residual"}
+_BESIDE = [name for name in KEPT.values() if name]
+_NOTHING = (None,) * len(_BESIDE)

@@ -1,13 +1,29 @@
 """Adam, with weight decay added to the gradient (L2)."""
 
 import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
+from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.gpu.kinds import Options
-from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, Moments, Step, UpdateRule, as_kept, learning_rate
+from halfstep.optim.rules.base import (
+    CAPTURABLE,
+    ON_HOST,
+    Fused,
+    Group,
+    Moments,
+    Step,
+    UpdateRule,
+    as_kept,
+    learning_rate,
+)
+from halfstep.quant import Quantizer
+from halfstep.quant.tile import Tile
 
 
 REFUSED = {
@@ -20,7 +36,7 @@ REFUSED_STATES = {"max_exp_avg_sq": "it is AMSGrad's running maximum, which no r
 
 def scalars(step: int, group: Group, grad_scale: float, decoupled: bool) -> kernel.AdamScalars:
     """The numbers of one step, from a group's options as torch.optim names them."""
-    beta1, beta2 = (float(beta) for beta in group["betas"])
+    beta1, beta2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     return kernel.AdamScalars(
         grad_scale=-grad_scale if group.get("maximize") else grad_scale,
@@ -51,6 +67,21 @@ def move(weight: Tensor, grad: Tensor, moments: Moments, s: kernel.AdamScalars) 
     return weight * s.keep - ratio * s.step_size, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
+def _in_rows(coded: Coded) -> Coded:
+    """The same codes, in tiles no longer than a row, which kernels ask for: where a tile is longer, the row is all that
+    shares its scale."""
+    columns = coded.shape[-1] if coded.shape else 1
+    return coded._replace(quantizer=_with_tiles_in_rows(coded.quantizer, columns))
+
+
+@cache
+def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
+    scales = quantizer.scales
+    if scales is None or scales.tile.rows != 1 or not columns < (scales.tile.columns or 0):
+        return quantizer
+    return replace(quantizer, scales=replace(scales, tile=Tile(1, columns)))
+
+
 def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bool) -> UpdateRule:
     """Adam's rule; `decoupled` makes it AdamW's."""
 
@@ -64,16 +95,23 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
     def update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
         return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
 
-    def fused(step: Step) -> bool:
-        master, moments = step.master, as_kept(step) if step.coded else step.moments
-        tensors = (step.weight, master.name, step.kept, step.grad, moments)
-        if master.positions is not None or not kernel.supports(*tensors, master.rounding):
-            return False
-        numbers = scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group))
-        return kernel.run(*tensors, numbers, master.seed)
+    def fused(step: Step) -> Fused | None:
+        master = step.master
+        moments: dict[str, Tensor | Coded] = {**step.moments}
+        if master.positions is not None:
+            return None
+        if step.coded:
+            moments = as_kept(step)
+            for name, kept in moments.items():
+                if isinstance(kept, Coded):
+                    moments[name] = _in_rows(kept)
+        return kernel.prepare(step.weight, master.name, step.kept, step.grad, moments, master.rounding)
+
+    def numbers(number: int, group: Group, grad_scale: float) -> Any:
+        return kernel.numbers_of(scalars(number, group, grad_scale, is_decoupled(group)))
 
     def options(group: Group) -> Options:
-        beta1, beta2 = (float(beta) for beta in group["betas"])
+        beta1, beta2 = map(float, group["betas"])
         decay = float(group["weight_decay"])
         l2, taken = (0.0, decay) if is_decoupled(group) else (decay, 0.0)
         sign, eps = -1.0 if group.get("maximize") else 1.0, float(group["eps"])
@@ -81,8 +119,9 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
 
     names = ("exp_avg", "exp_avg_sq")
     return UpdateRule(
-        name, torch_class, lambda group: names, update, REFUSED, REFUSED_STATES, fused, decay=decay, options=options
-    )
+        name, torch_class, lambda group: names, update, REFUSED, REFUSED_STATES, fused, numbers, decay=decay,
+        options=options,
+    )  # fmt: skip
 
 
 adam = adam_rule("adam", torch.optim.Adam, decoupled=False)

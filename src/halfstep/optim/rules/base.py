@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ class Step:
     """Whether any of them is codes."""
 
 
-Fused = Callable[[Step], bool]
-"""The same update in one pass over memory: what is kept follows the weight (`Master.follow`), then weight, kept and
-moments are updated in place. False where it cannot serve these tensors, and has touched none."""
+Fused = Callable[[Tensor, Any, "int | None"], bool]
+"""An update in one pass over memory, of tensors that stay where they are: the master's tensors follow the weight
+(`Master.follow`), then weight, master and moments are updated in place, by a gradient, the numbers of the step
+(`UpdateRule.numbers`) and the seed of stochastic rounding. False where it cannot take this gradient: nothing moved."""
 
 
 def as_kept(step: Step) -> dict[str, Tensor | Coded]:
@@ -61,10 +63,16 @@ def with_codes(tensors: Kept, kinds: Mapping[str, Storage], weight: Tensor) -> d
     """What is kept of a weight in these tensors, by name: what is codes with how it is coded."""
     numbers, codes = dict(tensors), {}
     for name, kind in kinds.items():
-        for number in kind.numbers(name) if kind.dtype is None else ():
-            parts = {part: numbers.pop(own) for part, own in kind.names(number).items()}
+        for number, names in _names(kind, name):
+            parts = {part: numbers.pop(own) for part, own in names.items()}
             codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(weight.shape)))
     return {**numbers, **codes}
+
+
+@cache
+def _names(kind: Storage, name: str) -> list[tuple[str, dict[str, str]]]:
+    """The numbers that a moment is kept as, with what their parts are called; none where it is no codes."""
+    return [(number, kind.names(number)) for number in kind.numbers(name)] if kind.dtype is None else []
 
 
 def learning_rate(group: Group) -> float | Tensor:
@@ -73,9 +81,13 @@ def learning_rate(group: Group) -> float | Tensor:
     return lr if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 
-def never(step: Step) -> bool:
+def never(step: Step) -> Fused | None:
     """The fused update of a rule that has none."""
-    return False
+    return None
+
+
+def _as_given(number: int, group: Group, grad_scale: float) -> Any:
+    return number, group, grad_scale
 
 
 Look = Callable[[Step, Callable[[], str]], None]
@@ -108,7 +120,10 @@ class UpdateRule:
     """Options that, when true, have no counterpart here; with the reason."""
     refused_states: Mapping[str, str] = field(default_factory=dict)
     """States of the torch class that have no counterpart here; with the reason."""
-    fused: Fused = never
+    fused: Callable[[Step], Fused | None] = never
+    """The fused update of a step's tensors; None where no kernel takes them."""
+    numbers: Callable[[int, Group, float], Any] = _as_given
+    """What `fused` is given of a step: from its number, a group's options and what gradients are multiplied by."""
     elementwise: bool = True
     """Whether an element moves by its own gradient and moments alone (not so where norms of tensors enter)."""
     decay: Callable[[Group], tuple[float, float]] | None = None
@@ -123,6 +138,13 @@ class UpdateRule:
     look: Look | None = None
     lower: Callable[[Step], Tensor] | None = None
     """The gradient in fewer numbers, of which `update` takes the sum over micro-batches as well."""
+
+    def advance(self, step: Step) -> bool:
+        """Take the fused update, once; False where there is none, and nothing moved."""
+        fused = self.fused(step)
+        return fused is not None and fused(
+            step.grad, self.numbers(step.number, step.group, step.grad_scale), step.master.seed
+        )
 
     def check(self, group: Group) -> None:
         """Refuse options that have no counterpart here.

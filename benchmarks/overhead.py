@@ -1,0 +1,102 @@
+"""What does halfstep cost where there is little to compute? A step of eight 64 x 64 layers against a plain torch loop.
+
+Every round runs a few steps of each loop in turn, in one process and one thread, and takes the process's CPU time; a
+ratio is the median over rounds of a recipe's time by that of the plain float32 loop of the same round.
+
+    python benchmarks/overhead.py [--keep] [--rounds 60] [--recipes A,B]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import halfstep
+
+
+LAYERS, WIDTH, BATCH, STEPS = 8, 64, 32, 10
+BARS = {"fp32": 1.1, "bf16-mixed": 1.3, "fp8-delayed": 2.2, "coat": 5.0}
+"""At most what share of the plain loop's time a step takes."""
+KEPT = Path(__file__).parent / "results" / "overhead.json"
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same ones each time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def plain() -> Callable[[], None]:
+    """A few steps of a plain float32 loop."""
+    model, optimizer = model_and_optimizer()
+    x = torch.randn(BATCH, WIDTH)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return steps
+
+
+def prepared(recipe: str) -> Callable[[], None]:
+    """The same steps under a recipe."""
+    model, optimizer, scaler = halfstep.prepare(*model_and_optimizer(), recipe)
+    x = torch.randn(BATCH, WIDTH)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    return steps
+
+
+def race(recipes: list[str], rounds: int) -> dict[str, list[float]]:
+    """By recipe, its time by the plain loop's in each round."""
+    loops = {"": plain(), **{recipe: prepared(recipe) for recipe in recipes}}
+    ratios: dict[str, list[float]] = {recipe: [] for recipe in recipes}
+    for number in range(rounds + 2):  # two to warm up
+        taken = {}
+        for name, steps in loops.items():
+            begun = time.process_time()
+            steps()
+            taken[name] = time.process_time() - begun
+        for recipe in recipes if number >= 2 else ():
+            ratios[recipe].append(taken[recipe] / taken[""])
+    return ratios
+
+
+def main() -> None:
+    """Race, print, and keep what was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipes", default=",".join(BARS))
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for recipe, ratios in race(given.recipes.split(","), given.rounds).items():
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found[recipe] = {"median": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
+        bar = BARS.get(recipe)
+        verdict = "" if bar is None else f", at most {bar} wanted: {'kept' if middle <= bar else 'missed'}"
+        print(f"{recipe:16} {middle:5.2f} of the plain loop (quartiles {low:.2f}, {high:.2f}){verdict}")
+    if given.keep:
+        setup = {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "rounds": given.rounds, "torch": torch.__version__}
+        KEPT.write_text(json.dumps({"setup": setup, "of_plain": found, "bars": BARS}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""How one parameter is stepped: decided once for as long as its tensors stay where they are, then taken every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import ops
+from halfstep.ops import CodeTensor
+from halfstep.optim.rules.base import Fused, Step, UpdateRule
+from halfstep.optim.shards import is_spread, like, local, positions
+from halfstep.optim.stored import Stored
+from halfstep.optim.update import Update, move
+from halfstep.quant import derive_seed
+from halfstep.quant.masters import Master, Own
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How one parameter is stepped, for as long as its tensors stay where they are."""
+
+    parameter: Any
+    """A `Tensor`, with a gradient whenever it is stepped."""
+    group: dict[str, Any]
+    index: int
+    rule: UpdateRule
+    step: Step
+    """The tensors of every step; of one of which the number is 0, and the gradient stands for none."""
+    count: Tensor
+    """How many steps were taken."""
+    fused: Fused | None
+    plain: bool
+    """Whether the gradient is taken as it is: the parameter is neither spread over ranks nor codes."""
+    noisy: bool
+    """Whether each step has a seed of stochastic rounding."""
+
+
+class Stepping(Stored):
+    """Steps one parameter after the other: by the rule's fused update where there is one, else by the reference."""
+
+    _watch: Callable[[Update], None] | None
+    """Is told of every update."""
+    _versions: dict[Tensor, int]
+    """torch's count of writes to parameters with masters that are costly to follow, as the last step left them."""
+
+    def _name(self, parameter: Tensor, index: int) -> str:
+        """What to call a parameter in an error."""
+        return f"parameter {index}"
+
+    def _look(self, way: Way, grad: Tensor, grad_scale: float = 1.0) -> None:
+        """Let the rule see a gradient before any weight moves, where it wants to."""
+        if way.rule.look is not None:
+            way.rule.look(self._next(way, grad, grad_scale), lambda: self._name(way.parameter, way.index))
+
+    def _next(self, way: Way, grad: Tensor, grad_scale: float) -> Step:
+        """What the next update of a parameter takes."""
+        step, number = way.step, int(way.count) + 1
+        master: Any = step.master
+        if way.noisy:
+            seed = derive_seed(way.group["rounding_seed"], number, way.index)
+            master = replace(master, seed=seed, positions=positions(way.parameter))
+        grad = self.gradient(way, grad)
+        return replace(step, grad=grad, master=master, number=number, group=way.group, grad_scale=grad_scale)
+
+    def gradient(self, way: Way, grad: Tensor) -> Tensor:
+        """A gradient as the update takes it."""
+        return grad if way.plain else _gradient(way.parameter, way.rule, way.step.master, grad)
+
+    def way(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, varies: Any, kernels: bool = True
+    ) -> Way:
+        """How a parameter is stepped by gradients like that one, by a kernel where there is one."""
+        master, plan, state = self._master(parameter), self.plan(parameter, group, varies), self.state[parameter]
+        if not state.keys() >= plan.held:
+            self._begin_state(parameter, plan)
+        spread = hasattr(parameter, "device_mesh")
+        plain = not spread and not isinstance(parameter, CodeTensor) and not isinstance(grad, CodeTensor)
+        # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
+        weight = parameter
+        kept = {name: state[name] for name in master.keeps} if master.keeps else {}
+        moments = dict(zip(plan.parts, map(state.__getitem__, plan.parts), strict=True))
+        if spread:
+            weight, kept = local(parameter), {name: local(value) for name, value in kept.items()}
+            moments = {n: local(value) if plan.rule.elementwise else value for n, value in moments.items()}
+        noisy = isinstance(master, Own) and master.rounding == "stochastic"
+        read = grad if plain else _gradient(parameter, plan.rule, master, grad)
+        rest: Any = moments, 0, group, 1.0, plan.kinds, plan.coded
+        fused = None
+        if kernels and not (noisy and spread and positions(parameter) is not None):
+            fused = plan.rule.fused(Step(weight, master, kept, read, *rest))
+        step = Step(weight, master, kept, weight, *rest)  # a gradient that was kept would not be freed
+        return Way(parameter, group, index, plan.rule, step, state["step"], fused, plain, noisy)
+
+    def _update(self, way: Way, grad: Tensor, grad_scale: float, numbers: dict[Any, Any]) -> None:
+        """Step a parameter; `numbers` are those that other parameters' updates were given in this step."""
+        parameter, group, moved = way.parameter, way.group, False
+        if way.fused is not None:
+            number = int(way.count) + 1
+            key = number, id(group), id(way.rule)
+            if key not in numbers:
+                numbers[key] = way.rule.numbers(number, group, grad_scale)
+            seed = derive_seed(group["rounding_seed"], number, way.index) if way.noisy else None
+            moved = way.fused(grad if way.plain else self.gradient(way, grad), numbers[key], seed)
+        if moved:
+            torch.autograd.graph.increment_version(way.step.weight)
+        else:
+            written = not way.step.master.costly or self._was_written(parameter)
+            move(way.rule, self._next(way, grad, grad_scale), parameter, written, self._watch)
+        way.count.add_(1)
+        if not way.plain and is_spread(parameter):
+            torch.autograd.graph.increment_version(parameter)
+        if way.step.master.costly:
+            self.note_written(parameter)
+
+    def follow(self, parameter: Tensor) -> None:
+        """Let what is kept of a parameter follow it, where somebody may have written to it since the last step."""
+        if self._was_written(parameter):
+            master, state = self._master(parameter), self.state[parameter]
+            ops.follow(master, local(parameter), {name: local(state[name]) for name in master.keeps})
+
+    def _was_written(self, parameter: Tensor) -> bool:
+        return self._versions.get(parameter) != parameter._version
+
+    def note_written(self, parameter: Tensor) -> None:
+        """A parameter is as a step left it."""
+        self._versions[parameter] = parameter._version
+
+
+def _gradient(parameter: Tensor, rule: UpdateRule, master: Master, grad: Tensor) -> Tensor:
+    grad = like(parameter, master.gradient(grad))
+    return local(grad) if rule.elementwise else grad
