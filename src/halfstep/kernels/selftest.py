@@ -319,12 +319,13 @@ def _few_rows(name: str) -> Iterator[Case]:
             torch.randint(-8, 9, (across, shared), generator=generator, dtype=torch.int64, device="cpu").float()
         )
         values, words = made.dequantize(torch.float32), f"{rows}x{shared}x{across}"
+        codes, scale = made.codes, made.tensors.get("scale")
         exact, found = (
             (x.double() @ values.double().t()).float(),
             torch.empty(rows, across, dtype=torch.float32, device="cpu"),
         )
-        if few_rows.knows(quantizer, across, shared) and few_rows.supports(made.codes, made.scale, quantizer.format):
-            few_rows.run(array(x, torch.float32), few_rows.given(made.codes, made.scale, quantizer), 0.5, None, found)
+        if few_rows.knows(quantizer, across, shared) and few_rows.supports(codes, scale, quantizer.format):
+            few_rows.run(array(x, torch.float32), few_rows.given(codes, scale, quantizer), 0.5, None, found)
             yield exact * 0.5, found.clone(), torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, codes"
             few_rows.run_values(x, values.bfloat16(), None, x.new_ones(across), found)
             yield exact + 1, found, torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, values"
@@ -353,7 +354,7 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...]
     ("codes", (*_FORMATS, "nf4"), _codes),
     ("blocks", _BLOCKS, _blocks),
     ("cast errors", ("mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "int8_row", "fp8_128x128"), _cast_errors),
-    ("few rows", ("mxfp8_e4m3", "mxfp4"), _few_rows),
+    ("few rows", ("mxfp8_e4m3", "mxfp4", "posit8_1"), _few_rows),
     ("accumulate", ("fp16", "bf16", "hopper", "hopper-fast"), _accumulate),
     ("carried", ("float8_e4m3fn", "float8_e5m2", "e2m1fn"), _carried),
 )

@@ -14,16 +14,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from halfstep.kernels.cpu.lanes import MAGNITUDE, WIDTHS, Lane, bits_of, vectorise_fully
+from halfstep.kernels.cpu.lanes import WIDTHS, Lane, vectorise_fully
+from halfstep.kernels.cpu.readers import (
+    PAIRS,
+    STEP,
+    VALUES,
+    Bytes,
+    Nibbles,
+    Numbers,
+    Table,
+    WholeNumbers,
+    Words,
+    reads_pairs,
+    shuffled,
+)
 from halfstep.kernels.cpu.runs import Run, spread
-
-
-STEP = 32
-"""Elements of a row that are read at a time."""
-PAIRS = STEP // 2
-"""Of neighbours in a step; and elements that share a scale at least."""
-_TABLE = 16
-"""Values of 4 bits."""
 
 
 def _dots(
@@ -37,14 +42,15 @@ def _dots(
         codes: of the weight, flat: bytes with a `meaning`; without one, fp32, bf16 or fp16 values as `lanes.bits_of`
             takes them.
         first, stride: where the first row begins, and how far the rows are apart, in elements.
-        meaning: of codes of 4 bits, two a byte, an array of their 16 values; of a code a byte, how many bits of
-            exponent it has less than a float16, and 2^(15 - bias): what its value is over a float16's; of whole numbers
-            in two's complement, a byte each, an empty tuple. Or None.
+        meaning: of codes of 4 bits, two a byte, an array of their 16 values. Of others a tuple: an array of their 256
+            or 65,536 float32 values, or of 256 bfloat16 ones; or, of a byte each, how many bits of exponent it has less
+            than a float16, and 2^(15 - bias), what its value is over a float16's; or, of whole numbers in two's
+            complement, a byte each, nothing. Or None.
         mask: the bits of a code without its sign, or None.
         scales: None, or (stored, table, row, across, down, rights): what element k of row j is multiplied by stands at
             (row + j >> down) * across + (k >> right), and is looked up in the table where that is not None. There are
             as many `rights` as scales in a step, 1 or 2, and all are the same.
-        x: float32, flat: rows of so many `columns`, a multiple of `STEP`; beside codes, as `in_pairs` leaves them.
+        x: float32, flat: rows of so many `columns`, a multiple of `STEP`, as `in_pairs` leaves them.
         js, ms: tuples, as long as there are rows.
     """
 
@@ -70,17 +76,21 @@ class _Loop:
         )
         self.mask = None if isinstance(mask[0], types.NoneType) else Run(builder, spread(builder, mask[1], STEP))
         self.scales = None if isinstance(scales[0], types.NoneType) else self._parts(scales)
-        self.read = self._reader(meaning)
+        self.meaning, self.read = meaning[0], self._reader(meaning)
 
     def _reader(self, meaning: Any) -> Any:
         """What decodes codes."""
         kind = meaning[0]
         if isinstance(kind, types.NoneType):
-            return None
+            return Numbers()
         if isinstance(kind, types.Array):
-            return _Nibbles(self._at(meaning, self._number(0), _TABLE), 16 if _has_avx512(self.context) else 8)
-        parts = [Run(self.builder, spread(self.builder, value, PAIRS)) for _, value in self._parts(meaning)]
-        return _Bytes(*parts) if parts else _WholeNumbers()
+            return Nibbles(self._at(meaning, self._number(0), VALUES), 16 if _has(self.context, "avx512f") else 8)
+        parts = self._parts(meaning)
+        if len(parts) == 1:
+            table = self._data(parts[0])
+            return Words(table, _has(self.context, "avx512bw")) if reads_pairs(kind) else Table(table)
+        numbers = [Run(self.builder, spread(self.builder, value, PAIRS)) for _, value in parts]
+        return Bytes(*numbers) if numbers else WholeNumbers()
 
     def _parts(self, given: Any) -> list[Any]:
         kinds, value = given
@@ -91,12 +101,15 @@ class _Loop:
 
     def _at(self, array: Any, index: Any, count: int) -> Lane:
         """So many elements of an array from an index on."""
-        kind, value = array
-        data = self.context.make_array(kind)(self.context, self.builder, value).data
+        data = self._data(array)
         place = self.builder.gep(data, [index])
         size = data.type.pointee.get_abi_size(self.context.target_data)
         pointer = self.builder.bitcast(place, ir.VectorType(data.type.pointee, count).as_pointer())
-        return Run(self.builder, self.builder.load(pointer, align=size), kind.dtype)
+        return Run(self.builder, self.builder.load(pointer, align=size), array[0].dtype)
+
+    def _data(self, array: Any) -> Any:
+        """The address of an array's first element."""
+        return self.context.make_array(array[0])(self.context, self.builder, array[1]).data
 
     def _entry(self, array: Any, index: Any) -> Any:
         """One element of an array, alone."""
@@ -106,7 +119,9 @@ class _Loop:
         builder = self.builder
         none = ir.Constant(ir.VectorType(WIDTHS[8], STEP), [0] * STEP)
         most = None if self.mask is None else cgutils.alloca_once_value(builder, none)
-        together = js if _has_avx512(self.context) else 1  # what more would be added to finds no room in 16 registers
+        together = (
+            js if _has(self.context, "avx512f") else 1
+        )  # what more would be added to finds no room in 16 registers
         for j in range(0, js, together):
             self._sum(range(j, min(j + together, js)), ms, most)
         if most is None:
@@ -137,18 +152,15 @@ class _Loop:
         return self._at(array, self.builder.add(start, self.builder.mul(step, self._number(size))), size)
 
     def _weight(self, j: int, step: Any, tiles: list[Any], most: Any) -> Any:
-        """A step of row j: float32, of codes in the order of `in_pairs`."""
+        """A step of row j: float32, in the order of `in_pairs`."""
         builder = self.builder
         start = builder.add(self.first[1], builder.mul(self.stride[1], self._number(j)))
-        if self.read is None:
-            return bits_of(self._step(self.codes, start, step, STEP)).float()
-        size = STEP * self.read.bits // 8
+        size = self.read.size
         codes = self._step(self.codes, builder.udiv(start, self._number(STEP // size)), step, size)
         if most is not None:
             assert self.mask is not None
             builder.store(Run(builder, builder.load(most)).max(codes & self.mask).value, most)
-        one, two = self.read.values(codes, [self._scale(j, tile) for tile in tiles])
-        return Run(builder, shuffled(builder, one.value, two.value, list(range(STEP))))
+        return self.read.values(codes, [self._scale(j, tile) for tile in tiles])
 
     def _tiles(self, step: Any) -> list[Any]:
         """Which tiles of their rows a step is in."""
@@ -170,8 +182,8 @@ class _Loop:
         return number if isinstance(table[0], types.NoneType) else self._entry(table, builder.zext(number, WIDTHS[64]))
 
     def _total(self, lanes: Any) -> Any:
-        """The sum of all lanes, which of codes are in the order of `in_pairs`."""
-        if self.read is not None:
+        """The sum of all lanes, which are in the order of `in_pairs`."""
+        if reads_pairs(self.meaning):
             lanes = shuffled(self.builder, lanes, lanes, [lane // 2 + lane % 2 * PAIRS for lane in range(STEP)])
         return self._folded(lanes, lambda one, other: one + other)
 
@@ -184,93 +196,7 @@ class _Loop:
         return self.builder.extract_element(whole, ir.Constant(WIDTHS[32], 0))
 
 
-def _spread_scales(builder: Any, scales: list[Any]) -> Run | None:
-    """What lanes of either half of a step are multiplied by."""
-    if len(scales) < 2:
-        return Run(builder, spread(builder, scales[0], PAIRS)) if scales else None
-    parts = [spread(builder, scale, PAIRS // 2) for scale in scales]
-    return Run(builder, shuffled(builder, *parts, list(range(PAIRS))))
-
-
-class _Bytes:
-    """Codes of 8 bits that are the upper bits of a float16, but for its larger range of exponents. The second of a pair
-    has its place in 16 bits already, and the first is moved there."""
-
-    bits = 8
-
-    def __init__(self, fewer: Run, unit: Run) -> None:
-        self.fewer, self.unit = fewer, unit
-        self.kept = fewer.constant(0x7F00) >> fewer | 0x8000
-
-    def values(self, codes: Lane, scales: list[Any]) -> list[Lane]:
-        scale = _spread_scales(codes.builder, scales)
-        times = self.unit if scale is None else self.unit * scale
-        return [(each.shift_signed(self.fewer) & self.kept).half_to_float() * times for each in _at_top(codes)]
-
-
-class _WholeNumbers:
-    """Whole numbers of 8 bits in two's complement."""
-
-    bits = 8
-
-    def values(self, codes: Lane, scales: list[Any]) -> list[Lane]:
-        scale = _spread_scales(codes.builder, scales)
-        numbers = [each.shift_signed(8).value_as_float() for each in _at_top(codes)]
-        return numbers if scale is None else [number * scale for number in numbers]
-
-
-def _at_top(codes: Lane) -> tuple[Lane, Lane]:
-    """The first and the second byte of each pair, in the upper half of 16 bits; below the second, the first remains."""
-    pairs = Run(codes.builder, codes.builder.bitcast(codes.value, ir.VectorType(WIDTHS[16], PAIRS)))
-    return pairs << 8, pairs
-
-
-class _Nibbles:
-    """Codes of 4 bits, whose values permutations of registers look up in tables of so many `at_once`."""
-
-    bits = 4
-
-    def __init__(self, table: Lane, at_once: int) -> None:
-        self.builder, self.table, self.at_once = table.builder, table, at_once
-
-    def values(self, codes: Lane, scales: list[Any]) -> list[Lane]:
-        wide, scale = codes.to(32), _spread_scales(self.builder, scales)
-        halves = wide & 15, wide >> 4
-        if scale is None:
-            return [self._looked_up(self.table, half) for half in halves]
-        if len(scales) == 1:  # the same products, but fewer
-            return [self._looked_up(self.table * scale, half) for half in halves]
-        return [self._looked_up(self.table, half) * scale for half in halves]
-
-    def _looked_up(self, table: Lane, codes: Lane) -> Lane:
-        count = self.at_once
-        parts = [
-            shuffled(self.builder, table.value, table.value, list(range(start, start + count)))
-            for start in range(0, _TABLE, count)
-        ]
-        found = [Run(self.builder, self._permuted(part, (codes & (count - 1)).value)) for part in parts]
-        return found[0] if len(found) == 1 else (codes << 28 > MAGNITUDE).pick(*found[::-1])
-
-    def _permuted(self, table: Any, index: Any) -> Any:
-        """LLVM knows numbers that are taken from a register one by one for what they are together, a permutation, where
-        the processor has an instruction for that."""
-        builder, count = self.builder, table.type.count
-        parts = []
-        for start in range(0, PAIRS, count):
-            part = ir.Constant(table.type, ir.Undefined)
-            for lane in range(count):
-                place = builder.extract_element(index, ir.Constant(WIDTHS[32], start + lane))
-                number = builder.extract_element(table, place)
-                part = builder.insert_element(part, number, ir.Constant(WIDTHS[32], lane))
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else shuffled(builder, *parts, list(range(PAIRS)))
-
-
-def _has_avx512(context: Any) -> bool:
-    """Whether there are 32 registers of 16 numbers, and a permutation of as many; of AVX2's, 16 of 8."""
-    return "+avx512f" in context.codegen().magic_tuple()[2].split(",")
-
-
-def shuffled(builder: Any, one: Any, two: Any, places: list[int]) -> Any:
-    """Lanes of two vectors."""
-    return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WIDTHS[32], len(places)), places))
+def _has(context: Any, feature: str) -> bool:
+    """Whether the processor has it: avx512f are 32 registers of 16 numbers, and a permutation of as many (of AVX2's, 16
+    of 8); avx512bw are permutations of 16 bits."""
+    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")

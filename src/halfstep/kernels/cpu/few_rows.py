@@ -18,12 +18,13 @@ from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.formats import Codebook, Float, Format, Integer, ocp
+from halfstep.formats import Float, Format, Integer, ieee754, ocp
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.arrays import array, borrowed, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload
-from halfstep.kernels.cpu.dots import PAIRS, STEP, dots
+from halfstep.kernels.cpu.dots import dots
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.cpu.readers import STEP, in_pairs
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import TENSOR, Tile
@@ -44,11 +45,11 @@ _LARGEST = np.uint32(127 + 100 << 23)  # of scales, as bits: a product with any 
 
 def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
     """Whether kernels here read a weight of that shape in the codes of this quantizer, or of one whose stateful scaling
-    has become a number: FP8, int8, FP4 and codebooks of 4 bits, with scales of tiles whose sides are powers of two."""
+    has become a number: any format of 4, 8 or 16 bits, with scales of tiles whose sides are powers of two."""
     scales = quantizer.scales
     if rows < _FEWEST or columns % STEP or quantizer.clamp is not None or quantizer.by_rows:
         return False
-    if not _known_format(quantizer.format):
+    if quantizer.format.bits not in (4, 8, 16):
         return False
     if scales is None or quantizer.stateful is not None:
         return scales is None or scales.tile == TENSOR
@@ -60,14 +61,6 @@ def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
     if quantizer.outliers is not None or quantizer.inner is not None or not _known_rule(scales.rule):
         return False
     return _shift(scales.tile.rows) is not None and (_shift(scales.tile.columns) or 0) >= 4
-
-
-def _known_format(format: Format) -> bool:
-    if format.bits == 4:
-        return isinstance(format, Float | Codebook)
-    if isinstance(format, Integer):
-        return format.bits == 8 and format.low < 0 and format.fraction_bits == 0
-    return isinstance(format, Float) and format.bits == 8 and element_codes.are_halves(format)
 
 
 def _known_rule(rule: Scaling) -> bool:
@@ -82,17 +75,16 @@ def _shift(side: int) -> int | None:
 
 
 def supports(codes: Tensor, scale: Tensor | None, format: Format) -> bool:
-    """Whether these lie in memory as `given` takes them, plain CPU tensors; and a float's bias is near a float16's:
-    2^(15 - bias) times a scale is then exact."""
-    near = format.bits == 4 or not isinstance(format, Float) or -12 <= format.bias <= 15
-    return near and plain(codes, torch.uint8) and (scale is None or plain(scale, torch.float32, torch.uint8))
+    """Whether these lie in memory as `given` takes them, plain CPU tensors."""
+    kind = torch.uint16 if format.bits == 16 else torch.uint8
+    return plain(codes, kind) and (scale is None or plain(scale, torch.float32, torch.uint8))
 
 
 def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
     """What `run` takes of a weight (out, in). It does not keep the tensors: it holds while they, and their memory, do.
 
     Args:
-        codes: (out, packed in), bytes.
+        codes: (out, packed in), of one or two bytes.
         scale: of tiles, as stored; None where none is, or where the whole tensor has one, which belongs to `times`.
     """
     format, tile = quantizer.format, Tile(0, 0)
@@ -107,7 +99,8 @@ def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
     shifts = np.int64(_shift(tile.rows) or 0), rights if tile.columns % STEP == 0 else rights * 2
     mask = np.uint8(0x7F) if half < 0x7F else None
     second_first = np.int64(format.bits == 4 and format.high_nibble_first)
-    return borrowed(codes), meaning, second_first, mask, half, *scales, *shifts
+    numbers = borrowed(codes).view(np.int16) if format.key == ieee754.fp16.key else borrowed(codes)
+    return numbers, meaning, second_first, mask, half, *scales, *shifts
 
 
 def run(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
@@ -152,14 +145,21 @@ def _form(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor
 
 @cache
 def _meaning(format: Format) -> tuple[Any, np.uint8]:
-    """What `dots` takes of codes, and the largest one that has this meaning."""
-    if format.bits == 4:
-        return element_codes.table(format, torch.float32).numpy(), np.uint8(255)
-    if isinstance(format, Integer):
-        return (), np.uint8(255)
-    assert isinstance(format, Float)
-    half = np.uint8(element_codes.decoding_scalars(format)[-1])
-    return (np.uint16(5 - format.exponent_bits), np.float32(ldexp(1.0, 15 - format.bias))), half
+    """What `dots` takes of codes, and the largest one that has this meaning: arithmetic, where it is known; else values
+    to look up, in bfloat16 where they fit: registers have room for those of a byte."""
+    every = np.uint8(255)
+    if format.key in (ieee754.bf16.key, ieee754.fp16.key):
+        return None, every
+    if isinstance(format, Integer) and format.bits == 8 and format.low < 0 and format.fraction_bits == 0:
+        return (), every
+    if isinstance(format, Float) and format.bits == 8 and element_codes.are_halves(format) and -12 <= format.bias <= 15:
+        unit = np.float32(ldexp(1.0, 15 - format.bias))  # exact, times a scale that is usual
+        return (np.uint16(5 - format.exponent_bits), unit), np.uint8(element_codes.decoding_scalars(format)[-1])
+    table = element_codes.table(format, torch.float32).numpy()
+    words = table.view(np.uint32)
+    if format.bits == 8 and not (words & 0xFFFF).any():
+        return ((words >> 16).astype(np.uint16),), every
+    return table if format.bits == 4 else (table,), every
 
 
 def _table(rule: Scaling) -> tuple[NDArray[np.float32] | None, Any]:
@@ -199,33 +199,6 @@ def _largest(scales, largest):
     for i in range(scales.size):
         largest = _larger(largest, scales[i])
     return largest
-
-
-@inner
-def _paired(x, first, out):
-    for start in range(0, x.size, STEP):
-        for i in range(PAIRS):
-            out[start + i + first * PAIRS] = x[start + 2 * i]
-            out[start + i + PAIRS - first * PAIRS] = x[start + 2 * i + 1]
-
-
-def in_pairs(x: Any, meaning: Any, first: Any) -> Any:
-    """In kernels: x as `dots` takes it: in every step the first of each pair, then the second; or the other way round,
-    where `first` is 1, as the first of two codes lies in the upper bits of their byte."""
-    raise NotImplementedError
-
-
-@inner_overload(in_pairs)
-def _in_pairs(x, meaning, first):
-    if isinstance(meaning, types.NoneType):
-        return lambda x, meaning, first: x
-
-    def paired(x, meaning, first):
-        out = np.empty_like(x)
-        _paired(x, first, out)
-        return out
-
-    return paired
 
 
 def tiles_of(stored: Any, table: Any, row: Any, across: Any, down: Any, right: Any) -> Any:
