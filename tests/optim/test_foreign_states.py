@@ -176,7 +176,7 @@ def test_bitsandbytes_moments_are_taken_over_exactly(nested):
     assert optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].dtype == torch.uint8
     small = saved["state"][1].get("__bnb_optimizer_quant_state__", saved["state"][1])
     assert_same(optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg"], small["state1"])
-    with pytest.warns(UserWarning, match=r"exp_avg.* was saved as dynamic8.*rounded anew to float8_e4m3fn"):
+    with pytest.warns(UserWarning, match=r"exp_avg.* was saved as dynamic8.*rounded again, to float8_e4m3fn"):
         loaded(AdamWFp8(layer().parameters()), saved)
 
 

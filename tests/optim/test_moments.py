@@ -177,7 +177,7 @@ def test_codes_of_another_format_are_decoded_and_said_to_be_rounded_anew():
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 optimizer.load_state_dict(nameless(copied(state)))
-            assert rounds == any("is rounded anew to" in str(warning.message) for warning in said)
+            assert rounds == any("is rounded again, to" in str(warning.message) for warning in said)
             for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 values = read(other, state["state"][number], parameter)
                 assert_same(read(name, optimizer.state[parameter], parameter), get_storage(name).quantizer(values))

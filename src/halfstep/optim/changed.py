@@ -24,7 +24,7 @@ class Changed:
 
     def __init__(self, other: str, recipe: Recipe) -> None:
         self._other, self._recipe = other, recipe
-        self._dropped = self._begun = self._anew = 0
+        self._dropped = self._begun = self._restarted = 0
         self._rounded: dict[str, str] = {}
 
     def kept(
@@ -36,8 +36,8 @@ class Changed:
         coded: Mapping[str, Storage],
         parameter: Tensor,
     ) -> tuple[State, Mapping[str, str]]:
-        """What is taken of a parameter's saved state, and its formats. Moments of another subspace begin anew, and then
-        so does the step count, by which Adam corrects moments that begin at zero."""
+        """What is taken of a parameter's saved state, and its formats. Moments of another subspace are dropped, and so
+        is the step count then, by which Adam corrects moments that begin at zero."""
         formats = formats or {}
         masters = {name for name in saved if is_master(name)}
         alike = all(formats.get(name) == own for name, own in labels(coded).items()) and bool(master.keeps)
@@ -48,7 +48,7 @@ class Changed:
         try:
             check_subspace(state, plan.kinds, plan.shapes, parameter, "?")
         except OptimizerError:
-            self._anew += 1
+            self._restarted += 1
             state = {name: value for name, value in state.items() if name in masters}
         for name, kind in plan.kinds.items():
             value, now = state.get(name), labels({name: kind}).get(name)
@@ -64,8 +64,8 @@ class Changed:
             told.append(f"the masters of {self._dropped} parameters are dropped, and go on as their stored weights")
         if self._begun:
             told.append(f"masters of {self._begun} parameters begin from the present weights")
-        if self._anew:
-            told.append(f"moments and step counts of {self._anew} parameters begin anew")
+        if self._restarted:
+            told.append(f"moments and step counts of {self._restarted} parameters begin at zero")
         if self._recipe.codes is not None or self._recipe.weights != "fp32":
             kept = self._recipe.weights if self._recipe.codes is None else str(self._recipe.codes.weights)
             told.append(f"weights that were kept in more bits are rounded to {kept}")

@@ -135,7 +135,7 @@ def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[st
         if state.get(name) is not None:
             raise OptimizerError(
                 f"the state holds {name!r}, which this recipe keeps nothing in: it was saved under another recipe. "
-                "Resume under that one, or load the weights alone and start the optimizer anew"
+                "Resume under that one, or load the weights alone and start the optimizer from zero"
             )
 
 
@@ -152,7 +152,7 @@ def check_subspace(
     Raises:
         OptimizerError: it is.
     """
-    found, remedy = saved.get(PROJECTOR), "Resume as it was saved, or load the weights alone and start anew"
+    found, remedy = saved.get(PROJECTOR), "Resume as it was saved, or load the weights alone and start from zero"
     if found is not None and PROJECTOR not in kinds:
         raise OptimizerError(
             f"the state of parameter {number} holds moments in a subspace and its projector (GaLore), and here a "

@@ -67,9 +67,9 @@ class CodedWeight(Master):
             return
         full, now = self.read(weight, kept), self.stored(weight)
         changed = self._image(full, self.codes.weights) != now
-        anew = codes.store(self.codes.master, MASTER, torch.where(changed, now, full))
+        fresh = codes.store(self.codes.master, MASTER, torch.where(changed, now, full))
         for name, own in kept.items():  # on a GPU the host would wait to hear whether there is anything to do
-            where = torch.where(changed.any(), as_bytes(anew[name]), as_bytes(own))
+            where = torch.where(changed.any(), as_bytes(fresh[name]), as_bytes(own))
             as_bytes(own).copy_(where)
 
     def _image(self, values: Tensor, storage: Storage) -> Tensor:

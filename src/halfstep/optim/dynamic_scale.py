@@ -260,7 +260,7 @@ def check_keys(state: Mapping[str, Any]) -> None:
     if not 0 < float(state["scale"]) <= LARGEST:
         raise LossScaleError(
             f"the scaler state has a scale of {state['scale']}; expected a positive number that float32 holds. Leave "
-            "this state out, and let the scale begin anew"
+            "this state out, and let the scale start over"
         )
 
 

@@ -68,7 +68,7 @@ def _check_bitsandbytes(
         f"the state of parameter {number} is one of bitsandbytes' optimizers, and does not say of which: "
         f"{', '.join(f'{name} of shape {found}' for name, found in held.items())}. Those of its Adam and AdamW, two of "
         f"shape {shape}, load into an optimizer that keeps {' and '.join(ADAM)}; this one keeps "
-        f"{', '.join(sorted(moments)) or 'none'}. Load the weights alone, and start the optimizer anew"
+        f"{', '.join(sorted(moments)) or 'none'}. Load the weights alone, and start the optimizer from zero"
     )
 
 
@@ -85,7 +85,7 @@ def _of_bitsandbytes(
     raise OptimizerError(
         f"the state of parameter {number} holds state{digit} of bitsandbytes as {codes.dtype}; expected uint8, a map "
         f"qmap{digit} of 256 numbers, and absmax{digit}, one for {' or '.join(map(str, _BLOCKS))} codes. Load the "
-        "weights alone, and start the optimizer anew"
+        "weights alone, and start the optimizer from zero"
     )
 
 

@@ -43,7 +43,7 @@ class Follower(Protocol):
         """Begin after the state of another recipe; what is to be told of it."""
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Put it back; what is missing begins anew, and says so."""
+        """Load it; what is missing starts over, and a warning says so."""
 
 
 class LossScaler(Unscaling):
@@ -227,7 +227,7 @@ class LossScaler(Unscaling):
         assert self._follower is not None
         told = self._follower.begin(state.get(EXTRA, {}))
         if self._enabled:
-            told.append(f"the loss scale begins anew at {self.get_scale():g}")
+            told.append(f"the loss scale starts over at {self.get_scale():g}")
         elif "scale" in state:
             told.append(f"the loss scale, {state['scale']:g}, is dropped")
         if told:

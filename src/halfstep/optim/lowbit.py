@@ -33,7 +33,7 @@ class LowBit(Stepping):
 
     Each step decodes weight, gradient and moments to float32, applies the rule, and rounds each result once to
     its own format. Where there is a master copy, it takes the update and the weight is its rounded image. A weight that
-    somebody wrote to, in whatever way, is followed by what is kept of it (`masters.Master`).
+    was written to from outside, in whatever way, resyncs its master (`masters.Master`).
 
     It follows torch's protocol for loss scaling (`grad_scale` and `found_inf`, as the fused optimizers do), so the
     gradient is divided by the scale in float32, inside the update: fp16 gradients are never unscaled in place, which
@@ -141,7 +141,7 @@ class LowBit(Stepping):
 
         Raises:
             OptimizerError: a gradient is sparse; parameters of the optimizer have left the model and others have come;
-                there is no gradient, and weights are codes that nobody else may step on. Nothing has moved.
+                there is no gradient, and weights are codes, which no other optimizer may step on. Nothing has moved.
         """
         if torch.compiler.is_compiling():
             return untraced(_STEP, self, closure)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""How a parameter is updated and what is kept of it: from the rule, the recipe and the parameter's shape."""
+"""How a parameter is updated, and how its moments are stored: from the rule, the recipe and the parameter's shape."""
 
 from __future__ import annotations
 

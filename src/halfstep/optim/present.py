@@ -43,7 +43,7 @@ class Present:
         return {} if model is None else dict(model.named_parameters())
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Called before a step. Sharded parameters are left to whoever sharded them.
+        """Called before a step. Sharded parameters are not looked for.
 
         Raises:
             OptimizerError: parameters of the optimizer have left the model, and others have come that it lacks; one

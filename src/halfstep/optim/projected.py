@@ -1,4 +1,4 @@
-"""GaLore: any rule whose step hangs on gradients alone, taken in a subspace of a matrix's gradient."""
+"""GaLore: any rule whose step depends on gradients alone, taken in a subspace of a matrix's gradient."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
     """The rule for a matrix of that shape: the same one where the projection leaves the matrix out.
 
     Raises:
-        OptimizerError: the rule's step hangs on more than gradients.
+        OptimizerError: the rule's step depends on more than gradients.
         RecipeError: the rank is larger than the matrix has, and no share is given.
     """
     if rule.decay is None:
         raise OptimizerError(
-            f"a projection of {rule.name}, whose step hangs on norms or signs of the whole. Expected Adam, AdamW, "
+            f"a projection of {rule.name}, whose step depends on norms or signs of the whole. Expected Adam, AdamW, "
             "NAdam, RMSprop or SGD; for others take a recipe without a projection"
         )
     subspace = projection.subspace(shape)

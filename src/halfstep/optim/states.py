@@ -73,7 +73,7 @@ def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
     if kind.dtype is None and is_spread(values):
         raise OptimizerError(
             f"{name} of a sharded parameter of shape {tuple(values.shape)} was saved in another format, and would be "
-            f"rounded anew to {kind}. Load it on one rank, save it from there, and load that here"
+            f"rounded again, to {kind}. Load it on one rank, save it from there, and load that here"
         )
     return codes.store(kind, name, values)
 
@@ -152,7 +152,7 @@ def adopt(
 
 
 def _has_stepped(saved: Mapping[str, Any]) -> bool:
-    """Whether there is more than what is kept of weights before the first step."""
+    """Whether it holds more than the masters that there are before the first step."""
     beside = (value for name, value in saved.items() if name != "step" and not is_master(name))
     return any(value is not None for value in beside) or bool(saved.get("step"))
 
@@ -163,7 +163,7 @@ def _of_another(saved: Mapping[str, Any], kinds: Iterable[str], number: object) 
     )
     return (
         f"the state of parameter {number} holds {found}; expected {expected}: it was saved by another optimizer. "
-        "Load it into that one, or load the weights alone and start this one anew"
+        "Load it into that one, or load the weights alone and start this one from zero"
     )
 
 
@@ -196,7 +196,7 @@ def _kept(
         if format == own:
             return parts
         if kind.dtype != torch.float32:
-            warnings.warn(f"{name} was saved as {source}, and is rounded anew to {kind}", stacklevel=2)
+            warnings.warn(f"{name} was saved as {source}, and is rounded again, to {kind}", stacklevel=2)
         return encode(kind, name, codes.read(source, name, parts, tuple(parameter.shape)))
     if value.shape != parameter.shape:
         raise OptimizerError(_other_shape(value, parameter, name, number))
@@ -222,7 +222,7 @@ def _other_codes(name: str, format: str | None, kind: object, number: object) ->
     return (
         f"the state of parameter {number} holds {name} as codes ({found}); this "
         f"recipe keeps it as {kind}. Resume under the recipe that it was saved under, or load the weights alone and "
-        "start the optimizer anew"
+        "start the optimizer from zero"
     )
 
 

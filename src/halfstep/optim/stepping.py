@@ -117,7 +117,7 @@ class Stepping(Stored):
             self.note_written(parameter)
 
     def follow(self, parameter: Tensor) -> None:
-        """Let what is kept of a parameter follow it, where somebody may have written to it since the last step."""
+        """Resync the master of a parameter, where it may have been written to since the last step."""
         if self._was_written(parameter):
             master, state = self._master(parameter), self.state[parameter]
             ops.follow(master, local(parameter), {name: local(state[name]) for name in master.keeps})

@@ -92,7 +92,7 @@ class Stored(torch.optim.Optimizer):
         return spread_like(master.value(weight, kept), parameter)
 
     def _start(self, parameter: Tensor, full: Tensor | None) -> None:
-        """Start what is kept of a parameter from its float32 values, or from what is stored of it."""
+        """Start a parameter's master from its float32 values, or from its stored ones."""
         master, weight = self._master(parameter), local(parameter)  # torch's views of a DTensor's bits are wrong
         kept = master.start(weight, master.stored(weight) if full is None else local(full))
         self.state[parameter].update({name: spread_like(value, parameter) for name, value in kept.items()})

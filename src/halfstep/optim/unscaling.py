@@ -153,7 +153,7 @@ class Unscaling(DynamicScale):
         gradients are divided by S and multiplied by min(1, max_norm / (norm + 1e-6)) where they are, in one float32
         multiplication (16-bit ones leave for float32, as in `unscale_`). With nothing to multiply by, they are left
         alone. accelerate's own `clip_grad_norm_`, and Trainer's, do not unscale for a scaler that is set on them, and
-        nobody can tell afterwards: clip with this one.
+        afterwards it cannot be told: clip with this one.
 
         Raises:
             LossScaleError: called after step(); otherwise as `unscale_`.

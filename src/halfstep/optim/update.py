@@ -57,7 +57,7 @@ def move(
 
     Args:
         parameter: of which the step's weight is this rank's part.
-        written: whether somebody may have written to the weight since the last step.
+        written: whether the weight may have been written to since the last step.
     """
     master, weight, kept, moments, kinds = step.master, step.weight, step.kept, step.moments, step.kinds
     if written:

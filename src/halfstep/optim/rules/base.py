@@ -127,8 +127,8 @@ class UpdateRule:
     elementwise: bool = True
     """Whether an element moves by its own gradient and moments alone (not so where norms of tensors enter)."""
     decay: Callable[[Group], tuple[float, float]] | None = None
-    """What of a weight is added to its gradient, and what the weight is multiplied by; the rest of a step hangs on
-    gradients alone. None where it does not, so that it cannot be taken in a subspace."""
+    """What of a weight is added to its gradient, and what the weight is multiplied by; the rest of a step depends
+    on gradients alone. None where it does not, so that it cannot be taken in a subspace."""
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = own_shape
     """The shape of a moment of that name, of a weight of that shape."""
     kept_as: Callable[[str, Group], str | None] = own_name
