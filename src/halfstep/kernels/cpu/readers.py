@@ -24,7 +24,8 @@ VALUES = 16
 def reads_pairs(meaning: Any) -> bool:
     """Whether codes of a meaning, a numba type (`dots`), are read in the order of `in_pairs`."""
     if isinstance(meaning, types.BaseTuple) and len(meaning) == 1:
-        return bool(meaning[0].dtype == types.uint16)
+        table: Any = meaning
+        return bool(table[0].dtype == types.uint16)
     return not isinstance(meaning, types.NoneType)
 
 
