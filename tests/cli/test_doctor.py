@@ -104,14 +104,20 @@ def test_matrices_are_compared_with_their_reference(monkeypatch):
 
 
 def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught(monkeypatch):
-    right = adam.run
+    right = adam.prepare
     monkeypatch.setattr(optim, "_RECIPES", ("fp32", "bf16-master"))
 
     def wrong(weight, *arguments):
-        right(weight, *arguments)
-        weight.view(-1)[-1:].mul_(1.01)
+        update = right(weight, *arguments)
 
-    monkeypatch.setattr(adam, "run", wrong)
+        def off(*step):
+            done = update(*step)
+            weight.view(-1)[-1:].mul_(1.01)
+            return done
+
+        return off
+
+    monkeypatch.setattr(adam, "prepare", wrong)
     found = list(optim.outcomes())
     assert len(found) == 2
     assert not any(test.passed for test in found)

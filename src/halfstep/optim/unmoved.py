@@ -41,6 +41,7 @@ class Unmoved:
     ) -> None:
         self._sizes, self._seeds = list(map(len, map(_params, groups))), list(map(_seed, groups))
         self._parameters = list(chain.from_iterable(map(_params, groups)))
+        self._classes = list(map(type, self._parameters))
         self._present = list(map(taken.__contains__, self._parameters))
         stepped = list(compress(self._parameters, self._present))
         grads = list(map(_grad, self._parameters))
@@ -96,6 +97,8 @@ class Unmoved:
         if list(map(len, map(_params, groups))) != self._sizes or list(map(_seed, groups)) != self._seeds:
             return None
         if not all(map(is_, chain.from_iterable(map(_params, groups)), self._parameters)):
+            return None
+        if list(map(type, self._parameters)) != self._classes:  # codes became values, as `revert` has it
             return None
         if len(state) != len(self._keys) or not all(map(is_, state, self._keys)):
             return None
