@@ -90,11 +90,11 @@ def figures(results: Results, seconds: float) -> dict[str, Any]:
     """What is kept of a task's runs."""
     return {
         "summary": get_task(results.experiment.task).summary,
-        "experiment": results.experiment.as_data(),
+        "experiment": results.experiment.to_dict(),
         "metric": results.summary()["metric"],
         "band": results.summary()["band"],
         "seconds": seconds,
-        "verdicts": {v.recipe: v.as_data() for v in results.verdicts},
+        "verdicts": {v.recipe: v.to_dict() for v in results.verdicts},
     }
 
 

@@ -81,7 +81,7 @@ def fine_tuning(out: Path) -> dict[str, Any]:
     first = read_metrics(out / "language" / "fp32" / "seed-0" / "metrics.jsonl")
     before = next(row["loss"] for row in first if row["kind"] == "validation" and row["step"] == 0)
     corpus = load_corpus(text, told.context)
-    experiment = told.as_data() | {"data": "READMEs of installed packages"}
+    experiment = told.to_dict() | {"data": "READMEs of installed packages"}
     return {
         "experiment": experiment, "digest": corpus.digest, "bytes": len(corpus.train) + len(corpus.held_out),
         "before": before, "losses": losses, "to_fp32": apart(losses),
@@ -100,7 +100,7 @@ def captions(out: Path) -> dict[str, Any]:
         for name in told.recipes
     }
     return {
-        "experiment": told.as_data(), "losses": losses, "to_fp32": apart(losses),
+        "experiment": told.to_dict(), "losses": losses, "to_fp32": apart(losses),
         "accuracy": accuracy, "accuracy_to_fp32": apart(accuracy, higher_is_better=True),
     }  # fmt: skip
 

@@ -163,7 +163,7 @@ def results(out: Path) -> dict[str, Any]:
     model_data = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "parameters": parameters}
     return {
         "machine": environment(),
-        "experiment": experiment(CASES["fp32"]).as_data() | {"model": model_data},
+        "experiment": experiment(CASES["fp32"]).to_dict() | {"model": model_data},
         "costs": {"model": ARCHITECTURE, "tokens": TOKENS, "share": costs()},
         "verdicts": judged(cases),
         "cases": cases,

@@ -221,9 +221,9 @@ def compared(folder: Path, **changes: Any) -> dict[str, Any]:
     write_report(comparison.folder)
     results = load(comparison.folder)
     return {
-        "experiment": experiment.as_data(),
+        "experiment": experiment.to_dict(),
         "band": results.summary()["band"],
-        "verdicts": {v.recipe: v.as_data() for v in results.verdicts},
+        "verdicts": {v.recipe: v.to_dict() for v in results.verdicts},
     }
 
 

@@ -29,7 +29,7 @@ from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Codes, Recipe, get_recipe
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.spec import Rule
+from halfstep.recipe.rule import Rule
 from halfstep.recipe.storage import get_storage
 from harness import keep
 from losses import summary, train
@@ -151,7 +151,7 @@ def main() -> None:
         experiment = found.experiment if asked.steps is None else replace(found.experiment, steps=asked.steps)
         losses = train(experiment, found.recipes, asked.out / asked.group / label, found.build)
         data["comparisons"][label] = {
-            "experiment": experiment.as_data() | {"recipes": list(found.recipes)},
+            "experiment": experiment.to_dict() | {"recipes": list(found.recipes)},
             "baseline": found.baseline,
             "losses": losses,
             "summary": summary(losses, found.baseline),

@@ -62,7 +62,7 @@ def recipe_figures(results: Results) -> dict[str, Any]:
     found = {}
     for v in results.verdicts:
         rows = [[{"step": r["step"], **r["descent"]} for r in step] for step in looks(results, v.recipe)]
-        found[v.recipe] = v.as_data() | {"descent": descent(rows)}
+        found[v.recipe] = v.to_dict() | {"descent": descent(rows)}
     return found
 
 
@@ -153,7 +153,7 @@ def gather(steps: int, out: Path) -> dict[str, Any]:
             for seed, rows in results.runs["fp32"].items()
         }
         data["tasks"][task] = {
-            "experiment": experiment.as_data(),
+            "experiment": experiment.to_dict(),
             "rule": results.summary()["rule"],
             "band": results.summary()["band"],
             "recipes": recipe_figures(results),

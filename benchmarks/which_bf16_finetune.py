@@ -53,7 +53,7 @@ def measured(out: Path) -> dict[str, Any]:
         before = next(row["loss"] for row in first if row["kind"] == "validation" and row["step"] == 0)
         rates[f"{rate:g}"] = {"before": before, "losses": losses, "shares": shares(before, losses)}
     assert corpus is not None
-    experiment = told.as_data() | {"data": "READMEs of installed packages", "lr": list(RATES)}
+    experiment = told.to_dict() | {"data": "READMEs of installed packages", "lr": list(RATES)}
     return {"machine": environment(), "experiment": experiment, "digest": corpus.digest, "rates": rates}
 
 

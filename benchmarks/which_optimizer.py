@@ -132,7 +132,7 @@ def main() -> None:
         else:
             told = experiment()
             data["rows"] |= rows(train(told, {name: recipe_of(name) for name in names}, asked.out))
-            data |= {"machine": environment(), "experiment": told.as_data()}
+            data |= {"machine": environment(), "experiment": told.to_dict()}
         if asked.keep:
             keep("which_optimizer", data)
     if asked.page or asked.keep:

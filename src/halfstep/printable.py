@@ -1,6 +1,7 @@
 """Text from untrusted files, made safe to print."""
 
 import re
+from collections.abc import Sequence
 
 
 # Control characters move the cursor and change colours; direction marks make text read otherwise than it is.
@@ -14,3 +15,15 @@ def printable(text: str) -> str:
     'red \\x1b[31m'
     """
     return _HOSTILE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shortened(lines: Sequence[str], most: int = 60) -> str:
+    """Lines of a report joined for `print`, at most `most` of them: in the place of the others, before the last, stands
+    how many they are.
+
+    >>> shortened(["a", "b", "c", "d"], most=3)
+    'a\\n(2 more lines)\\nd'
+    """
+    lines = "\n".join(lines).split("\n")
+    more = len(lines) - most + 1
+    return "\n".join(lines if more < 2 else [*lines[: most - 2], f"({more} more lines)", lines[-1]])

@@ -156,7 +156,7 @@ def test_figures_of_a_tensor_are_those_of_torch():
     amax = x.abs().masked_fill(~x.isfinite(), 0).amax(0)
     assert found.channels.outliers == int((amax >= 6 * amax.quantile(0.5)).sum()) == 1
     assert found.channels.largest == float(amax.max())
-    json.dumps(found.as_data(), allow_nan=False)
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("place", [None, 0, -1])

@@ -76,7 +76,8 @@ from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import block
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 from halfstep.recipe.storage import get_storage
 
 _EIGHT = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("made_up_rms")))

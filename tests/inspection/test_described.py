@@ -79,7 +79,7 @@ def test_what_save_quantized_writes_is_named(tmp_path, quantizer, shape):
     assert found.text.startswith(f"{quantizer.format.name} codes")
     assert ("scale" in found.text) == (quantizer.scales is not None)
     assert report.findings == ()
-    json.dumps(report.as_data(), allow_nan=False)
+    json.dumps(report.to_dict(), allow_nan=False)
 
 
 ABLE = [

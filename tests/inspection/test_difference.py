@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 
 import halfstep
 from halfstep.errors import CheckpointError
-from halfstep.inspection.difference_text import sentences
 from halfstep.inspection.write import write
 
 
@@ -49,7 +48,7 @@ def test_every_kind_of_checkpoint_equals_itself(name, tmp_path):
     assert found.same
     assert {one.relation.kind for one in found.tensors} == {"identical"}
     assert not found.only_a + found.only_b
-    json.dumps(found.as_data(), allow_nan=False)
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_kinds_of_files_and_the_order_of_shards_do_not_matter(tmp_path):
@@ -71,7 +70,7 @@ def test_kinds_of_files_and_the_order_of_shards_do_not_matter(tmp_path):
 def test_a_cast_of_a_whole_model(compared):
     found = compared(model(), {name: tensor.bfloat16() for name, tensor in model().items()})  # which has no ties
     assert set(kinds(found).values()) == {"cast bf16"}
-    assert sentences(found) == ["7 tensors (100% of the values): B is A rounded to bf16, to nearest."]
+    assert found.sentences == ["7 tensors (100% of the values): B is A rounded to bf16, to nearest."]
     assert not found.same
 
 
@@ -84,7 +83,7 @@ def test_a_prefix_a_new_name_and_tensors_of_one_side(compared):
     assert [(one.name, one.name_b) for one in found.tensors if one.how == "contents"] == [("head.weight", "output")]
     assert [one.name for one in found.only_a] == ["model.layers.1.input_layernorm.weight"]
     assert [one.name for one in found.only_b] == ["module.extra"]
-    said = " ".join(sentences(found))
+    said = " ".join(found.sentences)
     assert "B is A times 1.5" in said
     assert "Names differ in what they begin with: B's begin with 'module.'" in said
     assert "Renamed, with the same bytes: head.weight is output." in said
@@ -94,7 +93,7 @@ def test_a_prefix_a_new_name_and_tensors_of_one_side(compared):
 def test_constants_are_not_taken_for_one_another(compared):
     found = compared({"a": torch.ones(9), "b": torch.ones(9)}, {"c": torch.ones(9), "d": torch.ones(9)})
     assert not found.tensors
-    assert sentences(found)[0].startswith("No tensor of one has the name or the contents of one in the other")
+    assert found.sentences[0].startswith("No tensor of one has the name or the contents of one in the other")
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (40, 56)])
@@ -130,7 +129,7 @@ def test_units_in_another_order(compared, dtype):
         "mid": ("rows and columns", kind), "conv": ("rows", kind), "next": ("columns", kind),
     }  # fmt: skip
     assert not found.same
-    assert any("rows in another order; " in text for text in sentences(found))
+    assert any("rows in another order; " in text for text in found.sentences)
 
 
 def test_other_shapes(compared):
@@ -141,12 +140,12 @@ def test_other_shapes(compared):
     assert (flat.seen, flat.relation.key) == ("reshaped", "cast fp16")
     found = compared({"w": x}, {"w": torch.ones(5, 5)})
     assert found.tensors[0].relation.kind == "shape"
-    assert "w 30x8 and 5x5" in sentences(found)[-1]
+    assert "w 30x8 and 5x5" in found.sentences[-1]
 
 
 def test_different_models_are_said_to_be_different(compared):
-    assert sentences(compared(model(), model(1)))[0].startswith("Different models:")
-    assert not sentences(compared(model(), {k: v + 0.01 for k, v in model().items()}))[0].startswith("Different")
+    assert compared(model(), model(1)).sentences[0].startswith("Different models:")
+    assert not compared(model(), {k: v + 0.01 for k, v in model().items()}).sentences[0].startswith("Different")
 
 
 def test_a_merge_with_the_rest_untouched(compared):
@@ -157,7 +156,7 @@ def test_a_merge_with_the_rest_untouched(compared):
     found = compared(model(), merged)
     assert {one.relation.low_rank.rank for one in found.tensors if one.relation.kind == "merged"} == {4}
     assert sum(one.relation.kind == "identical" for one in found.tensors) == 5
-    assert "B less A has rank 4, up to rounding" in " ".join(sentences(found))
+    assert "B less A has rank 4, up to rounding" in " ".join(found.sentences)
 
 
 def scaled(kind, w):
@@ -230,7 +229,7 @@ def test_types_that_are_not_decoded_are_not_compared(tmp_path):
         (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(entries))
     found = halfstep.diff(tmp_path / "a.gguf", tmp_path / "b.gguf")
     assert kinds(found) == {"w": "unread"}
-    assert "not compared" in " ".join(sentences(found))
+    assert "not compared" in " ".join(found.sentences)
     assert [one.name for one in found.only_a] == ["only in a"]
 
 

@@ -169,7 +169,7 @@ def test_a_layout_is_named(tmp_path, name):
     roles = {tensor.name: tensor.role for tensor in report.tensors}
     weights = {name for name, role in roles.items() if role in ("attention", "mlp")}
     assert weights == {f"{path}.{next(iter(parts))}" for path in (Q, UP)}
-    data = report.as_data()
+    data = report.to_dict()
     assert data["schemes"][0]["text"] == text
     json.dumps(data, allow_nan=False)
 
@@ -271,7 +271,7 @@ def test_odd_shapes_are_findings_or_nothing(tmp_path, name, shape):
     parts = LAYOUTS[name][0]
     odd = {part: torch.zeros(shape).to(tensor.dtype) for part, tensor in parts.items()}
     report = halfstep.inspect(saved(tmp_path, {Q: odd}))
-    json.dumps(report.as_data(), allow_nan=False)
+    json.dumps(report.to_dict(), allow_nan=False)
     assert all(scheme.values > 0 for scheme in report.schemes)
 
 

@@ -39,10 +39,10 @@ def test_older_experiments_keep_their_names():
     """The figures are those of the code before there were optimizers and learning rates to choose."""
     assert Experiment(recipes=("fp32", "bf16-mixed")).key("digest", [1, 2]) == "bb22ee6aab3aca67"
     assert Experiment(recipes=("fp32",), task="vision", lr=0.5).key() == "b8a052dcfcb11424"
-    assert not {"optimizer", "recipe_lr"} & Experiment(recipes=("fp32",)).as_data().keys()
+    assert not {"optimizer", "recipe_lr"} & Experiment(recipes=("fp32",)).to_dict().keys()
     other = Experiment(recipes=("fp32",), optimizer="sgd", recipe_lr={"fp32": 0.1})
-    assert other.as_data()["optimizer"] == "sgd"
-    assert other.as_data()["recipe_lr"] == {"fp32": 0.1}
+    assert other.to_dict()["optimizer"] == "sgd"
+    assert other.to_dict()["recipe_lr"] == {"fp32": 0.1}
 
 
 def test_a_recipe_alone_has_its_own_learning_rate_and_key():

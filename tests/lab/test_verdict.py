@@ -217,7 +217,7 @@ def test_where_the_metric_judges_the_loss_does_not():
 
 
 def test_a_verdict_is_data():
-    data = judge("r", worse_by(0.001, 0.002, 0.003), fp32()).as_data()
+    data = judge("r", worse_by(0.001, 0.002, 0.003), fp32()).to_dict()
     assert data["interval"].keys() == {"low", "high"}
     assert set(data["finals"]) == {"0", "1", "2"}
     assert data.keys() == {field.name for field in dataclasses.fields(judge("r", {}, {}))}

@@ -17,8 +17,7 @@ from halfstep.ops.stacks import stacked_linear
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
-from halfstep.recipe import AttentionSpec, LinearSpec, linear_spec
-from halfstep.recipe.data import from_data, to_data
+from halfstep.recipe import AttentionSpec, LinearSpec, from_data, linear_spec, to_data
 from halfstep.recipe.files import to_toml
 from halfstep.unit import Attention
 from tiny import assert_same

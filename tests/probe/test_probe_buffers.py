@@ -67,7 +67,7 @@ def test_rounded_positions_change_more_than_rounded_weights(kept):
     (found,) = report.buffers.harmful
     assert (found.name, found.error > 4 * 2**-8) == (kept, True)
     assert f"buffers: {kept} rounded to bf16, as model.to() does, changes the output of the model by" in str(report)
-    assert report.as_data()["buffers"][0]["name"] == kept
+    assert report.to_dict()["buffers"][0]["name"] == kept
     assert report.cast.output_error > report.trial.output_error  # the recipe leaves them in float32
     passed = report.suggestion
     assert passed is None or passed.recipe.float32_buffers == (kept,)

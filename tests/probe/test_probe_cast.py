@@ -82,7 +82,7 @@ def test_what_torch_cannot_run_is_not_told():
     assert not report.safe
     assert "model.to(torch.float16) cannot be told" in str(report)
     assert "torch raised: " in str(report)
-    assert report.as_data()["verdict"] == "cannot tell"
+    assert report.to_dict()["verdict"] == "cannot tell"
 
 
 def test_a_recipe_by_name():

@@ -34,7 +34,7 @@ def test_experts_without_a_token_are_counted_over_all_batches():
         report = halfstep.probe_model(model, "bf16", data=batches)
         assert report.conditions.unreached == (f"3 of 6 in {where}",)
         assert f"no gradient from this data reached 3 of 6 in {where}" in str(report)
-        assert report.as_data()["conditions"]["unreached"] == (f"3 of 6 in {where}",)
+        assert report.to_dict()["conditions"]["unreached"] == (f"3 of 6 in {where}",)
         assert report.safe
         assert halfstep.probe_model(model, "bf16", data=[torch.randn(6, 8)]).conditions.unreached == (
             f"2 of 6 in {where}",

@@ -37,7 +37,7 @@ def residual():
 
 
 def by_name(found):
-    return {(s.kind, s.site.module, s.as_data()["tensor"]): s for s in found.spreads}
+    return {(s.kind, s.site.module, s.to_dict()["tensor"]): s for s in found.spreads}
 
 
 def test_every_tensor_of_a_step_has_torchs_standard_deviation(residual):
@@ -126,7 +126,7 @@ def test_what_formats_make_of_them_is_counted(residual):
     small[0, :4] = torch.tensor([2.0**-8, 2.0**-12, 1000.0, 1.0])  # subnormal, zero and beyond in E4M3, and neither
     with torch.no_grad():
         model.inner.weight.copy_(small)
-    found = by_name(scales(model, [x], to=["fp16", torch.float8_e4m3fn]))["weight", "inner", "weight"].as_data()
+    found = by_name(scales(model, [x], to=["fp16", torch.float8_e4m3fn]))["weight", "inner", "weight"].to_dict()
     assert found["formats"] == {
         "fp16": {"beyond": 0.0, "subnormal": 0.0, "zero": 0.0},
         "float8_e4m3fn": {"beyond": 1 / 36, "subnormal": 0.25, "zero": 0.25},

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from halfstep.errors import CheckpointError
 from halfstep.inspection.bounded_json import parse_object
+from halfstep.printable import shortened
 
 
 SCHEMA = 1
-"""The version of `Audit.as_data`: fields are added under the same number, and renamed or dropped under the next."""
+"""The version of `Audit.to_dict`: fields are added under the same number, and renamed or dropped under the next."""
 
 COLUMNS = 100
 """How wide the text is, unless names are longer."""
@@ -146,13 +147,13 @@ class Audit:
             lines.append(f"loss scale: {before.loss_scale} before, {self.loss_scale} now")
         return tuple(lines)
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"schema": SCHEMA, **asdict(self), "nbytes": self.nbytes, "rows": [asdict(row) for row in self.rows]}
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON, which `load` reads."""
-        Path(path).write_text(json.dumps(self.as_data()))
+        Path(path).write_text(json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Audit:
@@ -181,7 +182,7 @@ class Audit:
 
     def __str__(self) -> str:
         plan = [] if self.plan is None else [self.plan]
-        return "\n".join([self._title(), *plan, *_table(self), *map(str, self.findings)])
+        return shortened([self._title(), *plan, *_table(self), *map(str, self.findings)])
 
     def _title(self) -> str:
         steps = "" if self.steps is None else f", {_range(self.steps)} step{'s' * (self.steps != (1, 1))}"

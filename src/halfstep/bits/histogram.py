@@ -68,7 +68,7 @@ class ExponentHistogram:
         total, shift = sum(self.counts.values()), _log2(scale)
         return sum(n for e, n in self.counts.items() if low <= e + shift < high) / total if total else 0.0
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON: exponents as keys, ascending."""
         return {
             "counts": {str(e): n for e, n in sorted(self.counts.items())},

@@ -65,7 +65,7 @@ class Statistics:
         """Infinities and NaN."""
         return self.infinities + self.nans
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 

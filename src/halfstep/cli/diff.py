@@ -14,7 +14,8 @@ from halfstep.cli.terminal import reading, show_json, show_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.inspection.difference import Difference, TensorDifference
+    from halfstep.inspection.difference import Difference
+    from halfstep.inspection.tensor_difference import TensorDifference
 
 
 _LISTED = 10
@@ -43,9 +44,7 @@ def diff(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if as_json:
-        from halfstep.inspection.difference_text import sentences
-
-        show_json(found.as_data() | {"sentences": sentences(found)})
+        show_json(found.to_dict())
     else:
         _show(found, layers, tensors)
     raise typer.Exit(0 if found.same else 1)
@@ -54,15 +53,15 @@ def diff(
 def _show(found: Difference, layers: bool, tensors: bool) -> None:
     from rich.console import Console
 
-    from halfstep.inspection.difference_text import grouped, sentences
+    from halfstep.inspection.difference_text import grouped
     from halfstep.printable import printable
 
     lines = Console(soft_wrap=True, highlight=False, markup=False)
-    for which, path, kind in (("A", found.a, found.kinds[0]), ("B", found.b, found.kinds[1])):
-        lines.print(f"{which}: {printable(str(path))}, {kind}")
+    for text in found.files:
+        lines.print(printable(text))
     for text in found.remarks[:_LISTED]:
         lines.print(printable(text), style="bold yellow")
-    for text in sentences(found):
+    for text in found.sentences:
         lines.print(printable(text))
     if not found.tensors or found.same:
         return

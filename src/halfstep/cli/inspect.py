@@ -79,7 +79,7 @@ def inspect(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if as_json:
-        show_json(report.as_data() | ({"written": {**asdict(result), "path": str(result.path)}} if result else {}))
+        show_json(report.to_dict() | ({"written": {**asdict(result), "path": str(result.path)}} if result else {}))
     else:
         show(report, tensors)
         if result is not None:

@@ -11,6 +11,7 @@ from halfstep.bits.statistics import Statistics
 from halfstep.bits.what_if import WhatIf
 from halfstep.cli.terminal import show_table
 from halfstep.inspection import Inspection, RoleReport, TensorReport
+from halfstep.inspection.report import LISTED
 from halfstep.inspection.write import Written
 from halfstep.printable import printable
 
@@ -19,30 +20,17 @@ _COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact
 _RIGHT = ("values", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
 _UNCOUNTED = 3  # the columns of a quick look
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
-_LISTED = 10
 
 
 def show(report: Inspection, tensors: bool) -> None:
     """Print a report; with `tensors` a line for each of them."""
     lines = Console(soft_wrap=True, highlight=False, markup=False)
-    size = f"{report.nbytes / 1e9:.3g} GB" if report.nbytes >= 1e8 else f"{report.nbytes / 1e6:.3g} MB"
-    files = f"{len(report.files)} files" if len(report.files) != 1 else "1 file"
-    lines.print(f"{printable(str(report.path))}: {report.kind}, {files}, {len(report.tensors)} tensors, {size}")
-    lines.print(f"verdict ({report.verdict.confidence}): {printable(report.verdict.text)}")
-    for text in report.contradictions:
-        lines.print(f"contradiction: {printable(text)}", style="bold yellow")
-    for text in report.remarks[:_LISTED]:
-        lines.print(printable(text), style="bold yellow")
-    if len(report.remarks) > _LISTED:
-        lines.print(f"and {len(report.remarks) - _LISTED} more that were not read: --json prints all")
-    for text in report.findings[:_LISTED]:
-        lines.print(f"broken: {printable(text)}", style="bold yellow")
-    if len(report.findings) > _LISTED:
-        lines.print(f"and {len(report.findings) - _LISTED} more broken layers: --json prints all")
-    if report.config_dtype is not None:
-        lines.print(f"config.json says {printable(report.config_dtype)}")
-    if report.known is not None:
-        lines.print(f"{printable(report.known.source)} says: {printable(report.known.text)}")
+    for text in (report.title, report.conclusion):
+        lines.print(text)
+    for text in report.alarms:
+        lines.print(text, style="bold yellow")
+    for text in report.claims:
+        lines.print(text)
     lines.print()
     width = _UNCOUNTED if report.quick else len(_COLUMNS)
     columns = _COLUMNS[:width]
@@ -59,7 +47,7 @@ def show(report: Inspection, tensors: bool) -> None:
         lines.print("\nwhat a cast of the matrices would cost")
         columns = ("SQNR dB", "overflowing", "become zero", "largest error", "saved MB")
         show_table(["to", *columns, "hurt most"], [_cast(one) for one in report.casts], right=columns)
-    for text in _remarks(report.tensors, None if tensors else _LISTED):
+    for text in _remarks(report.tensors, None if tensors else LISTED):
         lines.print(text)
 
 

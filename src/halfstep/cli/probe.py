@@ -81,7 +81,7 @@ def probe(
         raise typer.Exit(130) from None
     known = _known(model, report.target.format.name)
     if as_json:
-        show_json({"model": model, **report.as_data(), "knowledge_base": None if known is None else known.verdict})
+        show_json({"model": model, **report.to_dict(), "knowledge_base": None if known is None else known.verdict})
     else:
         _show(report, known)
     if write_recipe is not None:

@@ -86,7 +86,7 @@ def scales(
     if plot is not None:
         save(figure(f"{model}: standard deviations", list(moments.items())), plot)
     if as_json:
-        found_data = [{"moment": moment, **found.as_data()} for moment, found in moments.items()]
+        found_data = [{"moment": moment, **found.to_dict()} for moment, found in moments.items()]
         show_json({"model": model, "scales": found_data})
     else:
         _show(moments)

@@ -11,54 +11,27 @@ from typing import Any
 from halfstep.bits.pair import Pair, comparable, same_bytes
 from halfstep.bits.relation import Relation, relation
 from halfstep.bits.scan import Progress
+from halfstep.bits.sentences import percent
 from halfstep.bits.values import Values
+from halfstep.inspection.difference_text import count, grouped, listed, sentence, values
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.matching import match
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.permuted import permuted
 from halfstep.inspection.roles import role_of
 from halfstep.inspection.stored import Checkpoint
+from halfstep.inspection.tensor_difference import Single, TensorDifference
 from halfstep.inspection.views import HELD, First, Held
 from halfstep.inspection.weights import Weight, weights
+from halfstep.printable import printable, shortened
 
 
 SCHEMA = 1
-"""The version of `as_data`: fields are added under the same number, and renamed or dropped under the next."""
+"""The version of `to_dict`: fields are added under the same number, and renamed or dropped under the next."""
 
 _FOUND = ("identical", "equal", "cast", "uncast", "near", "alike", "multiple", "average", "quantised", "merged")
+_STRANGERS = 0.5  # of the values of matrices, from which on unrelated ones make two models of it
 _APART = 0.5  # the cosine below which a square matrix may be a transposed one
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """A tensor of A and its partner in B: types as stored, shapes, and how one follows from the other."""
-
-    name: str
-    name_b: str
-    role: str
-    stored: tuple[str, str]
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    relation: Relation
-    seen: str = ""
-    """What was compared: "" for both as they are, "transposed", "reshaped", "rows in another order" (or columns, both,
-    or a vector's values), or the "first rows", where B has more or fewer."""
-    how: str = "name"
-    """By which they were found: name, prefix, or contents."""
-
-    @property
-    def numel(self) -> int:
-        """A's values."""
-        return math.prod(self.shapes[0])
-
-
-@dataclass(frozen=True)
-class Single:
-    """A tensor that only one of the checkpoints has."""
-
-    name: str
-    role: str
-    stored: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -85,7 +58,61 @@ class Difference:
         )
         return pairs and not self.only_a and not self.only_b
 
-    def as_data(self) -> dict[str, Any]:
+    @property
+    def sentences(self) -> list[str]:
+        """What is true of the whole, then of groups of tensors, the most values first, then of what has no partner."""
+        groups = grouped(self.tensors, lambda one: f"{one.relation.key} {one.seen}")
+        order = sorted(groups.values(), key=lambda group: -values(group))
+        texts = [self._whole] if self._whole else []
+        total = values(self.tensors)
+        for group in order:
+            share = percent(values(group) / total) if total else "none"
+            texts.append(f"{count(group)} ({share} of the values): {sentence(group)}.")
+        prefixes = [name for name in self.prefixes if name]
+        if prefixes:
+            sides = zip(("A's", "B's"), self.prefixes, strict=True)
+            names = " and ".join(f"{which} begin with {name!r}" for which, name in sides if name)
+            texts.append(f"Names differ in what they begin with: {names}.")
+        renamed = [one for one in self.tensors if one.how == "contents"]
+        if renamed:
+            shown = listed([f"{one.name} is {one.name_b}" for one in renamed])
+            texts.append(f"Renamed, with the same bytes: {shown}.")
+        for which, singles in (("A", self.only_a), ("B", self.only_b)):
+            if singles:
+                texts.append(f"Only in {which}: {count(singles)}, {listed([one.name for one in singles])}.")
+        return texts
+
+    @property
+    def _whole(self) -> str:
+        """The one sentence on all of it, where there is one."""
+        if self.same:
+            return "Both hold the same tensors, byte for byte."
+        if not self.tensors:
+            return (
+                "No tensor of one has the name or the contents of one in the other: different models, or names and "
+                "values were changed both."
+            )
+        matrices = [one for one in self.tensors if len(one.shapes[0]) > 1]
+        strange = values(one for one in matrices if one.relation.kind in ("unrelated", "shape"))
+        if matrices and strange >= _STRANGERS * values(matrices):
+            return (
+                "Different models: most matrices of the same name have other shapes, or values that have nothing in "
+                "common."
+            )
+        if all(one.relation.kind in ("identical", "equal") for one in self.tensors):
+            return "Every tensor that both have holds the same values."
+        return ""
+
+    def __str__(self) -> str:
+        return shortened([printable(text) for text in (*self.files, *self.remarks, *self.sentences)])
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Where A and B are, and of which kind."""
+        a, b = self.kinds
+        return f"A: {self.a}, {a}", f"B: {self.b}, {b}"
+
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "schema": SCHEMA,
@@ -98,6 +125,7 @@ class Difference:
             "only_a": [asdict(one) for one in self.only_a],
             "only_b": [asdict(one) for one in self.only_b],
             "remarks": list(self.remarks),
+            "sentences": self.sentences,
         }
 
 

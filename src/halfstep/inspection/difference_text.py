@@ -8,41 +8,16 @@ from halfstep.bits.pair import Change
 from halfstep.bits.relation import Relation
 from halfstep.bits.rounded import NEAREST
 from halfstep.bits.sentences import percent
-from halfstep.inspection.difference import Difference, TensorDifference
 from halfstep.inspection.layers import written
+from halfstep.inspection.tensor_difference import TensorDifference
 
 
 _NAMES = 3  # that a sentence gives
-_STRANGERS = 0.5  # of the values of matrices, from which on unrelated ones make two models of it
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def sentences(found: Difference) -> list[str]:
-    """What is true of the whole, then of groups of tensors, the most values first, then of what has no partner."""
-    groups = grouped(found.tensors, lambda one: f"{one.relation.key} {one.seen}")
-    order = sorted(groups.values(), key=lambda group: -_values(group))
-    texts = [_whole(found)] if _whole(found) else []
-    total = _values(found.tensors)
-    for group in order:
-        share = percent(_values(group) / total) if total else "none"
-        texts.append(f"{_count(group)} ({share} of the values): {sentence(group)}.")
-    prefixes = [name for name in found.prefixes if name]
-    if prefixes:
-        names = " and ".join(
-            f"{which} begin with {name!r}" for which, name in zip(("A's", "B's"), found.prefixes, strict=True) if name
-        )
-        texts.append(f"Names differ in what they begin with: {names}.")
-    renamed = [one for one in found.tensors if one.how == "contents"]
-    if renamed:
-        shown = listed([f"{one.name} is {one.name_b}" for one in renamed])
-        texts.append(f"Renamed, with the same bytes: {shown}.")
-    for which, singles in (("A", found.only_a), ("B", found.only_b)):
-        if singles:
-            texts.append(f"Only in {which}: {_count(singles)}, {listed([one.name for one in singles])}.")
-    return texts
-
-
-def _count(some: Sequence[object]) -> str:
+def count(some: Sequence[object]) -> str:
+    """How many tensors, in words."""
     return f"{len(some)} tensor{'s' if len(some) != 1 else ''}"
 
 
@@ -62,28 +37,9 @@ def grouped(
     return found
 
 
-def _values(group: Iterable[TensorDifference]) -> int:
+def values(group: Iterable[TensorDifference]) -> int:
+    """How many values A's tensors have."""
     return sum(one.numel for one in group)
-
-
-def _whole(found: Difference) -> str:
-    """The one sentence on all of it, where there is one."""
-    if found.same:
-        return "Both hold the same tensors, byte for byte."
-    if not found.tensors:
-        return (
-            "No tensor of one has the name or the contents of one in the other: different models, or names and values "
-            "were changed both."
-        )
-    matrices = [one for one in found.tensors if len(one.shapes[0]) > 1]
-    strange = _values(one for one in matrices if one.relation.kind in ("unrelated", "shape"))
-    if matrices and strange >= _STRANGERS * _values(matrices):
-        return (
-            "Different models: most matrices of the same name have other shapes, or values that have nothing in common."
-        )
-    if all(one.relation.kind in ("identical", "equal") for one in found.tensors):
-        return "Every tensor that both have holds the same values."
-    return ""
 
 
 def sentence(group: Sequence[TensorDifference]) -> str:

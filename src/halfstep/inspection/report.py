@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ from halfstep.bits.statistics import Statistics
 from halfstep.bits.verdict import PrecisionVerdict
 from halfstep.bits.what_if import WhatIf
 from halfstep.inspection.declared import Known
+from halfstep.printable import printable, shortened
 
 
 SCHEMA = 1
-"""The version of `as_data`: fields are added under the same number, and renamed or dropped under the next."""
+"""The version of `to_dict`: fields are added under the same number, and renamed or dropped under the next."""
+LISTED = 10
+"""How many remarks of a kind are printed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,43 @@ class Inspection:
         """Values of all tensors, tied ones once."""
         return sum(tensor.numel for tensor in self.tensors if tensor.tied_to is None)
 
-    def as_data(self) -> dict[str, Any]:
+    def __str__(self) -> str:
+        roles = [
+            f"{role.role}: {role.tensors} tensors, {role.numel:,} values, {printable(role.verdict.text)}"
+            for role in self.roles
+        ]
+        schemes = [f"{one.size}, {one.values:,} weights: {one.text}" for one in self.schemes]
+        return shortened([self.title, self.conclusion, *self.alarms, *self.claims, *roles, *schemes])
+
+    @property
+    def title(self) -> str:
+        """What was read: the path, the kind of file, the number of tensors and their bytes."""
+        size = f"{self.nbytes / 1e9:.3g} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.3g} MB"
+        files = f"{len(self.files)} files" if len(self.files) != 1 else "1 file"
+        return f"{printable(str(self.path))}: {self.kind}, {files}, {len(self.tensors)} tensors, {size}"
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict on the model's parameters."""
+        return f"verdict ({self.verdict.confidence}): {printable(self.verdict.text)}"
+
+    @property
+    def alarms(self) -> list[str]:
+        """What contradicts the verdict, was not read or is broken, a line each; of many the first."""
+        return [
+            *(f"contradiction: {printable(text)}" for text in self.contradictions),
+            *_first("", self.remarks, "that were not read"),
+            *_first("broken: ", self.findings, "broken layers"),
+        ]
+
+    @property
+    def claims(self) -> list[str]:
+        """What config.json and the knowledge base say, a line each."""
+        config = [] if self.config_dtype is None else [f"config.json says {printable(self.config_dtype)}"]
+        known = self.known
+        return config + ([] if known is None else [f"{printable(known.source)} says: {printable(known.text)}"])
+
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "schema": SCHEMA,
@@ -112,6 +151,11 @@ class Inspection:
             "roles": [asdict(role) for role in self.roles],
             "tensors": [_tensor(tensor) for tensor in self.tensors],
         }
+
+
+def _first(before: str, texts: Sequence[str], what: str) -> list[str]:
+    more = [f"and {len(texts) - LISTED} more {what}: --json prints all"] if len(texts) > LISTED else []
+    return [before + printable(text) for text in texts[:LISTED]] + more
 
 
 def _tensor(tensor: TensorReport) -> dict[str, Any]:

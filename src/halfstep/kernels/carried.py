@@ -16,6 +16,7 @@ from halfstep.kernels.watched import plus, times
 
 
 _UNITS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
+_ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
@@ -24,8 +25,12 @@ def supports(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _lacks_units(dtype: torch.dtype) -> bool:
+    """Whether an x86 CPU has no units for the dtype, or oneDNN, by which torch multiplies, was told to use none."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.13 does not tell
-    return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(u) for u in _UNITS[dtype])
+    if capabilities.get("architecture") != "x86_64":
+        return False
+    used = getattr(torch.ops.mkldnn, _ASKED[dtype], bool)()
+    return not used or not any(capabilities.get(unit) for unit in _UNITS[dtype])
 
 
 CARRIED = frozenset(filter(_lacks_units, _UNITS))  # asked once, here: torch.compile cannot trace the question

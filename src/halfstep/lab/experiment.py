@@ -127,7 +127,7 @@ class Experiment:
         """The seeds of fp32 that are looked for where it takes no part: an earlier experiment may have trained them."""
         return range(max(Experiment.baseline_seeds, self.baseline_seeds, self.seeds))
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return {name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]}
@@ -135,5 +135,5 @@ class Experiment:
     def key(self, *more: object) -> str:
         """A name for everything that fixes a run's numbers, whatever the recipes and the number of seeds."""
         others = ("recipes", "seeds", "baseline_seeds", "margin", "checkpoints")
-        data = {name: value for name, value in self.as_data().items() if name not in others}
+        data = {name: value for name, value in self.to_dict().items() if name not in others}
         return hashlib.sha256(json.dumps([data, *more], sort_keys=True).encode()).hexdigest()[:16]

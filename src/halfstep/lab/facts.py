@@ -50,13 +50,13 @@ class Facts:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The fields of an experiment that this task sets otherwise than `Experiment` does."""
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any] | None) -> Facts:
-        """The facts that `as_data` wrote; None gives those of a folder that has none.
+        """The facts that `to_dict` wrote; None gives those of a folder that has none.
 
         Raises:
             RunError: the data is of another kind: the file was edited.

@@ -53,8 +53,8 @@ class RunFolder:
             if any(path.iterdir()):
                 raise RunError(f"{path} is not empty and holds no experiment; give another --out")
             write_json(folder.environment_file, environment)
-            content = {"experiment": experiment.as_data(), "data_sha256": digest, "recipes": recipes or {}}
-            write_json(folder.experiment_file, content if facts is None else {**content, "task": facts.as_data()})
+            content = {"experiment": experiment.to_dict(), "data_sha256": digest, "recipes": recipes or {}}
+            write_json(folder.experiment_file, content if facts is None else {**content, "task": facts.to_dict()})
         except OSError as error:
             raise RunError(f"{path} cannot be written ({error.strerror}); give another --out") from error
         return folder
@@ -96,7 +96,7 @@ class RunFolder:
         if experiment != self.experiment():
             try:
                 write_json(
-                    self.experiment_file, {**read_json(self.experiment_file), "experiment": experiment.as_data()}
+                    self.experiment_file, {**read_json(self.experiment_file), "experiment": experiment.to_dict()}
                 )
             except OSError as error:
                 raise RunError(f"{self.experiment_file} cannot be written ({error.strerror}); mend that") from error

@@ -56,9 +56,9 @@ class Look:
         if closely:
             weights, gradients = [optimizer.full(p) for p in stored], [grad.float() / scale for grad in stored.values()]
             self._statistics |= {
-                "weights": exponents(weights).as_data(),
-                "gradients": exponents(stored.values()).as_data(),
-                "activation_gradients": exponents(one for found in activations.values() for one in found).as_data(),
+                "weights": exponents(weights).to_dict(),
+                "gradients": exponents(stored.values()).to_dict(),
+                "activation_gradients": exponents(one for found in activations.values() for one in found).to_dict(),
                 "zeroed": {
                     "weights": {name: share_zeroed(weights, formats.get(name)) for name in FORMATS},
                     "gradients": {name: share_zeroed(gradients, formats.get(name)) for name in FORMATS},

@@ -95,7 +95,7 @@ class RecipeVerdict:
     explanation: str | None
     """What was measured of a run that diverged, or is worse than fp32 beyond doubt and does not match."""
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {**asdict(self), "finals": {str(seed): value for seed, value in self.finals.items()}}
 

@@ -12,11 +12,11 @@ import torch
 
 from halfstep.nn.groups import grouped
 from halfstep.ops.native import matmuls_text
+from halfstep.printable import shortened
 from halfstep.recipe import DTYPES, BytesPerParameter, LinearSpec, Recipe, matmul_texts
 
 
 _COLUMNS = 80
-_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,7 @@ class Plan:
         for when, plan in self.later:
             lines += [f"from {when}: {plan.recipe.name}", *(f"  {line}" for line in plan._modules())]
         lines += _filled("not seen: functional calls in the model's own code; they follow torch.autocast's lists")
-        more = len(lines) - _LINES + 1
-        return "\n".join(lines if more < 2 else [*lines[: _LINES - 2], f"({more} more lines)", lines[-1]])
+        return shortened(lines)
 
     def _storage(self) -> Iterator[str]:
         numbers = ", ".join(f"{count:,} in {dtype}" for dtype, count in self.stored.items())

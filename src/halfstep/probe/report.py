@@ -162,7 +162,7 @@ class ProbeReport:
             return False
         return (found.limits.overflows and found.counts.beyond > 0) or found.lost > LOST
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON; numbers that are infinite or NaN are None."""
         near, unfit = self.headroom, {found.site for found in (*self.findings, *self.gradient_findings)}
         suggestion = self.suggestion

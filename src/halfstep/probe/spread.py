@@ -73,7 +73,7 @@ class Spread:
         """Its standard deviation; NaN where a value is infinite or NaN."""
         return self.moments.std
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "module": self.site.module,
@@ -123,7 +123,7 @@ class Scales:
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
         return f"after {steps} of AdamW at {self.learning_rate:g}" if self.steps else "at the start"
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "model": self.model,
@@ -133,7 +133,7 @@ class Scales:
             "steps": self.steps,
             "learning_rate": self.learning_rate if self.steps else None,
             "formats": list(self.formats),
-            "tensors": [spread.as_data() for spread in self.spreads],
+            "tensors": [spread.to_dict() for spread in self.spreads],
         }
 
 

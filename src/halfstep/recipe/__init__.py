@@ -6,21 +6,22 @@ from os.path import exists
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
 from halfstep.recipe.chain import chain, is_chain, read_chain
-from halfstep.recipe.data import from_data, to_data
+from halfstep.recipe.data import from_data
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
+from halfstep.recipe.rule import Rule
 from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
     MASTER,
     BytesPerParameter,
     LossScale,
     Recipe,
-    Rule,
     is_master,
 )  # fmt: skip
 from halfstep.recipe.stages import Stage
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
+from halfstep.recipe.written import to_data
 from halfstep.registry import collect
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe.data import from_data, is_name, to_data
+from halfstep.recipe.data import from_data, is_name
 from halfstep.recipe.operands import At
 from halfstep.recipe.spec import Recipe
+from halfstep.recipe.written import to_data
 from halfstep.registry import load_module
 
 

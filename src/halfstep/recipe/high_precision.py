@@ -1,7 +1,7 @@
 """Linear layers that low-precision recipes leave in the compute dtype, by the names that models give them."""
 
 from halfstep.recipe.products import LinearSpec
-from halfstep.recipe.spec import Rule
+from halfstep.recipe.rule import Rule
 
 
 HEADS = (

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from halfstep.errors import RecipeError
-from halfstep.recipe.data import to_data
 from halfstep.recipe.spec import Recipe
+from halfstep.recipe.written import to_data
 
 
 RECIPE = "recipe"

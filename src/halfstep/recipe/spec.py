@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
 from halfstep import formats
 from halfstep.errors import RecipeError, unknown
+from halfstep.printable import shortened
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
-from halfstep.recipe.blocks import check_blocks
-from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
+from halfstep.recipe.products import AttentionSpec, linear_text
 from halfstep.recipe.projection import LARGEST, PROJECTOR, Projection, Shape
+from halfstep.recipe.rule import Rule
 from halfstep.recipe.saved import Saved
 from halfstep.recipe.stages import Stage, check_stages
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
+from halfstep.recipe.written import to_data
 
 
 MASTER = "master"
@@ -41,38 +44,6 @@ SMOOTH_GLU = {
     "token": "Smooth-SwiGLU, a scale a token",
 }
 """How the product of a gated MLP is scaled before the down-projection rounds it (`ops.smooth_swiglu`)."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Layers whose module path matches the glob `path` round their products as `linear` says; the first match wins.
-    Several globs are separated by `|`: `*.q_proj|*.k_proj`.
-
-    Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`. With a `role` only those
-    whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last of a residual branch. With
-    `blocks` only those in some of the model's repeated blocks, by depth (`nn.blocks`): `first 2`, `last 15%`, `first 1,
-    last 2`.
-
-    A rule that matches no layer is an error, unless it is `optional`. A rule whose spec rounds nothing keeps its
-    layers in the recipe's compute dtype; `why` then says why.
-    """
-
-    path: str
-    linear: LinearSpec
-    optional: bool = False
-    why: str = ""
-    role: str | None = None
-    blocks: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.blocks is not None:
-            check_blocks(self.blocks)
-
-    @property
-    def where(self) -> str:
-        """Path, role and blocks, in words."""
-        role = "" if self.role is None else f" with role {self.role}"
-        return self.path.replace("|", ", ") + role + ("" if self.blocks is None else f" in blocks {self.blocks}")
 
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -338,6 +309,17 @@ class Recipe:
             *([f"saved {self.saved}"] if self.saved else []),
         ]
         return "; ".join(parts)
+
+    def __str__(self) -> str:
+        return shortened([self.describe()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON and TOML: every field, as `load_recipe` reads them.
+
+        Raises:
+            RecipeError: it has a scaling of one's own, which such data do not hold.
+        """
+        return to_data(self)
 
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""

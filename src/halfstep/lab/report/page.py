@@ -88,7 +88,7 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
     )
     band = results.band
     unit = f" {results.facts.loss_unit}" if results.facts.loss_unit else ""
-    data = results.experiment.as_data()
+    data = results.experiment.to_dict()
     data["data"] = data["data"] or "left out: the task's own"
     return templates.get_template("report.html").render(
         name=results.name,

@@ -96,7 +96,7 @@ class Results:
             "margin": self.experiment.margin,
             "metric": asdict(self.facts.metric) if self.facts.metric else None,
             "band": asdict(self.band) if self.band else None,
-            "verdicts": [verdict.as_data() for verdict in self.verdicts],
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
 
 

@@ -3,7 +3,8 @@
 from halfstep import formats
 from halfstep.quant import Quantizer
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 
 
 _truncate = Quantizer(formats.get("bf16"), "toward_zero")

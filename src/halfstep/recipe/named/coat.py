@@ -6,8 +6,9 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
+from halfstep.recipe.rule import Rule
 from halfstep.recipe.saved import COAT
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.spec import Recipe
 from halfstep.recipe.storage import get_storage
 
 

@@ -2,7 +2,8 @@
 
 from halfstep.quant import get_accumulator
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.spec import LossScale, Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import LossScale, Recipe
 
 
 _SOURCE = "the ablation of Micikevicius et al. 2018, arXiv 1710.03740, whose products add up in fp32"

@@ -9,7 +9,8 @@ from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.named.fp8lm import fp8lm_o2
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 
 
 def _spec(input: Quantizer, weight: Quantizer, grad: Quantizer) -> LinearSpec:

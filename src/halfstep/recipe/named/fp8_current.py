@@ -6,7 +6,8 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 
 
 _e4m3, _e5m2 = (Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in ("e4m3fn", "e5m2"))

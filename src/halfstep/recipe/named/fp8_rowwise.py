@@ -6,7 +6,8 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import LinearSpec, Matmul, linear_spec
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 
 
 _row, _tensor = (Quantizer(formats.get("e4m3fn"), scales=Scales(tile, get_scaling("rceil"))) for tile in (ROW, TENSOR))

@@ -3,7 +3,8 @@
 from halfstep.quant import get_quantizer
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 
 
 _row = get_quantizer("int8_row")

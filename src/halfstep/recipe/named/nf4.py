@@ -3,7 +3,8 @@
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 
 
 def _of(name: str, weight: Quantizer, scales: str) -> Recipe:
