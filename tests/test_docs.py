@@ -290,7 +290,8 @@ def test_example_of_lost_updates_ends_where_arithmetic_says():
 
 
 @pytest.mark.slow  # seconds
-@pytest.mark.parametrize("study", ["ibp", "switch", "balance"])
+@pytest.mark.filterwarnings("ignore:.*Enum subclass:UserWarning")  # torchao's, as transformers imports it
+@pytest.mark.parametrize("study", ["ibp", "switch", "balance", "decoding", "compressed"])
 def test_study_of_a_paper_resumes(study, tmp_path, capsys, monkeypatch):
     papers = ROOT / "examples" / "papers"
     monkeypatch.syspath_prepend(papers)
@@ -320,6 +321,36 @@ def test_page_of_papers_shows_what_was_kept():
         assert f"{statistics.fmean(bits):.3f} (" in page
     for losses in switch["ends"].values():
         assert f"{statistics.fmean(losses):.3f} (" in page
+
+
+@pytest.mark.parametrize("architecture", ["llama", "falcon"])
+def test_divergence_of_quantised_models_falls_with_the_temperature(architecture):
+    runs = json.loads((BENCHMARKS / "results" / "decoding.json").read_text())["runs"]
+    runs = [run for name, run in runs.items() if name.startswith(f"{architecture}, seed")]
+    for run in runs:
+        for name, falling in run["kl"].items():
+            assert falling == sorted(falling, reverse=True), name
+            assert name.endswith("int8") or falling[0] > run["kl"]["int8"][0]
+    mean = statistics.fmean(1e3 * run["kl"]["nf4"][4] for run in runs)
+    assert f"| {mean:.3g} (" in (DOCS / "papers.md").read_text()
+
+
+def test_errors_of_compressed_weights_are_those_of_a_reference_in_float64():
+    kept = json.loads((BENCHMARKS / "results" / "compressed.json").read_text())
+    expected = {
+        "bf16": 1.659e-3, "e5m2": 5.299e-2, "e4m3fn": 2.643e-2, "posit8_0": 9.835e-3, "posit8_1": 1.3290e-2,
+        "posit8_2": 2.6433e-2, "posit16_1": 5.25e-5, "posit16_2": 1.048e-4,
+    }  # fmt: skip
+    for name, error in expected.items():
+        found = kept["runs"]["errors, seed 0"][name]
+        assert found["error"] == pytest.approx(error, rel=1e-3), name
+        assert found["bytes"] == (0.5 if name in ("bf16", "posit16_1", "posit16_2") else 0.25)
+        assert found["same bits"]
+    page = (DOCS / "papers.md").read_text()
+    for crossing in kept["apart"].values():
+        assert f"{crossing['measured'] / 1e6:.2f}" in page
+        assert f"{crossing['predicted'] / 1e6:.2f}" in page
+        assert max(abs(crossing["low"]), abs(crossing["high"])) < 0.25
 
 
 def test_example_of_an_own_loop_learns():

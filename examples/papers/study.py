@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import halfstep
 from halfstep.lab.data import Corpus, load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.interval import Interval, paired
+from halfstep.quant import Quantizer
+from halfstep.recipe import Recipe, Rule, linear_spec
+from halfstep.recipe.high_precision import KEEP
 
 
 Run = dict[str, Any]
@@ -128,3 +133,10 @@ def compared(
         found[name]["verdict"] = said(each, less, more)
         print(f"  {name}: {found[name]['mean']:+.3f} ({each.low:+.3f} to {each.high:+.3f}), {found[name]['verdict']}")
     return found
+
+
+def in_codes(model: Any, weight: Quantizer, compute: str = "fp32") -> Any:
+    """A copy in evaluation whose linear layers, but for the output head, keep their weights in codes."""
+    twin, rules = copy.deepcopy(model).eval(), (*KEEP, Rule("*", linear_spec(None, weight, None)))
+    halfstep.quantize_model(twin, Recipe("in-codes", "", "", compute=compute, rules=rules))
+    return twin
