@@ -291,7 +291,7 @@ def test_example_of_lost_updates_ends_where_arithmetic_says():
 
 @pytest.mark.slow  # seconds
 @pytest.mark.filterwarnings("ignore:.*Enum subclass:UserWarning")  # torchao's, as transformers imports it
-@pytest.mark.parametrize("study", ["ibp", "switch", "balance", "decoding", "compressed", "foa"])
+@pytest.mark.parametrize("study", ["ibp", "switch", "balance", "decoding", "compressed", "foa", "mosaicbert"])
 def test_study_of_a_paper_resumes(study, tmp_path, capsys, monkeypatch):
     if study == "foa":
         pytest.importorskip("cma")
