@@ -47,7 +47,7 @@ def speed() -> str:
     used = ", ".join(f"{name} {value:.0f} MB" for name, value in data["rss_anon_mb"].items())
     machine = data["machine"]
     lines.append(f"- Anonymous memory above import: {used}.")
-    few = json.loads(SMALL.read_text()) if SMALL.exists() else {"cpu_seconds": {}}
+    few = json.loads(SMALL.read_text())
     for name, seconds in few["cpu_seconds"].items():
         met = "met" if seconds <= few["at_most"] else "**missed**"
         asked = f"asked for at most {few['at_most']:g}: {met}"

@@ -102,7 +102,8 @@ def fit_tiles(places: Places, wide: Float | None, names: Sequence[str] | None = 
     names = suspects([places], wide)[0] if names is None else names
     if not names:
         return None
-    begun = [(tile, matches) for tile in TILES if (matches := _fits(places.first, tile, names, wide))]
+    kinds = [tile for tile in TILES if places.has(tile)]
+    begun = [(tile, matches) for tile in kinds if (matches := _fits(places.first, tile, names, wide))]
     for tile, matches in begun:  # what the first tile does not fit, all do not
         found = _fits(places, tile, [match.grid for match in matches], wide)
         if (best := _best(match for match in found if match.sure)) is not None:

@@ -60,12 +60,16 @@ class Places:
         found: NDArray[np.float64] = values[np.isfinite(values) & (values != 0)]
         return found
 
+    def has(self, tile: Tile) -> bool:
+        """Whether there are tiles of a kind of which no larger one is the same."""
+        return self.lines.shape[1] > tile.columns and (tile.rows == 1 or len(self.bands[0]) > 1)
+
     def tiles(self, tile: Tile) -> Iterator[NDArray[np.float64]]:
-        """The values used in tiles of a kind, the first ones and others spread; none where a larger one is the same."""
+        """The values used in tiles of a kind, the first ones and others spread."""
+        if not self.has(tile):
+            return
         matrices = (self.lines,) if tile.rows == 1 else self.bands
         rows, columns = matrices[0].shape
-        if self.lines.shape[1] <= tile.columns or (tile.rows != 1 and rows == 1):
-            return
         high, width = tile.rows or rows, tile.columns or columns
         counts = [-(-matrix.shape[0] // high) * -(-matrix.shape[1] // width) for matrix in matrices]
         total = sum(counts)

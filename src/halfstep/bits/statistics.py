@@ -100,9 +100,8 @@ def _of_table(
     counts, shifts = held
     total, used = table.nonzero or 1, table.significant_bits
     exponents = table.exponents.tolist()
-    subnormal, below, normal, above = (
-        sum(exponents[: max(end - table.lowest, 0)]) for end in (stored.min_exponent if stored else -9999, -24, -14, 16)
-    )
+    ends_of = (stored.min_exponent if stored else -9999, -24, -14, 16)
+    subnormal, below, normal, above = [sum(exponents[: max(end - table.lowest, 0)]) for end in ends_of]
     scaled = zip(_SCALED, shifts[len(EXACT) :], counts[len(EXACT) :], strict=True) if table.nonzero else ()
     return Statistics(
         values=table.size,

@@ -68,28 +68,24 @@ class Table:
         return self._sums[3]
 
     @property
-    def _ends(self) -> list[int]:
-        return self._sums[4]
-
-    @property
     def nonzero(self) -> int:
         """Values that are finite and not zero."""
-        return self._ends[0]
+        return self._sums[4][0]
 
     @property
     def significant_bits(self) -> int:
         """The fewest significant bits that hold every value; 0 where there is none."""
-        return self._ends[1]
+        return self._sums[4][1]
 
     @property
     def last_bit(self) -> int:
         """The largest k for which all values are multiples of 2^k; 0 where there is none."""
-        return self._ends[2]
+        return self._sums[4][2]
 
     @property
     def told(self) -> int:
         """How many of them are `telling`."""
-        return self._ends[3]
+        return self._sums[4][3]
 
     @property
     def nonfinite(self) -> int:
