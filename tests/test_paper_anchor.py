@@ -19,7 +19,7 @@ PAPERS = ROOT / "examples" / "papers"
 def anchor():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(PAPERS)
-        return runpy.run_path(str(PAPERS / "anchor.py"))
+        return runpy.run_path(str(PAPERS / "reader.py")) | runpy.run_path(str(PAPERS / "anchor.py"))
 
 
 def shift_error(rotated, q, k, dtype, shift=16, rounds=None, tables=None):

@@ -10,7 +10,6 @@ distance, moves trained and untrained models by 16 positions, and times attentio
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from dataclasses import asdict
@@ -22,67 +21,21 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from study import Kept, difference, options, said, table, text
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from reader import KEYS, VALUES, Reader
+from study import Kept, difference, options, said, table, text, update
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import halfstep
 
 
-KEYS, VALUES, WINDOW, SHIFT = 16, 16, 128, 16
+WINDOW, SHIFT = 128, 16
 SIZES = 300, 128, (32, 64, 128, 256, 512), (512, 2048, 8192)
 """Steps, windows to test on, lengths to shift, lengths to time."""
 WAYS = ("full", "documents", "reset", "anchor")
 FORMATS = ("bfloat16", "float16", "float32", "float64")
 NARROW = {"fp32": torch.float32, "bf16-mixed": torch.bfloat16}
 DISTANCES = {"1 to 7": (1, 8), "8 to 31": (8, 32), "far": (32, WINDOW + 1), "new key": (0, 1)}
-
-
-def rotated(x: Tensor, positions: Tensor, base: float = 1e4) -> Tensor:
-    """Queries or keys (..., length, size) turned by their positions (..., length), in x's dtype; angles in float64."""
-    half = x.shape[-1] // 2
-    angles = positions[..., None].double() * base ** (-torch.arange(half, dtype=torch.float64) / half)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-class Reader(nn.Module):
-    """A decoder of two blocks with rotary positions, whose attention rounds its operands to a dtype."""
-
-    def __init__(self, width: int = 64, heads: int = 2, depth: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.key, self.value = nn.Embedding(KEYS + 1, width), nn.Embedding(VALUES + 1, width)
-        sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))
-        self.blocks = nn.ModuleList()
-        for _ in range(depth):
-            norms, layers = [nn.LayerNorm(width), nn.LayerNorm(width)], [nn.Linear(*size) for size in sizes]
-            self.blocks.append(nn.ModuleList([*norms, *layers]))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VALUES + 1)
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | BlockMask, narrow: torch.dtype, seen: Any = None
-    ) -> Tensor:
-        """Logits of the answers of tokens (batch, length, 2); `seen` collects logits and weights of each attention."""
-        x = self.key(tokens[..., 0]) + self.value(tokens[..., 1])
-        for before, between, inner, out, up, down in self.blocks:
-            qkv = inner(before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            q, k, v = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-            q, k = rotated(q, positions[:, None]), rotated(k, positions[:, None])
-            if isinstance(mask, BlockMask):
-                mixed = flex_attention(q, k, v, block_mask=mask)
-            else:
-                with torch.autocast("cpu", enabled=False):  # operands in 16 bits; sums and softmax are not
-                    q, k, v = (t.to(narrow).to(t.dtype) for t in (q, k, v))
-                    logits = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
-                    weights = torch.where(mask, logits, -math.inf).softmax(-1)
-                    mixed = weights.to(narrow).to(v.dtype) @ v
-                if seen is not None:
-                    seen.append((logits, weights))
-            x = x + out(mixed.transpose(1, 2).flatten(2))
-            x = x + down(F.gelu(up(between(x))))
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 def windows(batch: int, length: int, seed: Any, documents: int = 1, shared: bool = True) -> tuple[Tensor, ...]:
@@ -130,12 +83,8 @@ def study(way: str, recipe: str, seed: int, steps: int, count: int, lengths: tup
     for _ in range(steps):
         tokens, doc, answers, _ = windows(8, WINDOW, generator, 4, shared=way == "anchor")
         logits = model(tokens, *layout(doc, way), NARROW[recipe])
-        scaler.scale(F.cross_entropy(logits.flatten(0, 1), answers.flatten())).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        update(scaler, optimizer, F.cross_entropy(logits.flatten(0, 1), answers.flatten()))
         schedule.step()
-        optimizer.zero_grad()
     tokens, doc, answers, far = windows(count, WINDOW, 10**6)
     with torch.no_grad():
         right = model(tokens, *layout(doc, "full"), NARROW[recipe]).argmax(-1) == answers
@@ -263,13 +212,10 @@ def picture(values: dict[tuple[str, str], dict[str, list[float]]], lengths: tupl
     for way in WAYS:
         left.plot(names, [fmean(values[way, "bf16-mixed"][name]) for name in names], "o-", label=way)
     left.set(title="Right answers by distance, bf16-mixed", ylim=(0, 1.02))
-    for color, kind in (
-        ("C3", ("anchor", "bf16-mixed")),
-        ("C0", ("full", "bf16-mixed")),
-        ("C7", ("untrained", "none")),
-    ):
-        means = [fmean(values[kind][f"logits, {n}"]) for n in lengths]
-        right.semilogy(list(map(str, lengths)), means, "o-", color=color, label=kind[0])
+    for color, way in (("C3", "anchor"), ("C0", "full"), ("C7", "untrained")):
+        recipe = "none" if way == "untrained" else "bf16-mixed"
+        means = [fmean(values[way, recipe][f"logits, {n}"]) for n in lengths]
+        right.semilogy(list(map(str, lengths)), means, "o-", color=color, label=way)
     right.set(title="Mean change of the first column's logits", xlabel="tokens")
     left.legend(), right.legend()
     figure.savefig(path, dpi=120)

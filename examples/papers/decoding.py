@@ -22,7 +22,7 @@ import bitsandbytes as bnb
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from next_byte import batch
+from next_byte import batch, generated, repeated
 from study import Kept, difference, in_codes, options, table, text
 from torch import Tensor, nn
 from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -57,9 +57,8 @@ def built(architecture: str, width: int, heads: int) -> Any:
 def trained(architecture: str, seed: int, corpus: Corpus, width: int, steps: int) -> Any:
     """A model after training in float32."""
     torch.manual_seed(seed)
-    model = built(architecture, width, 4)
+    model, draw = built(architecture, width, 4), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    draw = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 4e-3 * min(1.0, (step + 1) / 40) * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -107,26 +106,6 @@ def stored(model: Any) -> int:
         if state is not None:
             total += state.absmax.nbytes + (state.state2.absmax.nbytes + state.offset.nbytes if state.nested else 0)
     return total
-
-
-@torch.no_grad()
-def generated(model: Any, ids: Tensor, new: int, temperature: float, top: int, draw: torch.Generator) -> Tensor:
-    """The prompts and sampled bytes after them."""
-    past, step = None, ids
-    for _ in range(new):
-        out = model(step, past_key_values=past, use_cache=True)
-        past, last = out.past_key_values, out.logits[:, -1].float()
-        if top:
-            last = last.masked_fill(last < last.topk(top).values[:, -1:], -torch.inf)
-        step = torch.multinomial((last / temperature).softmax(-1), 1, generator=draw)
-        ids = torch.cat([ids, step], 1)
-    return ids
-
-
-def repeated(rows: Tensor, length: int = 6) -> float:
-    """The share of sequences of so many bytes that their text has had before."""
-    grams = [row.unfold(0, length, 1).tolist() for row in rows]
-    return 1 - sum(len(set(map(tuple, row))) for row in grams) / sum(map(len, grams))
 
 
 @torch.no_grad()
@@ -242,9 +221,8 @@ def conclusions(runs: list[dict[str, Any]], length: int) -> dict[str, Any]:
     for name in ("nf4", "fp4", "int8"):
         found[f"{name}, bits from 0.5 to 0.8, less whole's"] = difference(steepness(name), steepness("whole"))
         for what, t in product(("bits", "repeated"), SAMPLED):
-            found[f"{name}, {what} at {t}, less whole's"] = difference(
-                sampled(name, t, what), sampled("whole", t, what)
-            )
+            ours, others = sampled(name, t, what), sampled("whole", t, what)
+            found[f"{name}, {what} at {t}, less whole's"] = difference(ours, others)
     falls = [b / a for run in runs for each in run["kl"].values() for a, b in pairwise(each)]
     return {"worst_fall": max(falls), "intervals": {what: asdict(each) for what, each in found.items()}}
 

@@ -20,78 +20,16 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from certified import DEPTH, Certified
 from sklearn.datasets import load_digits
-from study import Kept, difference, options, said, table, text
+from study import Kept, difference, options, said, table, text, update
 from torch import Tensor, nn
 
 import halfstep
 
 
-EPSILON, DEPTH, TAU, LAMBDA = 0.04, 4, 0.5, 0.5
+EPSILON, LAMBDA = 0.04, 0.5
 RECIPES = ("fp32", "bf16-mixed", "fp16-mixed")
-
-
-class Certified(nn.Module):
-    """A network of linear layers and ReLU that computes its values and the bounds of a box around its inputs."""
-
-    def __init__(self, fixes: bool, width: int) -> None:
-        super().__init__()
-        sizes = [64] + [width] * DEPTH
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
-        self.last = nn.Linear(width, 10)
-        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(DEPTH) if fixes)
-        if fixes:
-            for layer in self.layers:
-                nn.init.normal_(layer.weight, std=math.sqrt(2 * math.pi) / layer.in_features)
-                nn.init.zeros_(layer.bias)
-
-    def forward(self, x: Tensor, y: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, lower bounds of the margins z_y - z_j, and the two regularisers' sum."""
-        value, centre, radius = x, x, torch.full_like(x, epsilon)
-        penalty, first = x.new_zeros(()), None
-        for i, layer in enumerate(self.layers):
-            radius = _wide(F.linear(radius, layer.weight.abs()))
-            value, centre = _wide(layer(value)), _wide(layer(centre))
-            if self.norms:  # the statistics of the values, for the bounds too
-                value, scale, shift = self._normed(self.norms[i], value)
-                centre, radius = centre * scale + shift, radius * scale.abs()
-            first = radius.mean() if first is None else first
-            if epsilon:
-                penalty = penalty + _penalty(centre, radius, first) / (TAU * DEPTH)
-            low, high = (centre - radius).relu(), (centre + radius).relu()
-            value, centre, radius = value.relu(), (low + high) / 2, (high - low) / 2
-        rows = self.last.weight[y][:, None] - self.last.weight
-        bias = self.last.bias[y][:, None] - self.last.bias
-        margins = torch.einsum("bjk,bk->bj", rows, centre) - torch.einsum("bjk,bk->bj", rows.abs(), radius)
-        return self.last(value), _wide(margins) + bias, penalty
-
-    def _normed(self, norm: Any, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.training:
-            mean, variance = value.mean(0), value.var(0, unbiased=False)
-            norm.running_mean.lerp_(mean.detach(), 0.1)
-            norm.running_var.lerp_(variance.detach(), 0.1)
-        else:
-            mean, variance = norm.running_mean, norm.running_var
-        scale = norm.weight * torch.rsqrt(variance + norm.eps)
-        shift = norm.bias - mean * scale
-        return value * scale + shift, scale, shift
-
-
-def _wide(t: Tensor) -> Tensor:
-    """In float32, if it is narrower."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
-
-
-def _penalty(centre: Tensor, radius: Tensor, first: Tensor) -> Tensor:
-    """How far bounds have grown, and how unlike active and inactive units are, of one layer."""
-    penalty = F.relu(TAU - first / radius.mean())
-    active, inactive = centre > radius, centre < -radius
-    if active.any() and inactive.any():
-        spread = (centre - centre.mean(0)).square()
-        for amount in (centre.abs(), spread):
-            ratio = (amount * active).sum() / (amount * inactive).sum()
-            penalty = penalty + F.relu(TAU - torch.minimum(ratio, 1 / ratio))
-    return penalty
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -116,11 +54,7 @@ def trained(recipe: str, fixes: bool, seed: int, epochs: int, width: int) -> Cer
             loss = F.cross_entropy(-margins if share else logits, y[rows])
             if fixes and 0 < share < 1:
                 loss = loss + LAMBDA * (1 - share) * penalty
-            scaler.scale(loss).backward()
-            scaler.clip_grad_norm_(optimizer, 10.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            update(scaler, optimizer, loss, 10.0)
             step += 1
     halfstep.revert(model)
     return model.eval()

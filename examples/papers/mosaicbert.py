@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 from mosaic import CHANGES, CLS, CONTEXT, MASK, OTHER, PAD, WORDS, Mosaic
 from sklearn.linear_model import LogisticRegression
-from study import Kept, compared, options, table, text
+from study import Kept, compared, options, table, text, update
 from torch import Tensor
 
 import halfstep
@@ -79,12 +79,8 @@ class Training:
     def __call__(self) -> None:
         """Draw a batch, mask it, and update."""
         words = self.words[torch.randint(len(self.words), (BATCH,), generator=self.generator)]
-        self.scaler.scale(self.model(*masked(words, self.share, self.generator))).backward()
-        self.scaler.clip_grad_norm_(self.optimizer, 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        update(self.scaler, self.optimizer, self.model(*masked(words, self.share, self.generator)))
         self.schedule.step()
-        self.optimizer.zero_grad()
 
 
 def probe(name: str, size: int, count: int) -> tuple[Tensor, Tensor]:

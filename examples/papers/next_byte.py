@@ -1,6 +1,9 @@
-"""What the byte-level language models of this folder share: batches, the loss of the next byte, and held-out text."""
+"""What the byte-level language models of this folder share: batches, the loss of the next byte, held-out
+text, and text that they write."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,3 +33,23 @@ def held_out(model: nn.Module, rows: Tensor) -> float:
     """That loss as a number, without gradients."""
     with torch.no_grad():
         return float(loss(model, rows))
+
+
+@torch.no_grad()
+def generated(model: Any, ids: Tensor, new: int, temperature: float, top: int, draw: torch.Generator) -> Tensor:
+    """The prompts and sampled bytes after them."""
+    past, step = None, ids
+    for _ in range(new):
+        out = model(step, past_key_values=past, use_cache=True)
+        past, last = out.past_key_values, out.logits[:, -1].float()
+        if top:
+            last = last.masked_fill(last < last.topk(top).values[:, -1:], -torch.inf)
+        step = torch.multinomial((last / temperature).softmax(-1), 1, generator=draw)
+        ids = torch.cat([ids, step], 1)
+    return ids
+
+
+def repeated(rows: Tensor, length: int = 6) -> float:
+    """The share of sequences of so many bytes that their text has had before."""
+    grams = [row.unfold(0, length, 1).tolist() for row in rows]
+    return 1 - sum(len(set(map(tuple, row))) for row in grams) / sum(map(len, grams))

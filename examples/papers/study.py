@@ -135,6 +135,15 @@ def compared(
     return found
 
 
+def update(scaler: Any, optimizer: Any, loss: Tensor, most: float = 1.0) -> None:
+    """One step of a prepared optimizer, gradients clipped to a norm of at most `most`."""
+    scaler.scale(loss).backward()
+    scaler.clip_grad_norm_(optimizer, most)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
 def in_codes(model: Any, weight: Quantizer, compute: str = "fp32") -> Any:
     """A copy in evaluation whose linear layers, but for the output head, keep their weights in codes."""
     twin, rules = copy.deepcopy(model).eval(), (*KEEP, Rule("*", linear_spec(None, weight, None)))

@@ -20,7 +20,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from study import Kept, difference, domains, held_out, options, paired, said, table, text, windows
+from study import Kept, difference, domains, held_out, options, paired, said, table, text, update, windows
 from torch import Tensor, nn
 
 import halfstep
@@ -65,11 +65,7 @@ def step_of(model: Any, optimizer: Any, scaler: Any, batch: Tensor) -> Output:
     """One step; what the model returned in it."""
     output: Output = model.train()(batch[:, :-1])
     loss = F.cross_entropy(output.logits.flatten(0, 1), batch[:, 1:].flatten()) + output.balance_loss
-    scaler.scale(loss).backward()
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    update(scaler, optimizer, loss)
     return output
 
 
