@@ -246,6 +246,26 @@ def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures
     assert write(*kept) in (DOCS / page).read_text()
 
 
+def test_inference_says_first_which_recipe_to_serve_and_the_kept_figures_bear_it_out():
+    """Recipes whose logits did not depend on the rest of the batch, and those whose did, each in a sentence."""
+    distances = json.loads((BENCHMARKS / "results" / "batch_mates.json").read_text())["distances"]
+    moved = {name for name, found in distances.items() if max(found["16 rows"], found["128 rows"]) > 1e-3}
+    still = {name for name in distances if name not in moved}
+    page = (DOCS / "inference.md").read_text()
+    title, text = re.split(r"^## (.*)$", page, flags=re.MULTILINE)[1:3]
+    assert title == "Which recipe to serve"
+    first, depends, shared, *_ = re.split(r"(?<=\.)\s", text.strip())
+    assert "scales each row" in first
+    assert "do not depend on the rest of its batch" in " ".join(depends.split())
+    advised, warned = (set(re.findall(r"`([\w-]+)`", sentence)) for sentence in (first, shared))
+    assert advised < still
+    assert (
+        advised | {"fp32", "bf16", "mxfp4"} == still
+    )  # unrounded weights; and what loses most of those that may serve
+    assert warned == moved
+    assert distances["mxfp4"]["KV cache"] == max(distances[name]["KV cache"] for name in still)
+
+
 def test_no_binary_is_tracked_but_pictures():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
