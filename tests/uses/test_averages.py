@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from ways import apart, assert_outputs_alike, prepare, start_of, steps, values, way
 
 import halfstep
+from halfstep.nn import averages
 from halfstep.recipe import get_recipe
 from tiny import assert_same, batch, mlp, prepared, train
 
@@ -168,6 +169,57 @@ def test_an_average_in_16_bits_stands_still_and_says_so(how, name):
     assert off > 0.5
     assert f"recipe {name!r} keeps weights" in said
     assert "make it before halfstep.prepare" in said
+
+
+def test_an_average_in_fp16_whose_products_are_rounded_too_says_so():
+    """Which values move depends on their significands, not on their distance from the weights."""
+    off, (said,) = followed("fp16-master", AVERAGES["AveragedModel"], first=False)
+    assert off > 0.5
+    assert "recipe 'fp16-master' keeps weights" in said
+
+
+def test_equal_weights_are_said_to_be_lost_once_there_are_many(monkeypatch):
+    """Of the writes after the first ones, those after a power of two are looked at."""
+    monkeypatch.setattr(averages, "_WRITES", 4)
+    _, (said,) = followed("bf16-stochastic", AveragedModel, first=False, times=80)
+    assert "in a copy.deepcopy of the model" in said
+
+
+def test_an_average_that_rounds_by_chance_is_quiet_in_torchs_class_too():
+    """Most of its values stay where they are, as others do whose average is lost."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(average, weight, count):
+        bits = average.float().lerp(weight.float(), 1 - DECAY).view(torch.int32)
+        noise = torch.randint(2**16, bits.shape, dtype=torch.int32, generator=generator)
+        return ((bits + noise) & -(2**16)).view(torch.float32)
+
+    _, told = followed("bf16-stochastic", lambda model: AveragedModel(model, avg_fn=rounded), first=False)
+    assert told == []
+
+
+def loop(model, optimizer, average, scaler=None, times=20):
+    """What is warned of averages in plain steps."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            train(model, optimizer, scaler or halfstep.LossScaler(enabled=False), 1)
+            average.update_parameters(model)
+    return [str(warning.message) for warning in told if "average" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name", ["bf16-nomaster", "bf16-stochastic"])
+def test_clones_are_found_where_a_stock_optimizer_steps(name):
+    model = mlp()
+    halfstep.apply(model, name)
+    (said,) = loop(model, torch.optim.AdamW(model.parameters()), of_lists(model))
+    assert "in clones of the parameters" in said
+
+
+def test_clones_are_found_where_a_deepcopy_is_trained():
+    model, optimizer, scaler = copy.deepcopy(prepared("bf16-master"))
+    (said,) = loop(model, optimizer, of_lists(model), scaler)
+    assert "in clones of the parameters" in said
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from halfstep.nn.step_hooks import remove_after_step
 from halfstep.ops import CodeTensor, values_of
@@ -21,13 +23,14 @@ from halfstep.ops.untraced import untraced
 _PARAMETERS, _VALUES = 8, 2048
 """How many parameters of a copy are looked at, the largest ones, and how many values of each."""
 _STEPS, _WRITES, _HELD = 256, 256, 8
-"""In how many steps writes through `.data`, which torch does not count, are looked for; how many writes are looked at;
-and how many of them in a row must leave most values as they were, until it is said."""
+"""In how many steps writes through `.data`, which torch does not count, are looked for; how many writes are looked at
+before only those after a power of two are; and how many in a row must leave most values as they were for a warning."""
 _ALIKE = 8.0
 """Up to which factor of distance rounding to nearest may move one value and leave another: their spacings differ."""
-_SEARCHES, _CLONES, _NEAR = (8, 64, 512, 4096), 8, 0.5
-"""Before which steps of an optimizer clones are looked for among all live objects, which takes 0.1 s where there are
-half a million; how many clones are watched; and how far from the weights one may be, relative to them."""
+_SEARCH, _CLONES, _NEAR = 8, 8, 0.5
+"""Clones are looked for among all live objects, which takes 0.1 s where there are half a million, before the steps of
+an optimizer whose numbers are powers of this; how many are watched; and how far, relatively, one may be from the
+weights."""
 _Place = Callable[[], Tensor | None]
 """What is there now, if anything."""
 
@@ -53,16 +56,18 @@ def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
     after step upon step, and of which most values stay where they are though the weights are elsewhere, is an average.
     A snapshot, and a target network that takes the weights as they are, equal the weights once they are written to; a
     copy that is trained has gradients; and what is rounded stochastically, or from an average in float32, moves near
-    values as well as far ones.
+    values as well as far ones. The optimizer of a copy that is trained is searched for clones (`watch_clones`).
     """
     copied.copy = weakref.ref(copy)
     model = copied.model()
     if model is not None and (places := _places(copy)):
-        watch = _Watch(places, _places(model), "a copy.deepcopy of the model", recipe)
+        watch = _Watch(places, _places(model), "a copy.deepcopy of the model", recipe, _is_made_by_torch())
 
         def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not watch.is_open():
                 remove_after_step(optimizer, handle)
+                if (trained := copied.copy()) is not None:
+                    watch_clones(trained, optimizer, recipe)
 
         handle = register_optimizer_step_pre_hook(look)
 
@@ -72,7 +77,7 @@ def watch_clones(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str
 
     Such clones are plain tensors, which nothing tells of. So before a few steps of this optimizer all live tensors are
     looked through for those of the shape of its largest parameter of the model, in 16 bits and near its values. Clones
-    of codes are in float32.
+    of codes are in float32. An optimizer that steps on no such parameter is left alone.
     """
     groups = optimizer.param_groups
     trained = {id(p) for group in groups for p in group["params"] if not isinstance(p, CodeTensor)}
@@ -85,24 +90,25 @@ class _Search:
 
     def __init__(self, model: Callable[[], nn.Module | None], places: Sequence[_Place], recipe: str) -> None:
         self._model, self._places, self._recipe = model, places, recipe
-        self._steps = 0
+        self._steps, self._next = 0, _SEARCH
         self._watches: list[_Watch] = []
 
     def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
-        if self._watches or self._steps in _SEARCHES:
+        if self._watches or self._steps == self._next:
             untraced(self._watch, optimizer)
 
     @torch.no_grad()
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._steps in _SEARCHES:
+        if self._steps == self._next:
+            self._next *= _SEARCH
             places = [weakref.ref(clone) for clone in self._clones(optimizer)]
             self._watches = [
                 _Watch([place], self._places, "clones of the parameters", self._recipe) for place in places
             ]
         still = [watch for watch in self._watches if watch.is_open()]
         if any(watch.has_warned for watch in self._watches):
-            still, self._steps = [], _SEARCHES[-1]
+            still, self._next = [], 0
         self._watches = still
 
     def _clones(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -130,8 +136,11 @@ class _Search:
 class _Watch:
     """What the parameters of a copy were before the last step."""
 
-    def __init__(self, places: Sequence[_Place], others: Sequence[_Place], where: str, recipe: str) -> None:
+    def __init__(
+        self, places: Sequence[_Place], others: Sequence[_Place], where: str, recipe: str, by_torch: bool = False
+    ) -> None:
         self._places, self._others, self._where, self._recipe = places, others, where, recipe
+        self._by_torch = by_torch
         self._steps = self._writes = self._held = 0
         found = _parameters(places)
         self._before, self._version = _values(found), _version(found)
@@ -150,29 +159,51 @@ class _Watch:
         version = _version(copy)
         if version == self._version and self._steps > _STEPS:
             return True
+        if version != self._version and not _is_looked_at(self._writes + 1):
+            self._version, self._writes, self._held = version, self._writes + 1, 0
+            return True
         before, now = self._before, _values(copy)
         written = version != self._version or not torch.equal(before, now)
         self._before, self._version = now, version
         if not written:
             return True
         self._writes += 1
-        held = _is_held(before, now, _values(model).to(now.device))
+        if self._writes > _WRITES and self._writes.bit_count() == 1:  # since the last look there were others
+            return True
+        held = _is_held(before, now, _values(model).to(now.device), self._by_torch)
         self._held = self._held + 1 if held else 0
         if self._held == _HELD:
             _warn(copy[0], self._where, self._recipe)
-        return held is not None and self._held < _HELD and self._writes < _WRITES
+        return held is not None and self._held < _HELD
 
 
-def _is_held(before: Tensor, now: Tensor, weights: Tensor) -> bool | None:
-    """Whether a write left most values that are not the weights'; None where it moved others than the farthest."""
+def _is_looked_at(write: int) -> bool:
+    """Whether a write is one of the first, or of those after a power of two: an average over more and more models
+    (SWA) loses more of each."""
+    return write <= _WRITES or write - (1 << write.bit_length() - 1) <= _HELD
+
+
+def _is_held(before: Tensor, now: Tensor, weights: Tensor, by_torch: bool) -> bool | None:
+    """Whether a write left most values that are not the weights'; None where it moved others than the farthest, which
+    rounding by chance does, and no function of torch's own (`by_torch`)."""
     if torch.equal(now, weights):
         return False
     distance = (weights - before).abs() / before.abs().clamp(min=torch.finfo(torch.float32).tiny)
     moved = now != before
     held = (weights != before) & ~moved
-    if moved.any() and held.any() and distance[moved].min() * _ALIKE < distance[held].max():
+    if not by_torch and moved.any() and held.any() and distance[moved].min() * _ALIKE < distance[held].max():
         return None
     return bool(2 * held.sum() > (weights != before).sum())
+
+
+def _is_made_by_torch() -> bool:
+    """Whether AveragedModel is making the deepcopy, to average by one of torch's functions: their products are rounded
+    too in 16 bits, so that in fp16 a value moves or not by its significand, and not by its distance."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), AveragedModel):
+        frame = frame.f_back
+    functions = [] if frame is None else [frame.f_locals.get(name) for name in ("avg_fn", "multi_avg_fn")]
+    return frame is not None and all(f is None or f.__module__ == AveragedModel.__module__ for f in functions)
 
 
 def _warn(parameter: Tensor, where: str, recipe: str) -> None:

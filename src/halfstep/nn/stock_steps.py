@@ -12,18 +12,20 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from halfstep.nn.averages import watch_clones
 from halfstep.nn.following import part_of
 from halfstep.nn.step_hooks import remove_after_step
 from halfstep.recipe import Recipe
 
 
 def watch(model: nn.Module, recipe: Recipe) -> None:
-    """Warn once of what the recipe loses, should an optimizer step on the model before `optimize` has taken one.
+    """Warn once of what the recipe loses, should an optimizer step on the model before `optimize` has taken one, and
+    look for averages of 16-bit weights among its steps.
 
     Until then torch calls a hook before every step of any optimizer, and only where the recipe asks something of it.
     """
     scaled = recipe.loss_scale is not None and recipe.loss_scale.scales
-    kept = recipe.master, recipe.codes, recipe.projection, recipe.moments != "fp32"
+    kept = recipe.master, recipe.codes, recipe.projection, recipe.moments != "fp32", recipe.weights != "fp32"
     if scaled or any(kept) or recipe.update_rounding != "nearest_even":
         reference, seen = weakref.ref(model), weakref.WeakSet[torch.optim.Optimizer]()
 
@@ -33,6 +35,8 @@ def watch(model: nn.Module, recipe: Recipe) -> None:
                 remove_after_step(optimizer, handle)
             elif optimizer not in seen:
                 seen.add(optimizer)
+                if recipe.weights != "fp32":
+                    watch_clones(followed, optimizer, recipe.name)
                 if _look(followed, recipe, optimizer):
                     remove_after_step(optimizer, handle)
 
