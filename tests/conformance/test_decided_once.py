@@ -1,0 +1,45 @@
+"""What a recipe means for a model is decided in `prepare`: passes, steps and updates ask nothing of it."""
+
+import importlib
+import inspect
+import types
+
+import pytest
+import torch
+
+import halfstep
+from tiny import EVERY, model_for, prepared, train
+
+
+PLANNING = (
+    "preparation", "nn.apply", "nn.arrangement", "nn.blocks", "nn.buffers", "nn.decision", "nn.dtypes", "nn.groups",
+    "nn.layers", "nn.plan", "nn.projections", "nn.tuners", "optim.conversion", "recipe",
+    "recipe.blocks", "recipe.data", "recipe.files", "recipe.high_precision", "recipe.origin", "recipe.rule",
+    "recipe.written",
+)  # fmt: skip
+
+
+def asked(*args, **kwargs):
+    raise AssertionError("a planning function was called after prepare")
+
+
+def functions():
+    """The functions and methods that the planning modules define, and that have no closure."""
+    for name in PLANNING:
+        module = importlib.import_module(f"halfstep.{name}")
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+        for member in [*vars(module).values(), *(member for kind in kinds for member in vars(kind).values())]:
+            function = getattr(member, "fget", getattr(member, "func", member))
+            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                if not function.__code__.co_freevars:
+                    yield function
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_step_asks_no_planning_function(name, monkeypatch):
+    run = prepared(name, model_for(name))
+    for function in functions():
+        monkeypatch.setattr(function, "__code__", asked.__code__)
+    losses = train(*run, steps=3)
+    monkeypatch.undo()
+    assert losses == train(*prepared(name, model_for(name)), steps=3)
