@@ -27,6 +27,7 @@ from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import end_watch
+from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
@@ -169,11 +170,9 @@ def optimize(
 
 def adapts(model: nn.Module, recipe: Recipe) -> bool:
     """Whether the model is quantised under the recipe already, and trains adapters beside its codes."""
-    for module in model.modules():
-        applied = vars(module).get("_halfstep")
-        if applied is not None and applied.adapts and applied.recipe == recipe:
-            return True
-    return False
+    return any(
+        own.applied is not None and own.applied.adapts and own.applied.recipe == recipe for _, _, own in parts_of(model)
+    )
 
 
 @dataclass(frozen=True)
@@ -311,7 +310,7 @@ def _is_in_shared_memory(parameter: Tensor) -> bool:
 def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
     """Refuse to train what `apply` would have stored in float32, had it been there then."""
     model = reference()
-    if model is None or "_halfstep" not in vars(model):
+    if model is None or part_of(model).applied is None:
         return
     recipe, trained = applied_to(model).recipe, {*trained}
     for name, parameter in wide_adapters(model, recipe).items():
@@ -355,7 +354,7 @@ def _optimized(
     )
     _seed_noise(model, run)
     planned = _with_optimizer(applied.plan, optimizer, low_bit.rule)
-    vars(model)["_halfstep"] = replace(applied, plan=planned)
+    own_part(model).applied = replace(applied, plan=planned)
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info("%s", planned if _LOGGER.isEnabledFor(logging.DEBUG) else planned.headline)
     low_bit.check_new = partial(_check_adapters, reference)

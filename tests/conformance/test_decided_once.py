@@ -1,13 +1,10 @@
 """What a recipe means for a model is decided in `prepare`: passes, steps and updates ask nothing of it."""
 
 import importlib
-import inspect
 import types
 
 import pytest
-import torch
 
-import halfstep
 from tiny import EVERY, model_for, prepared, train
 
 
@@ -27,12 +24,12 @@ def functions():
     """The functions and methods that the planning modules define, and that have no closure."""
     for name in PLANNING:
         module = importlib.import_module(f"halfstep.{name}")
-        kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
         for member in [*vars(module).values(), *(member for kind in kinds for member in vars(kind).values())]:
             function = getattr(member, "fget", getattr(member, "func", member))
-            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
-                if not function.__code__.co_freevars:
-                    yield function
+            own = isinstance(function, types.FunctionType) and function.__module__ == module.__name__
+            if own and not function.__code__.co_freevars:
+                yield function
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -6,6 +6,7 @@ import torch
 from lora import adamw, adapted, llama, train, trained
 
 import halfstep
+from halfstep.ops.part import part_of
 from tiny import BREAKS
 
 
@@ -46,6 +47,6 @@ def _looked_at(model, optimizer, scaler):
     losses = train(model, optimizer, scaler)
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
     for name, module in model.named_modules():
-        spec = vars(module).get("_halfstep_linear")
+        spec = part_of(module).linear
         assert spec is None or not spec.rounds or "lora_" not in name
     return torch.tensor(losses)

@@ -59,7 +59,7 @@ def test_a_trainers_checkpoint_of_another_recipe_is_refused_or_told(saved, recip
         changed.train(resume_from_checkpoint=checkpoint)
     assert changed.state.global_step == 4
     if "until" in recipe:
-        assert "stage 2 of 2" in str(changed.model._halfstep.schedule)
+        assert "stage 2 of 2" in str(changed.model._halfstep.applied.schedule)
 
 
 def test_a_trainers_checkpoint_names_its_recipe(tmp_path):

@@ -12,6 +12,7 @@ from families import for_each, in_turn, slow_unless
 from halfstep import formats
 from halfstep.nn.adapters import attention
 from halfstep.nn.adopt import adopt, release
+from halfstep.ops.part import own_part
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
 from tiny import FAST, SMOOTH, assert_same, prepared
@@ -94,7 +95,7 @@ def test_without_rounding_it_is_torchs_own(option, kind):
     if kind == "self" and "kdim" in option:
         pytest.skip("queries, keys and values of other widths")
     stock, module = made(**OPTIONS[option]), made(**OPTIONS[option])
-    module._halfstep_linear = LinearSpec()
+    own_part(module).linear = LinearSpec()
     adopt(module, attention.forward)
     time, sources = (4, 4) if kind == "self" else (4, 5)
     arguments = inputs(stock, kind)
@@ -116,7 +117,7 @@ def test_without_rounding_it_is_torchs_own(option, kind):
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_one_sequence_without_a_batch(batch_first):
     stock, module = made(batch_first=batch_first), made(batch_first=batch_first)
-    module._halfstep_linear = LinearSpec()
+    own_part(module).linear = LinearSpec()
     adopt(module, attention.forward)
     x = torch.randn(4, 8)
     for options in ({}, {"key_padding_mask": torch.tensor([False, False, True, True])}, {"need_weights": False}):

@@ -129,7 +129,7 @@ def test_the_first_rule_that_matches_decides_and_the_filter_takes_away():
     other = LinearSpec(Matmul(rhs=FP8))
     model = mlp()
     halfstep.apply(model, made(Rule("3", other), Rule("*", SPEC)))
-    assert (model[0]._halfstep_linear, model[3]._halfstep_linear) == (SPEC, other)
+    assert (model[0]._halfstep.linear, model[3]._halfstep.linear) == (SPEC, other)
     model = mlp()
     seen = []
     report = halfstep.apply(model, made(Rule("*", SPEC)), lambda module, path: seen.append(path) or path != "3")

@@ -11,6 +11,7 @@ import halfstep
 from halfstep import formats, ops
 from halfstep.nn.adapters import conv1d, experts
 from halfstep.nn.adopt import adopt
+from halfstep.ops.part import own_part
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
 from tiny import assert_same, batch, prepared, train
@@ -39,7 +40,7 @@ def gradients(model):
 def test_conv1d_without_rounding_is_the_stock_layer():
     stock, model, x = with_conv1d(), with_conv1d(), torch.randn(3, 5, 8)
     for layer in (model[0], model[2]):
-        layer._halfstep_linear = LinearSpec()
+        own_part(layer).linear = LinearSpec()
         adopt(layer, conv1d.forward)
     assert_same(model(x), stock(x))
     for each in (model, stock):
@@ -91,7 +92,7 @@ class Mixture(nn.Module):
 
 def test_experts_without_rounding_are_the_stock_ones():
     stock, model, x = Mixture(), Mixture(), batch()[0]
-    model.experts._halfstep_linear = LinearSpec()
+    own_part(model.experts).linear = LinearSpec()
     adopt(model.experts, experts.forward)
     torch.testing.assert_close(model(x), stock(x), rtol=1e-6, atol=1e-6)  # two threads sum in another order than one
     for each in (model, stock):
@@ -110,7 +111,7 @@ def test_experts_with_biases_and_transposed_weights(transposed):
         model.gate_up_proj.data, model.down_proj.data = (
             w.detach().transpose(1, 2).contiguous() for w in (model.gate_up_proj, model.down_proj)
         )
-    model._halfstep_linear = SPEC
+    own_part(model).linear = SPEC
     adopt(model, experts.forward)
     inner = model._apply_gate(ops.linear(x, up, model.gate_up_proj_bias[0], SPEC))
     assert_same(model(x, index, weights), ops.linear(inner, down, model.down_proj_bias[0], SPEC) / 2)

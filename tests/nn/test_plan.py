@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.nn.groups import grouped
+from halfstep.ops.part import part_of
 from tiny import ALL, UNIT, adamw, assert_same, batch, copied, mlp, model_for, mostly_slow, prepared
 
 
@@ -63,7 +64,7 @@ def test_the_plan_says_what_runs_and_touches_nothing(name):
     model, optimizer, scaler = prepared(name, model, optimizer, total_steps=5)
     assert halfstep.plan_of(model) == planned
     assert planned.states == sum("_halfstep_scaling_" in name for name, _ in model.named_buffers())
-    rounded = [path for path, module in model.named_modules() if getattr(module, "_halfstep_linear", None)]
+    rounded = [path for path, module in model.named_modules() if part_of(module).linear]
     assert {*planned.layers} <= {*rounded}
     x, y = batch()
     model(x)  # gives delayed scalings their first factors

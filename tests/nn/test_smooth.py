@@ -60,7 +60,7 @@ def test_the_gated_mlps_of_a_family_are_found(family, recipe):
     assert all(p.grad is not None for p in model.model.layers.parameters())
     kinds = {type(m) for m in model.modules()}
     halfstep.revert(model)
-    assert all("_halfstep_stock" not in vars(type(m)) for m in model.modules())
+    assert all("_halfstep_made" not in vars(type(m)) for m in model.modules())
     assert len({k.__name__ for k in kinds}) == len({type(m) for m in model.modules()})
 
 
@@ -73,7 +73,7 @@ def test_without_rounding_it_is_the_stock_model(recipe, bias):
     wide = Recipe("wide", "", "", smooth_glu=recipe.smooth_glu, rules=recipe.rules)
     halfstep.apply(model, wide)
     for part in (model.gate_proj, model.up_proj, model.down_proj):
-        part._halfstep_linear = type(part._halfstep_linear)()
+        part._halfstep.linear = type(part._halfstep.linear)()
     x = torch.randn(12, 16)
     if recipe.smooth_glu == "channel":
         assert_same(model(x), stock(x))

@@ -108,8 +108,8 @@ def test_another_spec_is_decided_anew(kind):
     model(x)
     for lhs in (*(lhs for lhs, _ in KINDS.values()), KINDS[kind][0]):
         for layer in (model[0], twin[0]):
-            spec = layer._halfstep_linear
-            layer._halfstep_linear = replace(spec, output=replace(spec.output, lhs=lhs))
+            spec = layer._halfstep.linear
+            layer._halfstep.linear = replace(spec, output=replace(spec.output, lhs=lhs))
         assert_same(model(x), twin(x))
 
 

@@ -108,5 +108,5 @@ def test_a_copy_of_a_following_model_keeps_its_factors():
     x = torch.randn(8, 64)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     halfstep.revert(model)
-    assert "_halfstep_linear" not in vars(model[0])
+    assert "_halfstep" not in vars(model[0])
     assert multipliers_of(model[0]).multiplies

@@ -12,6 +12,7 @@ from torch import nn
 
 from halfstep.inspection.roles import role_of
 from halfstep.nn.buffers import buffers
+from halfstep.ops.part import parts_of
 
 
 _AVERAGED = (nn.modules.batchnorm._NormBase,)
@@ -62,7 +63,7 @@ def frozen_norms(model: nn.Module) -> Iterator[str]:
     """The parameters of norms that do not train in blocks of which all else does; those with running statistics are
     frozen on purpose, and so are all of a base whose adapters train beside its codes.
     """
-    if any(getattr(vars(module).get("_halfstep"), "adapts", False) for module in model.modules()):
+    if any(getattr(own.applied, "adapts", False) for _, _, own in parts_of(model)):
         return
     norms = {module for module in model.modules() if _is_norm(module)}
     for path, parent in model.named_modules():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halfstep.errors import LossScaleError, MissingLibraryError, ModelError, OptimizerError, RecipeError
 from halfstep.nn import revert
 from halfstep.nn.layers import ModuleFilter
+from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import full_weights
 from halfstep.preparation import prepare as prepare_by_itself
@@ -111,7 +112,7 @@ def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any
 def _let_go(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
     """Revert a model whose preparation this accelerator freed, to be prepared again under the same recipe."""
     freed = vars(accelerator).pop("_halfstep_freed", lambda: None)()
-    applied = vars(model).get("_halfstep")
+    applied = part_of(model).applied
     if freed is not model or applied is None or applied.quantized or applied.recipe != recipe:
         return
     revert(model)

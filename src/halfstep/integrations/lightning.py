@@ -18,6 +18,7 @@ from halfstep.nn.codes import hold
 from halfstep.nn.dtypes import store
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.stages import schedule_of
+from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import adapts, full_weights, optimize
 from halfstep.recipe import Recipe, get_recipe
@@ -89,7 +90,7 @@ class HalfstepPrecision(Precision):
         trainer = _trainer_of(module)
         _check(trainer)
         self._model = module
-        applied: Applied | None = vars(module).get("_halfstep")
+        applied: Applied | None = part_of(module).applied
         if applied is not None and applied.recipe != self.recipe:  # the same one: another run of the same module
             raise RecipeError(
                 f"{type(module).__name__} follows {applied.recipe.name!r} already, and this plugin is of "

@@ -1,6 +1,7 @@
 """transformers' Trainer, and TRL's trainers, under a recipe: two changed lines.
 
-    from halfstep.integrations.transformers import HalfstepTrainer
+    from halfstep.ops.part import part_of
+from halfstep.integrations.transformers import HalfstepTrainer
 
     trainer = HalfstepTrainer(model=model, args=args, train_dataset=data, recipe="fp8-delayed")
     trainer.train()
@@ -26,6 +27,7 @@ from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.quantized import quantize_model
 from halfstep.nn.stages import schedule_of
 from halfstep.nn.tuners import adapters_of
+from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import prepare
 from halfstep.recipe import Recipe, get_recipe
@@ -166,7 +168,7 @@ class HalfstepMixin(_Base):
         stack: ExitStack = super().compute_loss_context_manager()
         if self._prepared is not None and self.recipe.weights != "fp32" and getattr(self, "ref_model", None) is None:
             root = root_of(self._prepared[0])
-            if "_halfstep" in vars(root):  # not reverted
+            if part_of(root).applied is not None:  # not reverted
                 stack.enter_context(following(root))
         return stack
 
@@ -308,7 +310,7 @@ def _trains_adapters_alone(model: nn.Module) -> bool:
     """Whether all that is trained are adapters, beside a base that follows no recipe yet."""
     is_adapter = adapters_of(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    return bool(trained) and all(map(is_adapter, trained)) and "_halfstep" not in vars(root_of(model))
+    return bool(trained) and all(map(is_adapter, trained)) and part_of(root_of(model)).applied is None
 
 
 def _rounds_weights_alone(recipe: Recipe) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.ops.part import part_of
+
 
 Forward = Callable[..., Any]
 """forward(stock_forward, module, *args, **kwargs) -> what the module returns"""
@@ -20,6 +22,19 @@ OnCopy = Callable[[nn.Module], None]
 Members = Callable[[type[nn.Module]], dict[str, Any]]
 """members(stock class) -> what the subclass has in the place of the stock class's own. Hashable, and pickled with the
 module: a function or a frozen dataclass of a module's top level."""
+
+
+_MADE = "_halfstep_made"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """How a class was made, at its attribute `_halfstep_made`."""
+
+    stock: type[nn.Module]
+    members: Members
+    is_beneath: bool
+    """Whether `release` leaves it."""
 
 
 def adopt(
@@ -53,17 +68,17 @@ def extensions(module: nn.Module) -> tuple[Members, ...]:
     """What `release` would take away from the module, first to last."""
     found: list[Members] = []
     kind = type(module)
-    while (members := kind.__dict__.get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
-        found.append(members)
-        kind = kind.__dict__["_halfstep_stock"]
+    while (made := kind.__dict__.get(_MADE)) is not None and not made.is_beneath:
+        found.append(made.members)
+        kind = made.stock
     return tuple(reversed(found))
 
 
 def release(module: nn.Module) -> None:
     """Give `module` back the class it had before every `adopt` and `extend`, but for those that lie beneath."""
     kind = type(module)
-    while (members := kind.__dict__.get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
-        kind = kind.__dict__["_halfstep_stock"]
+    while (made := kind.__dict__.get(_MADE)) is not None and not made.is_beneath:
+        kind = made.stock
     module.__class__ = kind
 
 
@@ -76,8 +91,8 @@ def beneath(module: nn.Module) -> type[nn.Module]:
     """The module's class without what unit scaling put over it: its forward is the class's own, or a
     recipe's."""
     kind = type(module)
-    while getattr(kind.__dict__.get("_halfstep_members"), "beneath", False):
-        kind = kind.__dict__["_halfstep_stock"]
+    while (made := kind.__dict__.get(_MADE)) is not None and made.is_beneath:
+        kind = made.stock
     return kind
 
 
@@ -114,8 +129,7 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 def is_covered(module: nn.Module) -> bool:
     """Whether an adopted module was given another class on top, which hides ours from `release`."""
-    hidden = any("_halfstep_stock" in kind.__dict__ for kind in type(module).__mro__)
-    return hidden and "_halfstep_stock" not in type(module).__dict__
+    return _MADE not in vars(type(module)) and any(_MADE in vars(kind) for kind in type(module).__mro__)
 
 
 @dataclass(frozen=True)
@@ -148,10 +162,6 @@ class _Calling:
         return {**members, "__setstate__": __setstate__}
 
 
-STAGE = "_halfstep_stage"
-"""The attribute of a module that says which of its `InTurn` extensions are in force: 0 for the first."""
-
-
 @dataclass(frozen=True)
 class InTurn:
     """The members of a class that is, by its module's stage, one of several: each extended as `stages` says.
@@ -167,12 +177,13 @@ class InTurn:
             name: None
             for kind in kinds
             for made in kind.__mro__[: kind.__mro__.index(stock)]
-            for name in vars(made)["_halfstep_members"](vars(made)["_halfstep_stock"])
+            if (record := vars(made)[_MADE])
+            for name in record.members(record.stock)
         }
         made = {name: _in_turn(name, stock, kinds) for name in names}
         if "forward" in made:
             made["forward"] = _wrapped(stock, made["forward"])
-        return {STAGE: 0, **made}
+        return made
 
 
 def _in_turn(name: str, stock: type[nn.Module], kinds: list[type[nn.Module]]) -> Callable[..., Any]:
@@ -181,7 +192,7 @@ def _in_turn(name: str, stock: type[nn.Module], kinds: list[type[nn.Module]]) ->
 
     @wraps(getattr(stock, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return methods[self._halfstep_stage](self, *args, **kwargs)
+        return methods[part_of(self).stage](self, *args, **kwargs)
 
     return method
 
@@ -228,8 +239,7 @@ class _Patchable:
 def _subclass(stock: type[nn.Module], members: Members) -> type[nn.Module]:
     # One class for each pair, so that modules of a kind stay of one kind (torch.compile guards on it).
     identity = {
-        "_halfstep_stock": stock,
-        "_halfstep_members": members,
+        _MADE: _Made(stock, members, getattr(members, "beneath", False)),
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
@@ -284,9 +294,9 @@ def _content(cell: CellType) -> Any:
 def _taken_apart(kind: type[nn.Module]) -> tuple[type[nn.Module], tuple[Members, ...]]:
     """The stock class, and what it was extended by, first to last."""
     extensions: list[Members] = []
-    while (stock := kind.__dict__.get("_halfstep_stock")) is not None:
-        extensions.append(kind.__dict__["_halfstep_members"])
-        kind = stock
+    while (made := kind.__dict__.get(_MADE)) is not None:
+        extensions.append(made.members)
+        kind = made.stock
     return kind, tuple(reversed(extensions))
 
 

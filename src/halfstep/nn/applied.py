@@ -11,6 +11,7 @@ from halfstep.errors import RecipeError
 from halfstep.nn.clock import Clock
 from halfstep.nn.plan import Plan
 from halfstep.nn.schedule import Schedule
+from halfstep.ops.part import part_of
 from halfstep.recipe import Recipe
 
 
@@ -51,8 +52,8 @@ def applied_to(model: nn.Module) -> Applied:
     Raises:
         RecipeError: it follows no recipe.
     """
-    applied = vars(model).get("_halfstep")
-    if not isinstance(applied, Applied):
+    applied: Applied | None = part_of(model).applied
+    if applied is None:
         raise RecipeError(
             f"this {type(model).__name__} follows no recipe; call halfstep.apply or halfstep.prepare on it first"
         )

@@ -20,6 +20,7 @@ from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import watch
 from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
+from halfstep.ops.part import part_of
 from halfstep.ops.untraced import untraced
 from halfstep.recipe import Recipe
 
@@ -79,7 +80,7 @@ def revert(model: nn.Module) -> None:
         RecipeError: the model follows no recipe, is quantised for inference, or has a part that was parametrized since.
     """
     model = root_of(model)
-    if "_halfstep" not in vars(model) and is_unit_scaled(model):
+    if part_of(model).applied is None and is_unit_scaled(model):
         return revert_unit(model)
     applied = applied_to(model)
     if applied.quantized:

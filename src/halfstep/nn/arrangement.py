@@ -14,7 +14,7 @@ from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.quantized_weights import Weight
 from halfstep.nn.savers import Savers, adopt_savers, find
 from halfstep.nn.scaling import attach
-from halfstep.ops.attention import ATTRIBUTE
+from halfstep.ops.part import own_part
 from halfstep.recipe import DTYPES, LinearSpec, Recipe
 from halfstep.unit import multipliers_of
 
@@ -84,14 +84,14 @@ class Arrangement:
                 adopt(module, wide.forward)
             elif path in matched.kinds and (carries or path in specs or path in around or path in matched.attends):
                 spec = specs.get(path) or LinearSpec()
-                module._halfstep_linear = spec.times(multipliers_of(module))
+                own_part(module).linear = spec.times(multipliers_of(module))
                 adopt(module, matched.kinds[path].forward)
             if isinstance(module, unfused) and owner in _ENCODERS:
                 adopt(module, encoder.forward)
             if mixed and owner in _LSTM and path not in self.widened:
                 adopt(module, lstm.forward)
             if path in matched.attends:
-                setattr(module, ATTRIBUTE, recipe.attention)
+                own_part(module).attention = recipe.attention
             if path in matched.smoothed:
                 adopt(module, gated.FORWARDS[str(recipe.smooth_glu)])
 

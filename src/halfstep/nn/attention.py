@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from halfstep import ops
-from halfstep.ops.attention import ATTRIBUTE
 from halfstep.ops.noise import key_of
+from halfstep.ops.part import part_of
 
 
 class DotProductAttention(nn.Module):
@@ -28,5 +28,5 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """q, k, v (batch, heads, time, d) -> (batch, heads, time, d); see `ops.attention`."""
         dropout = self.dropout if self.training else 0.0
-        spec = self.__dict__.get(ATTRIBUTE)
+        spec = part_of(self).attention
         return ops.attention(query, key, value, is_causal, mask, dropout, spec, noise=key_of(self))

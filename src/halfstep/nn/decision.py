@@ -18,7 +18,7 @@ from halfstep.nn.averages import watch_copy
 from halfstep.nn.buffers import ANEW, check_float32, rounded
 from halfstep.nn.clock import Clock
 from halfstep.nn.dtypes import check_grad_dtype, storable, store, unstorable, wide_adapters
-from halfstep.nn.following import follow, part_of, unfollow
+from halfstep.nn.following import follow
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.plan import Plan, PlannedLayer
 from halfstep.nn.ranks import check_ranks
@@ -27,6 +27,7 @@ from halfstep.nn.stages import check_alike, clear, lay_in_turn
 from halfstep.nn.stock_steps import end_watch
 from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled
+from halfstep.ops.part import part_of, parts_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 from halfstep.unit import MULTIPLIERS
@@ -173,7 +174,6 @@ def undo(model: nn.Module) -> None:
     end_watch(model)
     noise.detach(model)
     clear(model)
-    unfollow(model)
 
 
 def keep_grads(model: nn.Module) -> None:
@@ -185,8 +185,7 @@ def keep_grads(model: nn.Module) -> None:
 
 def _after_copy(model: nn.Module) -> None:
     """A copied root is the root of its copied parts."""
-    part = part_of(model)
-    assert part is not None
+    part = part_of(model).following
     part.bind(model)
     keep_grads(model)
     watch_copy(part.copied, model, applied_to(model).recipe.name)
@@ -198,15 +197,15 @@ def _check_model(model: nn.Module) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
     check_initialized(model)
+    for path, _, own in parts_of(model):
+        if own.applied is not None:
+            raise _following(name, path, own.applied)
+        raise RecipeError(
+            f"{name}: its part {path!r} follows the recipe of another model that it belongs to; halfstep.revert "
+            "that one first, or apply one recipe to a module that holds both"
+        )
     found = False
     for path, module in model.named_modules():
-        if "_halfstep" in vars(module):
-            raise _following(name, path, vars(module)["_halfstep"])
-        if part_of(module) is not None:
-            raise RecipeError(
-                f"{name}: its part {path!r} follows the recipe of another model that it belongs to; halfstep.revert "
-                "that one first, or apply one recipe to a module that holds both"
-            )
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 found = True

@@ -9,10 +9,10 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.applied import applied_to
-from halfstep.nn.following import root_of, unfollow
-from halfstep.nn.frozen import ADAPTS
+from halfstep.nn.following import root_of
 from halfstep.nn.quantized_weights import Stored, check_before_loading
 from halfstep.nn.stages import clear
+from halfstep.ops.part import part_of
 
 
 @torch.no_grad()
@@ -37,9 +37,8 @@ def dequantize_model(model: nn.Module) -> None:
         )
     values: list[tuple[Any, dict[str, nn.Parameter]]] = []
     for module in root.modules():
-        stored: Any = vars(module).pop("_halfstep_stored", None)
-        vars(module).pop(ADAPTS, None)
-        if stored is None:
+        stored = part_of(module).stored
+        if not stored:
             continue
         hooks = module._load_state_dict_pre_hooks
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is check_before_loading]:
@@ -52,6 +51,5 @@ def dequantize_model(model: nn.Module) -> None:
                     delattr(module, f"{name}_{part}")
         values.append((module, found))
     clear(root)
-    unfollow(root)
     for module, found in values:
         module._parameters = {**found, **module._parameters}

@@ -23,14 +23,12 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
-from halfstep.nn.ranks import AGREED, uneven
+from halfstep.nn.ranks import uneven
 from halfstep.nn.recomputation import Recomputation
+from halfstep.ops.part import own_part, part_of, parts_of
 
 
-_PART = "_halfstep_part"
-
-
-class Part:
+class Following:
     """What every part of a model shares: what calling it from outside of its root's forward has to enter."""
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
@@ -177,29 +175,16 @@ def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collectio
         on_copy: called with copies of the root.
         apart: modules that compute in float32, with whatever is in them.
     """
-    shared = Part(model, applied)
-    model._halfstep = applied  # type: ignore[assignment]
+    shared = Following(model, applied)
+    own_part(model).applied = applied
     inner = {id(inside) for module in apart for inside in module.modules()}
     enters = applied.autocast is not None or applied.clock is not None
     for module in list(_parts(model)):
-        vars(module)[_PART] = shared
+        own_part(module).following = shared
         if enters and module is not model and id(module) not in inner:
             adopt(module, _part_forward)
-    vars(model)[_PART] = shared
+    own_part(model).following = shared
     adopt(model, _root_forward, on_copy, patchable=True)
-
-
-def unfollow(model: nn.Module) -> None:
-    """Take away what `follow` left beside the classes."""
-    for module in model.modules():
-        vars(module).pop(_PART, None)
-    for name in ("_halfstep", AGREED):
-        vars(model).pop(name, None)
-
-
-def part_of(module: nn.Module) -> Part | None:
-    """What the module shares with its model's other parts; None where it follows no recipe."""
-    return module.__dict__.get(_PART)
 
 
 def root_of(model: nn.Module) -> nn.Module:
@@ -209,9 +194,9 @@ def root_of(model: nn.Module) -> nn.Module:
     Raises:
         RecipeError: several follow a recipe, each its own.
     """
-    if "_halfstep" in vars(model):
+    if part_of(model).applied is not None:
         return model
-    found = [name for name, module in model.named_modules() if "_halfstep" in vars(module)]
+    found = [path for path, _, own in parts_of(model) if own.applied is not None]
     if len(found) > 1:
         raise RecipeError(
             f"{len(found)} parts of this {type(model).__name__} follow a recipe, each its own: {', '.join(found)}; "
@@ -238,13 +223,11 @@ def following(model: nn.Module) -> AbstractContextManager[None]:
     """
     root = root_of(model)
     applied_to(root)
-    part = part_of(root)
-    assert part is not None
-    return part.entered(root)
+    return part_of(root).following.entered(root)  # type: ignore[no-any-return]
 
 
 def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    part = part_of(model)
+    part: Following | None = part_of(model).following
     if part is None:  # a bound forward that was taken before `revert`
         return stock(model, *args, **kwargs)
     if part.agrees and not torch.compiler.is_compiling():
@@ -263,7 +246,7 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward; called from outside, it enters the recipe and leaves in float32, as the root's does."""
-    part = part_of(module)
+    part: Following | None = part_of(module).following
     if part is None:
         return stock(module, *args, **kwargs)
     if part.recomputation is not None:

@@ -19,10 +19,6 @@ from halfstep.ops.plain import matrix
 from halfstep.recipe import LinearSpec
 
 
-ADAPTS = "_halfstep_adapts"
-"""The attribute of a quantised layer whose input may require a gradient."""
-
-
 @dataclass(frozen=True, eq=False)
 class FrozenWeight:
     """A matrix (out, in) of a quantised layer, decoded whenever a product takes it: no pass keeps its values."""

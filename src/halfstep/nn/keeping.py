@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import ops
+from halfstep.ops.part import part_of
 from halfstep.recipe import Storage
-
-
-KEEPING = "_halfstep_keeping"
-"""Where a module has the `ops.Keeping` of its model, if the recipe keeps anything of the module's in few bits."""
 
 
 def storage_of(module: nn.Module) -> Storage | None:
     """How what the module saves of its input is kept; None where it is kept as it is, and where nothing is kept."""
-    keeping: ops.Keeping | None = module.__dict__.get(KEEPING)
+    keeping: ops.Keeping | None = part_of(module).keeping
     return None if keeping is None or not torch.is_grad_enabled() else keeping.saved.nonlinear
 
 
@@ -26,7 +23,7 @@ def around(module: nn.Module, x: Any) -> AbstractContextManager[Any]:
     """Within it, what autograd saves of the shape of x is kept as the recipe says of what is not linear.
 
     Not for a graph that is traced, in which no hooks run."""
-    keeping: ops.Keeping | None = module.__dict__.get(KEEPING)
+    keeping: ops.Keeping | None = part_of(module).keeping
     if keeping is None or keeping.saved.nonlinear is None or not isinstance(x, Tensor):
         return nullcontext()
     return keeping.around(x)

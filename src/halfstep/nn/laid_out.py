@@ -17,6 +17,7 @@ from halfstep.nn.quantized_weights import Stored, Weight, matrices_of, quantized
 from halfstep.nn.scaling import states_of
 from halfstep.nn.tuners import adapters_of
 from halfstep.nn.unit.scale import is_unit_scaled
+from halfstep.ops.part import part_of, parts_of
 from halfstep.quant.description import describe
 from halfstep.recipe import to_data
 
@@ -142,19 +143,18 @@ def stored_weights(model: nn.Module) -> Entries:
         raise RecipeError(
             f"this {type(model).__name__} is in training; call halfstep.quantize_model on a copy of it first"
         )
-    modules = [(path, m, vars(m)["_halfstep_stored"]) for path, m in _quantised(model)]
-    return [(path, m, e) for path, m, entries in modules for e in entries.values() if isinstance(e, Stored)]
+    return [(path, m, e) for path, m, stored in _quantised(model) for e in stored.values() if isinstance(e, Stored)]
 
 
 def _convolutions(model: nn.Module) -> list[tuple[str, Any]]:
     """Every convolution of a quantised model whose weight stays whole and is rounded at every call."""
-    having = [(path, m, vars(m)["_halfstep_stored"].get("weight")) for path, m in _quantised(model)]
+    having = [(path, m, stored.get("weight")) for path, m, stored in _quantised(model)]
     whole = [(path, m) for path, m, entry in having if isinstance(entry, Weight) and entry.layout is not None]
-    return [(path, m) for path, m in whole if m._halfstep_linear.output.rhs is not None]
+    return [(path, m) for path, m in whole if part_of(m).spec.output.rhs is not None]
 
 
-def _quantised(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(path, module) for path, module in model.named_modules() if "_halfstep_stored" in vars(module)]
+def _quantised(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
+    return [(path, module, own.stored) for path, module, own in parts_of(model) if own.stored]
 
 
 def _closest(recipe: str, quantizers: tuple[Any, ...]) -> Layout:
@@ -187,7 +187,7 @@ def _kept(model: nn.Module, layout: Layout, entries: Entries) -> dict[str, str]:
 
 def _input_scale(path: str, module: Any, layout: Layout, recipe: str) -> Tensor:
     """The scale of a layer's input, from the factor that training left."""
-    factor, why = states_of(module).get("input"), layout.input_refusal(module._halfstep_linear.output.lhs)
+    factor, why = states_of(module).get("input"), layout.input_refusal(part_of(module).spec.output.lhs)
     if factor is None or not bool(factor[0].isfinite() & (factor[0] > 0)):
         why = why or "the model was not trained under it before it was quantised"
     if factor is None or why is not None:

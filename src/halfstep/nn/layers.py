@@ -47,7 +47,7 @@ class Kind(Protocol):
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """forward(stock, module, *args, **kwargs), with the spec at module._halfstep_linear."""
+        """forward(stock, module, *args, **kwargs), with the spec at module._halfstep.linear."""
 
 
 KINDS: tuple[Kind, ...] = (linear, conv1d, falcon, attention, experts, convolution, recurrent, cell)

@@ -17,11 +17,9 @@ from halfstep.nn.scaling import PREFIX, ignore, unignore
 from halfstep.nn.surviving import Surviving
 from halfstep.nn.tuners import plain_name
 from halfstep.ops.noise import ATTRIBUTE, KEY, key_of
+from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.quant import derive_seed
 from halfstep.recipe.products import OPERANDS
-
-
-_ORIGIN = "_halfstep_noise_origin"
 
 
 class _Origin(NamedTuple):
@@ -48,7 +46,7 @@ def attach(model: nn.Module, paths: Iterable[str], seed: int) -> None:
     for path in paths:
         module = model.get_submodule(path)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        origin = vars(module)[_ORIGIN] = _Origin(seed, plain_name(path))
+        origin = own_part(module).origin = _Origin(seed, plain_name(path))
         module.register_buffer(ATTRIBUTE, origin.key(device), persistent=False)
         extend(module, Surviving(_held, _initial))
         names.append(f"{path}.{ATTRIBUTE}".lstrip("."))
@@ -57,9 +55,10 @@ def attach(model: nn.Module, paths: Iterable[str], seed: int) -> None:
 
 def detach(model: nn.Module) -> None:
     """Take every key away again."""
-    for module in model.modules():
-        if vars(module).pop(_ORIGIN, None) is not None:
+    for _, module, own in parts_of(model):
+        if own.origin is not None:
             delattr(module, ATTRIBUTE)
+            own.origin = None
     unignore(model, ATTRIBUTE)
 
 
@@ -89,19 +88,19 @@ def advance(tables: list[dict[str, Tensor | None]]) -> None:
 
 def seed(model: nn.Module) -> int | None:
     """The seed of the run; None where nothing is drawn."""
-    for module in model.modules():
-        if (origin := vars(module).get(_ORIGIN)) is not None:
-            return int(origin.seed)
+    for _, _, own in parts_of(model):
+        if own.origin is not None:
+            return int(own.origin.seed)
     return None
 
 
 @torch.no_grad()
 def reseed(model: nn.Module, seed: int) -> None:
     """Give the run another seed."""
-    for module in model.modules():
+    for _, module, own in parts_of(model):
         if (key := key_of(module)) is not None:
-            origin = vars(module)[_ORIGIN] = vars(module)[_ORIGIN]._replace(seed=seed)
-            key[:1].fill_(origin.number)
+            own.origin = own.origin._replace(seed=seed)
+            key[:1].fill_(own.origin.number)
 
 
 def state(model: nn.Module) -> dict[str, int]:
@@ -125,5 +124,5 @@ def _held(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
-    origin: _Origin = vars(module)[_ORIGIN]
+    origin: _Origin = part_of(module).origin
     return origin.key(device)

@@ -19,6 +19,7 @@ from halfstep.layouts import Layout
 from halfstep.layouts.folder import new_folder, size_of, total_bytes, write_weights
 from halfstep.nn.adopt import stock_class
 from halfstep.nn.laid_out import LaidOut, laid_out
+from halfstep.ops.part import part_of
 
 
 def write_pretrained(
@@ -39,7 +40,7 @@ def write_pretrained(
     """
     path, most, name = Path(folder).expanduser(), size_of(max_shard_size), stock_class(model).__name__
     config: Any = copy.deepcopy(getattr(model, "config", None))
-    if "_halfstep" not in vars(model) or not is_pretrained(model):
+    if part_of(model).applied is None or not is_pretrained(model):
         raise ModelError(
             f"this {name} is not a whole Hugging Face model that is quantised, so no config.json could say how it is "
             "read: save model.state_dict() (torch.save, safetensors), and load it into a model that "

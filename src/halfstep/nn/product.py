@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from halfstep import ops
-from halfstep.nn.following import part_of
-from halfstep.nn.frozen import ADAPTS, FrozenWeight, frozen_product
-from halfstep.nn.keeping import KEEPING
+from halfstep.nn.frozen import FrozenWeight, frozen_product
 from halfstep.nn.noise import states_and_key
 from halfstep.nn.quantized_weights import quantized_weight, rows_of
 from halfstep.ops.few_rows import StoredWeight
 from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.noise import key_of
 from halfstep.ops.operand import Operand
+from halfstep.ops.part import part_of
 from halfstep.recipe import LinearSpec
 from halfstep.unit import MULTIPLIERS
 
@@ -45,29 +44,29 @@ def product(
             return product(module, x, w, b, part, channels)
 
         return frozen_product(x, bias, weight, spec_of(module), key_of(module), forward)
-    shared, states = part_of(module), states_and_key(module, part)
-    record, evaluates = (False, False) if shared is None else shared.modes(module)
-    keeping = module.__dict__.get(KEEPING)
-    return ops.linear(x, weight, bias, spec_of(module), states, record, channels, keeping, evaluates)
+    own, states = part_of(module), states_and_key(module, part)
+    record, evaluates = (False, False) if own.following is None else own.following.modes(module)
+    spec = own.linear or module.__dict__.get(MULTIPLIERS, _PLAIN)
+    return ops.linear(x, weight, bias, spec, states, record, channels, own.keeping, evaluates)
 
 
 def spec_of(module: Any) -> LinearSpec:
     """How the layer's products round their operands, and what they are multiplied by."""
-    own = module.__dict__
-    return own.get("_halfstep_linear") or own.get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
+    return part_of(module).linear or module.__dict__.get(MULTIPLIERS, _PLAIN)
 
 
 def records(module: Any) -> bool:
     """Whether this call trains the model, so that scaling states take in what they see."""
-    shared = part_of(module)
-    return shared is not None and shared.modes(module)[0]
+    following = part_of(module).following
+    return following is not None and following.modes(module)[0]
 
 
 def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
     """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`, or a
     `StoredWeight`) where the layer is quantised for inference."""
-    if "_halfstep_stored" in module.__dict__:
-        if ADAPTS in module.__dict__ and torch.is_grad_enabled():
+    own = part_of(module)
+    if own.stored:
+        if own.adapts and torch.is_grad_enabled():
             like = x.new_empty(0, dtype=product_dtype(x))
             return FrozenWeight(lambda: _decoded(quantized_weight(module, name, like, expert)), rows_of(module, name))
         return quantized_weight(module, name, x, expert)

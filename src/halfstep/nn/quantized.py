@@ -16,8 +16,6 @@ from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import apply, revert
 from halfstep.nn.dtypes import count
-from halfstep.nn.following import part_of
-from halfstep.nn.frozen import ADAPTS
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.plan import Plan
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
@@ -26,6 +24,7 @@ from halfstep.nn.scaling import detach, moved
 from halfstep.nn.smooth import merge_smooth_scales
 from halfstep.nn.tuners import adapters_of
 from halfstep.ops import Quantized
+from halfstep.ops.part import own_part, part_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
@@ -69,7 +68,7 @@ def quantize_model(
     if smooth:
         merge_smooth_scales(model, smooth)
     histories: dict[str, Tensor] = {}
-    if "_halfstep" in vars(model):
+    if part_of(model).applied is not None:
         merged = {f"{path}.{part}.weight" for path in smooth or () for part in ("up_proj", "down_proj")}
         histories = {name: state for name, state in moved(model).items() if name.lstrip(".") not in merged}
         module_filter = _as_before(model, module_filter)
@@ -118,7 +117,7 @@ def load_codes(
     def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
         if whole:
             raise ModelError(f"{path}: codes for a weight that is another module's too; the file is of another model")
-        module._halfstep_stored = {"weight": weights[0]}
+        own_part(module).stored = {"weight": weights[0]}
         number = place_codes(module, weights[0], [codes[path]])
         freeze(module, factors.get(path, {}))
         module.register_load_state_dict_pre_hook(check_before_loading)
@@ -145,11 +144,11 @@ def _lay(
         kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
         codes += store(path, module, weights, whole)
         if adapters and all(weight.layout is None for weight in weights):
-            setattr(module, ADAPTS, True)
+            own_part(module).adapts = True
     quantized = replace(applied_to(model), dtypes={}, clock=None, quantized=True, adapts=adapters)
-    vars(model)["_halfstep"], shared = quantized, part_of(model)
-    assert shared is not None
-    shared.follow(quantized)
+    own = own_part(model)
+    own.applied = quantized
+    own.following.follow(quantized)
     adopt(model, _forward, patchable=True)
     for module in model.modules():
         if is_pretrained(module):
@@ -160,7 +159,7 @@ def _lay(
             parameter.requires_grad_(False)
     layers = {path: layer for path, layer in applied.layers.items() if path not in kept}
     made = replace(applied, stored=dict(codes) | count(model), layers=layers, kept=kept, optimizer=None)
-    vars(model)["_halfstep"] = replace(quantized, plan=made)
+    own.applied = replace(quantized, plan=made)
     return made
 
 
@@ -169,11 +168,12 @@ def _store(
 ) -> Counter[str]:
     """Quantise a layer's weights but those that stay whole; how many there are of each format."""
     codes = Counter[str]()
-    module._halfstep_stored = {weight.name: weight for weight in weights}
+    own, rounding = own_part(module), part_of(module).spec.output.rhs
+    own.stored = {weight.name: weight for weight in weights}
     for weight in weights:
         if weight.name not in whole:
             state = states.get(f"{weight.product}__weight" if weight.product else "weight")
-            codes[module._halfstep_linear.output.rhs.format.name] += store_weight(module, weight, state)
+            codes[rounding.format.name if rounding else ""] += store_weight(module, weight, state)
     operands = ("input", "weight") if whole else ("input",)
     freeze(module, {name: state for name, state in states.items() if name.rpartition("__")[2] in operands})
     module.register_load_state_dict_pre_hook(check_before_loading)
@@ -183,7 +183,7 @@ def _store(
 def _whole(module: Any, weight: Weight, path: str, owners: Mapping[int, list[str]]) -> str | None:
     """Why a weight is not stored as codes; None where it is."""
     name = weight.name
-    if module._halfstep_linear.output.rhs is None:
+    if part_of(module).spec.output.rhs is None:
         return "its forward product takes the weight as it is"
     if weight.whole:
         return weight.whole
@@ -205,7 +205,7 @@ def _join(path: str, name: str) -> str:
 
 def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFilter:
     """The filter that chooses the layers which round now, among those that the one given chooses."""
-    rounding = {id(m) for m in model.modules() if (s := vars(m).get("_halfstep_linear")) is not None and s.rounds}
+    rounding = {id(m) for m in model.modules() if (s := part_of(m).linear) is not None and s.rounds}
     return lambda module, path: id(module) in rounding and (module_filter is None or module_filter(module, path))
 
 
@@ -266,7 +266,7 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
             f"recipe {recipe.name!r} rotates the product that passes gradients on (hadamard), and the weights are "
             "codes: train adapters under a recipe whose grad_input products have no hadamard"
         )
-    found = vars(model).get("_halfstep")
+    found = part_of(model).applied
     if found is not None and found.quantized:
         raise RecipeError(
             f"{name} is quantised already, under {found.recipe.name!r}; quantise a model with its full weights"

@@ -18,6 +18,7 @@ from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import Reader, StoredWeight
 from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.operand import Operand, operand
+from halfstep.ops.part import part_of
 from halfstep.ops.places import Layout, rounded
 from halfstep.ops.read_only import read_only
 from halfstep.ops.stored import stored
@@ -74,13 +75,14 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
 
     Its codes, or what its values are rounded to where it stays whole because another module has it too.
     """
-    dtype, entry = product_dtype(x), module._halfstep_stored[name]
+    own = part_of(module)
+    dtype, entry = product_dtype(x), own.stored[name]
     if isinstance(entry, Stored):
         held = _tensors(module, entry, expert)
         codes = StoredWeight(entry.quantizer, entry.shape, entry.dtype, held, dtype, False, entry.reader)
         return codes.t() if entry.weight.transposed else codes
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        whole, quantizer, flipped = getattr(module, name), module._halfstep_linear.output.rhs, entry.transposed
+        whole, quantizer, flipped = getattr(module, name), own.spec.output.rhs, entry.transposed
         if entry.layout is not None:
             state = just_in_time(whole, quantizer, states_of(module, entry.product).get("weight"))
             return rounded(whole, entry.layout, quantizer, dtype, state)
@@ -93,7 +95,7 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
 
 def rows_of(module: Any, name: str) -> int:
     """How many rows the layer's parameter of that name has, or each of several experts'."""
-    entry = module._halfstep_stored[name]
+    entry = part_of(module).stored[name]
     return int((entry.shape if isinstance(entry, Stored) else getattr(module, name).shape)[0])
 
 
@@ -101,7 +103,7 @@ def rows_of(module: Any, name: str) -> int:
 def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
     """Put codes and scales in the place of a parameter, for good; returns how many weights it had."""
     parameter: Tensor = getattr(module, weight.name)
-    quantizer: Quantizer = module._halfstep_linear.output.rhs
+    quantizer: Any = part_of(module).spec.output.rhs
     matrices = [parameter] if parameter.dim() == 2 else list(parameter)
     matrices = [matrix.t().contiguous() if weight.transposed else matrix for matrix in matrices]
     return place_codes(module, weight, [stored(matrix, quantizer, state) for matrix in matrices])
@@ -118,7 +120,7 @@ def place_codes(module: Any, weight: Weight, found: Sequence[ops.Quantized]) -> 
         module.register_buffer(f"{weight.name}_{part}", whole)
     text = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
     module.register_buffer(f"{weight.name}_format", text.to(parameter.device))
-    module._halfstep_stored[weight.name] = entry
+    part_of(module).stored[weight.name] = entry
     extend(module, _Restoring(weight.name))
     return parameter.numel()
 
@@ -130,7 +132,7 @@ def check_before_loading(module: Any, state_dict: Mapping[str, Any], prefix: str
     Raises:
         CheckpointError: the codes are of another format.
     """
-    for name, entry in module._halfstep_stored.items():
+    for name, entry in part_of(module).stored.items():
         saved = state_dict.get(f"{prefix}{name}_format" if isinstance(entry, Stored) else f"{prefix}{name}")
         if saved is None:
             continue
@@ -169,7 +171,7 @@ class _Restoring:
         return {self.name: property(self._value)}
 
     def _value(self, module: Any) -> Tensor:
-        return read_only(module._halfstep_stored[self.name].values(module))
+        return read_only(part_of(module).stored[self.name].values(module))
 
 
 def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:

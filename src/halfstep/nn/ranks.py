@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.ops.code_tensor import ranks
+from halfstep.ops.part import part_of
 from halfstep.recipe import Recipe
-
-
-AGREED = "_halfstep_agreed"
-"""Where a model notes that the ranks keep the same scaling states."""
 
 
 def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
@@ -58,7 +55,8 @@ def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any
     Raises:
         ModelError: on all of those ranks, if they do not keep the same states.
     """
-    if vars(model)["_halfstep"].recipe.keeps_states:
+    own = part_of(model)
+    if own.applied.recipe.keeps_states:
         found: list[tuple[Mapping[str, int], str]] = [({}, "")] * dist.get_world_size(process_group)
         dist.all_gather_object(found, (states, _samples(model)), group=process_group)
         everyone = [each for each, _ in found]
@@ -79,7 +77,7 @@ def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any
                 "amax_group=torch.distributed.new_group([...])",
                 stacklevel=5,
             )
-    vars(model)[AGREED] = True
+    own.agreed = True
 
 
 def _samples(model: nn.Module) -> str:

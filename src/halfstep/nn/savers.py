@@ -9,7 +9,7 @@ from torch import nn
 from halfstep import ops
 from halfstep.nn.adapters import gated, nonlinear
 from halfstep.nn.adopt import Forward, adopt
-from halfstep.nn.keeping import KEEPING
+from halfstep.ops.part import own_part
 from halfstep.recipe import LinearSpec, Saved
 
 
@@ -38,6 +38,6 @@ def adopt_savers(model: nn.Module, saved: Saved, savers: Savers) -> None:
     keeping = ops.Keeping(saved)
     for path, forward in savers.items():
         module = model.get_submodule(path)
-        vars(module)[KEEPING] = keeping
+        own_part(module).keeping = keeping
         if forward is not None:
             adopt(module, forward)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError, RecipeError
 from halfstep.nn.adopt import extend
-from halfstep.nn.applied import Applied, applied_to
-from halfstep.nn.clock import Clock, overdue
-from halfstep.nn.ranks import AGREED, check_states
+from halfstep.nn.applied import Applied
+from halfstep.nn.clock import overdue
+from halfstep.nn.ranks import check_states
 from halfstep.nn.surviving import Surviving
+from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
@@ -62,7 +63,7 @@ def detach_rules(module: nn.Module) -> None:
 
 def rules_of(module: nn.Module) -> dict[str, StatefulScaling]:
     """The names of a module's states, and the rules that move them."""
-    spec: Any = vars(module).get("_halfstep_linear")
+    spec: Any = part_of(module).linear
     return {name: _rule(spec.states[_operand(name)]) for name, _ in _buffers(module)}
 
 
@@ -114,7 +115,7 @@ def _buffer(product: str) -> str:
 def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
     for path, module in model.named_modules():
         for name, state in states_of(module).items():
-            spec: Any = module._halfstep_linear
+            spec: Any = part_of(module).linear
             yield f"{path}.{name}", state, spec.states[name.rpartition("__")[2]]
 
 
@@ -129,7 +130,7 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
-    spec: Any = module._halfstep_linear
+    spec: Any = part_of(module).linear
     return _rule(spec.states[_operand(name)]).init(device)
 
 
@@ -151,9 +152,10 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
     tables = [module._buffers for module in model.modules() if module._buffers]
     alike: dict[tuple[Quantizer, int], list[Tensor]] = {}
     for module in model.modules():
+        spec: Any = None
         for name, state in module._buffers.items():
             if state is not None and name.startswith(PREFIX):
-                spec: Any = module._halfstep_linear
+                spec = spec or vars(module)["_halfstep"].linear
                 quantizer: Quantizer = spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]
                 alike.setdefault((quantizer, state.numel()), []).append(state)
     return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike)
@@ -209,7 +211,7 @@ class Scalings:
         for name, state, _ in _states(self._model):
             state.copy_(saved[name])
         if saved:  # loading weights beside them is no optimizer step
-            clock = self._clock()
+            clock = part_of(self._model).applied.clock
             assert clock is not None
             clock.begin(self._model)
 
@@ -224,13 +226,14 @@ class Scalings:
             RecipeError: every forward of the step ran in eval(), which records nothing. Nothing was changed.
             ModelError: as `check_states`.
         """
-        applied = applied_to(self._model)
-        clock, known = applied.clock, self._known
+        own, known = part_of(self._model), self._known
+        applied: Applied = own.applied
+        clock = applied.clock
         buffers = () if known is None else list(map(id, chain.from_iterable(map(dict.values, known.tables))))
         if known is None or known.applied is not applied or buffers != known.buffers:
             known = self._known = _find(self._model, applied)
         together = dist.is_available() and dist.is_initialized()
-        if together and AGREED not in vars(self._model) and not capturing():
+        if together and not own.agreed and not capturing():
             sizes = {name: state.numel() for name, state, _ in _states(self._model)}
             check_states(self._model, sizes, self._process_group)
         if clock is None:
@@ -262,31 +265,23 @@ class Scalings:
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that was not
         ended is refused."""
-        if (clock := self._clock()) is not None:
+        if (clock := part_of(self._model).applied.clock) is not None:
             clock.follow(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        clock = self._clock()
-        if (
-            clock is not None
-            and clock.is_pending(optimizer)
-            and (self._staged() or clock.is_used() or self._recorded())
-        ):
+        applied: Applied | None = part_of(self._model).applied
+        clock = None if applied is None else applied.clock
+        if applied is None or clock is None or not clock.is_pending(optimizer):
+            return
+        if applied.schedule is not None or clock.is_used() or self._recorded():
             raise overdue(self._model, clock.moves)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        clock, overflowed = self._clock(), getattr(optimizer, "found_inf", None)
-        if clock is not None:
-            clock.step(optimizer, overflowed)
-
-    def _clock(self) -> Clock | None:
-        applied = vars(self._model).get("_halfstep")
-        return applied.clock if isinstance(applied, Applied) else None
-
-    def _staged(self) -> bool:
-        return applied_to(self._model).schedule is not None
+        applied, overflowed = part_of(self._model).applied, getattr(optimizer, "found_inf", None)
+        if applied is not None and applied.clock is not None:
+            applied.clock.step(optimizer, overflowed)
 
     def _recorded(self) -> bool:
         """Whether any amax of the step that runs is known."""

@@ -12,29 +12,26 @@ from torch import Tensor, nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn import noise
-from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
+from halfstep.nn.adopt import InTurn, Members, extend, extensions, release
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement
-from halfstep.nn.following import part_of
-from halfstep.nn.keeping import KEEPING
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
-from halfstep.ops.attention import ATTRIBUTE
+from halfstep.ops.part import Part, drop_part, own_part, part_of, parts_of
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe.origin import RECIPE, Origin
 
 
-STAGES = "_halfstep_stages"
-"""Where a module has what it takes in each stage."""
-_ATTRIBUTES = ("_halfstep_linear", ATTRIBUTE, KEEPING)
+_STAGED = ("linear", "attention", "keeping")
+"""What of a module's part differs between stages."""
 
 
 @dataclass(frozen=True)
 class Taken:
     """What one module takes in one stage, beside the class that it has in all of them."""
 
-    attributes: dict[str, Any]
+    part: dict[str, Any]
     states: dict[str, StatefulScaling]
     """The buffers of its scaling states, and the rules that move them."""
 
@@ -49,8 +46,7 @@ def lay_in_turn(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
         names += [name for name in ignored(model) if name not in names]
         for module in model.modules():
             members[module].append(extensions(module))
-            own = {name: value for name in _ATTRIBUTES if (value := vars(module).get(name)) is not None}
-            taken[module].append(Taken(own, rules_of(module)))
+            taken[module].append(Taken(_staged(part_of(module)), rules_of(module)))
         clear(model)
     for module in model.modules():
         shared = members[module][0]
@@ -62,7 +58,7 @@ def lay_in_turn(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
         if any(rest):
             extend(module, InTurn(rest))
         if any(rest) or any(one != taken[module][0] for one in taken[module]):
-            vars(module)[STAGES] = tuple(taken[module])
+            own_part(module).stages = tuple(taken[module])
         _take(module, taken[module][0])
     ignore(model, names)
 
@@ -88,39 +84,38 @@ def clear(model: nn.Module) -> None:
     """Take away all that arrangements leave on a model's modules."""
     for module in model.modules():
         release(module)
-        for name in (*_ATTRIBUTES, STAGES, STAGE):
-            vars(module).pop(name, None)
+        drop_part(module)
     detach(model)
 
 
+def _staged(part: Part) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in _STAGED}
+
+
 def _take(module: nn.Module, taken: Taken) -> None:
-    vars(module).update(taken.attributes)
+    if taken.part != _staged(part_of(module)):
+        vars(own_part(module)).update(taken.part)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     attach_rules(module, taken.states, device)
 
 
 def _switch(model: nn.Module, stage: int) -> None:
     """Make a model compute as its recipe says of a stage. Parameters, classes and what the optimizer keeps stay."""
-    applied, shared = applied_to(model), part_of(model)
+    own, applied = own_part(model), applied_to(model)
     assert applied.schedule is not None
-    assert shared is not None
-    for module in model.modules():
-        found: tuple[Taken, ...] | None = vars(module).get(STAGES)
-        if found is None:
-            continue
-        detach_rules(module)
-        for name in _ATTRIBUTES:
-            vars(module).pop(name, None)
-        vars(module)[STAGE] = stage
-        _take(module, found[stage])
+    for _, module, part in parts_of(model):
+        if part.stages:
+            detach_rules(module)
+            part.stage = stage
+            _take(module, part.stages[stage])
     applied.schedule.stage = stage
-    vars(model)["_halfstep"] = applied = replace(applied, autocast=applied.stage.autocast)
-    shared.follow(applied)
+    own.applied = replace(applied, autocast=applied.stage.autocast)
+    own.following.follow(own.applied)
 
 
 def applied_in(model: nn.Module) -> Applied | None:
     """What `apply` left on a model, or on the one part of it that follows a recipe; None where none or several do."""
-    roots = [applied for module in model.modules() if (applied := vars(module).get("_halfstep")) is not None]
+    roots = [own.applied for _, _, own in parts_of(model) if own.applied is not None]
     return roots[0] if len(roots) == 1 else None
 
 

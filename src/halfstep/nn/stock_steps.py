@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.nn.averages import watch_clones
-from halfstep.nn.following import part_of
 from halfstep.nn.step_hooks import remove_after_step
+from halfstep.ops.part import part_of
 from halfstep.recipe import Recipe
 
 
@@ -40,14 +40,13 @@ def watch(model: nn.Module, recipe: Recipe) -> None:
                 if _look(followed, recipe, optimizer):
                     remove_after_step(optimizer, handle)
 
-        part = part_of(model)
-        assert part is not None
+        part = part_of(model).following
         part.watch = handle = register_optimizer_step_pre_hook(look)
 
 
 def end_watch(model: nn.Module) -> None:
     """The model's optimizer knows the recipe, or the model follows none any more."""
-    part = part_of(model)
+    part = part_of(model).following
     if part is not None and part.watch is not None:
         part.watch.remove()
         part.watch = None

@@ -13,9 +13,6 @@ from halfstep.ops.stacks import stacked_linear
 from halfstep.recipe import AttentionSpec
 
 
-ATTRIBUTE = "_halfstep_attention"
-"""Where a module that forms attention has how its recipe rounds the operands."""
-
 _ONE: Factors = (1.0, 1.0, 1.0, 1.0)
 
 

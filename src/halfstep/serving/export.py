@@ -19,6 +19,7 @@ from halfstep.layouts.folder import check_new_folder, dtype_of
 from halfstep.nn import quantize_model
 from halfstep.nn.applied import Applied
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
+from halfstep.ops.part import part_of
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
@@ -142,7 +143,7 @@ def _gguf(
     model: nn.Module, path: Path, format: str, recipe: str | Recipe | None, tokenizer: str | Path | None
 ) -> Exported:
     """A GGUF file: as it is of a model whose weights no recipe rounds, and none is to."""
-    found, folder = vars(model).get("_halfstep"), None if tokenizer is None else _folder(tokenizer)
+    found, folder = part_of(model).applied, None if tokenizer is None else _folder(tokenizer)
     plain = recipe is None and not (isinstance(found, Applied) and (found.quantized or _rounds(found.recipe)))
     write: Any = import_module("halfstep.serving.gguf").write_gguf
     made = model if plain else _quantized(model, recipe)
@@ -152,7 +153,7 @@ def _gguf(
 
 def _quantized(model: nn.Module, recipe: str | Recipe | None) -> nn.Module:
     """The model, or a copy of it, with its weights in codes."""
-    found = vars(model).get("_halfstep")
+    found = part_of(model).applied
     wanted = None if recipe is None else get_recipe(recipe)
     if not isinstance(found, Applied):
         if wanted is None:

@@ -27,6 +27,7 @@ from halfstep.nn.laid_out import KEY, stored_weights, without_codes
 from halfstep.nn.quantized_weights import matrices_of
 from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.ops import Quantized
+from halfstep.ops.part import part_of
 from halfstep.quant.pack import pack, unpack
 from halfstep.recipe import to_data
 from halfstep.serving.gguf_tokenizer import write_tokenizer
@@ -94,7 +95,7 @@ def write_gguf(
     refuse_existing(path)
     kind = _architecture(model)
     config: Any = model.config
-    found = vars(model).get("_halfstep")
+    found = part_of(model).applied
     quantized = isinstance(found, Applied) and found.quantized
     entries = stored_weights(model) if quantized else []
     plain, made = without_codes(model, entries), dict[str, Quantized]()

@@ -19,6 +19,7 @@ from halfstep.nn.laid_out import KEY
 from halfstep.nn.pretrained import loaded_names
 from halfstep.nn.quantized import load_codes
 from halfstep.ops import Quantized
+from halfstep.ops.part import part_of
 from halfstep.quant.description import DTYPES, MALFORMED, restore
 from halfstep.recipe import Recipe, from_data
 
@@ -164,8 +165,8 @@ def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> N
 def _in_codes(model: nn.Module, name: str) -> bool:
     """Whether a buffer holds codes, or what belongs to them."""
     path, _, last = name.rpartition(".")
-    stored = vars(model.get_submodule(path)).get("_halfstep_stored")
-    return stored is not None and last.startswith(("weight_", "_halfstep_"))
+    stored = part_of(model.get_submodule(path)).stored
+    return bool(stored) and last.startswith(("weight_", "_halfstep_"))
 
 
 def _read(stored: StoredTensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfstep import quant
 from halfstep.nn.scaling import states_of
 from halfstep.ops import amax_of, values_of
+from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer, rotate
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scaling import StatefulScaling
@@ -106,7 +107,7 @@ def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[Oper
 
     handles = []
     for path, module in model.named_modules():
-        spec = vars(module).get("_halfstep_linear")
+        spec = part_of(module).linear
         if enabled and isinstance(spec, LinearSpec) and spec.rounds and isinstance(module, nn.Linear):
             handles.append(watch(path, module, spec))
     try:

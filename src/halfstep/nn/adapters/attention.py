@@ -19,8 +19,8 @@ from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of, is_stock
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
-from halfstep.ops.attention import ATTRIBUTE
 from halfstep.ops.noise import key_of
+from halfstep.ops.part import part_of
 
 
 NAME = "nn.MultiheadAttention"
@@ -140,7 +140,7 @@ def _attention(
     if module.add_zero_attn:
         k, v = (torch.cat([x, x.new_zeros(batch * heads, 1, size)], dim=1) for x in (k, v))
     dropout = module.dropout if module.training else 0.0
-    sources, spec = k.shape[1], module.__dict__.get(ATTRIBUTE)
+    sources, spec = k.shape[1], part_of(module).attention
     if spec is not None:
         q, k, v = (x.view(batch, heads, -1, size) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):

@@ -26,6 +26,7 @@ from halfstep.nn.unit.plan import Plan, at_output, entries, plan
 from halfstep.nn.unit.report import UnitReport, operations, unseen
 from halfstep.nn.unit.trace import trace
 from halfstep.nn.unit.weights import SCALED
+from halfstep.ops.part import part_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.unit import MULTIPLIERS
 from halfstep.unit.constraint import Constraint
@@ -116,7 +117,7 @@ def revert_unit(model: nn.Module) -> None:
     Raises:
         RecipeError: the model follows a recipe, or a part was given another class since.
     """
-    if "_halfstep" in vars(model):
+    if part_of(model).applied is not None:
         raise RecipeError(f"{type(model).__name__} follows a recipe; halfstep.revert it first")
     scaled: UnitScaled = vars(model)[SCALED]
     for path, module in model.named_modules():
@@ -142,7 +143,7 @@ def _check(model: nn.Module, residual: float | None) -> None:
         raise ModelError(f"{name} wraps a model; unit-scale the model first, then wrap it")
     for path, module in model.named_modules():
         where = f"its part {path!r}" if path else "it"
-        if "_halfstep" in vars(module):
+        if part_of(module).applied is not None:
             raise RecipeError(f"{name}: {where} follows a recipe; halfstep.revert it, unit-scale, then apply it again")
         if UNIT in vars(module) or MULTIPLIERS in vars(module):
             raise RecipeError(

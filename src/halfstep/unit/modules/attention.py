@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.ops.attention import ATTRIBUTE
 from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.noise import key_of
+from halfstep.ops.part import part_of
 from halfstep.ops.stacks import stacked_linear
 from halfstep.recipe import AttentionSpec
 from halfstep.unit.attention import scaled_dot_product_attention
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attend = square_root_attention if self.square_root else scaled_dot_product_attention
         options: Any = {"dropout_p": self.dropout if self.training else 0.0, "is_causal": self.is_causal}
-        options |= {"spec": self.__dict__.get(ATTRIBUTE), "noise": key_of(self)}
+        options |= {"spec": part_of(self).attention, "noise": key_of(self)}
         mixed = attend(q, k, v, attn_mask=mask, mult=self.mult, **options)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
 
