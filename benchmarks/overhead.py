@@ -1,7 +1,9 @@
 """What does halfstep cost where there is little to compute? A step of eight 64 x 64 layers against a plain torch loop.
 
 Every round runs a few steps of each loop in turn, in one process and one thread, and takes the process's CPU time; a
-ratio is the median over rounds of a recipe's time by that of the plain float32 loop of the same round.
+ratio is the median over rounds of a recipe's time by that of the plain float32 loop of the same round. Beside the
+recipes run what torch itself offers: `torch.autocast` (as bf16-mixed), and torchao's float8 training, emulated as
+halfstep's is on a CPU (as fp8-current).
 
     python benchmarks/overhead.py [--keep] [--rounds 60] [--recipes A,B]
 """
@@ -17,12 +19,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import halfstep
 
 
 LAYERS, WIDTH, BATCH, STEPS = 8, 64, 32, 10
-BARS = {"fp32": 1.1, "bf16-mixed": 1.3, "fp8-delayed": 2.2, "coat": 5.0}
+BARS = {"fp32": 1.1, "bf16-mixed": 1.3, "fp8-current": 2.2, "fp8-delayed": 2.2, "coat": 5.0}
 """At most what share of the plain loop's time a step takes."""
 KEPT = Path(__file__).parent / "results" / "overhead.json"
 
@@ -34,9 +37,10 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def plain() -> Callable[[], None]:
-    """A few steps of a plain float32 loop."""
+def plain(wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Callable[[], None]:
+    """A few steps of a plain loop, of the float32 model or of what a peer makes of it."""
     model, optimizer = model_and_optimizer()
+    model = wrap(model)
     x = torch.randn(BATCH, WIDTH)
 
     def steps() -> None:
@@ -63,18 +67,42 @@ def prepared(recipe: str) -> Callable[[], None]:
     return steps
 
 
+class Autocast(nn.Module):
+    """A model under torch.autocast to bf16, with its output in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The model's forward."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output: torch.Tensor = self.model(x)
+        return output.float()
+
+
+def torchao(model: nn.Module) -> nn.Module:
+    """The model under torchao's float8 training with scales of whole tensors."""
+    made: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    return made
+
+
+PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {"torch.autocast": Autocast, "torchao float8": torchao}
+
+
 def race(recipes: list[str], rounds: int) -> dict[str, list[float]]:
-    """By recipe, its time by the plain loop's in each round."""
-    loops = {"": plain(), **{recipe: prepared(recipe) for recipe in recipes}}
-    ratios: dict[str, list[float]] = {recipe: [] for recipe in recipes}
+    """By recipe and by peer, its time by the plain loop's in each round."""
+    loops = {"": plain(), **{peer: plain(wrap) for peer, wrap in PEERS.items()}}
+    loops |= {recipe: prepared(recipe) for recipe in recipes}
+    ratios: dict[str, list[float]] = {name: [] for name in loops if name}
     for number in range(rounds + 2):  # two to warm up
         taken = {}
         for name, steps in loops.items():
             begun = time.process_time()
             steps()
             taken[name] = time.process_time() - begun
-        for recipe in recipes if number >= 2 else ():
-            ratios[recipe].append(taken[recipe] / taken[""])
+        for name in ratios if number >= 2 else ():
+            ratios[name].append(taken[name] / taken[""])
     return ratios
 
 

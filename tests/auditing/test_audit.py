@@ -346,3 +346,12 @@ def test_a_tensor_that_told_nothing_may_tell_something():
     with torch.no_grad():
         model.norm.weight.normal_()
     assert halfstep.audit(model).differences(before) == ()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_weights_that_were_quantised_to_integers_of_any_width_are_told(bits):
+    model, most = nn.Linear(64, 64, bias=False), 2 ** (bits - 1) - 1
+    with torch.no_grad():
+        model.weight.copy_(torch.randint(-most, most + 1, (64, 64)) * 0.0123)
+    (row,) = halfstep.audit(model).rows
+    assert bits == 2 or row.effective == f"scaled int{bits}"

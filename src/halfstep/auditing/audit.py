@@ -96,8 +96,13 @@ def _masks(found: Scan) -> bool:
 def _said(found: Scan, dtype: str) -> str:
     """What the bits say in a word; "full", too, where they fit no type, or one with no fewer significant bits."""
     said, stored = origin(found, dtype), stored_format(dtype)
-    fewer = stored is None or any(formats.get(name).significant_bits < stored.significant_bits for name in said.through)
+    fewer = stored is None or any(_significant_bits(name) < stored.significant_bits for name in said.through)
     return said.key if (said.through and fewer) or said.key == "unknown" else "full"
+
+
+def _significant_bits(name: str) -> int:
+    """Of the values of what an origin names: a format, or integers of any number of bits, `int7`."""
+    return int(name[3:]) if name.startswith("int") else formats.get(name).significant_bits
 
 
 def _tensors(setup: Setup) -> Iterator[tuple[str, str, Tensor]]:
