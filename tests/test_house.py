@@ -14,7 +14,7 @@ FLOORS = {
     "errors": 0, "printable": 0, "registry": 0, "formats": 0,
     "quant": 1,
     "recipe": 2, "kernels": 2,
-    "ops": 3, "bits": 3, "memory": 3, "kb": 3,
+    "ops": 3, "bits": 3, "memory": 3, "kb": 3, "law": 3,
     "unit": 4, "layouts": 4,
     "nn": 5, "optim": 5, "inspection": 5, "comm": 5,
     "preparation": 6, "tracking": 6, "auditing": 6, "dist": 6, "serving": 6,

@@ -13,6 +13,7 @@
     ├── AccountError        (ValueError)    an account of memory that cannot be made as asked
     ├── KnowledgeBaseError  (ValueError)    a knowledge base entry that breaks a rule, or an unclear question
     ├── LayoutError         (ValueError)    weights that a file's layout does not hold, or a layout that is unknown
+    ├── LawError            (ValueError)    a scaling law that cannot be evaluated or fitted as asked
     ├── ClaimError          (ValueError)    a claim or check that is unknown, or a row that cannot be run as asked
     └── MissingLibraryError (ImportError)   a library of an extra that is not installed
 
@@ -73,6 +74,10 @@ class KnowledgeBaseError(HalfstepError, ValueError):
 
 class LayoutError(HalfstepError, ValueError):
     """Weights have no place in a file's layout as they are, or the layout is unknown."""
+
+
+class LawError(HalfstepError, ValueError):
+    """A scaling law cannot be evaluated, or fitted, as asked."""
 
 
 class ClaimError(HalfstepError, ValueError):

@@ -16,11 +16,13 @@ from halfstep.cli.export import export
 from halfstep.cli.formats import formats
 from halfstep.cli.inspect import inspect
 from halfstep.cli.kb import kb
+from halfstep.cli.law import law
 from halfstep.cli.memory import memory
 from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
 from halfstep.cli.scales import scales
 from halfstep.cli.site import site
+from halfstep.cli.sweep import sweep
 from halfstep.cli.terminal import fail
 from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
@@ -33,6 +35,8 @@ _EXTRAS = {
     "sklearn": "lab",
     "transformers": "hf",
     "gguf": "export",
+    "ray": "ray",
+    "submitit": "submitit",
 }
 """What commands import that a plain installation has not, and the extra that brings it."""
 
@@ -71,6 +75,8 @@ app.command("probe")(probe)
 app.command("scales")(scales)
 app.command("memory")(memory)
 app.command("site")(site)
+app.add_typer(sweep, name="sweep")
+app.add_typer(law, name="law")
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")

@@ -80,7 +80,7 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
 
     if resume and out is None:
         raise RunError("--resume needs --out: the folder of the run to continue")
-    path = out or _fresh(Path("runs"), name)
+    path = out or fresh_folder(name)
     console = Console(stderr=True)
     console.print("loading torch, the data and the recipes ...", style="dim")
     import torch
@@ -115,16 +115,20 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
 
 def _asked(ctx: typer.Context) -> dict[str, Any]:
     """The experiment's fields among the command's options; `train` knows one number of seeds for all."""
-    given = _given(ctx)
+    given = asked_fields(ctx)
     if "baseline_seeds" not in ctx.params:
         given["seeds"] = given["baseline_seeds"] = given.get("seeds", 1)
     return {"task": Experiment.task, **given}
 
 
-def _given(ctx: typer.Context) -> dict[str, Any]:
+def asked_fields(ctx: typer.Context) -> dict[str, Any]:
+    """The experiment's fields that the command line gives; its recipes' default too, unless a run is resumed."""
     known = {field.name for field in dataclasses.fields(Experiment)}
     given = {name: value for name, value in ctx.params.items() if name in known and value is not None}
+    source = ctx.get_parameter_source("recipes")
     given["recipes"] = _parts(given["recipes"])
+    if ctx.params["resume"] and (source is None or source.name != "COMMANDLINE"):
+        del given["recipes"]
     if rates := given.pop("recipe_lr", None):
         given["recipe_lr"] = _rates(",".join(rates))
     return given
@@ -156,19 +160,15 @@ def _recorded(ctx: typer.Context, out: Path) -> Experiment:
     """The experiment in the folder, with what this command line asks for: a difference is refused when it opens."""
     from halfstep.lab.folder import RunFolder
 
-    given = _given(ctx)
-    source = ctx.get_parameter_source("recipes")
-    if source is None or source.name != "COMMANDLINE":
-        del given["recipes"]
-    return dataclasses.replace(RunFolder(out).experiment(), **given)
+    return dataclasses.replace(RunFolder(out).experiment(), **asked_fields(ctx))
 
 
-def _fresh(parent: Path, name: str) -> Path:
+def fresh_folder(name: str) -> Path:
     """A folder that is not there yet: runs/compare-1, runs/compare-2 ..."""
     number = 1
-    while (parent / f"{name}-{number}").exists():
+    while (path := Path("runs") / f"{name}-{number}").exists():
         number += 1
-    return parent / f"{name}-{number}"
+    return path
 
 
 def _show(summary: dict[str, Any]) -> None:

@@ -36,12 +36,17 @@ _BASELINE = "fp32"
 
 
 def open_experiment(
-    experiment: Experiment, path: Path, resume: bool, recipes: dict[str, Recipe] | None = None
+    experiment: Experiment,
+    path: Path,
+    resume: bool,
+    recipes: dict[str, Recipe] | None = None,
+    task: Task | None = None,
 ) -> Comparison:
     """Check everything that can be checked before training: recipes, data, model, folder.
 
     Args:
         recipes: recipes of the caller's own, by name; other names are what `halfstep.get_recipe` takes.
+        task: the experiment's, where it is open already.
 
     Raises:
         RecipeError, DataError, ModelError, OptimizerError, RunError: as their docstrings say. Nothing was written.
@@ -50,7 +55,7 @@ def open_experiment(
     experiment = experiment.named(dict(zip(experiment.recipes, known, strict=True)))
     recorded = RunFolder.resume(path, experiment) if resume else None
     spec = get_task(experiment.task)
-    task = spec.open(experiment)
+    task = task or spec.open(experiment)
     model = build_model(experiment.model, task.models(), seed=0)
     optimizer = build_optimizer(experiment, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -173,10 +178,8 @@ class Comparison:
         path = self.folder.run(recipe, seed)
         if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
             self._take_baseline(path, seed)
-        alone = self.experiment.alone(recipe)
-        trainer = Trainer(alone, self.recipes[recipe], seed, self.task, self._build, path, watch)
         try:
-            trainer.run()
+            self.trainer(recipe, seed, watch).run()
         except (HalfstepError, OSError, SafetensorError):
             raise
         except Exception as error:
@@ -188,6 +191,11 @@ class Comparison:
             ) from error
         if recipe == _BASELINE:
             self._keep_baseline(path, seed)
+
+    def trainer(self, recipe: str, seed: int, watch: Watcher = lambda progress: None) -> Trainer:
+        """What trains one recipe with one seed."""
+        alone, path = self.experiment.alone(recipe), self.folder.run(recipe, seed)
+        return Trainer(alone, self.recipes[recipe], seed, self.task, self._build, path, watch)
 
     def _build(self, seed: int) -> nn.Module:
         return build_model(self.experiment.model, self.task.models(), seed)

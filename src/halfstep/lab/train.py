@@ -108,6 +108,17 @@ class Trainer:
             self.metrics.close()
             self.board.close()
 
+    def trained(self) -> nn.Module:
+        """The model of the run's last checkpoint, in float32 and without the recipe.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        self.training = self._prepare()
+        checkpoints = self.folder / "checkpoints"
+        checkpoint.load(checkpoints, checkpoint.last_step(checkpoints), self.training)
+        return self._plain()
+
     def _prepare(self) -> Training:
         model = self._model()
         optimizer = build_optimizer(self.experiment, model)

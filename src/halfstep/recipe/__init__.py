@@ -8,6 +8,7 @@ from halfstep.recipe import files
 from halfstep.recipe.chain import chain, is_chain, read_chain
 from halfstep.recipe.data import from_data
 from halfstep.recipe.multiplier import Multiplier
+from halfstep.recipe.partial import is_partial, partial
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
 from halfstep.recipe.rule import Rule
@@ -95,6 +96,8 @@ def list_recipes() -> list[str]:
 def get_recipe(name: str | Recipe) -> Recipe:
     """The recipe of that name or alias (`O0` to `O3` are apex's levels); a `Recipe` is returned as it is.
 
+    `bits-eXmY` is bf16 with fewer bits, `bits-eXmY-nearest` the same rounded to nearest (`recipe.partial`).
+
     Recipes of one's own are named by where they are: `my.toml`, `package.module:name` or `path.py:name`. Several that
     follow one another are named so: `fp8-current until 90%, then bf16-mixed` (`until step 900`; the comma may be left
     out).
@@ -119,6 +122,8 @@ def get_recipe(name: str | Recipe) -> Recipe:
 
 
 def _find(name: str) -> Recipe:
+    if is_partial(name):
+        return partial(name)
     own = _aliases().get(name, name)
     if files.is_reference(name):
         raise RecipeError(f"{name!r} found; a file's base and stages are recipes that come with halfstep, by name")

@@ -23,6 +23,8 @@ from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 
 _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers, width, heads
+    "gpt-nano": (GPT, 2, 32, 2),
+    "gpt-micro": (GPT, 2, 64, 4),
     "gpt-tiny": (GPT, 2, 128, 4),
     "gpt-small": (GPT, 6, 384, 6),
     "llama-tiny": (Llama, 2, 128, 4),

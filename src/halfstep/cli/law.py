@@ -1,0 +1,156 @@
+"""`halfstep law`: what scaling laws for precision predict, and their constants from a sweep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli.terminal import show_json, show_table, write_text
+from halfstep.cli.training import Json
+from halfstep.errors import LawError
+
+
+if TYPE_CHECKING:
+    from halfstep.law import Law
+
+law = typer.Typer(no_args_is_help=True, help="Scaling laws for precision: predict a loss, or fit the law to a sweep.")
+
+_Folders = Annotated[list[Path], typer.Argument(metavar="SWEEP...", help="Folders of sweeps.")]
+
+
+@law.command("predict")
+def predict(
+    parameters: Annotated[float | None, typer.Option(help="Parameters, such as 1e9.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens trained on.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Bits of every part while training; left out: 16 bits, taken for whole.")
+    ] = None,
+    weights: Annotated[float | None, typer.Option(help="Bits of the weights alone.")] = None,
+    post_bits: Annotated[
+        float | None, typer.Option(help="Bits that the weights are rounded to after training.")
+    ] = None,
+    compute: Annotated[
+        float | None, typer.Option(help="Floating point operations: the best bits, parameters and tokens for them.")
+    ] = None,
+    constants: Annotated[
+        Path | None, typer.Option("--law", help="What `law fit --out` wrote; left out: Kumar et al.'s.")
+    ] = None,
+    without_offsets: Annotated[
+        bool,
+        typer.Option("--without-offsets", help="The published main text's form."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """The loss of a model of so many parameters, trained on so many tokens in so many bits; or the best of these.
+
+    The constants are those of other people's models and data: take the trend, not the number.
+    """
+    from halfstep.law import KUMAR
+
+    used = KUMAR if constants is None else _read(constants)
+    used = used.without_offsets() if without_offsets else used
+    if (compute is None) == (parameters is None or tokens is None):
+        raise LawError("give --parameters and --tokens for a loss, or --compute for the best bits")
+    if compute is not None:
+        found = dict(zip(("bits", "parameters", "tokens"), used.best_for(compute), strict=True))
+        found["loss"] = used.loss(found["parameters"], found["tokens"], dict.fromkeys(used.widths, found["bits"]))
+    else:
+        found = _predicted(used, parameters or 0.0, tokens or 0.0, bits, weights, post_bits)
+    if as_json:
+        show_json({"law": used.source, **found})
+        return
+    for name, value in found.items():
+        print(f"{name.replace('_', ' '):<36} {value:.4g}")
+    print(f"{'constants':<36} {used.source}")
+
+
+def _predicted(
+    law: Law, parameters: float, tokens: float, bits: float | None, weights: float | None, post: float | None
+) -> dict[str, float]:
+    widths = {} if bits is None else dict.fromkeys(law.widths, bits)
+    widths |= {} if weights is None else {"weights": weights}
+    if post is not None and widths:
+        raise LawError("--post-bits is of a model trained in 16 bits: leave --bits and --weights out")
+    found = {"loss": law.loss(parameters, tokens, widths, post)}
+    if widths:
+        found |= {
+            "loss_in_16_bits": law.loss(parameters, tokens),
+            "effective_parameters": parameters * law.share(widths),
+        }
+    if post is not None:
+        harmful = law.harmful_tokens(parameters, post)
+        found |= {"of_it_by_rounding": law.damage(parameters, tokens, post), "tokens_beyond_which_more_harm": harmful}
+    return found
+
+
+@law.command("fit")
+def fit(
+    folders: _Folders,
+    out: Annotated[Path | None, typer.Option(help="A file for the constants, which `predict --law` reads.")] = None,
+    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the runs for the intervals.")] = 200,
+    as_json: Json = False,
+) -> None:
+    """Fit the law to the runs of sweeps over sizes, steps and widths of weights, and to the damage measured on them."""
+    from halfstep.lab.sweep.laws import damages, law_cells
+    from halfstep.law import fit_damage, fit_loss
+
+    fits = {"loss": fit_loss(law_cells(folders), resamples)}
+    if rounded := [damage for damage in damages(folders) if damage.damage > 0]:
+        fits["damage"] = fit_damage(rounded, resamples)
+    data = {name: found.as_data() for name, found in fits.items()}
+    fitted = fits["loss"].law(fits.get("damage"))
+    data["law"] = asdict(fitted)
+    if out is not None:
+        write_text(out, json.dumps(data, indent=2) + "\n", LawError)
+    if as_json:
+        show_json(data)
+        return
+    for name, found in fits.items():
+        rows = [[key, f"{value:.4g}", _ends(found.intervals.get(key))] for key, value in found.constants.items()]
+        print(f"{name}: {found.cells} runs, R2 {found.r2:.4f}, residual {found.residual:.3g}")
+        show_table(["constant", "value", "95% interval"], rows, right=["value", "95% interval"])
+        print()
+
+
+@law.command("round")
+def round_(
+    folder: Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder.")],
+    bits: Annotated[str, typer.Option(help="Widths, by commas.")] = "2,3,4",
+    as_json: Json = False,
+) -> None:
+    """Round the weights of every model that a sweep finished, and measure the loss again: what `fit` takes as damage."""
+    from halfstep.lab.sweep.laws import as_rows, damages, measure_damage
+
+    try:
+        widths = [int(part) for part in bits.split(",")]
+    except ValueError:
+        raise LawError(f"--bits {bits}; expected whole numbers by commas, as in 2,3,4") from None
+    measure_damage(folder, widths)
+    rows = as_rows(damages([folder]))
+    if as_json:
+        show_json(rows)
+        return
+    table = [[f"{r['parameters']:.4g}", f"{r['tokens']:.4g}", f"{r['bits']:g}", f"{r['damage']:+.5f}"] for r in rows]
+    show_table(["parameters", "tokens", "bits", "damage"], table, right=["parameters", "tokens", "bits", "damage"])
+
+
+def _read(path: Path) -> Law:
+    from halfstep.law import Law, PostTraining, Width
+
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())["law"]
+        widths = {part: Width(**width) for part, width in data.pop("widths").items()}
+        post = data.pop("post")
+        return Law(widths=widths, post=PostTraining(**post) if post else None, **data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LawError(
+            f"{path} is no law that `halfstep law fit --out` wrote ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _ends(ends: tuple[float, float] | None) -> str:
+    return "-" if ends is None else f"{ends[0]:.4g} to {ends[1]:.4g}"

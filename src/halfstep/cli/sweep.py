@@ -1,0 +1,218 @@
+"""`halfstep sweep`: an experiment at every point of a grid; where it stands, and what it shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from halfstep.cli.terminal import show_json, show_table
+from halfstep.cli.training import (
+    Batch,
+    Context,
+    Data,
+    Json,
+    Margin,
+    Model,
+    Optimizer,
+    Out,
+    Rate,
+    Seeds,
+    Steps,
+    Task,
+    asked_fields,
+    fresh_folder,
+)
+from halfstep.errors import RunError
+from halfstep.printable import printable
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halfstep.lab.sweep.grid import Sweep
+    from halfstep.lab.sweep.run import Cells
+
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A sweep's folder.")]
+
+
+class _Group(TyperGroup):
+    """`halfstep sweep --grid ...` is `halfstep sweep run --grid ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = args and args[0].startswith("--") and args[0] not in ctx.help_option_names
+        return super().parse_args(ctx, ["run", *args] if own else args)
+
+
+sweep = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    help="Train recipes over a grid of learning rates, sizes or steps, with several seeds: does it hold?",
+)
+
+
+@sweep.command("run")
+def run(
+    ctx: typer.Context,
+    recipes: Annotated[str, typer.Option(help="Recipes, by commas, as in `halfstep compare`.")] = "fp32,bf16-mixed",
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An axis and its values: --grid lr=1e-3,3e-3 --grid model=gpt-nano,gpt-tiny --grid steps=100,200"
+        ),
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Points of the grid, drawn by chance. Left out: all.")
+    ] = None,
+    task: Task = None,
+    data: Data = None,
+    steps: Steps = None,
+    seeds: Seeds = None,
+    margin: Margin = None,
+    model: Model = None,
+    batch: Batch = None,
+    context: Context = None,
+    lr: Rate = None,
+    optimizer: Optimizer = None,
+    out: Out = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the sweep in --out; seeds and values may be more.")
+    ] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="With --resume: try runs again that failed.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once. Left out: one a thread of this machine.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of a run. Left out: 1.")] = None,
+    executor: Annotated[
+        str, typer.Option(help="Where runs are placed: local, ray[:ADDRESS], submitit[:PARTITION].")
+    ] = "local",
+    as_json: Json = False,
+) -> None:
+    """Train every recipe with every seed at every point of the grid; then say where each is best, and what diverged.
+
+    A run that fails is a result. A sweep that was killed goes on with --resume, bit for bit.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if resume and out is None:
+        raise RunError("--resume needs --out: the folder of the sweep to continue")
+    if retry and not resume:
+        raise RunError("--retry needs --resume: it tries runs of a sweep again that failed")
+    path = out or fresh_folder("sweep")
+    console.print("loading torch, the data and the recipes ...", style="dim")
+    from halfstep.lab.sweep.executors import get_executor
+    from halfstep.lab.sweep.run import open_sweep, run_sweep
+
+    wanted = _resumed(ctx, path) if resume else _new(ctx)
+    at_once = jobs or max(1, len(os.sched_getaffinity(0)) // wanted.threads)
+    place = get_executor(executor, at_once)
+    cells = open_sweep(wanted, path, resume)
+    command = shlex.join(["halfstep", "sweep", "run", "--out", str(path), "--resume", "--executor", executor])
+    try:
+        run_sweep(cells, place, _Watch(cells, place.at_once, console), retry)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}. Mend that, then go on: {command}") from error
+    except KeyboardInterrupt:
+        console.print(f"\nstopped; nothing is lost. To continue:\n  {command}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    report(path, as_json)
+
+
+@sweep.command("status")
+def status(folder: _Folder, as_json: Json = False) -> None:
+    """Show how many runs of a sweep have ended, and how; which failed, and the time left."""
+    from halfstep.lab.sweep.folder import FAILED, SweepFolder, counts, seconds_left
+
+    found = SweepFolder(folder)
+    cells = found.sweep().cells()
+    states = {cell: found.state(cell) for cell in cells}
+    running, count = found.is_worked_on(), counts(list(states.values()))
+    failed = {" ".join(map(str, cell)): state.reason for cell, state in states.items() if state.status == FAILED}
+    left = seconds_left(list(states.values()), 1)
+    if as_json:
+        show_json({"cells": len(cells), **count, "running": running, "process_seconds_left": left, "failures": failed})
+        return
+    show_table(["cells", *count], [[str(len(cells)), *map(str, count.values())]], right=["cells", *count])
+    if left:
+        print(f"\n{left / 60:.0f} min of one process left; {'running' if running else 'not running'}")
+    for cell, reason in failed.items():
+        print(printable(f"failed: {cell}: {reason}"))
+
+
+@sweep.command("report")
+def report(folder: _Folder, as_json: Json = False) -> None:
+    """Judge what a sweep has trained so far; write summary.json and rates.png into its folder."""
+    from halfstep.lab.sweep.report import write_report
+
+    summary = write_report(folder)
+    if as_json:
+        show_json(summary)
+        return
+    from halfstep.cli.sweep_text import show
+
+    show(summary)
+    print(f"\nsummary: {folder / 'summary.json'}")
+
+
+def _new(ctx: typer.Context) -> Sweep:
+    from halfstep.lab.experiment import Experiment
+    from halfstep.lab.sweep.grid import Sweep, read_grid
+    from halfstep.lab.tasks import experiment_for
+
+    grid = read_grid(ctx.params["grid"] or ())
+    given = asked_fields(ctx)
+    for name in grid.keys() & given.keys():
+        raise RunError(f"--{name.replace('_', '-')} and --grid {name} both given; give one of them")
+    seeds = given.setdefault("seeds", Experiment.seeds)
+    first = {name: values[0] for name, values in grid.items()}
+    experiment = experiment_for(**{"task": Experiment.task, **given, **first, "baseline_seeds": seeds})
+    return Sweep(experiment, grid, ctx.params["sample"], ctx.params["threads"] or 1)
+
+
+def _resumed(ctx: typer.Context, path: Path) -> Sweep:
+    """The sweep in the folder, with what this command line asks for: a difference is refused when it opens."""
+    from halfstep.lab.sweep.folder import SweepFolder
+    from halfstep.lab.sweep.grid import read_grid
+
+    recorded = SweepFolder(path).sweep()
+    given = asked_fields(ctx)
+    if "seeds" in given:
+        given["baseline_seeds"] = given["seeds"]
+    options = {name: ctx.params[name] for name in ("sample", "threads") if ctx.params[name] is not None}
+    grid = read_grid(ctx.params["grid"] or ()) or recorded.grid
+    return dataclasses.replace(
+        recorded, experiment=dataclasses.replace(recorded.experiment, **given), grid=grid, **options
+    )
+
+
+class _Watch:
+    """Says of each cell that ends how it ended, how many are left, and for how long."""
+
+    def __init__(self, cells: Cells, at_once: int, console: Console) -> None:
+        self._folder, self._at_once, self._console = cells.folder, at_once, console
+        self._states = {cell: self._folder.state(cell) for cell in cells.sweep.cells()}
+
+    def __call__(self, said: Any) -> None:
+        from halfstep.lab.sweep.folder import FAILED, seconds_left
+
+        if not isinstance(said, tuple):  # a step
+            return
+        state = self._states[said] = self._folder.state(said)
+        states = list(self._states.values())
+        ended, left = sum(other.ended for other in states), seconds_left(states, self._at_once)
+        time = "" if left is None else f"; {left // 60:.0f} min {left % 60:02.0f} s left"
+        why = f" ({state.reason})" if state.status == FAILED else ""
+        point, recipe, seed = said
+        ended_as = f"{point}, {recipe}, seed {seed}: {state.status} at step {state.step}{why}"
+        self._console.print(
+            printable(f"{ended_as}. {ended} of {len(states)}{time}"),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )

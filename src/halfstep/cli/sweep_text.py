@@ -1,0 +1,104 @@
+"""A sweep's summary as tables."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from halfstep.cli.terminal import line_width, show_table
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Print a table a setting, the best rates, and the comparisons of shares."""
+    print(", ".join(f"{count} {word}" for word, count in summary["cells"].items() if count))
+    for name, setting in summary["settings"].items():
+        print(f"\n{name}")
+        _curves(setting["recipes"])
+        if setting["best"]:
+            print()
+            _best(setting["best"])
+    for what, tests in summary["tests"].items():
+        if tests["pairs"]:
+            print(f"\n{what}, over all points")
+            _pairs(tests)
+    print()
+    print(textwrap.fill(summary["rule"], line_width(120)))
+
+
+def _curves(recipes: dict[str, Any]) -> None:
+    columns = ["recipe", "lr", "runs", "loss", "95% interval", "diverged", "spiked", "ms/step", "bytes/param"]
+    rows = [
+        [
+            recipe,
+            f"{at['lr']:g}",
+            str(at["runs"]),
+            _number(at["mean"], "{:.4f}"),
+            _interval(at["interval"], "{:.4f}"),
+            _share(at["diverged"]),
+            _share(at["spiked"]),
+            _number(at["ms_per_step"], "{:.3g}"),
+            _number(at["bytes_per_parameter"], "{:g}"),
+        ]
+        for recipe, curve in recipes.items()
+        for at in curve
+    ]
+    show_table(columns, rows, right=columns[1:])
+
+
+def _best(best: dict[str, Any]) -> None:
+    columns = [
+        "recipe",
+        "best lr",
+        "loss there",
+        "95% interval",
+        "to the baseline's best",
+        "its interval",
+        "another rate",
+    ]
+    rows = [
+        [
+            recipe,
+            f"{found['lr']:g}",
+            f"{found['loss']:.4f}",
+            _interval(found["interval"], "{:.4f}"),
+            _number(found["gap"], "{:+.2%}"),
+            _interval(found["gap_interval"], "{:+.2%}"),
+            _number(found["other_rate"], "{:.0%}"),
+        ]
+        for recipe, found in best.items()
+    ]
+    show_table(columns, rows, right=columns[1:])
+
+
+def _pairs(tests: dict[str, Any]) -> None:
+    rows = []
+    for pair in tests["pairs"]:
+        mine, base = tests["shares"][pair["recipe"]], tests["shares"][pair["baseline"]]
+        more = pair["runs_to_tell"]
+        would = f": about {more} runs a side would" if pair["verdict"] == "cannot tell" and more else ""
+        shares = f"{_share(mine)} against {_share(base)}"
+        rows.append(
+            [
+                f"{pair['recipe']} beside {pair['baseline']}",
+                shares,
+                f"{pair['p']:.3g}",
+                f"{pair['power']:.0%}",
+                pair["verdict"] + would,
+            ]
+        )
+    show_table(["recipes", "runs", "p", "power for 10 points", "verdict"], rows, right=["p", "power for 10 points"])
+
+
+def _share(share: dict[str, Any]) -> str:
+    if not share["runs"]:
+        return "-"
+    ends = share["interval"]
+    return f"{share['hits']}/{share['runs']} ({ends['low']:.0%} to {ends['high']:.0%})"
+
+
+def _interval(interval: dict[str, float] | None, form: str) -> str:
+    return "-" if interval is None else f"{form.format(interval['low'])} to {form.format(interval['high'])}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,70 @@
+"""Loss spikes: steps whose loss leaves what the steps before it lead to expect. No torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+WINDOW, THRESHOLD, LEAST = 50, 6.0, 20
+_NORMAL = 1.4826  # the standard deviation of a normal distribution in median absolute deviations
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Consecutive steps above the threshold."""
+
+    start: int
+    """The place of the first in the series, from 0."""
+    length: int
+    height: float
+    """The largest value over the trailing median, in robust standard deviations; infinite where the loss is not
+    finite."""
+
+
+def spikes(losses: Sequence[float | None], window: int = WINDOW, threshold: float = THRESHOLD) -> list[Spike]:
+    """The spikes of a series of training losses, one a step.
+
+    A step is above the threshold where (loss - median) / (1.4826 MAD) > `threshold`, with the median and the median
+    absolute deviation of the last `window` steps that were not. Spikes therefore do not raise the threshold for their
+    successors, and a loss that stays up is one long spike. The first 20 steps are none; None and what is not finite
+    always is one after them. A window without a spread (constant losses) takes the smallest float above 0 for it.
+
+    >>> level = [1.0, 1.01, 0.99] * 20
+    >>> spikes([*level, 2.0, 2.1, *level])
+    [Spike(start=60, length=2, height=74.19...)]
+    """
+    trail: list[float] = []  # in the order of the steps
+    ranked: list[float] = []
+    found: list[Spike] = []
+    for place, loss in enumerate(losses):
+        value = math.inf if loss is None or math.isnan(loss) else loss
+        height = _height(value, ranked) if len(trail) >= min(LEAST, window) else 0.0
+        if height > threshold:
+            last = found[-1] if found else None
+            if last is not None and last.start + last.length == place:
+                found[-1] = Spike(last.start, last.length + 1, max(last.height, height))
+            else:
+                found.append(Spike(place, 1, height))
+            continue
+        if math.isinf(value):
+            continue
+        trail.append(value)
+        insort(ranked, value)
+        if len(trail) > window:
+            del ranked[bisect_left(ranked, trail.pop(0))]
+    return found
+
+
+def _height(value: float, ranked: Sequence[float]) -> float:
+    """How far a value lies above the median of sorted values, in robust standard deviations."""
+    middle = _median(ranked)
+    spread = _NORMAL * _median(sorted(abs(other - middle) for other in ranked))
+    return (value - middle) / max(spread, math.ulp(0.0)) if value > middle else 0.0
+
+
+def _median(ranked: Sequence[float]) -> float:
+    half = len(ranked) // 2
+    return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2

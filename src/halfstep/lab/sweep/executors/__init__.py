@@ -1,0 +1,27 @@
+"""Where a sweep's cells are trained: this machine's processes, a Ray cluster, or Slurm; one file each."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from halfstep.errors import RunError, unknown
+from halfstep.lab.sweep.run import Executor
+
+
+def get_executor(text: str, jobs: int) -> Executor:
+    """The executor that `NAME` or `NAME:WHERE` means: `local`, `ray`, `ray:10.0.0.1:6379`, `submitit:PARTITION`.
+
+    Args:
+        jobs: how many cells at once.
+
+    Raises:
+        RunError: there is no such executor, or it cannot be reached.
+        ModuleNotFoundError: its library is not installed.
+    """
+    name, _, where = text.partition(":")
+    known = [module.name for module in iter_modules(__path__)]
+    if name not in known:
+        raise RunError(unknown("executor", name, known))
+    found: Executor = import_module(f"{__name__}.{name}").executor(where, jobs)
+    return found

@@ -1,0 +1,39 @@
+"""Processes of this machine; with one job, this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from halfstep.errors import RunError
+from halfstep.lab.side_by_side import train_side_by_side
+from halfstep.lab.sweep.grid import Cell
+from halfstep.lab.sweep.run import Beat, Cells
+
+
+@dataclass(frozen=True)
+class Local:
+    """Trains `at_once` cells at a time, each in a process that takes the next one when it is done."""
+
+    at_once: int
+
+    def run(
+        self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
+    ) -> None:
+        """As `Executor.run` says."""
+        if self.at_once > 1:
+            train_side_by_side(train, cells, self.at_once, watch, lost)
+            return
+        for cell in cells:
+            train(*cell, watch)
+
+
+def executor(where: str, jobs: int) -> Local:
+    """So many jobs.
+
+    Raises:
+        RunError: an address is given.
+    """
+    if where:
+        raise RunError(f"--executor local:{where}; expected local, which has no address, or ray:ADDRESS")
+    return Local(jobs)

@@ -1,0 +1,143 @@
+"""A sweep's report: summary.json, and a picture of the loss against the learning rate. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+
+from halfstep.lab.folder import write_json
+from halfstep.lab.interval import LEVEL, paired
+from halfstep.lab.report.style import SETTINGS, png
+from halfstep.lab.sweep.best import best_rates
+from halfstep.lab.sweep.counts import compared, share
+from halfstep.lab.sweep.folder import DIVERGED, FAILED, SweepFolder, counts
+from halfstep.lab.sweep.grid import Sweep
+from halfstep.lab.sweep.outcome import Outcome, outcome, rule
+from halfstep.lab.sweep.picture import picture
+
+
+BASELINES = ("fp32", "bf16-mixed")
+"""What other recipes are compared with, where it takes part."""
+
+
+def write_report(path: Path) -> dict[str, Any]:
+    """Judge what the sweep in `path` has trained; write summary.json and rates.png into it, return the summary.
+
+    Raises:
+        RunError: there is no sweep, or a file was edited.
+    """
+    folder = SweepFolder(path)
+    found = folder.sweep()
+    summary = summarize(found, outcomes(folder, found))
+    write_json(path / "summary.json", summary)
+    with rc_context(SETTINGS):
+        (path / "rates.png").write_bytes(png(picture(summary)))
+    return summary
+
+
+def outcomes(folder: SweepFolder, sweep: Sweep) -> list[Outcome]:
+    """What every cell showed, in the sweep's order."""
+    return [outcome(cell, folder.state(cell), folder.rows(cell)) for cell in sweep.cells()]
+
+
+def summarize(sweep: Sweep, found: Sequence[Outcome]) -> dict[str, Any]:
+    """The summary as JSON holds it: cells, curves by setting and recipe, best rates, tests of the shares."""
+    settings: dict[str, dict[str, float]] = {}  # by what is not the learning rate, the points by their learning rate
+    for name, experiment in sweep.points().items():
+        rest = {axis: getattr(experiment, axis) for axis in sweep.grid if axis != "lr"}
+        key = ", ".join(f"{axis} {value}" for axis, value in rest.items()) or "all"
+        settings.setdefault(key, {})[name] = experiment.lr
+    recipes = sweep.experiment.recipes
+    return {
+        "sweep": sweep.as_data(),
+        "rule": rule(),
+        "cells": counts_of(found),
+        "failures": {f"{o.point} {o.recipe} {o.seed}": o.reason for o in found if o.status == FAILED},
+        "settings": {name: _setting(points, recipes, found) for name, points in settings.items()},
+        "tests": {what: _tests(what, recipes, found) for what in ("diverged", "spiked")},
+    }
+
+
+def counts_of(found: Sequence[Outcome]) -> dict[str, int]:
+    """How many cells ended how."""
+    return {"all": len(found), **counts(found)}
+
+
+def _setting(points: dict[str, float], recipes: Sequence[str], found: Sequence[Outcome]) -> dict[str, Any]:
+    rates = sorted(set(points.values()))
+    at = {rate: [name for name, lr in points.items() if lr == rate] for rate in rates}
+    cells = {(r, rate): [o for o in found if o.recipe == r and o.point in at[rate]] for r in recipes for rate in rates}
+    curves = {recipe: [_at_rate(rate, cells[recipe, rate]) for rate in rates] for recipe in recipes}
+    return {"recipes": curves, "best": _best(cells, recipes, rates)}
+
+
+def _best(
+    cells: dict[tuple[str, float], list[Outcome]], recipes: Sequence[str], rates: Sequence[float]
+) -> dict[str, Any]:
+    """Each recipe's best rate over the seeds that all of them ended with, at every rate."""
+    ended = [{o.seed for o in outcomes if o.ended} for outcomes in cells.values()]
+    seeds = sorted(set.intersection(*ended))
+    if not seeds:
+        return {}
+    table = {
+        recipe: [[next(_loss(o) for o in cells[recipe, rate] if o.seed == seed) for seed in seeds] for rate in rates]
+        for recipe in recipes
+    }
+    baseline = next((name for name in BASELINES if name in recipes), None)
+    return {recipe: asdict(best) for recipe, best in best_rates(table, rates, baseline).items()}
+
+
+def _loss(outcome: Outcome) -> float:
+    return math.inf if outcome.loss is None else outcome.loss
+
+
+def _at_rate(rate: float, cells: Sequence[Outcome]) -> dict[str, Any]:
+    """One recipe at one rate: the losses over its seeds, and how many diverged and spiked."""
+    ended = [cell for cell in cells if cell.ended]
+    losses = {cell.seed: cell.loss for cell in ended if cell.loss is not None}
+    values = list(losses.values())
+    times = [cell.ms_per_step for cell in ended if cell.ms_per_step is not None]
+    sizes = [cell.bytes_per_parameter for cell in ended if cell.bytes_per_parameter is not None]
+    return {
+        "lr": rate,
+        "losses": losses,
+        "mean": statistics.fmean(values) if values else None,
+        "interval": asdict(paired(values)) if len(values) > 1 else None,
+        "runs": len(ended),
+        "failed": sum(cell.status == FAILED for cell in cells),
+        "diverged": share(sum(cell.status == DIVERGED for cell in ended), len(ended)),
+        "spiked": share(sum(bool(cell.spikes) for cell in ended), len(ended)),
+        "spikes": sum(len(cell.spikes) for cell in ended),
+        "ms_per_step": statistics.median(times) if times else None,
+        "bytes_per_parameter": sizes[0] if sizes else None,
+    }
+
+
+def _tests(what: str, recipes: Sequence[str], found: Sequence[Outcome]) -> dict[str, Any]:
+    """Each recipe's share beside each baseline's, over all points."""
+    hits = {}
+    for recipe in recipes:
+        ended = [o for o in found if o.recipe == recipe and o.ended]
+        hits[recipe] = sum(o.status == DIVERGED if what == "diverged" else bool(o.spikes) for o in ended), len(ended)
+    pairs = [
+        (recipe, base)
+        for base in BASELINES
+        if base in recipes
+        for recipe in recipes
+        if recipe not in BASELINES[: BASELINES.index(base) + 1]
+    ]
+    return {
+        "shares": {recipe: share(*counted) for recipe, counted in hits.items()},
+        "level": LEVEL,
+        "pairs": [
+            {"recipe": recipe, "baseline": base, **compared(*hits[recipe], *hits[base])}
+            for recipe, base in pairs
+            if hits[recipe][1] and hits[base][1]
+        ],
+    }

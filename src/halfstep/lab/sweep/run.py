@@ -1,0 +1,163 @@
+"""Train what is left of a sweep: check everything first, then hand the cells to an executor."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from halfstep.errors import HalfstepError, RunError
+from halfstep.lab.compare import Comparison, open_experiment
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.sweep.folder import FAILED, SweepFolder
+from halfstep.lab.sweep.grid import Cell, Sweep
+from halfstep.lab.task import Task
+from halfstep.lab.train import Progress
+
+
+Beat = Progress | Cell
+"""What comes back from a cell while it trains: a step, and in the end the cell itself."""
+
+
+class Executor(Protocol):
+    """Places cells on processes or machines that see the sweep's folder."""
+
+    @property
+    def at_once(self) -> int:
+        """How many cells it trains at once."""
+
+    def run(
+        self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
+    ) -> None:
+        """Call `train(*cell, watch)` for each cell, once, somewhere; `watch` need not be told of steps.
+
+        A cell whose process ends by itself is tried again, and in the end given to `lost` with the reason.
+        """
+
+
+class Cells:
+    """Trains one cell after another in its process. It is sent to other processes, and opens what it needs there."""
+
+    def __init__(self, path: Path, sweep: Sweep) -> None:
+        """A sweep in the folder `path`, its recipes as they were asked for, which may be files or modules."""
+        self.folder = SweepFolder(path.resolve())
+        self.sweep = sweep
+        self.asked = sweep.experiment.recipes
+        self._open: dict[str, Comparison] = {}
+        self._tasks: dict[tuple[Any, ...], Task] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}, "_tasks": {}}
+
+    def __call__(self, point: str, recipe: str, seed: int, watch: Callable[[Any], None]) -> None:
+        """Train a cell to its end. What its model or recipe raises is written down as the cell's result."""
+        cell = point, recipe, seed
+        torch.set_num_threads(self.sweep.threads)
+        run, started = self.folder.run(cell), time.monotonic()
+        run.mkdir(parents=True, exist_ok=True)
+        with (run / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # a process that its sweep left behind ends at its next step
+            if not self.folder.state(cell).ended:
+                status, reason = self._trained(cell, watch)
+                self.folder.ended(cell, status, time.monotonic() - started, reason)
+        watch(cell)
+
+    def _trained(self, cell: Cell, watch: Callable[[Any], None]) -> tuple[str, str | None]:
+        try:
+            self.comparison(cell[0]).train(cell[1], cell[2], watch)
+        except OSError:  # of the disk, or of the pipe to a sweep that has ended: no result of the cell's
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return FAILED, f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        return self.folder.state(cell).status, None
+
+    def comparison(self, point: str) -> Comparison:
+        """The experiment of a point, opened, and made where it is not there yet.
+
+        Raises:
+            HalfstepError: as `open_experiment`.
+        """
+        if point not in self._open:
+            experiment = replace(self.sweep.points()[point], recipes=self.asked)
+            key = _data(experiment)
+            path = self.folder.path / point
+            made = (path / "experiment.json").is_file()
+            found = open_experiment(experiment, path, resume=made, task=self._tasks.get(key))
+            self._tasks[key] = found.task
+            self._open[point] = found
+        return self._open[point]
+
+
+def _data(experiment: Experiment) -> tuple[Any, ...]:
+    """What a task is opened with."""
+    return experiment.task, experiment.data, experiment.context, experiment.batch, experiment.steps, experiment.model
+
+
+def open_sweep(sweep: Sweep, path: Path, resume: bool) -> Cells:
+    """Check the sweep at every point, and make its folders; or, with `resume`, take up the one that is there.
+
+    Raises:
+        RunError: the folder holds another sweep, or something else.
+        HalfstepError: a recipe, model, data or value of an axis that cannot be trained, with the point. Nothing is
+            left of a folder that was made for it.
+    """
+    folder, made = SweepFolder(path), not resume
+    if folder.file.exists() and made:
+        raise RunError(f"{path} holds a sweep already; go on with --resume, or give another --out")
+    recorded = folder.sweep() if resume else None
+    if recorded is None:
+        folder.write(sweep)
+    cells = Cells(path, sweep)
+    try:
+        names = cells.comparison(next(iter(sweep.points()))).experiment.recipes
+        named = replace(sweep, experiment=replace(sweep.experiment, recipes=names))
+        if recorded is not None:
+            named.check_extends(recorded)
+        for point in sweep.points():
+            _checked(cells, point)
+    except HalfstepError:
+        for point in sweep.points() if made else ():
+            shutil.rmtree(path / point, ignore_errors=True)
+        folder.file.unlink() if made else None
+        raise
+    cells.sweep = named
+    folder.write(named)
+    return cells
+
+
+def _checked(cells: Cells, point: str) -> None:
+    try:
+        cells.comparison(point)
+    except HalfstepError as error:
+        raise type(error)(f"at {point}: {error}") from error
+
+
+def run_sweep(cells: Cells, executor: Executor, watch: Callable[[Beat], None], retry: bool = False) -> None:
+    """Train every cell that has not ended. What fails, or loses its process again and again, is a result.
+
+    Args:
+        retry: whether cells that failed before are tried again.
+
+    Raises:
+        RunError: another sweep works on the folder; the executor is lost.
+        OSError: the folder cannot be written.
+    """
+    folder = cells.folder
+    with folder.locked():
+        if retry:
+            folder.forget_failures(cells.sweep)
+        left = [cell for cell in cells.sweep.cells() if not folder.state(cell).ended]
+
+        def lost(cell: Cell, reason: str) -> None:
+            folder.ended(cell, FAILED, None, reason)
+            watch(cell)
+
+        executor.run(cells, left, watch, lost)

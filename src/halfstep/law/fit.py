@@ -1,0 +1,200 @@
+"""Fit the law's constants to runs, with bootstrap intervals; say which runs are missing where they are too few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.errors import LawError
+from halfstep.law.precision import Law, PostTraining, Width
+
+
+Numbers = NDArray[np.float64]
+RESAMPLES = 200
+_LEAST = 3
+"""Values of each axis that a fit needs."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: its parameters, tokens, bits of the weights while it trained (None: whole), and final loss."""
+
+    parameters: float
+    tokens: float
+    bits: float | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A trained model rounded: its parameters and tokens, the bits, and the loss that rounding added."""
+
+    parameters: float
+    tokens: float
+    bits: float
+    damage: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Constants by name, each with the ends of its 95% interval, and how well they fit."""
+
+    constants: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    r2: float
+    cells: int
+    residual: float
+    """The root mean square of loss - law for losses, of its logarithm's for damage."""
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **self.constants,
+            "intervals": {name: list(ends) for name, ends in self.intervals.items()},
+            "r2": self.r2,
+            "cells": self.cells,
+            "residual": self.residual,
+        }
+
+    def law(self, damage: Fitted | None = None) -> Law:
+        """The law with these constants, as fitted on losses; with the term of `damage`."""
+        c, d = self.constants, damage and damage.constants
+        widths = {"weights": Width(c["gamma"], c["offset"])} if "gamma" in c else {}
+        post = d and PostTraining(d["scale"], d["tokens"], d["parameters"], d["gamma"])
+        return Law(c["a_scale"], c["a"], c["b_scale"], c["b"], c["floor"], widths, post or None, f"{self.cells} runs")
+
+
+def fit_loss(cells: Sequence[Cell], resamples: int = RESAMPLES) -> Fitted:
+    """A, a, B, b, E, and gamma and offset of the weights' bits where runs differ in them, by least squares.
+
+    The intervals are of the runs drawn again with replacement.
+
+    Raises:
+        LawError: fewer than 3 sizes, amounts of tokens, or (where any run has bits) widths; it says what is there.
+    """
+    rounded = any(cell.bits is not None for cell in cells)
+    _enough(cells, ("parameters", "tokens", *(["bits"] if rounded else [])))
+    n, d, bits, loss = (
+        np.array([math.inf if v is None else v for v in column], dtype=np.float64)
+        for column in zip(*((c.parameters, c.tokens, c.bits, c.loss) for c in cells), strict=True)
+    )
+    centre_n, centre_d = math.exp(np.log(n).mean()), math.exp(np.log(d).mean())
+
+    def predicted(p: Numbers, n: Numbers, d: Numbers, bits: Numbers) -> Numbers:
+        share = -np.expm1(np.minimum(-bits * np.exp(p[5]) + p[6], -1e-6)) if rounded else 1.0
+        return (
+            np.exp(p[0]) * (n * share / centre_n) ** -np.exp(p[1])
+            + np.exp(p[2]) * (d / centre_d) ** -np.exp(p[3])
+            + p[4]
+        )
+
+    start = [math.log(0.3), math.log(0.4), math.log(0.3), math.log(0.4), float(loss.min()) - 0.3]
+    starts = [[*start, math.log(1 / gamma), 0.3] if rounded else start for gamma in (1.0, 2.5)]
+
+    def constants(p: Numbers) -> dict[str, float]:
+        a, b = math.exp(p[1]), math.exp(p[3])
+        found = {"a_scale": math.exp(p[0]) * centre_n**a, "a": a, "b_scale": math.exp(p[2]) * centre_d**b, "b": b}
+        return found | {"floor": float(p[4])} | ({"gamma": math.exp(-p[5]), "offset": float(p[6])} if rounded else {})
+
+    return _fitted(predicted, starts, (n, d, bits), loss, constants, resamples)
+
+
+def fit_damage(cells: Sequence[Damage], resamples: int = RESAMPLES) -> Fitted:
+    """C, gD, gN and gamma of the damage, by least squares of its logarithm; offset and C are one constant here.
+
+    Raises:
+        LawError: as `fit_loss`; or a damage that is not positive, which has no logarithm: rounding did no harm there.
+    """
+    _enough(cells, ("parameters", "tokens", "bits"))
+    if none := [cell for cell in cells if not cell.damage > 0]:
+        raise LawError(
+            f"{len(none)} of {len(cells)} damages are not positive, the first {none[0]}: no harm that can be told from "
+            "noise. Leave such widths out: --post-bits with fewer bits"
+        )
+    n, d, bits, damage = (
+        np.array(column, dtype=np.float64)
+        for column in zip(*((c.parameters, c.tokens, c.bits, c.damage) for c in cells), strict=True)
+    )
+    log_n, log_d = np.log(n), np.log(d)
+
+    def predicted(p: Numbers, log_n: Numbers, log_d: Numbers, bits: Numbers) -> Numbers:
+        return p[0] + p[1] * (log_d - centre[1]) - p[2] * (log_n - centre[0]) - p[3] * bits
+
+    centre = float(log_n.mean()), float(log_d.mean())
+
+    def constants(p: Numbers) -> dict[str, float]:
+        scale = math.exp(p[0] - p[1] * centre[1] + p[2] * centre[0])
+        return {"scale": scale, "tokens": float(p[1]), "parameters": float(p[2]), "gamma": 1 / float(p[3])}
+
+    return _fitted(predicted, [[0.0, 0.5, 0.3, 1.0]], (log_n, log_d, bits), np.log(damage), constants, resamples)
+
+
+def _enough(cells: Sequence[Any], axes: Sequence[str]) -> None:
+    values = {axis: sorted({v for c in cells if (v := getattr(c, axis)) is not None}) for axis in axes}
+    few = [axis for axis in axes if len(values[axis]) < _LEAST]
+    least = _LEAST + len(axes)
+    if few or len(cells) < least:
+        there = "; ".join(f"{axis}: {', '.join(f'{v:g}' for v in values[axis]) or 'none'}" for axis in axes)
+        lacking = ", ".join(f"{_LEAST - len(values[axis])} more of {axis}" for axis in few) or "more runs"
+        raise LawError(
+            f"{len(cells)} runs found, with {there}; a fit needs at least {_LEAST} values of each and {least} runs. "
+            f"Missing: {lacking}. Train them: halfstep sweep --resume with more values of --grid"
+        )
+
+
+def _fitted(
+    predicted: Callable[..., Numbers],
+    starts: Sequence[Sequence[float]],
+    inputs: tuple[Numbers, ...],
+    target: Numbers,
+    constants: Callable[[Numbers], dict[str, float]],
+    resamples: int,
+) -> Fitted:
+    def solved(picks: NDArray[np.int64], starts: Sequence[Sequence[float]]) -> Numbers:
+        taken, wanted = [values[picks] for values in inputs], target[picks]
+        tries = [least_squares(lambda p: predicted(p, *taken) - wanted, np.array(start)) for start in starts]
+        return min(tries, key=lambda p: float(np.square(predicted(p, *taken) - wanted).sum()))
+
+    count = len(target)
+    best = solved(np.arange(count), starts)
+    generator = np.random.default_rng(0)
+    drawn = [constants(solved(generator.integers(0, count, count), [best.tolist()])) for _ in range(resamples)]
+    found = constants(best)
+    ends = (
+        {name: tuple(np.quantile([c[name] for c in drawn], [0.025, 0.975]).tolist()) for name in found} if drawn else {}
+    )
+    rest = predicted(best, *inputs) - target
+    r2 = 1 - float(np.square(rest).sum() / np.square(target - target.mean()).sum())
+    return Fitted(found, ends, r2, count, float(np.sqrt(np.square(rest).mean())))
+
+
+def least_squares(residuals: Callable[[Numbers], Numbers], start: Numbers, steps: int = 300) -> Numbers:
+    """Where the sum of squared residuals is lowest, from `start` downhill: Levenberg and Marquardt's method.
+
+    Source: Marquardt 1963, An algorithm for least-squares estimation of nonlinear parameters.
+    """
+    p, damping = start.astype(np.float64), 1e-3
+    rest = residuals(p)
+    for _ in range(steps):
+        width = 1e-6 * np.maximum(1.0, np.abs(p))
+        jacobian = np.stack([(residuals(p + w * e) - rest) / w for w, e in zip(width, np.eye(len(p)), strict=True)], 1)
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ rest
+        moved = p - np.linalg.lstsq(normal + damping * np.diag(np.diag(normal) + 1e-12), slope, rcond=None)[0]
+        with np.errstate(all="ignore"):
+            tried = residuals(moved)
+        better = float(np.square(rest).sum() - np.square(tried).sum())
+        if better > 0:  # False for NaN
+            small = better < 1e-14 * float(np.square(rest).sum())
+            p, rest, damping = moved, tried, damping / 5
+            if small:
+                break
+        elif damping > 1e12:
+            break
+        else:
+            damping *= 4
+    return p
