@@ -28,6 +28,9 @@ PROBED = ["own.py:small", "--batches", "1", "--context", "8"]
 COMMANDS = [
     (["compare", "--recipes", "bf16-mixed", "--baseline-seeds", "1", *RUN, "--out", "compared"], "lab", 0),
     (["train", *RUN, "--out", "trained"], "lab", 0),
+    (["sweep", "--recipes", "fp32", *RUN, "--grid", "lr=1e-3,1e-2", "--jobs", "1", "--out", "swept"], "lab", 0),
+    (["sweep", "status", "swept"], "lab", 0),
+    (["law", "predict", "--parameters", "1e9", "--tokens", "2e10", "--bits", "8"], None, 0),
     (["doctor", "fp32"], None, 0),
     (["inspect", "a.safetensors"], None, 0),
     (["inspect", "a.safetensors", "--json"], None, 0),

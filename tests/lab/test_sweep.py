@@ -297,3 +297,14 @@ def test_executors_that_are_not_there_are_said():
         get_executor("dask", 1)
     with pytest.raises(RunError, match="local, which has no address"):
         get_executor("local:here", 1)
+
+
+@pytest.mark.slow
+def test_submitit_trains_the_same_numbers(place):
+    pytest.importorskip("submitit")
+    sweep = a_sweep({"lr": (1e-3,)}, seeds=2)
+    trained(place / "here", sweep)
+    run_sweep(open_sweep(sweep, place / "there", False), get_executor("submitit:local", 2), lambda said: None)
+    assert numbers(place / "there") == numbers(place / "here")
+    with pytest.raises(RunError, match=r"submitit:gpu: found no Slurm \(sbatch\) on this machine"):
+        get_executor("submitit:gpu", 1)

@@ -122,7 +122,7 @@ def round_(
     bits: Annotated[str, typer.Option(help="Widths, by commas.")] = "2,3,4",
     as_json: Json = False,
 ) -> None:
-    """Round the weights of every model that a sweep finished, and measure the loss again: what `fit` takes as damage."""
+    """Round the weights of every model that a sweep finished, and measure the damage, which `fit` takes."""
     from halfstep.lab.sweep.laws import as_rows, damages, measure_damage
 
     try:

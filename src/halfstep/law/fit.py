@@ -87,11 +87,12 @@ def fit_loss(cells: Sequence[Cell], resamples: int = RESAMPLES) -> Fitted:
 
     def predicted(p: Numbers, n: Numbers, d: Numbers, bits: Numbers) -> Numbers:
         share = -np.expm1(np.minimum(-bits * np.exp(p[5]) + p[6], -1e-6)) if rounded else 1.0
-        return (
+        total: Numbers = (
             np.exp(p[0]) * (n * share / centre_n) ** -np.exp(p[1])
             + np.exp(p[2]) * (d / centre_d) ** -np.exp(p[3])
             + p[4]
         )
+        return total
 
     start = [math.log(0.3), math.log(0.4), math.log(0.3), math.log(0.4), float(loss.min()) - 0.3]
     starts = [[*start, math.log(1 / gamma), 0.3] if rounded else start for gamma in (1.0, 2.5)]
@@ -123,7 +124,8 @@ def fit_damage(cells: Sequence[Damage], resamples: int = RESAMPLES) -> Fitted:
     log_n, log_d = np.log(n), np.log(d)
 
     def predicted(p: Numbers, log_n: Numbers, log_d: Numbers, bits: Numbers) -> Numbers:
-        return p[0] + p[1] * (log_d - centre[1]) - p[2] * (log_n - centre[0]) - p[3] * bits
+        total: Numbers = p[0] + p[1] * (log_d - centre[1]) - p[2] * (log_n - centre[0]) - p[3] * bits
+        return total
 
     centre = float(log_n.mean()), float(log_d.mean())
 
@@ -165,12 +167,15 @@ def _fitted(
     generator = np.random.default_rng(0)
     drawn = [constants(solved(generator.integers(0, count, count), [best.tolist()])) for _ in range(resamples)]
     found = constants(best)
-    ends = (
-        {name: tuple(np.quantile([c[name] for c in drawn], [0.025, 0.975]).tolist()) for name in found} if drawn else {}
-    )
+    ends = {name: _ends([constants[name] for constants in drawn]) for name in (found if drawn else ())}
     rest = predicted(best, *inputs) - target
     r2 = 1 - float(np.square(rest).sum() / np.square(target - target.mean()).sum())
     return Fitted(found, ends, r2, count, float(np.sqrt(np.square(rest).mean())))
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def least_squares(residuals: Callable[[Numbers], Numbers], start: Numbers, steps: int = 300) -> Numbers:

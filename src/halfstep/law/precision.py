@@ -10,7 +10,7 @@ main text leaves out: without them the constants give 3.7 bits as the best width
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from halfstep.errors import LawError, unknown
@@ -52,7 +52,7 @@ class PostTraining:
     def damage(self, parameters: float, tokens: float, bits: float) -> float:
         """The loss that rounding to so many bits adds, in nats a token."""
         decay = math.exp(-bits / self.gamma + self.offset)
-        return self.scale * tokens**self.tokens / parameters**self.parameters * decay
+        return self.scale * math.pow(tokens, self.tokens) / math.pow(parameters, self.parameters) * decay
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class Law:
         effective = parameters * self.share(bits or {})
         if not effective:
             return math.inf
-        trained = self.a_scale * effective**-self.a + self.b_scale * tokens**-self.b + self.floor
+        sized, fed = self.a_scale * math.pow(effective, -self.a), self.b_scale * math.pow(tokens, -self.b)
+        trained = sized + fed + self.floor
         return trained if post is None else trained + self.damage(parameters, tokens, post)
 
     def damage(self, parameters: float, tokens: float, bits: float) -> float:
@@ -118,8 +119,9 @@ class Law:
         post = self._post()
         _positive("parameters", parameters)
         _positive("bits after training", bits)
-        numerator = self.b * self.b_scale * parameters**post.parameters * math.exp(bits / post.gamma - post.offset)
-        return (numerator / (post.tokens * post.scale)) ** (1 / (post.tokens + self.b))
+        decay = math.exp(bits / post.gamma - post.offset)
+        numerator = self.b * self.b_scale * math.pow(parameters, post.parameters) * decay
+        return math.pow(numerator / (post.tokens * post.scale), 1 / (post.tokens + self.b))
 
     def best_bits(self) -> float:
         """The bits, the same for all parts, at which a compute budget reaches the lowest loss, N and D free.
@@ -146,8 +148,8 @@ class Law:
             if not share:
                 return math.inf, math.nan
             # The minimum over N of A' N^-a + B (product / N)^-b, in closed form.
-            ratio = self.a * self.a_scale * share**-self.a / (self.b * self.b_scale)
-            parameters = (ratio * product**self.b) ** (1 / (self.a + self.b))
+            ratio = self.a * self.a_scale * math.pow(share, -self.a) / (self.b * self.b_scale)
+            parameters = math.pow(ratio * math.pow(product, self.b), 1 / (self.a + self.b))
             return self.loss(parameters, product / parameters, dict.fromkeys(self.widths, bits)), parameters
 
         bits = _lowest(lambda width: sized(width)[0])
@@ -182,9 +184,8 @@ def _positive(what: str, value: float) -> None:
         raise LawError(f"{what} = {value:g}; expected a positive number")
 
 
-def _lowest(function: object, low: float = 0.5, high: float = 3 * _WIDEST) -> float:
+def _lowest(function: Callable[[float], float], low: float = 0.5, high: float = 3 * _WIDEST) -> float:
     """Where a function of the bits that has one valley is lowest: a scan, then golden sections."""
-    assert callable(function)
     grid = [low + (high - low) * i / 400 for i in range(401)]
     place = min(range(401), key=lambda i: function(grid[i]))
     left, right = grid[max(0, place - 1)], grid[min(400, place + 1)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from halfstep.lab.interval import LEVEL, Interval
 
@@ -52,7 +54,7 @@ def best_rates(
     found = {}
     for recipe, (place, loss, places, lowest) in drawn.items():
         shares = {rate: float((places == i).mean()) for i, rate in enumerate(rates)}
-        best = {"lr": rates[place], "loss": loss, "interval": _interval(lowest), "rates": shares}
+        best: dict[str, Any] = {"lr": rates[place], "loss": loss, "interval": _interval(lowest), "rates": shares}
         if baseline in drawn and recipe != baseline:
             _, other, their_places, their_lowest = drawn[baseline]
             best["gap"] = loss / other - 1
@@ -62,6 +64,6 @@ def best_rates(
     return found
 
 
-def _interval(values: np.ndarray) -> Interval:
+def _interval(values: NDArray[np.float64]) -> Interval:
     low, high = np.quantile(values[np.isfinite(values)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(low), float(high))

@@ -85,7 +85,9 @@ class Sweep:
             RunError: it is not that.
         """
         try:
-            experiment = {k: tuple(v) if isinstance(v, list) else v for k, v in data["experiment"].items()}
+            experiment: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in data["experiment"].items()
+            }
             grid = {name: tuple(values) for name, values in data["grid"].items()}
             return cls(Experiment(**experiment), grid, data["sample"], data["threads"])
         except (KeyError, AttributeError, TypeError) as error:

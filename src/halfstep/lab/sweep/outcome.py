@@ -25,9 +25,9 @@ def rule() -> str:
     """What diverged and spiked mean, in words."""
     return (
         "A run has diverged where a loss ends in infinities or NaN, or where it lost all that it had learned: the "
-        f"median training loss of {LOST} consecutive steps lies above the untrained model's validation loss. It has spiked "
-        "where a step's training loss lies more than 6 robust standard deviations above the median of the 50 steps "
-        "before (lab.spikes)."
+        f"median training loss of {LOST} consecutive steps lies above the untrained model's validation loss. It has "
+        "spiked where a step's training loss lies more than 6 robust standard deviations above the median of the 50 "
+        "steps before (lab.spikes)."
     )
 
 
