@@ -197,7 +197,7 @@ def test_points_of_a_grid():
     assert whole.points()["lr-2__steps-3"] == replace(whole.experiment, lr=2.0, steps=3)
     some = replace(whole, sample=2)
     assert some.points().items() < whole.points().items()
-    assert Sweep.from_data(json.loads(json.dumps(some.as_data()))) == some
+    assert Sweep.from_data(json.loads(json.dumps(some.to_dict()))) == some
     assert list(replace(whole, grid={}).points()) == ["all"]
 
 

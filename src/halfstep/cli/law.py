@@ -101,7 +101,7 @@ def fit(
     fits = {"loss": fit_loss(law_cells(folders), resamples)}
     if rounded := [damage for damage in damages(folders) if damage.damage > 0]:
         fits["damage"] = fit_damage(rounded, resamples)
-    data = {name: found.as_data() for name, found in fits.items()}
+    data = {name: found.to_dict() for name, found in fits.items()}
     fitted = fits["loss"].law(fits.get("damage"))
     data["law"] = asdict(fitted)
     if out is not None:

@@ -51,7 +51,7 @@ class Fitted:
     residual: float
     """The root mean square of loss - law for losses, of its logarithm's for damage."""
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             **self.constants,

@@ -77,7 +77,7 @@ class SweepFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.file.exists() and {entry.name for entry in self.path.iterdir()} - {"lock"}:
                 raise RunError(f"{self.path} is not empty and holds no sweep; give another --out")
-            write_json(self.file, sweep.as_data())
+            write_json(self.file, sweep.to_dict())
         except OSError as error:
             raise RunError(f"{self.path} cannot be written ({error.strerror}); give another --out") from error
 

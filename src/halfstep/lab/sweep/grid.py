@@ -68,10 +68,10 @@ class Sweep:
         runs = self.experiment.runs()
         return [(point, recipe, seed) for recipe, seed in runs for point in self.points()]
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "experiment": self.experiment.as_data(),
+            "experiment": self.experiment.to_dict(),
             "grid": {name: list(values) for name, values in self.grid.items()},
             "sample": self.sample,
             "threads": self.threads,
@@ -79,7 +79,7 @@ class Sweep:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Sweep:
-        """What `as_data` wrote.
+        """What `to_dict` wrote.
 
         Raises:
             RunError: it is not that.

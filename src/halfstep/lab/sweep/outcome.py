@@ -56,7 +56,7 @@ class Outcome:
         """Whether it counts among runs that finished or diverged."""
         return self.status in (FINISHED, DIVERGED)
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 

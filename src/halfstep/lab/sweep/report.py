@@ -55,7 +55,7 @@ def summarize(sweep: Sweep, found: Sequence[Outcome]) -> dict[str, Any]:
         settings.setdefault(key, {})[name] = experiment.lr
     recipes = sweep.experiment.recipes
     return {
-        "sweep": sweep.as_data(),
+        "sweep": sweep.to_dict(),
         "rule": rule(),
         "cells": counts_of(found),
         "failures": {f"{o.point} {o.recipe} {o.seed}": o.reason for o in found if o.status == FAILED},
