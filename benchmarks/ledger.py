@@ -21,18 +21,20 @@ from halfstep import formats
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.languages import SOURCE_WORDS, TARGET_WORDS
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.tasks import experiment_for
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
-from halfstep.recipe import Codes, Recipe, get_recipe
+from halfstep.recipe import Codes, LossScale, Recipe, get_recipe
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
 from halfstep.recipe.rule import Rule
 from halfstep.recipe.storage import get_storage
 from harness import keep
 from losses import summary, train
+from recurrent import LanguageModel, Translator
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,42 @@ def window() -> dict[str, Comparison]:
     }
 
 
+def coat() -> dict[str, Comparison]:
+    """COAT's states, activations and products in FP8, against bf16."""
+    return {"lm": named("lm", "bf16-mixed", "coat", steps=200)}
+
+
+def static() -> dict[str, Comparison]:
+    """FP8 without scales in GPTs under munit scaling and u-muP, each at the learning rate found best for its width."""
+    munit = named("lm", "fp32", "munit-fp8", model="munit-gpt-tiny", lr=0.5, seeds=6)
+    return {"munit": munit, "umup": named("lm", "fp32", "umup-fp8", model="unit-gpt-tiny", lr=2.0, seeds=5)}
+
+
+def _recurrent(task: str, sizes: dict[str, Callable[[], nn.Module]], **given: Any) -> dict[str, Comparison]:
+    """fp16 with a constant loss scale of 128 and without one, on recurrent models of several sizes."""
+    scaled = replace(get_recipe("fp16-static"), loss_scale=LossScale(128.0, dynamic=False))
+    recipes = {"fp32": get_recipe("fp32"), "S = 128": scaled, "unscaled": get_recipe("fp16-mixed-unscaled")}
+    experiment = experiment_for(task, recipes=("fp32",), **{**_LEAN, **given})
+    return {name: Comparison(experiment, recipes, build) for name, build in sizes.items()}
+
+
+def lstm() -> dict[str, Comparison]:
+    """A language model of two LSTM layers."""
+    sizes = {f"width {width}": partial(LanguageModel, VOCABULARY, 2, width) for width in (64, 128)}
+    return _recurrent("lm", sizes, batch=32, steps=200, lr=4e-3)
+
+
+def translator() -> dict[str, Comparison]:
+    """A translator of three LSTM layers with attention, between the lab's made-up languages."""
+    sizes = {f"width {width}": partial(Translator, SOURCE_WORDS, TARGET_WORDS, 3, width) for width in (48, 96)}
+    return _recurrent("translation", sizes, steps=300)
+
+
+def speech() -> dict[str, Comparison]:
+    """Speech recognition in mixed precision."""
+    return {"speech": named("speech", "fp32", "fp16-mixed", seeds=8)}
+
+
 GROUPS: dict[str, Callable[[], dict[str, Comparison]]] = {
     "betas": betas,
     "masters": masters,
@@ -135,6 +173,11 @@ GROUPS: dict[str, Callable[[], dict[str, Comparison]]] = {
     "pairs": pairs,
     "sums": sums,
     "window": window,
+    "coat": coat,
+    "static": static,
+    "lstm": lstm,
+    "translator": translator,
+    "speech": speech,
 }
 
 

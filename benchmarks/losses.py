@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.interval import paired
 from halfstep.lab.metrics import read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import get_task
@@ -58,7 +60,7 @@ def gaps(losses: Losses, recipe: str, baseline: str) -> list[float] | None:
 
 
 def summary(losses: Losses, baseline: str = "fp32") -> dict[str, dict[str, float | int | None]]:
-    """By recipe: the mean loss, the paired gap's mean and ends over the seeds, and how many runs diverged."""
+    """By recipe: the mean loss, the paired gap's mean, ends and 95% interval over seeds, and how many runs diverged."""
     found: dict[str, dict[str, float | int | None]] = {}
     for recipe, values in losses.items():
         pairs = gaps(losses, recipe, baseline)
@@ -70,4 +72,6 @@ def summary(losses: Losses, baseline: str = "fp32") -> dict[str, dict[str, float
             "most": max(pairs) if pairs else None,
             "diverged": len(values) - len(finished),
         }
+        if pairs and len(pairs) > 1:
+            found[recipe] |= asdict(paired(pairs))
     return found

@@ -26,6 +26,7 @@ from halfstep import formats
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.interval import paired
 from halfstep.lab.models.bert import BERT
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.tasks import experiment_for
@@ -235,7 +236,7 @@ def table(found: Iterable[Run]) -> str:
 
 def summary(found: Iterable[Run]) -> dict[str, dict[str, float]]:
     """Every recipe at its best learning rate, and with three seeds its mean loss relative to fp32's and to unit-fp32's,
-    each at its own best."""
+    each at its own best, with 95% intervals over pairs of a seed."""
     rows: dict[str, dict[str, float]] = {}
     for (case, optimizer), recipes in grouped(found).items():
         at = {recipe: each for recipe, runs in recipes.items() if (each := best(runs)) is not None}
@@ -244,6 +245,9 @@ def summary(found: Iterable[Run]) -> dict[str, dict[str, float]]:
             for base in ("fp32", "unit-fp32"):
                 if base in at and len(each.losses.keys() & at[base].losses.keys()) >= ENOUGH:
                     row[f"to {base}"] = each.mean / at[base].mean - 1
+                    shared = each.losses.keys() & at[base].losses.keys()
+                    between = paired([(each.losses[s] - at[base].losses[s]) / at[base].mean for s in sorted(shared)])
+                    row |= {f"to {base}, low": between.low, f"to {base}, high": between.high}
     return rows
 
 

@@ -25,8 +25,10 @@ def load(monkeypatch):
 
 def test_gaps_are_paired_by_seed_and_a_divergence_has_none(load):
     found = load("losses").summary({"fp32": [2.0, 4.0], "a": [2.2, 4.0], "b": [1.0, None], "c": [None, None]})
-    assert found["fp32"] == {"loss": 3.0, "gap": 0.0, "least": 0.0, "most": 0.0, "diverged": 0}
-    assert found["a"] == pytest.approx({"loss": 3.1, "gap": 0.05, "least": 0.0, "most": 0.1, "diverged": 0})
+    none = {"least": 0.0, "most": 0.0, "low": 0.0, "high": 0.0}
+    assert found["fp32"] == {"loss": 3.0, "gap": 0.0, "diverged": 0} | none
+    ends = {"least": 0.0, "most": 0.1, "low": 0.05 - 12.7062 * 0.05, "high": 0.05 + 12.7062 * 0.05}  # t of one degree
+    assert found["a"] == pytest.approx({"loss": 3.1, "gap": 0.05, "diverged": 0} | ends, rel=1e-4)
     assert found["b"] == {"loss": 1.0, "gap": None, "least": None, "most": None, "diverged": 1}
     assert found["c"] == {"loss": None, "gap": None, "least": None, "most": None, "diverged": 2}
 

@@ -1,16 +1,21 @@
-"""Checks of what a forum's wiki on the precision of models says: how far apart the ranges of bf16 and fp16 are."""
+"""Checks of what a forum's wiki on the precision of models says: how far apart the ranges of bf16 and fp16 are, what is
+known of models trained on TPUs, and of models trained in fp32 that run in fp16."""
 
 from __future__ import annotations
 
+import copy
+import pydoc_data.topics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import halfstep
-from halfstep import formats
+from halfstep import formats, kb
 from halfstep.bits.statistics import Statistics
 from halfstep.claims.checks.base import Numbers, check
 from halfstep.formats import Float
@@ -70,3 +75,65 @@ def ranges() -> Numbers:
         ]
         found |= _shares(prefix, parts)
     return found
+
+
+@check("wiki-tpu")
+def tpus() -> Numbers:
+    """Of the models whose entry names TPUs, and does not conclude its precision from them, how many trained in bf16."""
+    entries = kb.load(None).entries
+    found = [e for e in entries if "TPU" in (e.hardware or "") and e.evidence_kind != "inferred_hardware"]
+    certain = [e for e in found if e.tier == "definitive"]
+    return {
+        "models": len(found),
+        "bf16": sum(e.compute == "bf16" for e in found),
+        "certain": len(certain),
+        "certain_bf16": sum(e.compute == "bf16" for e in certain),
+    }
+
+
+@check("wiki-fp32-in-fp16")
+def cast() -> Numbers:
+    """Of entries trained in fp32 and in bf16, how many have a failure reported in fp16; and what casting a byte model
+    trained in fp32 does to its held-out loss."""
+    base, found = kb.load(None), {}
+    for precision in ("fp32", "bf16"):
+        ids = {entry.id for entry in base.entries if entry.compute == precision}
+        failures = [report for report in base.failures if report.kind == "failure" and "fp16" in report.uses]
+        found |= {precision: len(ids), f"{precision}_failed": len(ids & {id for f in failures for id in f.entries})}
+    model, text = _reader(), _windows(slice(-64 * 65, None), torch.arange(64, dtype=torch.int64, device="cpu") * 65)
+    with torch.no_grad():
+        losses = {dtype: float(_loss(copy.deepcopy(model).to(dtype), text)) for dtype in (torch.float32, *_CASTS)}
+    changes = {name: losses[dtype] / losses[torch.float32] - 1 for dtype, name in _CASTS.items()}
+    return found | {"loss": losses[torch.float32], **changes}
+
+
+_CASTS = {torch.float16: "in_fp16", torch.bfloat16: "in_bf16"}
+
+
+def _windows(part: slice, starts: Tensor) -> Tensor:
+    """Windows of 65 bytes of a part of the documentation that comes with Python."""
+    raw = bytearray(Path(pydoc_data.topics.__file__).read_bytes()[part])
+    return torch.frombuffer(raw, dtype=torch.uint8)[
+        starts[:, None] + torch.arange(65, dtype=torch.int64, device="cpu")
+    ].long()
+
+
+def _reader() -> nn.Module:
+    """A transformer of two layers that has learned to predict the next byte, in fp32."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True, norm_first=True)
+    body = nn.TransformerEncoder(layer, 2, nn.LayerNorm(64), enable_nested_tensor=False)
+    model = nn.ModuleDict({"bytes": nn.Embedding(256, 64), "body": body, "head": nn.Linear(64, 256)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        starts = torch.randint(200_000, (16,), dtype=torch.int64, device="cpu")
+        _loss(model, _windows(slice(0, 200_065), starts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def _loss(model: Any, rows: Tensor) -> Tensor:
+    mask = torch.full((64, 64), float("-inf"), dtype=model["head"].weight.dtype, device="cpu").triu(1)
+    hidden = model["body"](model["bytes"](rows[:, :-1]), mask=mask)
+    return F.cross_entropy(model["head"](hidden).float().flatten(0, 1), rows[:, 1:].flatten())
