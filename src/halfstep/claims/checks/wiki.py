@@ -1,5 +1,4 @@
-"""Checks of what a forum's wiki on the precision of models says: how far apart the ranges of bf16 and fp16 are, what is
-known of models trained on TPUs, and of models trained in fp32 that run in fp16."""
+"""Checks of a forum's wiki on models' precision: ranges of bf16 and fp16, TPUs, models of fp32 in fp16."""
 
 from __future__ import annotations
 
