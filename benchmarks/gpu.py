@@ -18,10 +18,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from on_gpu.journal import Journal
+from on_gpu.journal import PROCESS, Journal
 from on_gpu.table import summary
 
 
@@ -69,34 +69,52 @@ def main() -> None:
     finish(journal, asked.out, asked.dry, sections)
 
 
-def measure(sections: Sequence[str], options: Sequence[str], journal: Journal, ends: float) -> None:
+def measure(
+    sections: Sequence[str],
+    options: Sequence[str],
+    journal: Journal,
+    ends: float,
+    now: Callable[[], float] = time.monotonic,
+) -> None:
     """Run each section in its share of the time that is left.
 
     A process that ended in the middle of a row, its GPU's context lost or itself killed, is followed by another, which
-    goes on with the row after that one: as long as each has begun one.
+    goes on with the row after that one: as long as each has begun one. How the last one failed is a row of its own.
     """
     for number, section in enumerate(sections):
         rest = sum(WEIGHTS[name] for name in sections[number:])
-        until = time.monotonic() + max(ends - time.monotonic() - GRACE, 0) * WEIGHTS[section] / rest
-        print(f"== {section}, {until - time.monotonic():.0f} s", flush=True)
+        until = now() + max(ends - now() - GRACE, 0) * WEIGHTS[section] / rest
+        print(f"== {section}, {until - now():.0f} s", flush=True)
         before = -1
-        while before < (begun := len(journal.rows())) and time.monotonic() < until:
-            before, code = begun, _run(section, options, until)
+        while before < (begun := len(journal.rows().keys() - {(section, PROCESS)})) and now() < until:
+            before, (code, said) = (
+                begun,
+                _run(section, options, until - now(), journal.path.with_name(f"{section}.err")),
+            )
             if not code:
+                if (section, PROCESS) in journal.rows():  # of an earlier run
+                    journal.end(section, PROCESS, {"result": "it ended by itself"})
                 break
-            print(f"{section}: its process ended with exit code {code}", flush=True)
+            failed = f"its process ended with exit code {code}" + (f": {said}" if said else "")
+            print(f"{section}: {failed}", flush=True)
+            if now() < until:
+                journal.end(section, PROCESS, {"failed": failed})
 
 
-def _run(section: str, options: Sequence[str], until: float) -> int:
-    """A section's process, ended with all that it started where it goes on for longer than it may."""
-    words = [sys.executable, "-m", "on_gpu", section, "--seconds", str(until - time.monotonic()), *options]
-    child = subprocess.Popen(words, env=environment(), start_new_session=True)
-    try:
-        return child.wait(until + GRACE - time.monotonic())
-    except subprocess.TimeoutExpired:
-        return -signal.SIGKILL
-    finally:
-        ended(child)
+def _run(section: str, options: Sequence[str], seconds: float, told: Path) -> tuple[int, str]:
+    """A section's process, ended with all that it started where it goes on for longer than it may: its exit code, and
+    the last line of what it wrote to stderr, all of which goes to the file `told`."""
+    words = [sys.executable, "-m", "on_gpu", section, "--seconds", str(seconds), *options]
+    told.parent.mkdir(parents=True, exist_ok=True)
+    with told.open("w", encoding="utf-8") as file:
+        child = subprocess.Popen(words, env=environment(), start_new_session=True, stderr=file)
+        try:
+            code = child.wait(seconds + GRACE)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
+        finally:
+            ended(child)
+    return code, (told.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""])[-1]
 
 
 def ended(child: subprocess.Popen[str]) -> None:
@@ -151,7 +169,8 @@ def _libraries() -> str:
     ]
     told = subprocess.run([sys.executable, "-c", "; ".join(words)], capture_output=True, text=True)
     last = told.stderr.strip().splitlines()[-1:] if told.returncode else []
-    hint = " -> halfstep needs numba: carry a numpy that it takes (docs/gpu.md)" if last else ""
+    hint = " -> only machine, probes and products start without it: carry a numpy that it takes (docs/gpu.md)"
+    hint = hint if last else ""
     return told.stdout.strip() + " ".join(last) + hint
 
 

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
+SECTIONS = {
+    "cast": "casts", "codes": "casts", "amax": "casts", "tensor scale": "casts", "two layouts": "casts",
+    "norm": "casts", "adamw": "optimizers", "host": "optimizers", "product": "products", "linear": "products",
+    "step": "training",
+}  # fmt: skip
+"""The section of each kind of row."""
 ELEMENTS, PARAMETERS, SQUARE, LAYER, STEP = "2^30", "2^30", "8192^3", "16384 x 8192 x 8192", "1B, 16384 tokens"
 """Shapes are a part of a bar: a figure at another shape is printed and not judged."""
 
@@ -126,15 +132,19 @@ def expectations() -> str:
     return "\n".join(lines)
 
 
-def judge(rows: Mapping[str, Mapping[str, Any]], device: str) -> Iterator[Verdict]:
+def judge(
+    rows: Mapping[str, Mapping[str, Any]], device: str, ended: Mapping[str, str] | None = None
+) -> Iterator[Verdict]:
     """A verdict for every bar, of rows by name: those that were not measured too.
 
     Args:
         rows: what each row found: `measures` by name, its `shape`; `failed`, or `left_out` by the peer's name.
         device: the name of the GPU.
+        ended: of sections whose process failed, what it said.
     """
     for bar in BARS:
-        row = rows.get(bar.row, {"failed": "time was up before it"})
+        section = SECTIONS[bar.row.partition(":")[0]]
+        row = rows.get(bar.row, {"failed": (ended or {}).get(section, "time was up before it")})
         value = row.get("measures", {}).get(bar.measure)
         number = bar.on(device)
         if value is None:

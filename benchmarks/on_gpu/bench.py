@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,10 @@ class Bench:
     def left(self) -> float:
         """Seconds left."""
         return self.ends - self.now()
+
+    def within(self, share: float) -> Bench:
+        """The same for what may take that share of the seconds left."""
+        return replace(self, ends=self.ends - (1 - share) * max(self.left, 0.0))
 
     @property
     def on_gpu(self) -> bool:

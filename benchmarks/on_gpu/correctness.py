@@ -40,12 +40,16 @@ _SEED = 0x9E3779B97F4A7C15
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """What every figure after it stands on."""
-    yield Row("kernels", lambda: kernels(bench))
+    """What every figure after it stands on; none takes the time of those after it."""
+    yield Row("kernels", lambda: kernels(bench.within(0.4)))
     yield Row("units", lambda: _units(bench))
     for name, rounding in (*FIRST, *(OTHERS if bench.exhaustive else ())):
-        yield Row(f"all patterns: {name}, {rounding}", lambda n=name, r=rounding: exhaustive(bench, n, r))  # type: ignore[misc]
-    yield Row("tests on a GPU", lambda: _tests(bench))
+        share = 0.9 if bench.exhaustive else 0.25
+        yield Row(
+            f"all patterns: {name}, {rounding}",
+            lambda n=name, r=rounding, s=share: exhaustive(bench.within(s), n, r),  # type: ignore[misc]
+        )
+    yield Row("tests on a GPU", lambda: _tests(bench.within(0.7)))
     yield Row("compute-sanitizer", lambda: _sanitized(bench))
 
 
@@ -93,11 +97,14 @@ def _units(bench: Bench) -> dict[str, Any]:
 
 
 def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
-    """float32 patterns from 0 on, as values and as codes, by the kernel and by the reference on the same device.
+    """float32 patterns from 0 on, as values and as codes, by the kernel and by the reference on the same device; codes
+    by the GPU's own conversion too, where it has one, which is off until all of them agree.
 
     What is written to is poisoned first. Stops at the first chunk that differs, and where time is up.
     """
     format, sizes = formats.get(name), bench.sizes
+    instruction = cast.instruction(format, rounding, "saturate", bench.device)
+    converted = 0
     seed = _SEED if rounding == "stochastic" else None
     result, compared, different = "", 0, 0
     out = torch.empty(sizes.chunk, device=bench.device)
@@ -112,16 +119,18 @@ def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
         if format.has_nan:
             codes = quant.encode(x, format, rounding, "saturate", seed)
             wrong |= halfstep.encode(x, format, rounding, generator=seed) != codes
-            if bench.on_gpu:  # encode takes the GPU's own conversion where there is one; this is by integers
+            if instruction is not None:
                 stored = torch.full_like(codes, 7)
-                cast.run_codes(x, stored, format, rounding, "saturate", seed, instruction=None)
+                cast.run_codes(x, stored, format, rounding, "saturate", seed, instruction=instruction)
                 wrong |= stored != codes
+                converted += x.numel()
         compared += x.numel()
         if different := int(wrong.sum()):
             bits = int(x[wrong][0].view(torch.int32)) & 0xFFFFFFFF
             result = f"; {different} differ in one chunk, the first at 0x{bits:08x}"
             break
-    return {"result": f"{compared:,} of {sizes.patterns:,} patterns compared, {different} differ{result}"}
+    told = f"{compared:,} of {sizes.patterns:,} patterns compared, {different} differ{result}"
+    return {"result": told + (f"; {converted:,} by cvt ({instruction}) too" if instruction is not None else "")}
 
 
 def patterns(start: int, count: int, device: torch.device) -> Tensor:

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
+PROCESS = "its process"
+"""The row of a section whose process failed: how it ended, and what it said last."""
+
+
 @dataclass(frozen=True)
 class Journal:
     """A file of JSON lines: a row that was begun, then what it measured or why it did not."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from on_gpu.bars import Verdict, judge
+from on_gpu.journal import PROCESS
 
 
 _ORDER = ("missed", "not measured", "not judged", "met")
@@ -22,7 +23,8 @@ def summary(rows: Mapping[tuple[str, str], Mapping[str, Any]], dry: bool, sectio
     rows = compared(rows)
     machine = rows.get(("machine", "versions"), {})
     device = str(machine.get("gpu") or "no GPU")
-    verdicts = list(judge({name: row for (_, name), row in rows.items()}, device))
+    ended = {section: row["failed"] for (section, name), row in rows.items() if name == PROCESS and "failed" in row}
+    verdicts = list(judge({name: row for (_, name), row in rows.items()}, device, ended))
     return {
         "dry": dry,
         "machine": {key: value for key, value in machine.items() if key not in ("section", "row")},
@@ -74,7 +76,7 @@ def _lines(
     for (section, name), row in rows.items():
         if name not in barred and section not in ("correctness", "machine"):
             figures = ", ".join(f"{key} {_short(value)}" for key, value in row.get("measures", {}).items())
-            yield f"{name}: {row.get('failed') or row.get('result') or figures}"
+            yield f"{section if name == PROCESS else name}: {row.get('failed') or row.get('result') or figures}"
 
 
 def _line(verdict: Verdict, device: str, word: str) -> str:

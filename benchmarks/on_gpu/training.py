@@ -32,8 +32,8 @@ def rows(bench: Bench) -> Iterator[Row]:
     corpus = load_corpus(None, model.context)
     kept = twin.kept()
     for number, recipe in enumerate(RECIPES):
-        share = 0.6 / (len(RECIPES) - number + 1)
-        yield Row(f"train: {recipe}", lambda r=recipe, s=share: trained(bench, model, r, corpus, s * bench.left))  # type: ignore[misc]
+        share = 0.8 / (len(RECIPES) - number + 1)
+        yield Row(f"train: {recipe}", lambda r=recipe, s=share: trained(bench.within(s), model, r, corpus))  # type: ignore[misc]
         if number == 1:  # the bar's row, before what has none
             for each in RECIPES[:2]:
                 yield Row(f"step: {each}", lambda r=each: _large(bench, memory, r, corpus))  # type: ignore[misc]
@@ -41,12 +41,14 @@ def rows(bench: Bench) -> Iterator[Row]:
         yield Row(f"twin: {recipe}", lambda r=recipe: twin.beside(bench, r, kept))  # type: ignore[misc]
 
 
-def trained(bench: Bench, model: Model, recipe: str, corpus: Corpus, seconds: float) -> dict[str, Any]:
-    """Fifty steps, or as many as the seconds take; then the largest batch, doubled until one does not fit."""
-    found = steps(bench, model, recipe, corpus, STEPS if bench.on_gpu else 2, WARM if bench.on_gpu else 1, seconds)
+def trained(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, Any]:
+    """Fifty steps, or as many as three quarters of the time take; then the largest batch, doubled until one does not
+    fit."""
+    count, warm = (STEPS, WARM) if bench.on_gpu else (2, 1)
+    found = steps(bench, model, recipe, corpus, count, warm, 0.75 * bench.left)
     if bench.on_gpu:
         swept(bench)
-        found["measures"]["largest batch"] = largest(bench, model, recipe, corpus)
+        found["measures"] |= largest(bench, model, recipe, corpus)
     return found | {"shape": model.name}
 
 
@@ -80,22 +82,24 @@ def steps(
     return {"measures": measures | {"last loss": told[-1]}, "losses": told, "fp8 units": "yes" if available else why}
 
 
-def largest(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> int:
-    """The largest batch, of the model's times a power of two, of which two steps fit into memory; 0: not even that."""
-    batch = model.batch
+def largest(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, int]:
+    """The largest batch, of the model's times a power of two, of which two steps fit into memory; 0: not even that.
+    Where time was up before memory was out, it is at least that large."""
+    batch, fits = model.batch, 0
     while bench.left > 0:
         try:
             step = stepping(bench.device, replace(model, batch=batch), recipe, corpus)
             for _ in range(2):
                 step()
-            torch.cuda.synchronize()
-        except torch.cuda.OutOfMemoryError:
-            return batch // 2 if batch > model.batch else 0
+            if bench.on_gpu:
+                torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return {"largest batch": fits}
         finally:
             step = None  # type: ignore[assignment]
             swept(bench)
-        batch *= 2
-    return batch // 2
+        fits, batch = batch, 2 * batch
+    return {"largest batch, at least": fits}
 
 
 def _large(bench: Bench, memory: int, recipe: str, corpus: Corpus) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def _large(bench: Bench, memory: int, recipe: str, corpus: Corpus) -> dict[str, 
     while True:
         try:
             return steps(bench, model, recipe, corpus, count, warm, 30) | {"shape": model.name}
-        except torch.cuda.OutOfMemoryError:
+        except torch.OutOfMemoryError:
             if model.batch == 1:
                 raise
         swept(bench)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def ran(load, bench, path, sections):
     """What the sections wrote, by section and row."""
     journal = load("journal").Journal(path / "rows.jsonl")
     for section in sections:
-        assert load("bench").run(section, load("__main__").SECTIONS[section], bench, journal)
+        assert load("bench").run(section, load("__main__").rows_of(section), bench, journal)
     return journal.rows()
 
 
@@ -69,10 +70,9 @@ def test_sections_run_and_give_what_their_bars_ask_for(load, bench, tmp_path):
 
 
 def test_every_bar_is_of_a_row(load, bench):
-    made, here = load("__main__").SECTIONS, bench(exhaustive=True)
-    names = {row.name for section in made.values() for row in section(here)}
-    built = {bar.row for bar in load("bars").BARS}
-    assert built <= names
+    main, bars, here = load("__main__"), load("bars"), bench(exhaustive=True)
+    names = {row.name: section for section in main.SECTIONS for row in main.rows_of(section)(here)}
+    assert all(names[bar.row] == bars.SECTIONS[bar.row.partition(":")[0]] for bar in bars.BARS)
     assert "all patterns: float8_e4m3fn, nearest_even" in names
 
 
@@ -211,6 +211,43 @@ def test_a_row_that_raises_is_a_row_and_one_that_ended_its_process_is_known(load
     assert found["any", "works"]["measures"] == {"x": 1}
 
 
+def test_no_row_of_correctness_takes_the_time_of_those_after_it(load, bench, monkeypatch):
+    """Of 100 s, where each row takes all that it is given."""
+    module, given = load("correctness"), {}
+    now = [0.0]
+    here = load("bench").Bench(CPU, load("__main__").untimed, 100.0, load("bench").TINY, now=lambda: now[0])
+
+    def taken(name):
+        def takes(bench, *_):
+            given[name] = bench.left
+            now[0] = bench.ends
+            return {}
+
+        return takes
+
+    for name in ("kernels", "exhaustive", "_tests", "_sanitized"):
+        monkeypatch.setattr(module, name, taken(name))
+    for row in module.rows(here):
+        row.measure()
+    assert given["kernels"] == pytest.approx(40)
+    assert given["_tests"] > 20
+    assert given["_sanitized"] > 5
+
+
+@pytest.mark.parametrize(("fits", "expected"), [(4, {"largest batch": 16}), (99, {"largest batch, at least": 64})])
+def test_the_largest_batch_is_doubled_while_there_is_time(load, fits, expected, monkeypatch):
+    module, made = load("training"), []
+
+    def stepping(device, model, recipe, corpus):
+        made.append(model.batch)
+        if len(made) > fits:
+            raise torch.OutOfMemoryError
+        return lambda: None
+
+    monkeypatch.setattr(module, "stepping", stepping)
+    assert module.largest(ticking(load, 6), module.SMALL, "fp32", None) == expected
+
+
 def ticking(load, seconds):
     """A bench whose clock moves on by a second whenever it is read."""
     now = itertools.count().__next__
@@ -224,6 +261,38 @@ def test_time_ends_a_section_between_rows_and_inside_of_one(load, tmp_path):
     assert 2 <= len(journal.rows()) <= 5
     told = load("correctness").exhaustive(ticking(load, 2), "float8_e4m3fn", "nearest_even")["result"]
     assert told == "2,048 of 3,072 patterns compared, 0 differ; stopped: time was up"
+
+
+def test_all_patterns_go_through_the_gpus_own_conversion(load, bench, monkeypatch):
+    """Where there is one it is compared with the reference, and a wrong code is found."""
+    module, wrong = load("correctness"), []
+
+    def run_codes(x, out, format, rounding, overflow, seed, instruction):
+        assert instruction == "e5m2"
+        out.copy_(module.quant.encode(x, format, rounding, overflow, seed))
+        if wrong:
+            out[x.view(torch.int32) == 1025] += 1
+
+    monkeypatch.setattr(module.cast, "instruction", lambda format, rounding, *_: "e5m2")
+    monkeypatch.setattr(module.cast, "run_codes", run_codes)
+    found = module.exhaustive(bench(), "float8_e5m2", "nearest_even")["result"]
+    assert found == "3,072 of 3,072 patterns compared, 0 differ; 3,072 by cvt (e5m2) too"
+    wrong.append(True)
+    found = module.exhaustive(bench(), "float8_e5m2", "nearest_even")["result"]
+    assert "the first at 0x00000401" in found
+
+
+def test_the_bar_of_codes_times_the_gpus_own_conversion(load, monkeypatch):
+    module, asked = load("casts"), []
+    monkeypatch.setattr(module.cast, "instruction", lambda format, *_: "e4m3")
+    monkeypatch.setattr(module.cast, "run_codes", lambda *_, instruction: asked.append(instruction))
+    x = SimpleNamespace(is_cuda=True, device=CPU, shape=(2,))
+    for made in (module._by_conversion, module._by_integers):
+        made(x)()
+    assert asked == ["e4m3", None]
+    monkeypatch.setattr(module.cast, "instruction", lambda format, *_: None)
+    with pytest.raises(LookupError, match=r"from compute capability 8\.9 on"):
+        module._by_conversion(x)
 
 
 def test_one_wrong_pattern_among_all_is_found(load, bench, monkeypatch):
@@ -284,19 +353,54 @@ def test_models_have_the_sizes_of_their_names_and_sides_for_every_product(load):
 
 def test_time_left_over_goes_to_later_sections_and_a_lost_device_is_tried_again(load, monkeypatch, tmp_path):
     gpu, ran, journal = load("gpu"), [], load("journal").Journal(tmp_path / "rows.jsonl")
-    codes = iter([0, 1, 1, 1])
+    codes, now = iter([0, 1, 1, 1, 0]), [0.0]
 
-    def section(name, options, until):
-        ran.append((name, until - time.monotonic()))
+    def section(name, options, seconds, told):
+        ran.append((name, seconds))
+        now[0] += 1.0
         if len(ran) < 4:
             journal.begin(name, f"row {len(ran)}")  # the fourth dies before its first row: there is no fifth
-        return next(codes)
+        return next(codes), "what it said"
 
     monkeypatch.setattr(gpu, "_run", section)
-    gpu.measure(["machine", "casts"], [], journal, time.monotonic() + 100 + gpu.GRACE)
-    assert [name for name, _ in ran] == ["machine", "casts", "casts", "casts"]
-    assert ran[0][1] == pytest.approx(100 * 15 / 95, abs=1)
-    assert ran[1][1] == pytest.approx(100, abs=1)
+    gpu.measure(["machine", "casts", "training"], [], journal, 1000 + gpu.GRACE, lambda: now[0])
+    assert [name for name, _ in ran] == ["machine", "casts", "casts", "casts", "training"]
+    assert ran[0][1] == pytest.approx(1000 * 15 / 230)
+    assert ran[1][1] == pytest.approx(999 * 80 / 215)
+    assert ran[4][1] == pytest.approx(996)
+    found = journal.rows()
+    assert found["casts", "its process"]["failed"] == "its process ended with exit code 1: what it said"
+    text = load("table").summary(found, False, ["casts"])["text"]
+    assert "casts: its process ended with exit code 1: what it said" in text
+    bars = [line for line in text.splitlines() if line.startswith("not measured")]
+    assert sum("what it said" in line for line in bars) == sum(
+        load("bars").SECTIONS[bar.row.partition(":")[0]] == "casts" for bar in load("bars").BARS
+    )
+    monkeypatch.setattr(gpu, "_run", lambda *_: (0, ""))
+    gpu.measure(["casts"], [], journal, now[0] + 100, lambda: now[0])
+    assert "what it said" not in load("table").summary(journal.rows(), False, ["casts"])["text"]
+
+
+@pytest.mark.slow
+def test_a_section_that_cannot_start_leaves_the_others(tmp_path):
+    """On a machine without numba the sections that need none run; the others say what is lacking, and their bars do."""
+    stub = tmp_path / "numba.py"
+    stub.write_text("raise ModuleNotFoundError(\"No module named 'numba'\")")
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--dry", "--minutes", "20", "--out", tmp_path / "rows"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    asked = ["--sections", "machine,probes,casts,optimizers"]
+    told = subprocess.run([*command, *asked], env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    found = json.loads((tmp_path / "rows" / "gpu.json").read_text())
+    rows = {(row["section"], row["row"]) if "section" in row else None for row in found["rows"]}
+    assert rows
+    why = "its process ended with exit code 1: ModuleNotFoundError: No module named 'numba'"
+    assert {f"{section}: {why}" for section in ("casts", "optimizers")} <= set(told.stdout.splitlines())
+    assert "sums: bf16: " in told.stdout
+    reasons = {bar["row"].partition(":")[0]: bar["why"] for bar in found["bars"]}
+    assert reasons["cast"] == reasons["adamw"] == why
+    assert reasons["linear"] == "time was up before it"
+    assert "Traceback" in (tmp_path / "rows" / "casts.err").read_text()
 
 
 def test_a_process_is_ended_with_what_it_started(load):

@@ -166,7 +166,7 @@ def test_a_traced_layer_takes_batches_of_any_size():
 def test_fp8_units_take_the_multiplier_with_the_scale(monkeypatch):
     """What `scaled_mm` is asked for, where there are no units: their product written out."""
 
-    def product(a, b, scale_a, kind_a, scale_b, kind_b, bias, output_dtype):
+    def product(a, b, scale_a, kind_a, scale_b, kind_b, *swizzles, bias, output_dtype):
         y = (a.double() @ b.double()) * scale_a.double() * scale_b.double()
         return (y if bias is None else y + bias.double()).to(output_dtype)
 

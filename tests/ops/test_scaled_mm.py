@@ -55,6 +55,7 @@ def units(monkeypatch):
 
 
 E4, E5 = "float8_e4m3fn", "float8_e5m2"
+FLOAT8 = {E4: torch.float8_e4m3fn, E5: torch.float8_e5m2}
 QUANTIZERS = {
     "current": (scaled(E4), scaled(E4), scaled(E5)),
     "power of two": (scaled(E4, scaling="rceil"), scaled(E4, scaling="rceil"), scaled(E5, scaling="rceil")),
@@ -166,12 +167,12 @@ def test_two_e5m2_operands_are_carried(units):
     ((0, 0), scaled(E4), "no FP8 units"),
     ((8, 0), scaled(E4), "compute capability 8.0: FP8 units came with 8.9"),
     ((8, 9), scaled(E4), None),
-    ((8, 9), scaled(E4, ROW), "a scale a row needs compute capability 9.0"),
+    ((8, 0), scaled(E4, ROW), "compute capability 8.0: FP8 units came with 8.9"),
     ((9, 0), scaled(E4, ROW), None),
     ((9, 0), scaled("e4m3fnuz"), "FP8 units take float8_e4m3fn and float8_e5m2"),
-    ((9, 0), get_quantizer("mxfp8_e4m3"), "tiles of 1x32 need compute capability 10.x alone; 9.0 found"),
+    ((9, 0), get_quantizer("mxfp8_e4m3"), "tiles of 1x32 need compute capability 10.x or 12.x alone; 9.0 found"),
     ((10, 0), get_quantizer("mxfp8_e4m3"), None),
-    ((12, 0), get_quantizer("mxfp8_e4m3"), "10.x alone; 12.0 found"),
+    ((12, 0), get_quantizer("nvfp4"), "10.x alone; 12.0 found"),
     ((9, 0), get_quantizer("nvfp4"), "tiles of 1x16 need compute capability 10.x alone; 9.0 found"),
     ((10, 3), get_quantizer("nvfp4"), None),
     ((10, 0), get_quantizer("mxfp4"), "FP4 units take tiles of 1x16 with two levels of scales"),
@@ -187,6 +188,39 @@ def test_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatc
     monkeypatch.setattr(scaled_mm, "_capability", lambda device: capability)
     found = scaled_mm.refusal(quantizer, CPU)
     assert found is None if reason is None else reason in found
+
+
+@wants_scaled_mm
+def test_a_generation_may_want_a_newer_torch_or_cuda(monkeypatch):
+    rows, tiles, blocks = scaled(E4, ROW), get_quantizer("mxfp8_e4m3"), get_quantizer("fp8_1x128")
+    for capability, quantizer, old, new, reason in (
+        ((8, 9), rows, {"_torch": (2, 11)}, {"_torch": (2, 12)}, "a scale a row needs torch 2.12 or newer on compute"),
+        ((12, 0), rows, {"_torch": (2, 10)}, {"_torch": (2, 13)}, "capability 12.0; 2.10 found"),
+        ((9, 0), rows, {}, {"_torch": (2, 10)}, None),
+        ((12, 1), tiles, {"_toolkit": (12, 9)}, {"_toolkit": (13, 0)}, "need a torch built with CUDA 13.0 or newer on"),
+        ((10, 0), tiles, {}, {"_toolkit": (12, 8)}, None),
+        ((9, 0), blocks, {"_toolkit": (12, 8)}, {"_toolkit": (12, 9)}, "on compute capability 9.0; 12.8 found"),
+    ):
+        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        for versions, expected in ((old, reason), (new, None)):
+            for name, version in versions.items():
+                monkeypatch.setattr(scaled_mm, name, lambda found=version: found)
+            found = scaled_mm.refusal(quantizer, CPU)
+            assert found is None if expected is None or not versions else expected in found, (capability, found)
+
+
+@wants_scaled_mm
+def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
+    """What torch calls on every GPU but 9.x takes E5M2 on the left alone."""
+    left, right = scaled(E5, ROW), scaled(E4, ROW)
+    operands = [selftest_units.Fp8(draw(16, 16).to(dtype), torch.ones(16, 1)) for dtype in (FLOAT8[E4], FLOAT8[E5])]
+    for capability, takes in (((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)):
+        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        assert scaled_mm.product_refusal(left, right, CPU) is None
+        refusal = scaled_mm.product_refusal(right, left, CPU)
+        assert refusal is None if takes else "E5M2 on the right with a scale a row" in refusal
+        assert scaled_mm.supports(*operands, torch.bfloat16) is takes
+        assert scaled_mm.supports(*operands[::-1], torch.bfloat16)
 
 
 def test_a_torch_without_such_products_is_the_reason(monkeypatch):
@@ -214,7 +248,12 @@ def test_doctor_tests_the_units_where_there_are_any(units, monkeypatch):
     found = selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU))
     assert found.passed
     assert found.compared > 0
-    assert units
+    assert len(units) == 4
+    with monkeypatch.context() as older:  # a GPU of 8.9 under a torch that launches products of rows on a wrong stream
+        older.setattr(scaled_mm, "_capability", lambda device: (8, 9))
+        older.setattr(scaled_mm, "_torch", lambda: (2, 11))
+        assert selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU)).passed
+    assert len(units) == 6
     stock = scaled_mm.run
     monkeypatch.setattr(scaled_mm, "run", lambda *arguments: 2 * stock(*arguments))
     assert not selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU)).passed

@@ -4,16 +4,19 @@ There is no GPU here. `emulated` takes what `torch.nn.functional.scaled_mm` is g
 strides that PyTorch's ScaledBlas.cpp asks for, and multiplies it in float64.
 """
 
+import re
+
 import mmaemu
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import halfstep
 from families import for_each
 from halfstep import formats, get_quantizer, ops
-from halfstep.kernels import probes, scale_layouts, scaled_mm, selftest, selftest_units, unit_kinds
+from halfstep.kernels import probes, scale_layouts, scaled_mm, selftest, selftest_units, unit_kinds, units_mm
 from halfstep.ops import linear_passes
 from halfstep.ops.linear_passes import Rounded
 from halfstep.ops.sides import goes_both_ways, units_of
@@ -123,7 +126,11 @@ def units(monkeypatch):
         y = lhs @ rhs.t()
         return (y if bias is None else y + bias.double()).to(output_dtype)
 
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: calls["capability"])
+    def capability(device):
+        return calls["capability"]
+
+    capability._dynamo_marked_constant = True  # as its own
+    monkeypatch.setattr(scaled_mm, "_capability", capability)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", emulated)
     return calls
 
@@ -217,11 +224,13 @@ def test_pairs_that_units_do_not_take(monkeypatch):
     assert scaled_mm.product_refusal(row, whole, CPU) is None
     assert scaled_mm.product_refusal(whole, row, CPU) is None
     monkeypatch.setattr(scaled_mm, "_toolkit", lambda: (12, 8))
-    assert "built with CUDA 12.9 or newer; 12.8 found" in scaled_mm.product_refusal(row, whole, CPU)
+    assert "built with CUDA 12.9 or newer on compute capability 9.0; 12.8 found" in scaled_mm.product_refusal(
+        row, whole, CPU
+    )
 
 
 def test_recipes_of_tiles_are_native_where_their_units_are(monkeypatch):
-    for capability, native in (((9, 0), {"fp8-block"}), ((10, 0), {"mxfp8", "nvfp4"})):
+    for capability, native in (((9, 0), {"fp8-block"}), ((10, 0), {"mxfp8", "nvfp4"}), ((12, 0), {"mxfp8"})):
         monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
         found = {name for name in ("fp8-block", "mxfp8", "nvfp4") if halfstep.is_native_available(name)}
         assert found == native
@@ -240,12 +249,22 @@ def test_scales_that_lie_right_are_not_copied():
 
 @for_each("name", list(selftest_units._TILES))
 def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
+    """It multiplies what the layers would hand to units, and nothing that they would not."""
     units["capability"] = (10, 0) if "x" not in name.replace("mx", "") else (9, 0)
+    stock, fits = scaled_mm.run_tiled, []
+
+    def watched(lhs, rhs, *rest):
+        fits.append(scaled_mm.supports_tiled(lhs, rhs, torch.bfloat16))
+        return stock(lhs, rhs, *rest)
+
+    monkeypatch.setattr(scaled_mm, "run_tiled", watched)
     assert selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
+    assert len(fits) >= 2
+    assert all(fits)
     with monkeypatch.context() as broken:
         for layout in ("swizzled", "outer", "padded"):
             right = getattr(scale_layouts, layout)
-            broken.setattr(scaled_mm, layout, lambda scales, right=right: right(scales.roll(1, 1)))
+            broken.setattr(units_mm, layout, lambda scales, right=right: right(scales.roll(1, 1)))
         assert not selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
 
 
@@ -369,29 +388,38 @@ def test_both_sides_of_a_rotated_product_are_those_that_are_made_apart(units, mo
         assert torch.equal(one, other)
 
 
-class Captured(Exception):
-    """A whole graph was."""
-
-
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
 @for_each("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
-def test_a_layer_on_units_is_one_graph(name, monkeypatch):
-    """Forward and backward are traced without a break; what runs the graph is not there."""
-
-    def capability(device):
-        return (10, 0) if name in ("mxfp8", "nvfp4") else (9, 0)
-
-    def backend(graph, inputs):
-        raise Captured
-
-    capability._dynamo_marked_constant = True  # as its own
-    monkeypatch.setattr(scaled_mm, "_capability", capability)
+def test_inductor_keeps_a_layers_products_on_units(name, units):
+    """Forward and backward go through Inductor without a break. Its code has one operator for each product and no other
+    product, and computes what the eager layer does; torch's own operator would be lowered to other products."""
+    units["capability"] = (10, 0) if name in ("mxfp8", "nvfp4") else (9, 0)
     spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
-    x, w = (draw(*size).bfloat16().requires_grad_() for size in ((256, 384), (128, 384)))
+    x, w, dy = (draw(*size, seed=i).bfloat16() for i, size in enumerate([(256, 384), (128, 384), (256, 128)]))
+    x, w = x.requires_grad_(), w.requires_grad_()
+
+    def layer(x, w):
+        return ops.linear(x, w, None, spec)
+
+    def passes(layer):
+        torch.manual_seed(0)
+        x.grad = w.grad = None
+        units["kinds"].clear()
+        y = layer(x, w)
+        y.backward(dy)
+        return y.detach(), x.grad, w.grad, tuple(units["kinds"])
+
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="Captured"):
-        torch.compile(lambda x, w: ops.linear(x, w, None, spec), backend=backend, fullgraph=True)(x, w)
+    *expected, products = passes(layer)
+    (*found, compiled), code = run_and_get_code(passes, torch.compile(layer, fullgraph=True))
+    assert sorted(compiled) == sorted(products)  # of the two gradients' either may come first
+    assert len(products) == 3
+    code = "\n".join(code)
+    assert code.count("torch.ops.halfstep.units_mm.default(") == 3
+    assert not re.search(r"extern_kernels\.\w*mm|_scaled_mm", code)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
 
 
 def hopper(a, b, fast=False):
@@ -431,8 +459,9 @@ def test_native_products_keep_within_the_bound_that_is_stated(monkeypatch):
     """A layer's three products with the sums of an H100, bit for bit: each instruction of 32 loses less than 33 2^-13
     of the largest magnitude that it adds up."""
 
-    def product(a, b, scale_a, kind_a, scale_b, kind_b, bias=None, output_dtype=torch.bfloat16):
+    def product(a, b, scale_a, kind_a, scale_b, kind_b, *swizzles, bias=None, output_dtype=torch.bfloat16):
         assert kind_a == kind_b == KINDS.TensorWise
+        assert set(swizzles) <= {None}
         return mmaemu.scaled_mm(a, b, scale_a.view(1), scale_b.view(1), out_dtype=output_dtype, splitk=1)
 
     whole = [Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in (E4, E4, E5)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.scale_layouts import outer, padded, swizzled
 from halfstep.kernels.unit_kinds import (
     BLOCKS,
     FP4,
@@ -17,7 +16,6 @@ from halfstep.kernels.unit_kinds import (
     NV,
     PAIRS,
     ROWS,
-    ROWS_OF_128,
     TENSORS,
     dtype_of,
     in_dtype,
@@ -25,10 +23,8 @@ from halfstep.kernels.unit_kinds import (
     kind_of,
     unfit,
 )  # fmt: skip
+from halfstep.kernels.units_mm import Side, units_mm
 from halfstep.quant import Quantized, Quantizer
-
-
-_CUDA = (12, 9)  # whose cuBLASLt was the first to take tiles of 128
 
 
 class Operand(Protocol):
@@ -72,12 +68,15 @@ def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
     if kind is None:
         tile = "no scale" if quantizer.scales is None else f"tiles of {quantizer.scales.tile} ({quantizer.scales.rule})"
         return f"{tile}: units take one scale a tensor or a row, tiles of 1x128 and 128x128, of 1x32, of 1x16"
-    found, needed = _capability(device), _text(kind.since)
-    if found < kind.since or (kind.only and found[0] != kind.since[0]):
-        needed, verb = (f"{kind.since[0]}.x alone", " need") if kind.only else (needed, " needs")
-        return f"{kind.words}{verb} compute capability {needed}; {_text(found)} found"
-    if kind in BLOCKS and _toolkit() < _CUDA:
-        return f"{kind.words} need a torch built with CUDA {_text(_CUDA)} or newer; {_text(_toolkit())} found"
+    found, verb = _capability(device), "need" if is_tiled(quantizer) else "needs"
+    if found < kind.since or (kind.majors and found[0] not in kind.majors):
+        needed = " or ".join(f"{major}.x" for major in kind.majors) + " alone" if kind.majors else _text(kind.since)
+        return f"{kind.words} {verb} compute capability {needed}; {_text(found)} found"
+    for major, what, version in kind.wants:
+        here = _torch() if what == "torch" else _toolkit()
+        if major == found[0] and here < version:
+            needed = ("" if what == "torch" else "a torch built with ") + f"{what} {_text(version)} or newer"
+            return f"{kind.words} {verb} {needed} on compute capability {_text(found)}; {_text(here)} found"
     return None
 
 
@@ -96,6 +95,8 @@ def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.
         return f"{one.words} times {other.words}: units take no such pair"
     if dtype_of(lhs.format) == dtype_of(rhs.format) == torch.float8_e5m2:
         return "E5M2 times E5M2: FP8 units take E4M3 on one side at least"
+    if ROWS in (one, other) and not _takes_on_the_right(dtype_of(rhs.format), device):
+        return f"E5M2 on the right with a scale a row: on compute capability {_text(_capability(device))} it is E4M3"
     return None
 
 
@@ -125,6 +126,11 @@ def takes(
     return dtype in _results(whole) and misfit(lhs, rhs, sizes) is None
 
 
+def _takes_on_the_right(dtype: torch.dtype | None, device: torch.device) -> bool:
+    """Whether a product with a scale a row takes that dtype on its right: all but 9.x take E4M3 alone (CUTLASS)."""
+    return dtype == torch.float8_e4m3fn or _capability(device)[0] == 9
+
+
 def _results(whole: bool) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float16) if whole else (torch.bfloat16,)
 
@@ -150,8 +156,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _toolkit() -> tuple[int, int]:
-    """The CUDA that torch is built with; the first that does where torch does not tell."""
-    major, minor = (int(part) for part in (torch.version.cuda or _text(_CUDA)).split(".")[:2])
+    """The CUDA that torch is built with; a newer one than any that is asked for where torch does not tell."""
+    major, minor = (int(part) for part in (torch.version.cuda or "99.0").split(".")[:2])
+    return major, minor
+
+
+def _torch() -> tuple[int, int]:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return major, minor
 
 
@@ -159,6 +170,7 @@ def _toolkit() -> tuple[int, int]:
 is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _toolkit._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> bool:
@@ -169,7 +181,8 @@ def supports(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> bool:
     one, other = (TENSORS if side.scale is not None and side.scale.dim() == 0 else ROWS for side in (lhs, rhs))
     whole = one is TENSORS and other is TENSORS
     (rows, shared), across = lhs.values.shape, rhs.values.shape[1]
-    return dtype in _results(whole) and unfit(one, other, rows, shared, across) is None
+    takes_both = whole or _takes_on_the_right(rhs.values.dtype, rhs.values.device)
+    return takes_both and dtype in _results(whole) and unfit(one, other, rows, shared, across) is None
 
 
 def run(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None) -> Tensor:
@@ -179,19 +192,13 @@ def run(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, mul
     Units want the rows of lhs and the columns of rhs one after another in memory; what does not lie so is copied.
     They sum with an accuracy of their own; torch is asked for the accurate accumulation, not for the fast one.
     """
-    scales = [_scale(side) for side in (lhs, rhs)]
+    scale, other = (_scale(side) for side in (lhs, rhs))
     if multiplier is not None:
-        scales[0] = scales[0] * multiplier
-    kind: Any = F.ScalingType.TensorWise
-    if any(scale.dim() for scale in scales):
-        kind = F.ScalingType.RowWise
-        sizes = (lhs.values.shape[0], 1), (1, rhs.values.shape[1])
-        scales = [scale.expand(size).contiguous() for scale, size in zip(scales, sizes, strict=True)]
-    columns = rhs.values.t().contiguous().t()
-    bias = None if bias is None else bias.to(dtype)
-    return F.scaled_mm(
-        lhs.values.contiguous(), columns, scales[0], kind, scales[1], kind, bias=bias, output_dtype=dtype
-    )
+        scale = scale * multiplier
+    kind = ROWS if scale.dim() or other.dim() else TENSORS
+    other = other.t() if other.dim() else other
+    sides = Side(lhs.values, kind, scale), Side(rhs.values.t(), kind, other)
+    return units_mm(*sides, None if bias is None else bias.to(dtype), dtype)
 
 
 def _scale(side: Operand) -> Tensor:
@@ -210,29 +217,23 @@ def run_tiled(
     """lhs (rows, shared) times the transpose of rhs (columns, shared), both in codes with tiles along the shared
     dimension, times multiplier, plus bias, rounded to dtype. Nothing is copied but scales that do not lie as units
     read them."""
-    sides = [_handed(side) for side in (lhs, rhs)]
-    (a, scale_a, kind_a, order_a), (b, scale_b, kind_b, order_b) = sides
+    one, other = (_handed(side) for side in (lhs, rhs))
     if multiplier is not None:
-        scale_a = [*scale_a[:-1], scale_a[-1] * multiplier]
-    bias = None if bias is None else bias.to(dtype)
-    return F.scaled_mm(
-        a, b.t(), scale_a, kind_a, scale_b, kind_b, order_a or None, order_b or None, bias=bias, output_dtype=dtype
-    )
+        one = (
+            one._replace(scale=one.scale * multiplier)
+            if one.whole is None
+            else one._replace(whole=one.whole * multiplier)
+        )
+    return units_mm(one, other, None if bias is None else bias.to(dtype), dtype)
 
 
-def _handed(side: Quantized) -> tuple[Tensor, list[Tensor], list[Any], list[Any]]:
-    """The codes of one side, its scales, what they are scales of, and how they lie."""
-    quantizer, kind, order = side.quantizer, kind_of(side.quantizer), F.SwizzleType
+def _handed(side: Quantized) -> Side:
+    quantizer, kind = side.quantizer, kind_of(side.quantizer)
     assert kind is not None
     assert quantizer.scales is not None
     codes = in_dtype(side.codes, quantizer.format)
-    recipe = [getattr(F.ScalingType, kind.recipe)]
     if kind in BLOCKS:
-        scales = quantizer.scales.rule.multiplier(side.tensors, quantizer.format).float()
-        return codes, [outer(scales) if kind is ROWS_OF_128 else padded(scales)], recipe, []
+        return Side(codes, kind, quantizer.scales.rule.multiplier(side.tensors, quantizer.format).float())
     scales, high = side.scale, quantizer.scales.tile.rows
     scales = scales if high == 1 else scales.repeat_interleave(high, 0).narrow(0, 0, side.matrix_shape[0])
-    if kind is MX:
-        return codes, [swizzled(scales).view(torch.float8_e8m0fnu)], recipe, [order.SWIZZLE_32_4_4]
-    levels = [swizzled(scales).view(torch.float8_e4m3fn), side.tensors["tensor_scale"]]
-    return codes, levels, [*recipe, F.ScalingType.TensorWise], [order.SWIZZLE_32_4_4, order.NO_SWIZZLE]
+    return Side(codes, kind, scales, side.tensors.get("tensor_scale"))

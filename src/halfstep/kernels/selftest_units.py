@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from halfstep import formats, quant
-from halfstep.formats import Float
+from halfstep.formats import Float, Format
 from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.selftest import Case, Outcome, outcome
 from halfstep.quant import Quantized, Quantizer, Scales, get_quantizer
 from halfstep.quant.pack import pack
 from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
+from halfstep.quant.tile import ROW, TENSOR, Tile
 
 
 _SIZES = ((1, 16, 16), (33, 64, 48))
-_TILED_SIZES = ((4, 128, 128), (36, 384, 256))
+_TILED_SIZES = ((4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
+"""Each way of scaling is tested at those that its units take."""
 _TILES = {
     "1x128 x 128x128": ("fp8_1x128", "fp8_128x128"),
     "1x128 x 1x128": ("fp8_1x128", "fp8_1x128"),
@@ -35,7 +36,7 @@ def outcomes() -> Iterator[Outcome]:
     """Every way of scaling that the units of the first GPU take."""
     gpu = torch.device("cuda")
     for name in ("float8_e4m3fn", "float8_e5m2"):
-        if scaled_mm.refusal(Quantizer(formats.get(name), scales=Scales(TENSOR, get_scaling("current"))), gpu) is None:
+        if scaled_mm.refusal(_current(formats.get(name), TENSOR), gpu) is None:
             yield outcome("fp8 units", name, lambda name: fp8_units(name, gpu))
     for name, (left, right) in _TILES.items():
         if scaled_mm.product_refusal(get_quantizer(left), get_quantizer(right), gpu) is None:
@@ -53,14 +54,18 @@ def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
         ).float()
         lhs, rhs = quant.round_to(draw[0, :rows], left), quant.round_to(draw[1, :across], right)
         exact = (lhs.double() @ rhs.double().t()).float()
-        for size, scale in (
-            (1, torch.tensor(0.375, dtype=torch.float32, device="cpu")),
-            (rows, 2.0 ** torch.arange(rows, dtype=torch.float32, device="cpu")[:, None]),
-        ):
+        scales = [torch.tensor(0.375, dtype=torch.float32, device="cpu")]
+        if scaled_mm.refusal(_current(left, ROW), device) is None:
+            scales.append(2.0 ** torch.arange(rows, dtype=torch.float32, device="cpu")[:, None])
+        for scale in scales:
             a = Fp8(lhs.to(device, unit_kinds.dtype_of(left)), scale.to(device))
             b = Fp8(rhs.to(device, unit_kinds.dtype_of(right)).t(), torch.ones((), device=device, dtype=torch.float32))
             found = scaled_mm.run(a, b, None, torch.bfloat16)
-            yield (exact * scale).bfloat16(), found.cpu(), _NONE, f"{rows}x{shared}x{across}, {size} scales"
+            yield (exact * scale).bfloat16(), found.cpu(), _NONE, f"{rows}x{shared}x{across}, {scale.numel()} scales"
+
+
+def _current(format: Format, tile: Tile) -> Quantizer:
+    return Quantizer(format, scales=Scales(tile, get_scaling("current")))
 
 
 class Fp8(NamedTuple):
@@ -73,8 +78,10 @@ class Fp8(NamedTuple):
 def tiled_units(name: str, device: torch.device) -> Iterator[Case]:
     """The product of small whole numbers, each tile times a power of two of its own: exact in any order."""
     generator = torch.Generator().manual_seed(1)
+    quantizers = [get_quantizer(format) for format in _TILES[name]]
     for rows, shared, across in _TILED_SIZES:
-        quantizers = [get_quantizer(format) for format in _TILES[name]]
+        if scaled_mm.misfit(quantizers[0], quantizers[1], (rows, shared, across)) is not None:
+            continue
         sides = [_powers(q, size, shared, generator) for q, size in zip(quantizers, (rows, across), strict=True)]
         exact = sides[0].dequantize(torch.float64) @ sides[1].dequantize(torch.float64).t()
         there = [replace(one, tensors={key: part.to(device) for key, part in one.tensors.items()}) for one in sides]

@@ -22,19 +22,30 @@ class Kind(NamedTuple):
     tiles: tuple[Tile, ...]
     since: tuple[int, int]
     """The compute capability that it came with."""
-    only: bool = False
-    """Whether units of another generation do without it."""
+    majors: tuple[int, ...] = ()
+    """The generations whose units take it; none named: all since then."""
     shared: int = 16
     """What the shared dimension is a multiple of."""
+    wants: tuple[tuple[int, str, tuple[int, int]], ...] = ()
+    """What a generation takes it from on: a version of torch, or of the CUDA that torch is built with."""
 
 
 _ALIGNED = 16  # the columns of a product, and its shared dimension at least, are multiples of it
 TENSORS = Kind("TensorWise", "one scale a tensor", (TENSOR,), (8, 9))
-ROWS = Kind("RowWise", "a scale a row", (ROW, ROW.transposed), (9, 0))
-ROWS_OF_128 = Kind("BlockWise1x128", "tiles of 1x128", (block(128), block(128).transposed), (9, 0), True, 128)
-SQUARES_OF_128 = Kind("BlockWise128x128", "tiles of 128x128", (square(128),), (9, 0), True, 128)
-MX = Kind("BlockWise1x32", "tiles of 1x32", (block(32), block(32).transposed, square(32)), (10, 0), True, 32)
-NV = Kind("BlockWise1x16", "tiles of 1x16", (block(16), block(16).transposed, square(16)), (10, 0), True, 32)
+# Below 2.12 torch launches the kernel of 8.9 on another stream than the current one (pytorch/pytorch#177651), and 2.10
+# has no kernel for 12.x (pytorch/pytorch#192707).
+ROWS = Kind(
+    "RowWise", "a scale a row", (ROW, ROW.transposed), (8, 9), wants=((8, "torch", (2, 12)), (12, "torch", (2, 12)))
+)
+_BLOCK = (9, 0), (9,), 128, ((9, "CUDA", (12, 9)),)  # whose cuBLASLt was the first to take them
+ROWS_OF_128 = Kind("BlockWise1x128", "tiles of 1x128", (block(128), block(128).transposed), *_BLOCK)
+SQUARES_OF_128 = Kind("BlockWise128x128", "tiles of 128x128", (square(128),), *_BLOCK)
+# On 12.x seen with CUDA 13 (pytorch/pytorch#198126), in the one layout that is ever asked for here: rows by rows.
+MX = Kind(
+    "BlockWise1x32", "tiles of 1x32", (block(32), block(32).transposed, square(32)), (10, 0), (10, 12), 32,
+    ((12, "CUDA", (13, 0)),),
+)  # fmt: skip
+NV = Kind("BlockWise1x16", "tiles of 1x16", (block(16), block(16).transposed, square(16)), (10, 0), (10,), 32)
 KINDS = (TENSORS, ROWS, ROWS_OF_128, SQUARES_OF_128, MX, NV)
 BLOCKS = (ROWS_OF_128, SQUARES_OF_128)
 PAIRS = {(kind, kind) for kind in KINDS} - {(SQUARES_OF_128, SQUARES_OF_128)}
@@ -42,8 +53,9 @@ PAIRS |= {(TENSORS, ROWS), (ROWS, TENSORS), BLOCKS, BLOCKS[::-1]}
 
 FP8 = {formats.get(dtype).key: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 FP4 = {formats.get("e2m1fn").key: torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
-DTYPES = frozenset({*FP8.values(), *FP4.values()})
-"""The dtypes that units take."""
+DTYPES = frozenset({*FP8.values(), torch.uint8})
+"""The dtypes of codes that are made for units: FP8 numbers, or bytes of two FP4 numbers, for which Inductor has no
+dtype on a CPU."""
 
 PAYS = 1 / 600
 """See `pays`."""
@@ -65,10 +77,8 @@ def dtype_of(format: Format) -> torch.dtype | None:
 
 
 def in_dtype(codes: Tensor, format: Format) -> Tensor:
-    """Codes, a byte each or two in a byte, as numbers of torch's dtype of their format."""
-    dtype = dtype_of(format)
-    assert dtype is not None
-    return codes.view(dtype)
+    """Codes of a byte each as numbers of torch's dtype of their format; two in a byte as they are."""
+    return codes.view(FP8[format.key]) if format.key in FP8 else codes
 
 
 def is_tiled(quantizer: Quantizer) -> bool:

@@ -1,0 +1,76 @@
+"""The product of two sides in codes by a GPU's units: `torch.nn.functional.scaled_mm`, one opaque operator in a graph.
+
+Inductor lowers torch's own operator to its first version, whose scales of 1x128 lie in another order, and refuses
+swizzled ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.kernels.scale_layouts import outer, padded, swizzled
+from halfstep.kernels.unit_kinds import MX, NV, ROWS, ROWS_OF_128, SQUARES_OF_128, Kind
+
+
+class Side(NamedTuple):
+    """One side of a product: codes (rows, shared), FP8 numbers or bytes of two FP4 numbers, and scales (rows, tiles
+    across), as many as its tiles have; a tensor's is a scalar."""
+
+    codes: Tensor
+    kind: Kind
+    scale: Tensor
+    whole: Tensor | None = None
+    """Of two levels of scales, the tensor's."""
+
+
+def units_mm(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """lhs (rows, shared) times the transpose of rhs (columns, shared), plus bias, rounded to dtype."""
+    sides = lhs.codes, rhs.codes, lhs.scale, rhs.scale, lhs.whole, rhs.whole, lhs.kind.recipe, rhs.kind.recipe
+    if torch.compiler.is_compiling():
+        return torch.ops.halfstep.units_mm(*sides, bias, dtype)  # type: ignore[no-any-return]
+    return _units_mm(*sides, bias, dtype)
+
+
+def _units_mm(
+    lhs: Tensor, rhs: Tensor, scale: Tensor, other: Tensor, whole: Tensor | None, other_whole: Tensor | None,
+    kind: str, other_kind: str, bias: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    one, scales, order = _laid(kind, scale, whole, lhs.shape[0])
+    two, others, other_order = _laid(other_kind, other, other_whole, rhs.shape[0])
+    if other_kind == ROWS.recipe:
+        others = others.t()
+    a, b = (side.contiguous() for side in (lhs, rhs))
+    if kind == NV.recipe:
+        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    return F.scaled_mm(a, b.t(), scales, one, others, two, order, other_order, bias=bias, output_dtype=dtype)
+
+
+def _laid(kind: str, scale: Tensor, whole: Tensor | None, rows: int) -> tuple[Any, Any, Any]:
+    """What a side's scales are of, the scales in the order that units read them in, and that order's name."""
+    name, order = getattr(F.ScalingType, kind), F.SwizzleType
+    if kind == MX.recipe:
+        return name, swizzled(scale).view(torch.float8_e8m0fnu), order.SWIZZLE_32_4_4
+    if kind == NV.recipe:
+        levels = [swizzled(scale).view(torch.float8_e4m3fn), whole]
+        return [name, F.ScalingType.TensorWise], levels, [order.SWIZZLE_32_4_4, order.NO_SWIZZLE]
+    if kind == ROWS.recipe:
+        return name, scale.expand(rows, 1).contiguous(), None
+    lay = {ROWS_OF_128.recipe: outer, SQUARES_OF_128.recipe: padded}.get(kind)
+    return name, scale if lay is None else lay(scale), None
+
+
+def _shape(lhs: Tensor, rhs: Tensor, *rest: Any) -> Tensor:
+    return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+_LIBRARY.define(
+    "units_mm(Tensor lhs, Tensor rhs, Tensor scale, Tensor other, Tensor? whole, Tensor? other_whole, str kind, "
+    "str other_kind, Tensor? bias, ScalarType dtype) -> Tensor"
+)
+_LIBRARY.impl("units_mm", _units_mm, "CompositeExplicitAutograd")
+_LIBRARY.impl("units_mm", _shape, "Meta")
