@@ -31,7 +31,7 @@ def units_mm(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype) -> T
     """lhs (rows, shared) times the transpose of rhs (columns, shared), plus bias, rounded to dtype."""
     sides = lhs.codes, rhs.codes, lhs.scale, rhs.scale, lhs.whole, rhs.whole, lhs.kind.recipe, rhs.kind.recipe
     if torch.compiler.is_compiling():
-        return torch.ops.halfstep.units_mm(*sides, bias, dtype)  # type: ignore[no-any-return]
+        return torch.ops.halfstep.units_mm(*sides, bias, dtype)
     return _units_mm(*sides, bias, dtype)
 
 
