@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.kernels.operator import Operator
 from halfstep.kernels.watched import plus, times
 
 
@@ -74,12 +75,8 @@ def run_native(
         return _multiplied(lhs, rhs, bias, 1.0 if multiplier is None else multiplier)
     if multiplier is not None:
         scale = scale * multiplier
-    if lhs.device.type == "cpu" and torch.compiler.is_compiling():
-        out = lhs.new_empty(lhs.shape[0], rhs.shape[1])
-        torch.ops.halfstep.native_mm(lhs, rhs, bias, scale, out)
-        return out
     if lhs.device.type == "cpu":
-        return _multiplied(lhs, rhs, bias, float(scale))
+        return _NATIVE_MM(lhs, rhs, bias, scale)  # type: ignore[no-any-return]
     product = (
         torch.mm(lhs, rhs, out_dtype=torch.float32) if lhs.device.type == "cuda" else torch.mm(lhs.float(), rhs.float())
     )
@@ -95,14 +92,16 @@ def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> 
     return torch.addmm(into, lhs, rhs, beta=0, alpha=alpha)
 
 
-def _native_mm(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor, out: Tensor) -> None:
-    out.copy_(_multiplied(lhs, rhs, bias, float(scale)))
+def _native_mm(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    into = lhs.new_empty(()) if bias is None else bias.to(lhs.dtype)  # times 0 it is not read
+    return torch.addmm(into, lhs, rhs, beta=0 if bias is None else 1, alpha=float(scale))
 
 
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
-_LIBRARY.define("native_mm(Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale, Tensor(a!) out) -> ()")
-_LIBRARY.impl("native_mm", _native_mm, "CompositeExplicitAutograd")
-_LIBRARY.impl("native_mm", lambda *arguments: None, "Meta")
+_NATIVE_MM = Operator(
+    "native_mm(Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale) -> Tensor",
+    _native_mm,
+    like=lambda lhs, rhs, bias, scale: lhs.new_empty(lhs.shape[0], rhs.shape[1]),
+)
 
 
 def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Tensor:

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import amax
 from halfstep.kernels.gpu import amax as gpu_amax
-
-
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+from halfstep.kernels.operator import Operator
 
 
 def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
@@ -26,7 +24,7 @@ def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
             return gpu_amax.run(x, unless)
     elif unless is not None:
         out = x.new_empty((), dtype=torch.float32)
-        torch.ops.halfstep.amax(x.detach(), unless, out)
+        _AMAX(x.detach(), unless, out)
         return out
     low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
     return torch.maximum(-low, high).float()
@@ -37,6 +35,4 @@ def _amax(x: Tensor, unless: Tensor, out: Tensor) -> None:
     out.copy_(amax_of(x.contiguous(), unless) if asked else torch.zeros((), dtype=torch.float32, device="cpu"))
 
 
-_LIBRARY.define("amax(Tensor x, Tensor unless, Tensor(a!) out) -> ()")
-_LIBRARY.impl("amax", _amax, "CompositeExplicitAutograd")
-_LIBRARY.impl("amax", lambda x, unless, out: None, "Meta")
+_AMAX = Operator("amax(Tensor x, Tensor unless, Tensor(a!) out) -> ()", _amax)

@@ -34,6 +34,7 @@ from halfstep.kernels.gpu import decode as gpu_decode
 from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.kernels.gpu import posit as gpu_posit
 from halfstep.kernels.largest import amax_of
+from halfstep.kernels.operator import Operator
 from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile
 from halfstep.quant.cast import no_code_for_nan, no_such_code
@@ -41,9 +42,6 @@ from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
 from halfstep.quant.rounding import Seed, number
 from halfstep.quant.scaling import from_text
-
-
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
 
 
 def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
@@ -228,6 +226,14 @@ def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumula
 # ---- the same as operators, for torch.compile -----------------------------------------------------------------------
 
 
+def _terms(scales: Scales | None) -> tuple[int, int, str | None]:
+    return (0, 0, None) if scales is None else (scales.tile.rows, scales.tile.columns, scales.rule.text)
+
+
+def _scales(rows: int, columns: int, rule: str | None) -> Scales | None:
+    return None if rule is None else Scales(Tile(rows, columns), from_text(rule))
+
+
 def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed: Tensor | None) -> None:
     round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, seed_in(rounding, seed, x.device))
 
@@ -243,8 +249,7 @@ def _round_tiles(
     x: Tensor, out: Tensor, key: str, rows: int, columns: int, rule: str, outliers: float | None, rounding: str,
     seed: Tensor | None, tensor_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    scales = Scales(Tile(rows, columns), from_text(rule))
-    quantizer = Quantizer(formats.from_key(key), rounding, scales=scales, outliers=outliers)
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=_scales(rows, columns, rule), outliers=outliers)
     round_tiles_into(x, out, quantizer, seed_in(rounding, seed, x.device), tensor_scale)
 
 
@@ -252,17 +257,16 @@ def _dequantize(
     tensors: list[Tensor], names: list[str], out: Tensor, key: str, rows: int, columns: int, rule: str | None,
     outliers: float | None, rounding: str,
 ) -> None:  # fmt: skip
-    scales = None if rule is None else Scales(Tile(rows, columns), from_text(rule))
-    quantizer = Quantizer(formats.from_key(key), rounding, scales=scales, outliers=outliers)
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=_scales(rows, columns, rule), outliers=outliers)
     stored = dict(zip(names, tensors, strict=True))
     dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)
 
 
 def _quantize(
-    x: Tensor, tensors: list[Tensor], names: list[str], key: str, rows: int, columns: int, rule: str, rounding: str,
-    seed: Tensor | None,
+    x: Tensor, tensors: list[Tensor], names: list[str], key: str, rows: int, columns: int, rule: str | None,
+    rounding: str, seed: Tensor | None,
 ) -> None:  # fmt: skip
-    quantizer = Quantizer(formats.from_key(key), rounding, scales=Scales(Tile(rows, columns), from_text(rule)))
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=_scales(rows, columns, rule))
     quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, seed_in(rounding, seed, x.device))
 
 
@@ -273,21 +277,50 @@ def _accumulate(
     accumulate_into(lhs.contiguous(), rhs.contiguous(), out.zero_(), accumulator)
 
 
-_OPERATORS = {
-    "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, Tensor? seed) -> ()": _round,
-    "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, Tensor? seed, Tensor(b!)? amax)"
-    " -> ()": _round_scaled,
+ROUND = Operator(
+    "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, Tensor? seed) -> ()",
+    round_into,
+    _round,
+    lambda x, out, format, *rest: (x, out, format.key, *rest),
+)
+ROUND_SCALED = Operator(
+    "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, Tensor? seed, "
+    "Tensor(b!)? amax) -> ()",
+    round_scaled_into,
+    _round_scaled,
+    lambda x, factor, out, format, *rest: (x, factor, out, format.key, *rest),
+)
+ROUND_TILES = Operator(
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
-    "Tensor? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
-    "quantize(Tensor x, Tensor(a!)[] tensors, str[] names, str key, int rows, int columns, str rule, str rounding, "
-    "Tensor? seed) -> ()": _quantize,
-    "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
-    "float? outliers, str rounding) -> ()": _dequantize,
-    "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (
-        _accumulate
+    "Tensor? seed, Tensor(b!)? tensor_scale) -> ()",
+    round_tiles_into,
+    _round_tiles,
+    lambda x, out, q, seed, tensor_scale: (
+        x, out, q.format.key, *_terms(q.scales), q.outliers, q.rounding, seed, tensor_scale
     ),
-}
-for _schema, _function in _OPERATORS.items():
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_schema.partition("(")[0], lambda *arguments: None, "Meta")
+)  # fmt: skip
+QUANTIZE = Operator(
+    "quantize(Tensor x, Tensor(a!)[] tensors, str[] names, str key, int rows, int columns, str? rule, str rounding, "
+    "Tensor? seed) -> ()",
+    quantize_into,
+    _quantize,
+    lambda x, tensors, q, seed: (
+        x, list(tensors.values()), list(tensors), q.format.key, *_terms(q.scales), q.rounding, seed
+    ),
+)  # fmt: skip
+DEQUANTIZE = Operator(
+    "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
+    "float? outliers, str rounding) -> ()",
+    dequantize_into,
+    _dequantize,
+    lambda quantized, out: (
+        list(quantized.tensors.values()), list(quantized.tensors), out, quantized.quantizer.format.key,
+        *_terms(quantized.quantizer.scales), quantized.quantizer.outliers, quantized.quantizer.rounding,
+    ),
+)  # fmt: skip
+ACCUMULATE = Operator(
+    "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()",
+    accumulate_into,
+    _accumulate,
+    lambda lhs, rhs, out, a: (lhs, rhs, out, a.format.key, a.block, a.aligned, a.promote),
+)

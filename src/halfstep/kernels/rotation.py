@@ -8,12 +8,15 @@ from torch import Tensor
 from halfstep import quant
 from halfstep.kernels.cpu import rotated
 from halfstep.kernels.gpu import rotated as gpu_rotated
+from halfstep.kernels.operator import Operator
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
     """`quant.rotate`."""
-    if torch.compiler.is_compiling():
-        return torch.ops.halfstep.rotate(x, signs, dim)
+    return _ROTATE(x, signs, dim)  # type: ignore[no-any-return]
+
+
+def _rotate(x: Tensor, signs: Tensor, dim: int) -> Tensor:
     if rotated.supports(x := x.contiguous(), signs, dim):
         return rotated.run(x, signs, dim)
     if x.is_cuda and gpu_rotated.supports(x, signs, dim):
@@ -34,10 +37,5 @@ def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
     out.copy_(quant.Hadamard(len(out), "anew").signs(out.device))
 
 
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
-_LIBRARY.define("rotate(Tensor x, Tensor signs, int dim) -> Tensor")
-_LIBRARY.impl("rotate", rotate, "CompositeExplicitAutograd")
-_LIBRARY.impl("rotate", _rotated_like, "Meta")
-_LIBRARY.define("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()")
-_LIBRARY.impl("draw_signs", _draw_signs, "CompositeExplicitAutograd")
-_LIBRARY.impl("draw_signs", lambda lhs, rhs, out: None, "Meta")
+_ROTATE = Operator("rotate(Tensor x, Tensor signs, int dim) -> Tensor", _rotate, like=_rotated_like)
+draw_signs = Operator("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()", _draw_signs)

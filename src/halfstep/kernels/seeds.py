@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from halfstep.kernels.operator import Operator
 from halfstep.quant.rounding import Seed, draw_seed
 
 
@@ -24,10 +25,13 @@ def seeds(x: Tensor, key: Tensor, count: int) -> Sequence[Seed]:
     Args:
         key: two int64: the seed of the run and the layer, and how many steps were made.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.halfstep.seeds(x, key, count).unbind()
+    made = _OPERATOR(x, key, count)
+    return made if isinstance(made, list) else made.unbind()
+
+
+def _eager(x: Tensor, key: Tensor, count: int) -> list[int] | Tensor:
     if x.is_cuda:
-        return _seeds(x, key, count).unbind()
+        return _seeds(x, key, count)
     if hasattr(x, "fake_mode"):  # which has no values
         return [1] * count
     return [number & (1 << 64) - 1 for number in _seeds(x, key, count).tolist()]
@@ -72,7 +76,9 @@ def seed_in(rounding: str, seed: Tensor | None, device: torch.device) -> Seed | 
     return seed if seed.is_cuda else int(seed) & (1 << 64) - 1
 
 
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
-_LIBRARY.define("seeds(Tensor x, Tensor key, int count) -> Tensor")
-_LIBRARY.impl("seeds", _seeds, "CompositeExplicitAutograd")
-_LIBRARY.impl("seeds", lambda x, key, count: x.new_empty(count, dtype=torch.int64), "Meta")
+_OPERATOR = Operator(
+    "seeds(Tensor x, Tensor key, int count) -> Tensor",
+    _eager,
+    _seeds,
+    like=lambda x, key, count: x.new_empty(count, dtype=torch.int64),
+)

@@ -32,15 +32,8 @@ class Quantized(quant.Quantized):
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
         # Of a traced tensor made of others torch 2.8 says neither that it compiles nor that it has no values.
-        if not (torch.compiler.is_compiling() or isinstance(self.codes, FunctionalTensor)):
-            operators.dequantize_into(self, result)
-            return result
-        q, (names, tensors) = self.quantizer, zip(*self.tensors.items(), strict=True)
-        s = q.scales
-        rows, columns, rule = (s.tile.rows, s.tile.columns, s.rule.text) if s else (0, 0, None)
-        torch.ops.halfstep.dequantize(
-            list(tensors), list(names), result, q.format.key, rows, columns, rule, q.outliers, q.rounding
-        )
+        traced = isinstance(self.codes, FunctionalTensor)
+        (operators.DEQUANTIZE.traced if traced else operators.DEQUANTIZE)(self, result)
         return result
 
 
@@ -103,10 +96,7 @@ def round_to(
     check_input("round_to", x, rounding, overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
     seed = seed_of(rounding, generator, x.device)
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.round(x, result, target.key, rounding, overflow, seed)
-    else:
-        operators.round_into(x.contiguous(), result, target, rounding, overflow, seed)
+    operators.ROUND(x.contiguous(), result, target, rounding, overflow, seed)
     return result
 
 
@@ -158,14 +148,8 @@ def quantize(
         sizes = layout(quantizer, shape, x.dtype).items()
         tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
         out = Quantized(quantizer, shape, x.dtype, tensors)
-    seed, scales = seed_of(quantizer.rounding, generator, x.device), quantizer.scales
-    if torch.compiler.is_compiling() and scales is not None:
-        torch.ops.halfstep.quantize(
-            x, list(out.tensors.values()), list(out.tensors), quantizer.format.key, scales.tile.rows,
-            scales.tile.columns, scales.rule.text, quantizer.rounding, seed,
-        )  # fmt: skip
-    else:
-        operators.quantize_into(x, out.tensors, quantizer, seed)
+    seed = seed_of(quantizer.rounding, generator, x.device)
+    (operators.QUANTIZE if quantizer.scales else operators.quantize_into)(x, out.tensors, quantizer, seed)
     return out
 
 
@@ -200,13 +184,8 @@ def values_noted(
     if quantizer.clamp is not None:
         return result.copy_(quantizer.quantize(x, generator).dequantize(result.dtype)), True
     seed = seed_of(quantizer.rounding, generator, x.device)
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.round_tiles(
-            x, result, quantizer.format.key, scales.tile.rows, scales.tile.columns, scales.rule.text,
-            quantizer.outliers, quantizer.rounding, seed, tensor_scale,
-        )  # fmt: skip
-        return result, True
-    return result, operators.round_tiles_into(x, result, quantizer, seed, tensor_scale)
+    noted = operators.ROUND_TILES(x, result, quantizer, seed, tensor_scale)
+    return result, True if noted is None else noted  # a graph does not know
 
 
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
@@ -316,10 +295,7 @@ def round_scaled(
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     seed = None if rounding != "stochastic" else seed_of(rounding, generator, x.device)
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed, amax)
-    else:
-        operators.round_scaled_into(x.detach().contiguous(), factor, out, format, rounding, seed, amax)
+    operators.ROUND_SCALED(x.detach().contiguous(), factor, out, format, rounding, seed, amax)
     return out
 
 

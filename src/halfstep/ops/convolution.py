@@ -16,7 +16,7 @@ from halfstep.ops.function import apart, run
 from halfstep.ops.linear import linear
 from halfstep.ops.linear_passes import States, product_dtype
 from halfstep.ops.noise import seeds_of
-from halfstep.ops.once import Backwards, Once, once
+from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, kept, scale_of
 from halfstep.ops.places import derivative, filters, places, rounded
 from halfstep.ops.snapshot import values_of
@@ -91,8 +91,7 @@ def convolution(
     weight = values_of(weight)
     if spec.rounds:
         check_plain(weight)
-        function = _Rounded if torch.compiler.is_compiling() else _Eager
-        return run(function, window.widened(x), weight, bias, window, spec, states or {}, record)[0]  # type: ignore[no-any-return]
+        return run(_Rounded, window.widened(x), weight, bias, window, spec, states or {}, record)[0]  # type: ignore[no-any-return]
     dtype = product_dtype(x)
     wide = torch.float32 if carried.supports(dtype, x.device) else dtype
     wide = torch.promote_types(wide, torch.float32) if spec.multiplies else wide
@@ -162,10 +161,6 @@ class _Rounded(Once):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.window, ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.dtypes)
         return *once(_form, grads[0], *ctx.saved_tensors, *options), None, None, None, None
-
-
-class _Eager(Backwards, _Rounded):
-    pass
 
 
 def _form(

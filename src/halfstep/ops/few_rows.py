@@ -216,10 +216,7 @@ def few_rows_product(
     matrix = weight.operand() if isinstance(weight, StoredWeight) else weight
     values, scale = matrix.values.contiguous().resolve_neg(), scale_of(lhs, matrix)
     out = torch.empty(len(x), len(values), dtype=dtype, device="cpu")
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.few_rows(x, values, scale, multiplier, bias, out)
-    else:
-        few_rows.run_values(x, values, few_rows.factor(scale, multiplier), bias, out)
+    few_rows.product(x, values, scale, multiplier, bias, out)
     return out
 
 

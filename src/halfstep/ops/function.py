@@ -79,20 +79,14 @@ def _direct(function: Any) -> Any:
         keeps(ctx, inputs, output)
         return output[: function.outputs]
 
-    members = {"forward": forward, "backward": function.backward, "jvp": _jvp(function)}
+    members = {"forward": forward, "backward": function.backward, "jvp": getattr(function, "tangent", _refused)}
     wrapped = {name: staticmethod(member) for name, member in members.items()}
     return type(function.__name__, (torch.autograd.Function,), wrapped)
 
 
 @cache
 def _with_tangent(function: Any) -> Any:
-    return type(function.__name__, (function,), {"jvp": staticmethod(_jvp(function))})
-
-
-def _jvp(function: Any) -> Any:
-    if function.jvp is not torch.autograd.Function.jvp:
-        return function.jvp
-    return getattr(function, "tangent", _refused)
+    return type(function.__name__, (function,), {"jvp": staticmethod(getattr(function, "tangent", _refused))})
 
 
 def _refused(*_: Any) -> Any:

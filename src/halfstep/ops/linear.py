@@ -12,7 +12,7 @@ from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import no_autocast, run
-from halfstep.ops.linear_passes import Eager, Rounded, RoundedWeight, States, product_dtype
+from halfstep.ops.linear_passes import Rounded, RoundedWeight, States, product_dtype
 from halfstep.ops.noise import seeds_of
 from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
@@ -76,7 +76,6 @@ def linear(
     if spec.rounds:
         if type(weight) not in _PLAIN or hasattr(weight, "device_mesh"):
             check_plain(weight)
-        function = Rounded if torch.compiler.is_compiling() else Eager
         keeping = keeping if keeping is not None and _keeps(keeping) else None
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype)
@@ -85,7 +84,7 @@ def linear(
         elif not torch.is_grad_enabled():
             units = Units(units.output, there=units.there)
         options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype
-        return run(function, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
+        return run(Rounded, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)
     if not torch.compiler.is_compiling() and foreign(weight) is not None:

@@ -15,7 +15,7 @@ from halfstep.ops.factors import factor_in_use
 from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
 from halfstep.ops.function import apart, no_autocast
 from halfstep.ops.noise import Seeds, seeds_of
-from halfstep.ops.once import Backwards, Once, once
+from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, kept, signs_of
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.ops.product import forward_product, product_of
@@ -161,10 +161,6 @@ class Rounded(Once):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 9
-
-
-class Eager(Backwards, Rounded):
-    """The same where it is not traced."""
 
 
 class _Layer(NamedTuple):

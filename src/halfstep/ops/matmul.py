@@ -53,9 +53,5 @@ def accumulated(lhs: Tensor, rhs: Tensor, accumulate: Accumulator) -> Tensor:
         return torch.stack(stack).view(*lhs.shape[:-1], rhs.shape[-1]) if stack else lhs @ rhs
     lhs, rhs = lhs.contiguous(), rhs.contiguous()
     out = lhs.new_zeros(lhs.shape[0], rhs.shape[1])
-    if torch.compiler.is_compiling():
-        key, terms = accumulate.format.key, (accumulate.block, accumulate.aligned, accumulate.promote)
-        torch.ops.halfstep.accumulate(lhs, rhs, out, key, *terms)
-    else:
-        operators.accumulate_into(lhs, rhs, out, accumulate)
+    operators.ACCUMULATE(lhs, rhs, out, accumulate)
     return out

@@ -18,7 +18,14 @@ _REMEDY = (
 
 
 class Once(torch.autograd.Function):
-    """`vmap` is refused: a scale of the whole batch, or of each sample, would be a guess."""
+    """Forward mode is refused, and so is `vmap`: a scale of the whole batch, or of each sample, would be a guess."""
+
+    @staticmethod
+    def tangent(*_: Any) -> Any:
+        raise RecipeError(
+            "a forward-mode derivative (torch.func.jvp, jacfwd, hessian) goes through a product whose operands are "
+            f"rounded, and a recipe rounds none in that mode: take reverse mode (grad, vjp), {_REMEDY}"
+        )
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -30,17 +37,6 @@ def _refuse_batched(how: str) -> None:
         f"{how} goes over a product whose operands are rounded; its scales could be the batch's or each sample's own: "
         f"loop over the samples, {_REMEDY}"
     )
-
-
-class Backwards:
-    """Mixed into a `Once` where it is not traced (torch.compile traces no function that has a `jvp`)."""
-
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        raise RecipeError(
-            "a forward-mode derivative (torch.func.jvp, jacfwd, hessian) goes through a product whose operands are "
-            f"rounded, and a recipe rounds none in that mode: take reverse mode (grad, vjp), {_REMEDY}"
-        )
 
 
 def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:

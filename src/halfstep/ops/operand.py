@@ -12,7 +12,7 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.cpu import cast, rotated_tiles
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.kernels.gpu import rotated as gpu_rotated
-from halfstep.kernels.rotation import rotate
+from halfstep.kernels.rotation import draw_signs, rotate
 from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carrier
 from halfstep.ops.casts import quantize, round_scaled, seed_of, values, values_noted
 from halfstep.ops.factors import factor_of
@@ -233,7 +233,7 @@ def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor, seed: Seed | None = None
     if hadamard.seed != ANEW or seed is not None or not torch.compiler.is_compiling():
         return hadamard.signs(lhs.device, seed)
     out = lhs.new_empty(hadamard.size, dtype=torch.float32)
-    torch.ops.halfstep.draw_signs(lhs, rhs, out)
+    draw_signs(lhs, rhs, out)
     return out
 
 

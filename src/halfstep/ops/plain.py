@@ -27,8 +27,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, factors: Factor
 
     A second derivative is that of the gradients as they are: of a product with a factor.
     """
-    function = _Traced if torch.compiler.is_compiling() else _Plain
-    return run(function, x, weight, bias, factors)  # type: ignore[no-any-return]
+    return run(_Plain, x, weight, bias, factors)  # type: ignore[no-any-return]
 
 
 def factors_of(spec: LinearSpec, rows: int, fan_out: int, fan_in: int) -> Factors | None:
@@ -62,7 +61,7 @@ def unflatten(y: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))  # type: ignore[no-any-return]
 
 
-class _Traced(torch.autograd.Function):
+class _Plain(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -93,12 +92,8 @@ class _Traced(torch.autograd.Function):
                 grad_bias = rows.sum(0) if third is None else _sum(rows, third)
         return grad_x, grad_weight, grad_bias, None
 
-
-class _Plain(_Traced):
-    """With forward mode: torch.compile traces no function that has a `jvp`."""
-
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
         (x, weight), (dx, dweight, dbias, _) = ctx.saved_tensors, tangents
         factors = None if ctx.factors is None else _alike(ctx.factors[0])
         terms = [] if dbias is None else [dbias.expand(*x.shape[:-1], weight.shape[0])]

@@ -49,8 +49,7 @@ def scaled(x: Tensor, forward: float, backward: float) -> Tensor:
         )
     if not torch.compiler.is_compiling() and not (math.isfinite(forward) and math.isfinite(backward)):
         raise ModelError(f"factors {forward} and {backward} to scale by; expected finite numbers")
-    function = _Traced if torch.compiler.is_compiling() else _Scaled
-    return run(function, x, forward, backward)  # type: ignore[no-any-return]
+    return run(_Scaled, x, forward, backward)  # type: ignore[no-any-return]
 
 
 def weighted_sum(x: Tensor, y: Tensor, weights: tuple[float, float], grads: tuple[float, float]) -> Tensor:
@@ -58,7 +57,7 @@ def weighted_sum(x: Tensor, y: Tensor, weights: tuple[float, float], grads: tupl
     return run(_Sum, x, y, weights, grads)  # type: ignore[no-any-return]
 
 
-class _Traced(torch.autograd.Function):
+class _Scaled(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -73,12 +72,8 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return (grads[0] if ctx.backward_factor == 1 else grads[0] * ctx.backward_factor), None, None
 
-
-class _Scaled(_Traced):
-    """With forward mode: torch.compile traces no function that has a `jvp`."""
-
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
         tangent: Tensor = tangents[0]
         return tangent.view_as(tangent) if ctx.forward_factor == 1 else tangent * ctx.forward_factor
 

@@ -13,7 +13,7 @@ from halfstep.kernels.watched import unseen
 from halfstep.ops.function import apart, run
 from halfstep.ops.matmul import accumulated
 from halfstep.ops.noise import KEY, Seeds, seeds_of
-from halfstep.ops.once import Backwards, Once, once
+from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain_stacked
 from halfstep.quant.rounding import Seed
@@ -35,8 +35,7 @@ def stacked_linear(
     """
     if not spec.rounds:
         return plain_stacked(x, weight, dtype, factors_of(spec, x.shape[-2], *weight.shape[-2:]))
-    function = _Rounded if torch.compiler.is_compiling() else _Eager
-    return run(function, x, weight, spec, dtype, noise)  # type: ignore[no-any-return]
+    return run(_Rounded, x, weight, spec, dtype, noise)  # type: ignore[no-any-return]
 
 
 class _Rounded(Once):
@@ -53,10 +52,6 @@ class _Rounded(Once):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = once(_form, grads[0], *ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.spec, ctx.dtype, ctx.noise)
         return *found, None, None, None
-
-
-class _Eager(Backwards, _Rounded):
-    pass
 
 
 def _form(

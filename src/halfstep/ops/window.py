@@ -111,8 +111,7 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, s
     found = [window.multiplier(product, x.shape, weight.shape, name) for name, product in named.items()]
     found.append(window.multiplier(spec.grad_weight, x.shape, weight.shape, "grad_bias"))
     factors = [1.0 if factor is None else factor for factor in found]
-    function = _Traced if torch.compiler.is_compiling() else _Multiplied
-    return run(function, x, weight, bias, window, tuple(factors))  # type: ignore[no-any-return]
+    return run(_Multiplied, x, weight, bias, window, tuple(factors))  # type: ignore[no-any-return]
 
 
 def bias_gradient(grad: Tensor, factor: float | None) -> Tensor:
@@ -123,7 +122,7 @@ def bias_gradient(grad: Tensor, factor: float | None) -> Tensor:
     return grad.sum(others, dtype=torch.promote_types(grad.dtype, torch.float32)) * factor
 
 
-class _Traced(torch.autograd.Function):
+class _Multiplied(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -148,12 +147,8 @@ class _Traced(torch.autograd.Function):
             grad_bias = bias_gradient(grad, factors[3])
         return grad_x, grad_weight, grad_bias, None, None
 
-
-class _Multiplied(_Traced):
-    """With forward mode: torch.compile traces no function that has a `jvp`."""
-
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
         (x, weight), (dx, dweight, dbias, *_), window = ctx.saved_tensors, tangents, ctx.window
         terms = [] if dx is None else [window.apply(dx, weight * ctx.factors[0])]
         terms += [] if dweight is None else [window.apply(x, dweight * ctx.factors[0])]

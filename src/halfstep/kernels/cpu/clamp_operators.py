@@ -6,6 +6,7 @@ As in `operators`, an operator under `torch.compile` is one opaque node that wri
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from halfstep.formats import Format
 from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import folded, quantiles, rows, slopes
 from halfstep.kernels.cpu import sparse as products
+from halfstep.kernels.operator import Operator
 from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile
 from halfstep.quant.cast import round_to
@@ -23,7 +25,6 @@ from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, from_text
 
 
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
 FoldedOrNone = tuple[Tensor, Tensor] | None
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 """Numbers, their columns, and where rows start; or a whole matrix and twice None."""
@@ -33,10 +34,7 @@ def bounds(x: Tensor, clamp: Clamp) -> Tensor:
     """`Clamp.bounds` of a matrix."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.empty(2, x.shape[0] if clamp.tile == "row" else 1, dtype=wide, device=x.device)
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.quantiles(x, out, clamp.text)
-    else:
-        bounds_into(x, out, clamp)
+    _QUANTILES(x, out, clamp)
     return out
 
 
@@ -69,10 +67,7 @@ def round_rows(
     """x between its bounds, times factor (a row's or a column's), rounded and saturated: in whole `steps` of 1, int8;
     without steps over the factor again, a power of two, in `dtype`."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.round_rows(x, bounds, factor, out, format.key, rounding, seed, steps)
-    else:
-        round_rows_into(x, bounds, factor, out, format, rounding, seed, steps)
+    _ROUND_ROWS(x, bounds, factor, out, format, rounding, seed, steps)
     return out
 
 
@@ -146,10 +141,7 @@ def sparse_product(
     """The sparse matrix (rows, width), or its transpose where it lies `down`, times `other`, times scale: float32."""
     height = values.shape[0] if starts is None else len(starts) - 1
     out = torch.empty(width if down else height, other.shape[1], dtype=torch.float32, device=values.device)
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.sparse_product(values, other, scale, out, down)
-    else:
-        sparse_product_into((values, columns, starts), width, down, other, scale, out)
+    _SPARSE_PRODUCT((values, columns, starts), width, down, other, scale, out)
     return out
 
 
@@ -169,13 +161,7 @@ def sparse_product_into(parts: Parts, width: int, down: bool, other: Tensor, sca
 
 def estimate(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | None) -> Tensor:
     """`grad`, to which nothing else refers, times the derivative of rounding x: `Quantizer.derivative`."""
-    s, estimator = quantizer.scales, quantizer.estimator
-    assert estimator is not None
-    if not torch.compiler.is_compiling():
-        estimate_into(grad, x, quantizer, factor)
-        return grad
-    rows, columns, rule = (s.tile.rows, s.tile.columns, s.rule.text) if s else (0, 0, None)
-    torch.ops.halfstep.estimate(grad, x, factor, quantizer.format.key, rows, columns, rule, estimator.text)
+    _ESTIMATE(grad, x, quantizer, factor)
     return grad
 
 
@@ -222,15 +208,36 @@ def _estimate(
     estimate_into(grad, as_rows(x), quantizer, factor)
 
 
-_OPERATORS = {
-    "quantiles(Tensor x, Tensor(a!) out, str clamp) -> ()": _quantiles,
+def _estimate_terms(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | None) -> tuple[Any, ...]:
+    s, estimator = quantizer.scales, quantizer.estimator
+    assert estimator is not None
+    rows, columns, rule = (s.tile.rows, s.tile.columns, s.rule.text) if s else (0, 0, None)
+    return grad, x, factor, quantizer.format.key, rows, columns, rule, estimator.text
+
+
+_QUANTILES = Operator(
+    "quantiles(Tensor x, Tensor(a!) out, str clamp) -> ()",
+    bounds_into,
+    _quantiles,
+    lambda x, out, clamp: (x, out, clamp.text),
+)
+_ROUND_ROWS = Operator(
     "round_rows(Tensor x, Tensor? bounds, Tensor factor, Tensor(a!) out, str key, str rounding, Tensor? seed, "
-    "int? steps) -> ()": _round_rows,
-    "sparse_product(Tensor whole, Tensor other, Tensor? scale, Tensor(a!) out, bool down) -> ()": _sparse_product,
+    "int? steps) -> ()",
+    round_rows_into,
+    _round_rows,
+    lambda x, bounds, factor, out, format, *rest: (x, bounds, factor, out, format.key, *rest),
+)
+_SPARSE_PRODUCT = Operator(
+    "sparse_product(Tensor whole, Tensor other, Tensor? scale, Tensor(a!) out, bool down) -> ()",
+    sparse_product_into,
+    _sparse_product,
+    lambda parts, width, down, other, scale, out: (parts[0], other, scale, out, down),
+)
+_ESTIMATE = Operator(
     "estimate(Tensor(a!) grad, Tensor x, Tensor? factor, str key, int rows, int columns, str? rule, "
-    "str estimator) -> ()": _estimate,
-}
-for _schema, _function in _OPERATORS.items():
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_schema.partition("(")[0], lambda *arguments: None, "Meta")
+    "str estimator) -> ()",
+    estimate_into,
+    _estimate,
+    _estimate_terms,
+)

@@ -25,6 +25,7 @@ from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload
 from halfstep.kernels.cpu.dots import dots
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.readers import STEP, in_pairs
+from halfstep.kernels.operator import Operator
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import TENSOR, Tile
@@ -266,15 +267,12 @@ def _products(
             strange[group] = 1
 
 
-def _in_a_graph(
+def _scaled(
     x: Tensor, values: Tensor, scale: Tensor | None, multiplier: float | None, bias: Tensor | None, out: Tensor
 ) -> None:
     run_values(x, values, factor(scale, multiplier), bias, out)
 
 
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
-_LIBRARY.define(
-    "few_rows(Tensor x, Tensor values, Tensor? scale, float? multiplier, Tensor? bias, Tensor(a!) out) -> ()"
+product = Operator(
+    "few_rows(Tensor x, Tensor values, Tensor? scale, float? multiplier, Tensor? bias, Tensor(a!) out) -> ()", _scaled
 )
-_LIBRARY.impl("few_rows", _in_a_graph, "CompositeExplicitAutograd")
-_LIBRARY.impl("few_rows", lambda *arguments: None, "Meta")

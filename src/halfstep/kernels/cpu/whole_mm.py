@@ -12,6 +12,7 @@ from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.operator import Operator
 from halfstep.kernels.watched import plus, times
 
 
@@ -25,7 +26,6 @@ class Operand(Protocol):
     def scale(self) -> Tensor | None: ...
 
 
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
 _LARGEST = 1 << 17  # of shared numbers: 127^2 times as many stay below 2^31
 
 
@@ -50,10 +50,7 @@ def run(
     assert rhs.scale is not None
     first = lhs.scale if multiplier is None else lhs.scale * multiplier
     out = torch.empty(lhs.values.shape[0], rhs.values.shape[1], dtype=dtype, device=lhs.values.device)
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.whole_mm(lhs.values, rhs.values, first, rhs.scale, bias, more, out)
-    else:
-        _into(lhs.values, rhs.values, first, rhs.scale, bias, more, out)
+    _WHOLE_MM(lhs.values, rhs.values, first, rhs.scale, bias, more, out)
     return out
 
 
@@ -139,8 +136,7 @@ def _finish(sums, first, second, more, bias, out):
             _row_both(sums[r], first[r], second, more[r], bias, out[r])
 
 
-_LIBRARY.define(
-    "whole_mm(Tensor lhs, Tensor rhs, Tensor first, Tensor second, Tensor? bias, Tensor? more, Tensor(a!) out) -> ()"
+_WHOLE_MM = Operator(
+    "whole_mm(Tensor lhs, Tensor rhs, Tensor first, Tensor second, Tensor? bias, Tensor? more, Tensor(a!) out) -> ()",
+    _into,
 )
-_LIBRARY.impl("whole_mm", _into, "CompositeExplicitAutograd")
-_LIBRARY.impl("whole_mm", lambda *arguments: None, "Meta")
