@@ -81,7 +81,7 @@ def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeyp
         states = [buffer for name, buffer in model.named_buffers() if "scaling" in name]
         monkeypatch.setattr(largest.gpu_amax, "supports", lambda x: True)
         monkeypatch.setattr(largest.gpu_amax, "run", run)
-        monkeypatch.setattr(operators, "round_scaled_into", round_into)
+        monkeypatch.setattr(operators, "ROUND_SCALED", round_into)
         backward(model(torch.empty(12, 8, device="cuda")).sum())
     assert len(asked) == len(raised) == len(states)
     for state in states:

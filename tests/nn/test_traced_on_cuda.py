@@ -57,7 +57,7 @@ CALLS = {
     ),
     "units_mm": (X8, X8, ONE, ONE, None, None, "TensorWise", "TensorWise", None, torch.bfloat16),
     "rotate": (X, torch.ones(8), 1),
-    "native_mm": (X.bfloat16(), X.bfloat16().t(), None, torch.tensor(0.5), torch.empty(4, 4, dtype=torch.bfloat16)),
+    "native_mm": (X.bfloat16(), X.bfloat16().t(), None, torch.tensor(0.5)),
     "few_rows": (X, X, torch.tensor(0.5), None, None, torch.empty(4, 4)),
     "whole_mm": (X.char(), X.char().t(), torch.ones(4, 1), torch.ones(1, 4), None, None, torch.empty(4, 4)),
     "quantiles": (X, torch.empty(2, 1), Clamp().text),

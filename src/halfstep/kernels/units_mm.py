@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.kernels.operator import Operator
 from halfstep.kernels.scale_layouts import outer, padded, swizzled
 from halfstep.kernels.unit_kinds import MX, NV, ROWS, ROWS_OF_128, SQUARES_OF_128, Kind
 
@@ -30,9 +31,7 @@ class Side(NamedTuple):
 def units_mm(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """lhs (rows, shared) times the transpose of rhs (columns, shared), plus bias, rounded to dtype."""
     sides = lhs.codes, rhs.codes, lhs.scale, rhs.scale, lhs.whole, rhs.whole, lhs.kind.recipe, rhs.kind.recipe
-    if torch.compiler.is_compiling():
-        return torch.ops.halfstep.units_mm(*sides, bias, dtype)
-    return _units_mm(*sides, bias, dtype)
+    return _OPERATOR(*sides, bias, dtype)  # type: ignore[no-any-return]
 
 
 def _units_mm(
@@ -67,10 +66,9 @@ def _shape(lhs: Tensor, rhs: Tensor, *rest: Any) -> Tensor:
     return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
 
 
-_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
-_LIBRARY.define(
+_OPERATOR = Operator(
     "units_mm(Tensor lhs, Tensor rhs, Tensor scale, Tensor other, Tensor? whole, Tensor? other_whole, str kind, "
-    "str other_kind, Tensor? bias, ScalarType dtype) -> Tensor"
+    "str other_kind, Tensor? bias, ScalarType dtype) -> Tensor",
+    _units_mm,
+    like=_shape,
 )
-_LIBRARY.impl("units_mm", _units_mm, "CompositeExplicitAutograd")
-_LIBRARY.impl("units_mm", _shape, "Meta")

@@ -12,7 +12,8 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.rule import Rule
+from halfstep.recipe.spec import Recipe
 
 
 _NAME = re.compile(r"bits-e(\d+)m(\d+)(-nearest)?")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -24,7 +25,8 @@ class Ray:
     ) -> None:
         """As `Executor.run` says; `watch` is told when a cell has ended."""
         task = ray.remote(num_cpus=train.sweep.threads, max_retries=ATTEMPTS - 1)(_train)
-        shared, left, running = ray.put(train), list(cells), {}
+        shared, left = ray.put(train), list(cells)
+        running: dict[Any, Cell] = {}
         try:
             while left or running:
                 while left and len(running) < self.at_once:

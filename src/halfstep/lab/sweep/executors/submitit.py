@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import submitit
 
@@ -35,7 +36,8 @@ class Submitit:
         place.update_parameters(name="halfstep-sweep", cpus_per_task=train.sweep.threads, timeout_min=_MINUTES)
         if self.partition and not here:
             place.update_parameters(slurm_partition=self.partition)
-        left, running, tried = deque(cells), {}, Counter[Cell]()
+        left, tried = deque(cells), Counter[Cell]()
+        running: dict[Any, Cell] = {}
         try:
             while left or running:
                 while left and len(running) < self.at_once:
