@@ -50,7 +50,7 @@ def as_on_a_gpu(patch):
 @pytest.mark.parametrize("recipe", mostly_slow(DELAYED))
 def test_the_pass_that_rounds_notes_what_a_pass_before_it_did(monkeypatch, recipe):
     """With NaN and infinity in one step each, too."""
-    inputs = [batch(seed) for seed in range(5)]
+    inputs = [batch(seed) for seed in range(24 if recipe == "fp8lm-o2" else 5)]  # its factors begin after 16 steps
     inputs[2][0][3, 1] = torch.inf
     inputs[3][0][5, 2] = torch.nan
     expected = trained(recipe, inputs)

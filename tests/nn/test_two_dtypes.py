@@ -14,7 +14,7 @@ from families import for_each, slow_unless
 from halfstep import recipe
 from halfstep.errors import RecipeError
 from halfstep.recipe import Recipe, Rule
-from tiny import BREAKS, FAST, FOUR, RECIPES, Estimated, adamw, mostly_slow, prepared
+from tiny import BREAKS, FAST, FOUR, PROJECTED, RECIPES, Estimated, adamw, mostly_slow, prepared
 
 
 class Own(nn.Module):
@@ -216,7 +216,9 @@ def test_weights_that_are_computed_follow_the_recipe(name, kind):
             scaler.step(own) if own is optimizer else own.step()
             own.zero_grad()
         scaler.update()
-    if name not in BREAKS:
+    if name in PROJECTED:  # steps in a subspace of the gradient are not AdamW's
+        assert losses[-2] < losses[0]
+    elif name not in BREAKS:
         assert losses[-2] == pytest.approx(losses[-1], rel=0.1)
 
 

@@ -72,6 +72,7 @@ class Storage:
             raise RecipeError(f"stored flat with tile = {tile or 'none'}; expected pieces of a row, such as 1x256")
         if type(self.smallest) is not int or self.smallest < 0:
             raise RecipeError(f"stored with smallest = {self.smallest!r}; expected a number of elements, or 0")
+        _ = self.dtype  # asked in traced graphs too, where nothing is found for the first time
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that a tensor of that shape is quantised in."""

@@ -94,7 +94,7 @@ def tpus() -> Numbers:
 def cast() -> Numbers:
     """Of entries trained in fp32 and in bf16, how many have a failure reported in fp16; and what casting a byte model
     trained in fp32 does to its held-out loss."""
-    base, found = kb.load(None), {}
+    base, found = kb.load(None), dict[str, float]()
     for precision in ("fp32", "bf16"):
         ids = {entry.id for entry in base.entries if entry.compute == precision}
         failures = [report for report in base.failures if report.kind == "failure" and "fp16" in report.uses]
@@ -126,7 +126,7 @@ def _reader() -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(150):
         starts = torch.randint(200_000, (16,), dtype=torch.int64, device="cpu")
-        _loss(model, _windows(slice(0, 200_065), starts)).backward()
+        _loss(model, _windows(slice(0, 200_065), starts)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
