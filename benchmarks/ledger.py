@@ -137,8 +137,8 @@ def coat() -> dict[str, Comparison]:
 
 def static() -> dict[str, Comparison]:
     """FP8 without scales in GPTs under munit scaling and u-muP, each at the learning rate found best for its width."""
-    munit = named("lm", "fp32", "munit-fp8", model="munit-gpt-tiny", lr=0.5, seeds=6)
-    return {"munit": munit, "umup": named("lm", "fp32", "umup-fp8", model="unit-gpt-tiny", lr=2.0, seeds=5)}
+    munit = named("lm", "fp32", "munit-fp8", model="munit-gpt-tiny", lr=0.5)
+    return {"munit": munit, "umup": named("lm", "fp32", "umup-fp8", model="unit-gpt-tiny", lr=2.0)}
 
 
 def _recurrent(task: str, sizes: dict[str, Callable[[], nn.Module]], **given: Any) -> dict[str, Comparison]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -103,6 +103,7 @@ def moved(model: Reader, lengths: tuple[int, ...]) -> dict[str, float]:
     """
     model = model.double()
 
+    @cache
     def ran(length: int, start: int, narrow: torch.dtype) -> tuple[Tensor, Tensor]:
         (tokens, doc, *_), seen = windows(4, length, 7), []
         positions, mask = layout(doc, "full")

@@ -149,7 +149,7 @@ def judged(model: Any, judge: Any, prompts: Tensor, lengths: list[int]) -> dict[
     return found
 
 
-def speed(architecture: str, width: int, rounds: int) -> dict[str, list[float]]:
+def speed(architecture: str, width: int, rounds: int, new: int) -> dict[str, list[float]]:
     """CPU time of generation over bf16's in the same round, by kind of weight, on one thread."""
     torch.manual_seed(0)
     whole = built(architecture, width, 8).eval()
@@ -161,7 +161,7 @@ def speed(architecture: str, width: int, rounds: int) -> dict[str, list[float]]:
     for _ in range(rounds + 1):  # the first makes what later ones find
         for name, model in models.items():
             start = time.process_time()
-            generated(model, prompt, 16, 1.0, 0, draw)
+            generated(model, prompt, new, 1.0, 0, draw)
             times[name].append(time.process_time() - start)
     return {name: [a / b for a, b in zip(each, times["bf16"], strict=True)][1:] for name, each in times.items()}
 
@@ -172,15 +172,15 @@ def main() -> None:
     torch.set_num_threads(1)
     sizes: dict[str, Any] = {"width": 128, "steps": 300, "texts": 12, "lengths": [32, 80]}
     if given.quick:
-        sizes = {"width": 64, "steps": 2, "texts": 2, "lengths": [8]}
-    rounds, wide = (2, 64) if given.quick else (5, 768)
+        sizes = {"width": 64, "steps": 2, "texts": 2, "lengths": [6]}
+    rounds, wide, new = (2, 64, 2) if given.quick else (5, 768, 16)
     corpus = load_corpus(None, CONTEXT)
     kept = Kept(given.out, **sizes, temperatures=TEMPERATURES)
     found: dict[str, list[dict[str, Any]]] = {architecture: [] for architecture in ARCHITECTURES}
     for seed in range(given.seeds):
         for architecture, runs in found.items():
             runs.append(kept.run(f"{architecture}, seed {seed}", partial(study, architecture, seed, corpus, sizes)))
-    speeds = {a: kept.run(f"{a}, speed, width {wide}", partial(speed, a, wide, rounds)) for a in ARCHITECTURES}
+    speeds = {a: kept.run(f"{a}, speed, width {wide}", partial(speed, a, wide, rounds, new)) for a in ARCHITECTURES}
     concluded = {architecture: conclusions(runs, max(sizes["lengths"])) for architecture, runs in found.items()}
     for architecture, runs in found.items():
         print(f"\n{architecture}, mean (95% interval); whole {text([run['bits'] for run in runs], '.4g')} bits a byte:")
