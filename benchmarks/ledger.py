@@ -161,11 +161,6 @@ def translator() -> dict[str, Comparison]:
     return _recurrent("translation", sizes, steps=300)
 
 
-def speech() -> dict[str, Comparison]:
-    """Speech recognition in mixed precision."""
-    return {"speech": named("speech", "fp32", "fp16-mixed", seeds=8)}
-
-
 GROUPS: dict[str, Callable[[], dict[str, Comparison]]] = {
     "betas": betas,
     "masters": masters,
@@ -177,7 +172,6 @@ GROUPS: dict[str, Callable[[], dict[str, Comparison]]] = {
     "static": static,
     "lstm": lstm,
     "translator": translator,
-    "speech": speech,
 }
 
 
