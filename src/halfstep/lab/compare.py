@@ -56,6 +56,11 @@ def open_experiment(
     recorded = RunFolder.resume(path, experiment) if resume else None
     spec = get_task(experiment.task)
     task = task or spec.open(experiment)
+    if experiment.sharpness and type(task).logits is Task.logits:
+        raise RunError(
+            f"sharpness = {experiment.sharpness:g} with task {experiment.task!r}, whose loss is no cross-entropy of "
+            "logits that a model returns; leave it out, or take lm"
+        )
     model = build_model(experiment.model, task.models(), seed=0)
     optimizer = build_optimizer(experiment, model)
     names = {parameter: name for name, parameter in model.named_parameters()}

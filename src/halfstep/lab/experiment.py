@@ -12,7 +12,7 @@ from typing import Any
 from halfstep.errors import RunError, unknown
 
 
-_LATER: dict[str, Any] = {"optimizer": "adamw", "recipe_lr": {}}
+_LATER: dict[str, Any] = {"optimizer": "adamw", "recipe_lr": {}, "sharpness": 0.0}
 """Fields that older experiments lack. Data leave them out at these values, so that older runs keep their names."""
 
 
@@ -56,6 +56,8 @@ class Experiment:
     """How many steps are looked at closely: exponents, shares zeroed."""
     checkpoints: int = 10
     """How many times a run saves itself."""
+    sharpness: float = 0.0
+    """The box around the logits in which the loss's sharpness is written down at each step; 0 writes none."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -73,6 +75,8 @@ class Experiment:
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
                 raise RunError(f"{name} = {getattr(self, name)} given; expected a positive number")
+        if not 0 <= self.sharpness < math.inf:
+            raise RunError(f"sharpness = {self.sharpness} given; expected a box of 0 (none) or more, such as 5e-4")
         if not self.recipes:
             raise RunError("no recipe given; name at least one, or see `halfstep recipes`")
         if len(set(self.recipes)) != len(self.recipes):

@@ -4,7 +4,8 @@ Every row has `kind` and `step` (0 before the first update). The kinds:
 
     memory      parameters, bytes {weights, grads, master, states, transient}: bytes a parameter, measured before step()
     step        loss, lr, loss_scale, skipped, grad_norm, tokens (what the batch holds, in the task's unit), seconds
-                (the only timing; null in a baseline that an earlier experiment trained)
+                (the only timing; null in a baseline that an earlier experiment trained); sharpness (percent, where the
+                experiment wants it: tracking.logit_sharpness)
     validation  loss; metric, where the task has one
     statistics  loss_scale; weights, gradients, activation_gradients: exponent histograms {counts, zeros, nonfinite},
                 gradients as they are stored, so times loss_scale; zeroed {weights, gradients}: share by format that

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,13 @@ class Task(ABC):
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float | None:
         """The field's metric over the held-out batches, whose losses are given; the model is in eval mode."""
+        return None
+
+    def logits(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """The logits (..., classes) and right classes (...) that the loss of a model's output is a cross-entropy of.
+
+        None where it is another loss.
+        """
         return None
 
     def by_heart(self) -> nn.Module | None:

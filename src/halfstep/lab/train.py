@@ -27,7 +27,7 @@ from halfstep.lab.unit import unit_scale_on
 from halfstep.memory import measure
 from halfstep.nn.applied import applied_to
 from halfstep.recipe import Recipe
-from halfstep.tracking import activation_gradients_by_module, first_nonfinite, magnitude
+from halfstep.tracking import activation_gradients_by_module, first_nonfinite, logit_sharpness, magnitude
 from halfstep.unit import multipliers_of
 
 
@@ -147,7 +147,7 @@ class Trainer:
         random = torch.get_rng_state()
         started = time.perf_counter()
         with activation_gradients_by_module(model, enabled=looking or glancing) as activations:
-            loss = self.task.loss(model, batch)
+            loss, sharpness = self._loss(batch)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         seconds = time.perf_counter() - started
         # What is looked at is looked at here: a clip moves 16-bit gradients to float32, without the loss scale.
@@ -187,6 +187,7 @@ class Trainer:
             "grad_norm": norm_value,
             "tokens": self.task.count(batch),
             "seconds": seconds,
+            **({} if sharpness is None else {"sharpness": sharpness}),
         }
         self._write(row)
         for seen in () if look is None else look.rows:
@@ -195,6 +196,20 @@ class Trainer:
             self._validate(step)
         self.watch(Progress(self.recipe.name, self.seed, step, row, self.validation, self.metric))
         return True
+
+    def _loss(self, batch: Batch) -> tuple[torch.Tensor, float | None]:
+        """The loss of a training batch; and its sharpness, the mean over positions, where the experiment wants it."""
+        model, outputs = self.training.model, list[Any]()
+        if not self.experiment.sharpness:
+            return self.task.loss(model, batch), None
+        hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            loss = self.task.loss(model, batch)
+        finally:
+            hook.remove()
+        found = self.task.logits(outputs[-1], batch)
+        assert found is not None
+        return loss, float(logit_sharpness(*found, self.experiment.sharpness).mean())
 
     def _adapts(self) -> bool:
         """Whether the loss scale sinks on overflow, so that one overflowing step is not a divergence."""

@@ -7,6 +7,7 @@ from halfstep.tracking.histogram import exponents
 from halfstep.tracking.nonfinite import first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors
 from halfstep.tracking.saved import SavedBytes, SavedRow, saving
+from halfstep.tracking.sharpness import logit_sharpness
 from halfstep.tracking.vanished import Zeros, vanished_states, zeros
 from halfstep.tracking.zeroed import share_lost, share_zeroed
 
@@ -25,6 +26,7 @@ __all__ = [
     "arrivals",
     "exponents",
     "first_nonfinite",
+    "logit_sharpness",
     "magnitude",
     "operand_error",
     "operand_errors",

@@ -74,14 +74,18 @@ class LanguageModelling(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy of the model's logits, and in training its balance loss."""
         output: Any = model(batch["tokens"])
-        logits = getattr(output, "logits", output)
+        logits, targets = self.logits(output, batch)
         expected = (*batch["tokens"].shape, VOCABULARY)
         if not isinstance(logits, Tensor) or logits.shape != expected:
             found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
             raise ModelError(f"the model returned {found}; expected logits of shape {expected}, one a byte value")
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
         more = getattr(output, "balance_loss", None)
         return loss if more is None or not model.training else loss + more
+
+    def logits(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the model returned, bare or as `.logits`, and the next bytes."""
+        return getattr(output, "logits", output), batch["targets"]
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """Bits per byte: the loss in bits."""
