@@ -14,22 +14,19 @@ import torch
 from torch import nn
 
 from families import slow_unless
-from halfstep.errors import CheckpointError, DataError, ModelError, RunError
+from halfstep.errors import CheckpointError, DataError, ModelError
 from halfstep.formats import ieee
 from halfstep.lab import checkpoint
 from halfstep.lab.compare import open_experiment
 from halfstep.lab.data import load_corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import TIMINGS, read_metrics
-from halfstep.lab.models import build_model
 from halfstep.lab.task import Task
-from halfstep.lab.tasks import experiment_for
 from halfstep.lab.tasks.lm import LanguageModelling
 from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final_loss, judge
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
-from halfstep.tracking import logit_sharpness
 from tiny import RECIPES
 
 
@@ -419,27 +416,3 @@ def test_comparison_takes_recipes_of_the_callers_own_and_caches_the_baseline(tmp
     assert without_timings(taken) == without_timings(trained)
     assert {row["seconds"] for row in taken if row["kind"] == "step"} == {None}  # it ran at another time
     assert final_loss(second.folder.metrics("mine", 0)) is not None
-
-
-def test_sharpness_is_written_down_where_it_is_wanted(tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    fields = {**SMALL, "data": str(tmp_path / "text.txt"), "model": "gpt-nano", "baseline_seeds": 1}
-    with_it, without = (
-        open_experiment(Experiment(recipes=("fp32",), sharpness=box, **fields), tmp_path / f"{box}" / "run", False)
-        for box in (1e-3, 0.0)
-    )
-    rows = []
-    for comparison in (with_it, without):
-        comparison.run()
-        rows.append([row for row in comparison.folder.metrics("fp32", 0) if row["kind"] == "step"])
-    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
-    assert not any("sharpness" in row for row in rows[1])
-    batch = with_it.task.batch(0, 1)
-    model = build_model("gpt-nano", with_it.task.models(), 0)
-    expected = logit_sharpness(model(batch["tokens"]), batch["targets"], 1e-3).mean()
-    assert rows[0][0]["sharpness"] == pytest.approx(float(expected), rel=1e-6)
-    assert len({row["sharpness"] for row in rows[0]}) == SMALL["steps"]
-    with pytest.raises(RunError, match=r"sharpness = 0.001 with task 'vision', whose loss is no cross-entropy"):
-        open_experiment(experiment_for("vision", recipes=("fp32",), sharpness=1e-3), tmp_path / "other", False)
-    with pytest.raises(RunError, match="sharpness = -1 given; expected a box of 0"):
-        Experiment(recipes=("fp32",), sharpness=-1)

@@ -8,7 +8,11 @@ import torch
 from scipy.optimize import minimize
 from scipy.special import log_softmax
 
-from halfstep.errors import QuantizationError
+from halfstep.errors import QuantizationError, RunError
+from halfstep.lab.compare import open_experiment
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.models import build_model
+from halfstep.lab.tasks import experiment_for
 from halfstep.tracking import logit_sharpness
 
 
@@ -80,3 +84,39 @@ def test_shapes_and_dtypes_of_logits():
 def test_what_has_no_sharpness_is_refused(given, said):
     with pytest.raises(QuantizationError, match=said):
         logit_sharpness(*given)
+
+
+def test_sharpness_is_written_down_where_it_is_wanted(tmp_path):
+    (tmp_path / "text.txt").write_text("some text to learn from\n" * 400)
+    fields = {
+        "seeds": 1,
+        "steps": 4,
+        "batch": 2,
+        "context": 16,
+        "warmup": 1,
+        "statistics": 1,
+        "validations": 2,
+        "data": str(tmp_path / "text.txt"),
+        "model": "gpt-nano",
+        "baseline_seeds": 1,
+    }
+    with_it, without = (
+        open_experiment(Experiment(recipes=("fp32",), sharpness=box, **fields), tmp_path / f"{box}" / "run", False)
+        for box in (1e-3, 0.0)
+    )
+    rows = []
+    for comparison in (with_it, without):
+        comparison.run()
+        rows.append([row for row in comparison.folder.metrics("fp32", 0) if row["kind"] == "step"])
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    assert not any("sharpness" in row for row in rows[1])
+    batch = with_it.task.batch(0, 1)
+    model = build_model("gpt-nano", with_it.task.models(), 0)
+    expected = logit_sharpness(model(batch["tokens"]), batch["targets"], 1e-3).mean()
+    assert rows[0][0]["sharpness"] == pytest.approx(float(expected), rel=1e-6)
+    assert len({row["sharpness"] for row in rows[0]}) == 4
+    other = experiment_for("mlm", recipes=("fp32",), sharpness=1e-3, data=fields["data"], context=16, batch=2)
+    with pytest.raises(RunError, match=r"sharpness = 0.001 with task 'mlm', whose loss is no cross-entropy"):
+        open_experiment(other, tmp_path / "other", False)
+    with pytest.raises(RunError, match="sharpness = -1 given; expected a box of 0"):
+        Experiment(recipes=("fp32",), sharpness=-1)

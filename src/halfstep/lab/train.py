@@ -166,7 +166,6 @@ class Trainer:
             return self._diverge(step, batch, random, "a gradient is infinite or NaN")
         if memory is not None:
             self._write(memory)
-            self.measured = True
         started = time.perf_counter()
         try:
             with nullcontext() if look is None else look:
@@ -176,14 +175,13 @@ class Trainer:
             return self._diverge(step, batch, random, str(error))
         optimizer.zero_grad()
         seconds += time.perf_counter() - started
-        skipped = scaler.skipped_steps > skips
         row = {
             "kind": "step",
             "step": step,
             "loss": value,
             "lr": self.experiment.learning_rate(step),
             "loss_scale": scale,
-            "skipped": skipped,
+            "skipped": scaler.skipped_steps > skips,
             "grad_norm": norm_value,
             "tokens": self.task.count(batch),
             "seconds": seconds,
@@ -268,7 +266,7 @@ class Trainer:
 
     def _memory(self, step: int) -> Row:
         """The bytes a parameter costs, written down once: between a backward and a clip, with the moments there."""
-        model, optimizer = self.training.model, self.training.optimizer
+        self.measured, model, optimizer = True, self.training.model, self.training.optimizer
         size = asdict(measure(model, optimizer)) | {"transient": self.recipe.bytes_per_parameter().transient}
         count = sum(p.numel() for p in model.parameters())
         return {"kind": "memory", "step": step, "parameters": count, "bytes": size}
