@@ -172,7 +172,7 @@ def main() -> None:
     """Train, measure, print and keep."""
     given = options(__doc__ or "", "runs/anchor.json", seeds=4)
     torch.set_num_threads(1)
-    steps, count, lengths, spans = (2, 4, (16, 32), (512,)) if given.quick else SIZES
+    steps, count, lengths, spans = (1, 2, (16, 32), (512,)) if given.quick else SIZES
     kept = Kept(given.out, steps=steps, count=count, window=WINDOW, lengths=lengths)
     kinds = [(way, recipe) for recipe in NARROW for way in WAYS]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {kind: [] for kind in [*kinds, ("untrained", "none")]}

@@ -161,7 +161,7 @@ def main() -> None:
     """Train, measure, print and keep."""
     given = options(__doc__ or "", "runs/ibp.json", seeds=8)
     torch.set_num_threads(1)
-    epochs, width, samples = (2, 32, 8) if given.quick else (30, 128, 200)
+    epochs, width, samples = (1, 32, 4) if given.quick else (30, 128, 200)
     kept = Kept(given.out, epochs=epochs, width=width, samples=samples, epsilon=EPSILON, depth=DEPTH)
     found: dict[tuple[str, bool], list[dict[str, Any]]] = {(r, f): [] for r in RECIPES for f in (False, True)}
     for seed in range(given.seeds):

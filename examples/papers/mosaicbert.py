@@ -166,7 +166,7 @@ def main() -> None:
     """Time, train, print and keep."""
     given = options(__doc__ or "", "runs/mosaicbert.json")
     torch.set_num_threads(1)
-    steps, size, count, rounds = (3, 100_000, 60, 2) if given.quick else (300, 4_000_000, 1200, 16)
+    steps, size, count, rounds = (1, 100_000, 40, 1) if given.quick else (300, 4_000_000, 1200, 16)
     kept = Kept(given.out, steps=steps, size=size, probes=count, rounds=rounds)
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in (*ARMS, LONGER)}
     for seed in range(given.seeds):

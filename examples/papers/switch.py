@@ -168,7 +168,7 @@ def main() -> None:
     """Train, measure, print and keep."""
     given = options(__doc__ or "", "runs/switch.json", seeds=3)
     torch.set_num_threads(1)
-    steps, at, tuning, count, rounds = (4, 2, 2, 2, 4) if given.quick else (240, 40, 60, 32, 60)
+    steps, at, tuning, count, rounds = (2, 1, 1, 1, 1) if given.quick else (240, 40, 60, 32, 60)
     digests = {name: corpus.digest[:16] for name, corpus in domains(CONTEXT).items()}
     kept = Kept(given.out, steps=steps, at=at, tuning=tuning, held_out=count, rate=RATE, data=digests)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*ARMS, *TUNED)}

@@ -137,3 +137,30 @@ def test_a_section_takes_the_place_of_the_one_that_was_there(load, tmp_path):
     page.write_text("# A page\n\n## Measured\n\nold\n\n## After\n\nstays\n")
     load("memory_page").write(page, "## Measured\n\nnew\n")
     assert page.read_text() == "# A page\n\n## Measured\n\nnew\n\n## After\n\nstays\n"
+
+
+def test_stacked_cells_are_torchs_lstm(load):
+    recurrent = load("recurrent")
+    torch.manual_seed(0)
+    stack, x = recurrent.Stack(3, 8), torch.randn(2, 5, 8)
+    lstm = torch.nn.LSTM(8, 8, 3, batch_first=True)
+    for number, cell in enumerate(stack.cells):
+        for name, parameter in cell.named_parameters():
+            getattr(lstm, f"{name}_l{number}").data.copy_(parameter.data)
+    y, states = stack(x)
+    expected, (h, c) = lstm(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.stack([torch.stack(state) for state in states], 1), torch.stack([h, c]))
+    later, _ = stack(x[:, 3:], stack(x[:, :3])[1])
+    torch.testing.assert_close(later, expected[:, 3:])
+
+
+def test_a_translator_sees_the_source_and_no_later_word(load):
+    torch.manual_seed(0)
+    model = load("recurrent").Translator(9, 11, layers=2, width=8)
+    source, target = torch.randint(9, (2, 4)), torch.randint(11, (2, 6))
+    logits = model(source, target)
+    other = target.clone()
+    other[:, 3:] = (other[:, 3:] + 1) % 11
+    assert torch.equal(model(source, other)[:, :3], logits[:, :3])
+    assert not torch.equal(model((source + 1) % 9, target)[:, 0], logits[:, 0])
