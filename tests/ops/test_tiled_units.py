@@ -388,19 +388,39 @@ def test_both_sides_of_a_rotated_product_are_those_that_are_made_apart(units, mo
         assert torch.equal(one, other)
 
 
+COMPILED = {
+    "fp8-current": (8, 9), "fp8-delayed": (8, 9), "fp8-delayed-megatron": (9, 0), "fp8-rowwise": (8, 9),
+    "fp8-rowwise-gw-hp": (9, 0), "fp8lm-o1": (9, 0), "fp8-block": (9, 0), "mxfp8": (12, 0), "mxfp8-floor": (10, 0),
+    "nvfp4": (10, 0), "unit-nvfp4": (10, 0),
+}  # fmt: skip
+
+
+def specs_of(name):
+    return {rule.linear for stage in get_recipe(name).by_stage for rule in stage.rules if rule.linear.rounds}
+
+
+def test_every_layer_that_units_compute_is_compiled(units):
+    native = set()
+    for units["capability"] in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        native |= {s for name in list_recipes() if halfstep.is_native_available(name) for s in specs_of(name)}
+    assert native == {s for name in COMPILED for s in specs_of(name)}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
-@for_each("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+@for_each("name", list(COMPILED))
 def test_inductor_keeps_a_layers_products_on_units(name, units):
-    """Forward and backward go through Inductor without a break. Its code has one operator for each product and no other
-    product, and computes what the eager layer does; torch's own operator would be lowered to other products."""
-    units["capability"] = (10, 0) if name in ("mxfp8", "nvfp4") else (9, 0)
-    spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
+    """Forward and backward go through Inductor without a break. Its code has one operator for each rounded product and
+    no other product, and computes what the eager layer does; torch's own operator would be lowered to others."""
+    units["capability"] = COMPILED[name]
+    (spec,) = specs_of(name)
+    rounded = sum(product.lhs is not None for product in products_of(spec))
+    states = {name: quantizer.stateful.init("cpu") for name, quantizer in spec.states.items()}
     x, w, dy = (draw(*size, seed=i).bfloat16() for i, size in enumerate([(256, 384), (128, 384), (256, 128)]))
     x, w = x.requires_grad_(), w.requires_grad_()
 
     def layer(x, w):
-        return ops.linear(x, w, None, spec)
+        return ops.linear(x, w, None, spec, states)
 
     def passes(layer):
         torch.manual_seed(0)
@@ -414,10 +434,10 @@ def test_inductor_keeps_a_layers_products_on_units(name, units):
     *expected, products = passes(layer)
     (*found, compiled), code = run_and_get_code(passes, torch.compile(layer, fullgraph=True))
     assert sorted(compiled) == sorted(products)  # of the two gradients' either may come first
-    assert len(products) == 3
+    assert len(products) == rounded
     code = "\n".join(code)
-    assert code.count("torch.ops.halfstep.units_mm.default(") == 3
-    assert not re.search(r"extern_kernels\.\w*mm|_scaled_mm", code)
+    assert code.count("torch.ops.halfstep.units_mm.default(") == rounded
+    assert len(re.findall(r"extern_kernels\.\w*mm|_scaled_mm", code)) == 3 - rounded
     for one, other in zip(found, expected, strict=True):
         assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
 
