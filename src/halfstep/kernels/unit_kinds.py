@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 _ALIGNED = 16  # the columns of a product, and its shared dimension at least, are multiples of it
 TENSORS = Kind("TensorWise", "one scale a tensor", (TENSOR,), (8, 9))
 # Below 2.12 torch launches the kernel of 8.9 on another stream than the current one (pytorch/pytorch#177651), and 2.10
-# has no kernel for 12.x (pytorch/pytorch#192707).
+# gave an error on 12.x (pytorch/pytorch#192707).
 ROWS = Kind(
     "RowWise", "a scale a row", (ROW, ROW.transposed), (8, 9), wants=((8, "torch", (2, 12)), (12, "torch", (2, 12)))
 )
