@@ -17,6 +17,7 @@ from halfstep.errors import LawError, unknown
 
 
 PARTS = ("weights", "activations", "kv")
+"""The parts of a model whose bits the published law tells apart."""
 _WIDEST = 16.0
 """Bits beyond which a part is taken for unrounded."""
 
@@ -78,7 +79,11 @@ class Law:
         return replace(self, widths=widths, post=self.post and replace(self.post, offset=0.0))
 
     def share(self, bits: Mapping[str, float]) -> float:
-        """The share of the parameters that stays effective, with so many bits a part; parts left out are whole."""
+        """The share of the parameters that stays effective, with so many bits a part; parts left out are whole.
+
+        Raises:
+            LawError: a part that the law does not know, or bits that are not positive.
+        """
         for part, width in bits.items():
             if part not in self.widths:
                 raise LawError(unknown("part", part, self.widths))
@@ -128,6 +133,9 @@ class Law:
 
         With a = b and a cost of (6 / 16) N D P it minimises P / share(P), whatever the budget, A, B, E and a. A law
         whose a and b differ has no such width; theirs is `best_bits_for`.
+
+        Raises:
+            LawError: a and b differ.
 
         >>> round(KUMAR.best_bits(), 2), round(KUMAR.without_offsets().best_bits(), 2)
         (7.0, 3.47)
