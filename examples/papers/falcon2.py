@@ -185,7 +185,8 @@ def main() -> None:
     width, steps, before, after, layers, spiked, rows = sizes
     names = ("width", "steps", "before", "after", "layers", "spiked", "windows")
     kept, texts = Kept(given.out, **dict(zip(names, sizes, strict=True))), corpora()
-    batches, plans, rates = list[Any](), {name: list[Any]() for name in PLANS}, {rate: list[Any]() for rate in SPIKING}
+    long, chosen = (30, SPIKING[:2]) if given.quick else (600, SPIKING)
+    batches, plans, rates = list[Any](), {name: list[Any]() for name in PLANS}, {rate: list[Any]() for rate in chosen}
     for seed in range(given.seeds):
         for each in (2 * seed, 2 * seed + 1):  # twice as many: they are short
             make: Any = partial(doubling, each, width, before, after, texts["general"], rows)
@@ -196,7 +197,6 @@ def main() -> None:
         for rate, runs in rates.items():
             make = partial(spiking, seed, rate, layers, spiked, texts["general"])
             runs.append(kept.run(f"rate {rate:g}, seed {seed}", make))
-    long = 30 if given.quick else 600
     adam = quadratic(torch.optim.Adam, long, lr=0.01, betas=(0.9, 0.95))
     excess = {"SGD": quadratic(torch.optim.SGD, long, lr=0.05), "Adam": adam}
     kept.write(quadratic=excess, **conclusions(batches, plans, rates, excess))

@@ -142,13 +142,14 @@ def study(arm: str, seed: int, steps: int, size: int, count: int) -> dict[str, A
 def times(seed: int, size: int, rounds: int) -> dict[str, Any]:
     """CPU time of a training step of every arm relative to the unchanged model's: the median of interleaved rounds."""
     trainings, ratios = {arm: Training(arm, seed, 100, size) for arm in ARMS}, {arm: [] for arm in ARMS}
-    for number in range(rounds + 2):
+    warm = min(2, rounds)
+    for number in range(warm + rounds):
         spent = {}
         for arm, train in trainings.items():
             start = time.process_time()
             train()
             spent[arm] = time.process_time() - start
-        for arm in ARMS if number > 1 else ():
+        for arm in ARMS if number >= warm else ():
             ratios[arm].append(spent[arm] / spent["none"])
     return {arm: round(statistics.median(found), 4) for arm, found in ratios.items()}
 
