@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from halfstep.errors import LawError
 from halfstep.lab.environment import environment
@@ -28,7 +31,7 @@ from halfstep.lab.sweep.folder import DIVERGED, SweepFolder
 from halfstep.lab.sweep.laws import damages, law_cells
 from halfstep.lab.sweep.outcome import Outcome
 from halfstep.lab.sweep.report import outcomes, summarize
-from halfstep.law import fit_damage, fit_loss
+from halfstep.law import Damage, fit_damage, fit_loss
 from harness import RESULTS
 
 
@@ -84,6 +87,7 @@ def sizes(path: Path) -> dict[str, Any]:
             for (n, d, p), v in sorted(rows.items())
         ],
     }  # fmt: skip
+    result["slopes"] = {f"{bits:g}": slopes([c for c in damages([path]) if c.bits == bits]) for bits in widths(result)}
     fits = {"loss_fit": lambda: fit_loss(law_cells([path])), "damage_fit": lambda: fit_damage(damages([path]))}
     for name, fit in fits.items():
         try:
@@ -91,6 +95,33 @@ def sizes(path: Path) -> dict[str, Any]:
         except LawError as error:
             result[name] = {"refused": str(error)}
     return result
+
+
+def widths(found: dict[str, Any]) -> list[float]:
+    """The widths that models were rounded to."""
+    return sorted({row["bits"] for row in found["damage"]})
+
+
+def slopes(cells: Sequence[Damage], resamples: int = 1000) -> dict[str, Any]:
+    """The exponents of tokens and parameters in the damage at one width, by least squares of logarithms.
+
+    Intervals are of the runs drawn again. Damages that are not positive have no logarithm: they are counted.
+    """
+    positive = [cell for cell in cells if cell.damage > 0]
+    table = np.array([[1.0, math.log(c.tokens), math.log(c.parameters)] for c in positive], dtype=np.float64)
+    target = np.log([c.damage for c in positive])
+    generator = np.random.default_rng(0)
+    picks = [np.arange(len(target)), *(generator.integers(0, len(target), len(target)) for _ in range(resamples))]
+    found = np.array([np.linalg.lstsq(table[pick], target[pick], rcond=None)[0] for pick in picks], dtype=np.float64)
+    ends = np.quantile(found[1:], [0.025, 0.975], axis=0)
+    return {
+        "runs": len(cells),
+        "not_positive": len(cells) - len(positive),
+        **{
+            name: {"value": float(found[0, i]), "low": float(ends[0, i]), "high": float(ends[1, i])}
+            for i, name in ((1, "tokens"), (2, "parameters"))
+        },
+    }
 
 
 def page(kept: dict[str, Any]) -> str:
@@ -139,7 +170,7 @@ def _tests_table(found: dict[str, Any]) -> str:
 
 
 def _damage_table(found: dict[str, Any]) -> str:
-    bits = sorted({row["bits"] for row in found["damage"]})
+    bits = widths(found)
     by = {(row["parameters"], row["tokens"], row["bits"]): row for row in found["damage"]}
     lines = [f"| parameters | tokens | D/N | loss | {' | '.join(f'{b:g} bits' for b in bits)} |"]
     lines.append("| --- " * (4 + len(bits)) + "|")

@@ -99,9 +99,12 @@ def fit(
     from halfstep.law import fit_damage, fit_loss
 
     fits = {"loss": fit_loss(law_cells(folders), resamples)}
-    if rounded := [damage for damage in damages(folders) if damage.damage > 0]:
-        fits["damage"] = fit_damage(rounded, resamples)
-    data = {name: found.to_dict() for name, found in fits.items()}
+    rounded = damages(folders)
+    positive = [damage for damage in rounded if damage.damage > 0]
+    if positive:
+        fits["damage"] = fit_damage(positive, resamples)
+    data: dict[str, Any] = {name: found.to_dict() for name, found in fits.items()}
+    data["damages_left_out"] = len(rounded) - len(positive)
     fitted = fits["loss"].law(fits.get("damage"))
     data["law"] = asdict(fitted)
     if out is not None:
@@ -114,6 +117,8 @@ def fit(
         print(f"{name}: {found.cells} runs, R2 {found.r2:.4f}, residual {found.residual:.3g}")
         show_table(["constant", "value", "95% interval"], rows, right=["value", "95% interval"])
         print()
+    if left_out := data["damages_left_out"]:
+        print(f"{left_out} of {len(rounded)} damages are not positive and have no logarithm: the fit left them out")
 
 
 @law.command("round")

@@ -115,7 +115,7 @@ def fit_damage(cells: Sequence[Damage], resamples: int = RESAMPLES) -> Fitted:
     if none := [cell for cell in cells if not cell.damage > 0]:
         raise LawError(
             f"{len(none)} of {len(cells)} damages are not positive, the first {none[0]}: no harm that can be told from "
-            "noise. Leave such widths out: --post-bits with fewer bits"
+            "noise. Leave them out, or round to fewer bits"
         )
     n, d, bits, damage = (
         np.array(column, dtype=np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from halfstep.errors import RunError
 from halfstep.lab.side_by_side import ATTEMPTS
 from halfstep.lab.sweep.grid import Cell
 from halfstep.lab.sweep.run import Beat, Cells
+
+
+_PATIENCE = 10.0  # seconds for an address to answer
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,14 @@ def executor(where: str, jobs: int) -> Ray:
         RunError: it does not answer.
     """
     try:
+        host, _, port = where.removeprefix("ray://").rpartition(":")
+        if host and port.isdigit():  # Ray itself tries for many minutes
+            socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
         if where:
             ray.init(address=where, log_to_driver=False, logging_level="error")
         else:
             ray.init(num_cpus=jobs, include_dashboard=False, object_store_memory=2**28, log_to_driver=False)
-    except (ConnectionError, ValueError, TimeoutError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(
             f"--executor ray:{where}: no Ray cluster answers there ({said}); start one with `ray start --head` and "
