@@ -101,10 +101,14 @@ def fit(
     fits = {"loss": fit_loss(law_cells(folders), resamples)}
     rounded = damages(folders)
     positive = [damage for damage in rounded if damage.damage > 0]
+    unfitted = None
     if positive:
-        fits["damage"] = fit_damage(positive, resamples)
+        try:
+            fits["damage"] = fit_damage(positive, resamples)
+        except LawError as error:
+            unfitted = f"the damage of rounding is not fitted: {error}"
     data: dict[str, Any] = {name: found.to_dict() for name, found in fits.items()}
-    data["damages_left_out"] = len(rounded) - len(positive)
+    data |= {"damages_left_out": len(rounded) - len(positive), "damage_not_fitted": unfitted}
     fitted = fits["loss"].law(fits.get("damage"))
     data["law"] = asdict(fitted)
     if out is not None:
@@ -119,6 +123,8 @@ def fit(
         print()
     if left_out := data["damages_left_out"]:
         print(f"{left_out} of {len(rounded)} damages are not positive and have no logarithm: the fit left them out")
+    if unfitted is not None:
+        print(unfitted)
 
 
 @law.command("round")
