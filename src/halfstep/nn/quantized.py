@@ -168,12 +168,14 @@ def _store(
 ) -> Counter[str]:
     """Quantise a layer's weights but those that stay whole; how many there are of each format."""
     codes = Counter[str]()
-    own, rounding = own_part(module), part_of(module).spec.output.rhs
+    own = own_part(module)
     own.stored = {weight.name: weight for weight in weights}
     for weight in weights:
         if weight.name not in whole:
             state = states.get(f"{weight.product}__weight" if weight.product else "weight")
-            codes[rounding.format.name if rounding else ""] += store_weight(module, weight, state)
+            quantizer = own.spec.output.rhs
+            assert quantizer is not None  # or it would stay whole
+            codes[quantizer.format.name] += store_weight(module, weight, state)
     operands = ("input", "weight") if whole else ("input",)
     freeze(module, {name: state for name, state in states.items() if name.rpartition("__")[2] in operands})
     module.register_load_state_dict_pre_hook(check_before_loading)

@@ -11,11 +11,9 @@ from halfstep.lab.report.style import looks, new_figure, plain
 
 
 def picture(summary: dict[str, Any]) -> Figure:
-    """One panel a setting; a band is the 95% interval of the mean, crosses are shares diverged of 5% or more."""
+    """A figure with one panel for each setting of the other axes; a band is the 95% interval of the mean over seeds."""
     settings = summary["settings"]
-    figure = new_figure(
-        2.9 * len(settings) + 0.6, "The final loss over learning rates: the wider the valley, the better"
-    )
+    figure = new_figure(2.9 * len(settings) + 0.6, "Final validation loss by peak learning rate")
     table = looks(summary["sweep"]["experiment"]["recipes"])
     for panel, (name, setting) in zip(
         figure.subplots(len(settings), 1, squeeze=False)[:, 0], settings.items(), strict=True
