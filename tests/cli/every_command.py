@@ -30,6 +30,7 @@ COMMANDS = [
     (["train", *RUN, "--out", "trained"], "lab", 0),
     (["sweep", "--recipes", "fp32", *RUN, "--grid", "lr=1e-3,1e-2", "--jobs", "1", "--out", "swept"], "lab", 0),
     (["sweep", "status", "swept"], "lab", 0),
+    (["sweep", "leads", "swept"], "lab", 1),  # its runs have no sharpness
     (["law", "predict", "--parameters", "1e9", "--tokens", "2e10", "--bits", "8"], None, 0),
     (["doctor", "fp32"], None, 0),
     (["inspect", "a.safetensors"], None, 0),

@@ -126,8 +126,11 @@ def test_a_run_that_lost_what_it_learned_diverged_even_if_it_came_back():
     back = cell([*learning, *[7.0] * 8, *[3.0] * 30], [5.55, 2.9])
     assert back.status == "diverged"
     assert back.spikes == (36,)
+    assert back.onset == 36
     assert cell([*learning, *[7.0] * 3, *[3.0] * 30], [5.55, 2.9]).status == "finished"
     assert cell([5.6] * 40, [5.55, 5.4]).status == "finished"  # it never learned, and lost nothing
-    assert cell([5.6] * 40, [5.55, 5.7]).status == "diverged"
+    ended = cell([5.6] * 40, [5.55, 5.7])
+    assert (ended.status, ended.onset) == ("diverged", 40)
+    assert cell(learning, [5.55, 2.9]).onset is None
     assert cell(learning, [5.55, None], "diverged").status == "diverged"
     assert cell(learning, [5.55, 2.9]).tokens == 4 * 35

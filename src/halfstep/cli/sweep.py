@@ -160,6 +160,24 @@ def report(folder: _Folder, as_json: Json = False) -> None:
     print(f"\nsummary: {folder / 'summary.json'}")
 
 
+@sweep.command("leads")
+def leads(folder: _Folder, as_json: Json = False) -> None:
+    """How many steps ahead loss, gradient norm and sharpness announce that a run diverges: alarms, set on stable runs.
+
+    For a sweep with --grid sharpness=5e-4, of which some runs diverge and at least 20 do not.
+    """
+    from halfstep.lab.sweep.leads import NAMES, runs_of
+    from halfstep.lab.sweep.leads import leads as ahead
+
+    found = ahead(*runs_of(folder, NAMES), NAMES)
+    if as_json:
+        show_json({name: dataclasses.asdict(lead) for name, lead in found.items()})
+        return
+    from halfstep.cli.sweep_text import show_leads
+
+    show_leads(found)
+
+
 def _new(ctx: typer.Context) -> Sweep:
     from halfstep.lab.experiment import Experiment
     from halfstep.lab.sweep.grid import Sweep, read_grid

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.terminal import line_width, show_table
+
+
+if TYPE_CHECKING:
+    from halfstep.lab.sweep.leads import Lead
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -23,6 +27,25 @@ def show(summary: dict[str, Any]) -> None:
             _pairs(tests)
     print()
     print(textwrap.fill(summary["rule"], line_width(120)))
+
+
+def show_leads(leads: dict[str, Lead]) -> None:
+    """Print a row a series."""
+    columns = [
+        "series",
+        "alarm above",
+        "false alarms",
+        "diverging runs announced",
+        "steps ahead",
+        "earlier than loss by",
+    ]
+    rows = []
+    for name, lead in leads.items():
+        mean, interval = lead.ahead_of.get("loss", (None, None))
+        earlier = "-" if interval is None else f"{mean:+.1f} ({interval.low:+.1f} to {interval.high:+.1f})"
+        ahead = f"{sum(lead.steps) / len(lead.steps):.1f}"
+        rows.append([name, f"{lead.threshold:.1f}", _share(lead.false_alarms), _share(lead.caught), ahead, earlier])
+    show_table(columns, rows, right=columns[1:])
 
 
 def _curves(recipes: dict[str, Any]) -> None:

@@ -50,6 +50,8 @@ class Outcome:
     tokens: int
     """That it was trained on."""
     reason: str | None = None
+    onset: int | None = None
+    """The first step that counts as diverged, or the one in which it ended so."""
 
     @property
     def ended(self) -> bool:
@@ -67,10 +69,10 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
     validations = [row["loss"] for row in rows if row["kind"] == "validation"]
     memory = next((row for row in rows if row["kind"] == "memory"), None)
     seconds = [row["seconds"] for row in steps[1:] if row["seconds"] is not None]
-    found = spikes([row["loss"] for row in steps])
-    status = (
-        DIVERGED if state.status == FINISHED and _lost([row["loss"] for row in steps], validations) else state.status
-    )
+    losses = [row["loss"] for row in steps]
+    found, lost = spikes(losses), _lost(losses, validations)
+    status = DIVERGED if state.status == FINISHED and lost is not None else state.status
+    onset = state.step if lost is None else steps[lost]["step"]
     return Outcome(
         *cell,
         status=status,
@@ -82,14 +84,18 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
         parameters=None if memory is None else memory["parameters"],
         tokens=sum(row["tokens"] for row in steps),
         reason=state.reason,
+        onset=onset if status == DIVERGED else None,
     )
 
 
-def _lost(losses: Sequence[float | None], validations: Sequence[float | None]) -> bool:
-    """Whether a run lost what it had learned; so has one that ends with a validation loss above its first, or none."""
-    if not validations or validations[0] is None or validations[-1] is None:
-        return bool(validations)
+def _lost(losses: Sequence[float | None], validations: Sequence[float | None]) -> int | None:
+    """Where a run lost what it had learned; its end, if the last validation loss is above the first, or none."""
+    if not validations or validations[0] is None:
+        return len(losses) - 1 if validations and losses else None
     first = validations[0]
     learned = next((i for i, loss in enumerate(losses) if loss is not None and loss < LEARNED * first), len(losses))
     above = [loss is None or loss > first for loss in losses[learned:]]
-    return validations[-1] > first or any(sum(above[i : i + LOST]) > LOST // 2 for i in range(len(above) - LOST + 1))
+    for place in range(len(above) - LOST + 1):
+        if sum(above[place : place + LOST]) > LOST // 2:
+            return learned + above.index(True, place)
+    return len(losses) - 1 if validations[-1] is None or validations[-1] > first else None

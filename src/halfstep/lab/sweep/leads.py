@@ -1,0 +1,122 @@
+"""Does a series of a run rise before the run diverges? Alarms, set on runs that stay stable. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import RunError
+from halfstep.lab.interval import Interval, paired
+from halfstep.lab.metrics import Row
+from halfstep.lab.spikes import spikes
+from halfstep.lab.sweep.counts import share
+from halfstep.lab.sweep.folder import SweepFolder
+from halfstep.lab.sweep.report import outcomes
+
+
+Series = Sequence[float | None]
+NAMES = ("loss", "grad_norm", "sharpness")
+FALSE_ALARMS = 0.05
+"""The share of stable runs that may raise an alarm."""
+_THRESHOLDS = tuple(2 * 1.1**i for i in range(100))
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What one series' alarms are worth. An alarm is its first spike (`lab.spikes`) with this threshold."""
+
+    threshold: float
+    false_alarms: dict[str, Any]
+    """The share of stable runs that raise one: of those that did not set the threshold."""
+    caught: dict[str, Any]
+    """The share of diverging runs that raise one before they diverge."""
+    steps: tuple[int, ...]
+    """By diverging run, how many steps before; 0 where none is raised in time."""
+    ahead_of: Mapping[str, tuple[float, Interval]]
+    """By other series, how many steps earlier this one raises its alarm: the mean over runs, and its 95% interval."""
+
+
+def runs_of(path: Path, names: Sequence[str]) -> tuple[list[dict[str, Series]], list[tuple[dict[str, Series], int]]]:
+    """The series of a sweep's stable runs, and of those that diverge with the place of their first diverged step.
+
+    Raises:
+        RunError: the folder is no sweep, or its runs have no such series.
+    """
+    folder = SweepFolder(path)
+    stable: list[dict[str, Series]] = []
+    lost: list[tuple[dict[str, Series], int]] = []
+    for found in outcomes(folder, folder.sweep()):
+        if not found.ended:
+            continue
+        rows = folder.rows((found.point, found.recipe, found.seed))
+        if found.onset is None:
+            stable.append(series_of(rows, names))
+        else:
+            steps = [row["step"] for row in rows if row["kind"] == "step"]
+            lost.append((series_of(rows, names), steps.index(found.onset)))
+    return stable, lost
+
+
+def series_of(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Series]:
+    """Some series of a run's steps by name, such as `loss`, `grad_norm` and `sharpness`.
+
+    Raises:
+        RunError: the run has no such series.
+    """
+    steps = [row for row in rows if row["kind"] == "step"]
+    for name in names:
+        if not all(name in row for row in steps):
+            raise RunError(f"a run has no {name} at each step; a sweep writes sharpness with --grid sharpness=5e-4")
+    return {name: [row[name] for row in steps] for name in names}
+
+
+def leads(
+    stable: Sequence[Mapping[str, Series]], lost: Sequence[tuple[Mapping[str, Series], int]], names: Sequence[str]
+) -> dict[str, Lead]:
+    """How many steps ahead each series announces that a run diverges.
+
+    Args:
+        stable: runs that do not diverge. The first of every two set the thresholds, at which 5% of them raise an
+            alarm; the others tell how many really do: the negative control.
+        lost: runs that diverge, each with the place of its first step that counts as diverged.
+
+    Raises:
+        RunError: fewer than 20 stable runs, of which half sets a threshold, or fewer than 3 that diverge.
+    """
+    if len(stable) < 20 or len(lost) < 3:
+        raise RunError(
+            f"{len(stable)} stable runs and {len(lost)} that diverge; expected 20 and 3 at least: more --seeds, or "
+            "more values of --grid lr"
+        )
+    thresholds = {name: _threshold([run[name] for run in stable[::2]]) for name in names}
+    steps = {name: tuple(_ahead(run[name], onset, thresholds[name]) for run, onset in lost) for name in names}
+    found = {}
+    for name in names:
+        false = [bool(spikes(run[name], threshold=thresholds[name])) for run in stable[1::2]]
+        apart = {other: [a - b for a, b in zip(steps[name], steps[other], strict=True)] for other in names}
+        found[name] = Lead(
+            thresholds[name],
+            share(sum(false), len(false)),
+            share(sum(ahead > 0 for ahead in steps[name]), len(lost)),
+            steps[name],
+            {other: (sum(d) / len(d), paired(d)) for other, d in apart.items() if other != name},
+        )
+    return found
+
+
+def _threshold(series: Sequence[Series]) -> float:
+    """The lowest threshold at which at most 5% of the series raise an alarm."""
+    for threshold in _THRESHOLDS:
+        if sum(bool(spikes(one, threshold=threshold)) for one in series) <= FALSE_ALARMS * len(series):
+            return threshold
+    raise RunError(
+        f"more than {FALSE_ALARMS:.0%} of the stable runs raise an alarm even {_THRESHOLDS[-1]:.0f} deviations above "
+        "their median: they are not stable"
+    )
+
+
+def _ahead(series: Series, onset: int, threshold: float) -> int:
+    """Steps from the first alarm to the onset; 0 where there is none before it."""
+    return max((onset - spike.start for spike in spikes(series[:onset], threshold=threshold)), default=0)
