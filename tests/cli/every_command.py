@@ -31,6 +31,7 @@ COMMANDS = [
     (["sweep", "--recipes", "fp32", *RUN, "--grid", "lr=1e-3,1e-2", "--jobs", "1", "--out", "swept"], "lab", 0),
     (["sweep", "status", "swept"], "lab", 0),
     (["sweep", "leads", "swept"], "lab", 1),  # its runs have no sharpness
+    (["sweep", "causes", "swept"], "lab", 1),  # nor tensors
     (["law", "predict", "--parameters", "1e9", "--tokens", "2e10", "--bits", "8"], None, 0),
     (["doctor", "fp32"], None, 0),
     (["inspect", "a.safetensors"], None, 0),

@@ -178,6 +178,23 @@ def leads(folder: _Folder, as_json: Json = False) -> None:
     show_leads(found)
 
 
+@sweep.command("causes")
+def causes(folder: _Folder, as_json: Json = False) -> None:
+    """Which tensor moved first before each spike: its amax, its saturated share or its update left its own past.
+
+    For a sweep with --grid tensors=STEPS, as many as its runs have.
+    """
+    from halfstep.lab.sweep.causes import causes as caused
+
+    found, quiet = caused(folder)
+    if as_json:
+        show_json({"spikes": [dataclasses.asdict(spike) for spike in found], "without_a_spike": quiet})
+        return
+    from halfstep.cli.sweep_text import show_causes
+
+    show_causes(found, quiet)
+
+
 def _new(ctx: typer.Context) -> Sweep:
     from halfstep.lab.experiment import Experiment
     from halfstep.lab.sweep.grid import Sweep, read_grid

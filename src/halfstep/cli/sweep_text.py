@@ -9,6 +9,7 @@ from halfstep.cli.terminal import line_width, show_table
 
 
 if TYPE_CHECKING:
+    from halfstep.lab.sweep.causes import Caused
     from halfstep.lab.sweep.leads import Lead
 
 
@@ -46,6 +47,23 @@ def show_leads(leads: dict[str, Lead]) -> None:
         ahead = f"{sum(lead.steps) / len(lead.steps):.1f}"
         rows.append([name, f"{lead.threshold:.1f}", _share(lead.false_alarms), _share(lead.caught), ahead, earlier])
     show_table(columns, rows, right=columns[1:])
+
+
+def show_causes(found: list[Caused], quiet: dict[str, dict[str, Any]]) -> None:
+    """Print a row a spike, and how often something moves where nothing spikes."""
+    columns = ["point", "recipe", "seed", "spike at step", "moved first", "at step", "what", "times its past"]
+    rows = []
+    for spike in found:
+        first = next(iter(spike.moved), None)
+        cause = ["nothing", "", "", ""]
+        if first is not None:
+            cause = [first.tensor, str(first.step), first.measure, f"{first.times:.3g}"]
+        rows.append([spike.point, spike.recipe, str(spike.seed), str(spike.step), *cause])
+    show_table(columns, rows, right=["seed", "spike at step", "at step", "times its past"])
+    for recipe, hits in quiet.items():
+        named = sum(bool(spike.moved) for spike in found if spike.recipe == recipe)
+        count = sum(spike.recipe == recipe for spike in found)
+        print(f"{recipe}: something moved before {named} of {count} spikes, and in {_share(hits)} of windows without")
 
 
 def _curves(recipes: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from halfstep.errors import RunError, unknown
 
 
-_LATER: dict[str, Any] = {"optimizer": "adamw", "recipe_lr": {}, "sharpness": 0.0}
+_LATER: dict[str, Any] = {"optimizer": "adamw", "recipe_lr": {}, "sharpness": 0.0, "tensors": 0}
 """Fields that older experiments lack. Data leave them out at these values, so that older runs keep their names."""
 
 
@@ -58,6 +58,8 @@ class Experiment:
     """How many times a run saves itself."""
     sharpness: float = 0.0
     """The box around the logits in which the loss's sharpness is written down at each step; 0 writes none."""
+    tensors: int = 0
+    """At how many steps each tensor's amax, saturated share and update are written down; 0 writes none."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -77,6 +79,8 @@ class Experiment:
                 raise RunError(f"{name} = {getattr(self, name)} given; expected a positive number")
         if not 0 <= self.sharpness < math.inf:
             raise RunError(f"sharpness = {self.sharpness} given; expected a box of 0 (none) or more, such as 5e-4")
+        if self.tensors < 0:
+            raise RunError(f"tensors = {self.tensors} given; expected 0 (none) or a number of steps")
         if not self.recipes:
             raise RunError("no recipe given; name at least one, or see `halfstep recipes`")
         if len(set(self.recipes)) != len(self.recipes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
@@ -13,7 +13,16 @@ from halfstep import formats
 from halfstep.lab.metrics import Row
 from halfstep.ops import values_of
 from halfstep.optim import LowBit, Update
-from halfstep.tracking import Arrival, arrivals, exponents, share_lost, share_zeroed, vanished_states, zeros
+from halfstep.tracking import (
+    Amaxes,
+    Arrival,
+    arrivals,
+    exponents,
+    share_lost,
+    share_zeroed,
+    vanished_states,
+    zeros,
+)
 
 
 FORMATS = ("fp16", "bf16", "float8_e4m3fn", "float8_e5m2")
@@ -31,6 +40,7 @@ class Look:
         scale: float,
         activations: Mapping[str, list[Tensor]],
         closely: bool,
+        tensors: Amaxes | None,
     ) -> None:
         """Take in what the step has before its update.
 
@@ -38,6 +48,7 @@ class Look:
             scale: the loss scale, which is in the gradients.
             activations: the gradients of modules' outputs, by module.
             closely: whether there is a row of statistics, which costs more than one of ranges.
+            tensors: what `amaxes` wrote down of the passes, where it was asked to.
         """
         self._optimizer = optimizer
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.grad is not None}
@@ -46,7 +57,8 @@ class Look:
         self._rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
         self._largest: dict[str, float] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._closely = closely
+        self._closely, self._tensors = closely, tensors
+        self._updates: dict[str, float] = {}
         self._ranges: Row = {
             "kind": "ranges",
             "step": step,
@@ -73,12 +85,20 @@ class Look:
     @property
     def rows(self) -> list[Row]:
         """What to write down."""
-        return [self._statistics, self._ranges] if self._closely else [self._ranges]
+        rows = [self._statistics, self._ranges] if self._closely else [self._ranges]
+        if self._tensors is None:
+            return rows
+        tensors = {"kind": "tensors", "step": self._ranges["step"], **asdict(self._tensors), "updates": self._updates}
+        return [*rows, tensors]
 
     def _note(self, update: Update) -> None:
         rate = self._rates.get(update.weight, 0.0)
         if rate and update.wanted.numel():
             self._largest[self._names[update.weight]] = float(update.wanted.abs().max()) / rate
+        if self._tensors is not None:
+            name, _, kind = self._names[update.weight].rpartition(".")
+            held = float(update.before.norm())
+            self._updates[f"{kind} of {name or 'the model'}"] = float(update.wanted.norm()) / held if held else 0.0
         if self._closely:
             self._pairs.append((update.before, update.before + update.wanted))
 

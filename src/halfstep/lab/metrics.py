@@ -16,6 +16,9 @@ Every row has `kind` and `step` (0 before the first update). The kinds:
                 states {parameter: {state: [zeros, of]}}, of the elements whose gradient was not zero, and largest
                 {parameter: its largest update in learning rates}. With the statistics; and at powers of two, where
                 in_float32 has the gradients' zeros of the same weights and batch in float32
+    tensors     where the experiment wants it: amaxes {"input of LAYER": the largest magnitude}, saturated {the same, of
+                what is rounded: the share beyond the format's largest value}, in the order of computing; updates
+                {"weight of LAYER": |update| / |weight|}
     diverged    reason, tensor (the first that was not finite, or null); in_float32, where it can be asked: the
                 largest magnitude of that tensor in float32, of the same weights and batch, and compute, the format
                 that the recipe computes in

@@ -27,7 +27,7 @@ from halfstep.lab.unit import unit_scale_on
 from halfstep.memory import measure
 from halfstep.nn.applied import applied_to
 from halfstep.recipe import Recipe
-from halfstep.tracking import activation_gradients_by_module, first_nonfinite, logit_sharpness, magnitude
+from halfstep.tracking import activation_gradients_by_module, amaxes, first_nonfinite, logit_sharpness, magnitude
 from halfstep.unit import multipliers_of
 
 
@@ -143,15 +143,22 @@ class Trainer:
         check_finite(batch, step)
         looking = self.experiment.due(step, self.experiment.statistics)
         glancing = step & (step - 1) == 0  # at powers of two: what leaves its range does so early
+        watching = self.experiment.due(step, self.experiment.tensors)
         scale, skips = scaler.get_scale(), scaler.skipped_steps
         random = torch.get_rng_state()
         started = time.perf_counter()
-        with activation_gradients_by_module(model, enabled=looking or glancing) as activations:
+        with (
+            activation_gradients_by_module(model, enabled=looking or glancing) as activations,
+            amaxes(model, watching) as tensors,
+        ):
             loss, sharpness = self._loss(batch)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         seconds = time.perf_counter() - started
         # What is looked at is looked at here: a clip moves 16-bit gradients to float32, without the loss scale.
-        look = Look(model, optimizer, step, scale, activations, closely=looking) if looking or glancing else None
+        seen = looking or glancing or watching
+        look = (
+            Look(model, optimizer, step, scale, activations, looking, tensors if watching else None) if seen else None
+        )
         if look is not None and glancing:
             look.beside(self._zeros_in_float32(batch, random))
         stepped = not self.measured and any("step" in state for state in optimizer.state.values())
@@ -188,8 +195,8 @@ class Trainer:
             **({} if sharpness is None else {"sharpness": sharpness}),
         }
         self._write(row)
-        for seen in () if look is None else look.rows:
-            self._write(seen)
+        for shown in () if look is None else look.rows:
+            self._write(shown)
         if self.experiment.due(step, self.experiment.validations):
             self._validate(step)
         self.watch(Progress(self.recipe.name, self.seed, step, row, self.validation, self.metric))

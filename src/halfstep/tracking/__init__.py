@@ -1,11 +1,12 @@
 """Look at the numbers of a training step. This room only reads."""
 
 from halfstep.bits.histogram import ExponentHistogram
+from halfstep.tracking.amaxes import Amaxes, amaxes
 from halfstep.tracking.descent import Arrival, Arrivals, arrival, arrivals
 from halfstep.tracking.gradients import activation_gradients, activation_gradients_by_module
 from halfstep.tracking.histogram import exponents
 from halfstep.tracking.nonfinite import first_nonfinite, magnitude
-from halfstep.tracking.operands import OperandError, operand_error, operand_errors
+from halfstep.tracking.operands import OperandError, operand_error, operand_errors, saturated_share
 from halfstep.tracking.saved import SavedBytes, SavedRow, saving
 from halfstep.tracking.sharpness import logit_sharpness
 from halfstep.tracking.vanished import Zeros, vanished_states, zeros
@@ -13,6 +14,7 @@ from halfstep.tracking.zeroed import share_lost, share_zeroed
 
 
 __all__ = [
+    "Amaxes",
     "Arrival",
     "Arrivals",
     "ExponentHistogram",
@@ -22,6 +24,7 @@ __all__ = [
     "Zeros",
     "activation_gradients",
     "activation_gradients_by_module",
+    "amaxes",
     "arrival",
     "arrivals",
     "exponents",
@@ -30,6 +33,7 @@ __all__ = [
     "magnitude",
     "operand_error",
     "operand_errors",
+    "saturated_share",
     "saving",
     "share_lost",
     "share_zeroed",

@@ -44,8 +44,28 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
 
     Takes the reference path, in float32, and changes no state.
     """
-    wide, format, scales = as_rows(x.detach()).float(), quantizer.format, quantizer.scales
-    whole, beyond = wide, torch.zeros((), dtype=torch.float32, device="cpu")
+    whole, format = as_rows(x.detach()).float(), quantizer.format
+    wide, beyond, ratio, back = _scaled(whole, quantizer, state)
+    rounded = quant.round_to(ratio, format)
+    total, nonzero = max(wide.numel(), 1), max(int((wide != 0).sum()), 1)
+    norm = float(whole.norm()) or 1.0
+    return (
+        float((rounded * back + beyond - whole).norm()) / norm,
+        int((ratio.abs() > format.max).sum()) / total,
+        int(((rounded == 0) & (wide != 0)).sum()) / nonzero,
+    )
+
+
+def saturated_share(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> float:
+    """The share of elements beyond the format's largest value, after scaling, of a matrix (rows, columns)."""
+    ratio = _scaled(as_rows(x.detach()).float(), quantizer, state)[2]
+    return int((ratio.abs() > quantizer.format.max).sum()) / max(ratio.numel(), 1)
+
+
+def _scaled(wide: Tensor, quantizer: Quantizer, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A matrix after its clamp, what that keeps apart, the matrix as it is rounded, and what that is multiplied by."""
+    format, scales = quantizer.format, quantizer.scales
+    beyond = torch.zeros((), dtype=torch.float32, device="cpu")
     if quantizer.clamp is not None:
         wide, beyond = quantizer.clamp.parts(wide, quantizer.clamp.bounds(wide))
         beyond = beyond if quantizer.clamp.compensation else torch.zeros((), dtype=torch.float32, device="cpu")
@@ -61,14 +81,7 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
         divisor = tile.spread(divisor, *wide.shape)
         ratio = wide * divisor if rule.multiplies else wide / torch.where(divisor == 0, 1.0, divisor)
         back = tile.spread(rule.multiplier(stored, format), *wide.shape)
-    rounded = quant.round_to(ratio, format)
-    total, nonzero = max(wide.numel(), 1), max(int((wide != 0).sum()), 1)
-    norm = float(whole.norm()) or 1.0
-    return (
-        float((rounded * back + beyond - whole).norm()) / norm,
-        int((ratio.abs() > format.max).sum()) / total,
-        int(((rounded == 0) & (wide != 0)).sum()) / nonzero,
-    )
+    return wide, beyond, ratio, back
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""Small GPTs in which something goes wrong at a known step, for `halfstep sweep --grid model=benchmarks/planted.py:...`.
+
+A step is counted by forwards of the model in training: runs must not be resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.lab.models.gpt import GPT
+
+
+FACTOR = 64.0
+OFTEN, SELDOM, ONCE = range(61, 200, 12), range(61, 200, 60), (121,)
+
+
+class Planted(GPT):
+    """`gpt-nano`, which knows the step it is in."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 64, 2, 32, 2)
+        self.step = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """As the GPT's; in training it counts."""
+        self.step += self.training
+        return super().forward(tokens)
+
+    def due(self, steps: Collection[int]) -> bool:
+        """Whether something is to go wrong now."""
+        return self.training and self.step in steps
+
+
+def none() -> nn.Module:
+    """Nothing goes wrong."""
+    return Planted()
+
+
+def often() -> nn.Module:
+    """In one step of 12 from 61 on an amax jumps."""
+    return _jumping(OFTEN)
+
+
+def seldom() -> nn.Module:
+    """The same in one step of 60."""
+    return _jumping(SELDOM)
+
+
+def weight() -> nn.Module:
+    """In step 121 a weight is 64 times what it was, and it stays so."""
+    model = Planted()
+    layer = model.blocks[0].mlp[0]
+
+    def multiply(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if model.due(ONCE):
+            with torch.no_grad():
+                layer.weight.mul_(FACTOR)
+
+    layer.register_forward_pre_hook(multiply)
+    return model
+
+
+def batch() -> nn.Module:
+    """In step 121 the tokens are noise: the loss spikes, and no tensor is the cause."""
+    model = Planted()
+
+    def noise(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].flip(-1).roll(1, 0),) if model.due(ONCE) else args
+
+    model.token.register_forward_pre_hook(noise)
+    return model
+
+
+def _jumping(steps: Collection[int]) -> nn.Module:
+    """The input of an MLP's second layer is multiplied, its output divided: the function stays, the amax jumps."""
+    model = Planted()
+    layer = model.blocks[1].mlp[2]
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * FACTOR,) if model.due(steps) else args)
+    layer.register_forward_hook(  # the bias is not part of what was multiplied
+        lambda _, args, output: (output - layer.bias) / FACTOR + layer.bias if model.due(steps) else output
+    )
+    return model

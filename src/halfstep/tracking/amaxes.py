@@ -1,0 +1,93 @@
+"""The largest magnitudes of what a model's layers take, hold and get back, and what of it saturates, in one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep.nn.scaling import states_of
+from halfstep.ops import amax_of, values_of
+from halfstep.ops.part import part_of
+from halfstep.quant import Quantizer, rotate
+from halfstep.quant.quantizer import as_rows
+from halfstep.recipe import LinearSpec, Matmul
+from halfstep.tracking.nonfinite import tensors_in
+from halfstep.tracking.operands import saturated_share
+
+
+@dataclass
+class Amaxes:
+    """Of one step, by tensor, in the order of computing."""
+
+    amaxes: dict[str, float] = field(default_factory=dict)
+    """The largest magnitude; infinite where there is a NaN."""
+    saturated: dict[str, float] = field(default_factory=dict)
+    """Of what a recipe rounds, the share beyond the format's largest value, after scaling."""
+
+
+@contextmanager
+def amaxes(model: nn.Module, enabled: bool = True) -> Iterator[Amaxes]:
+    """While active, a forward and its backward write down the largest magnitudes of tensors.
+
+    The tensors are, of each layer with parameters and no layers within: `input of PATH`, its parameters by name
+    (`weight of PATH`), and `grad_output of PATH`. A layer that is called more than once keeps its largest; what is not
+    floating, such as tokens, is left out.
+
+    >>> import torch
+    >>> layer = nn.Sequential(nn.Linear(2, 1, bias=False))
+    >>> _ = layer[0].weight.data.fill_(0.5)
+    >>> with amaxes(layer) as found:
+    ...     layer(torch.tensor([[1.0, -3.0]])).sum().backward()
+    >>> found.amaxes
+    {'input of 0': 3.0, 'weight of 0': 0.5, 'grad_output of 0': 1.0}
+    """
+    found = Amaxes()
+    layers = [
+        (path or "the model", module)
+        for path, module in model.named_modules()
+        if enabled and not any(module.children()) and any(True for _ in module.parameters(recurse=False))
+    ]
+    handles = [module.register_forward_hook(_watch(found, path, module)) for path, module in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(found: Amaxes, path: str, module: nn.Module) -> Any:
+    """A hook of a layer's forward."""
+    rounded: dict[str, tuple[Matmul, Quantizer | None]] = {}
+    spec = part_of(module).linear
+    if isinstance(spec, LinearSpec) and isinstance(module, nn.Linear):
+        output, back = spec.output, spec.grad_input
+        rounded = {"input": (output, output.lhs), "weight": (output, output.rhs), "grad_output": (back, back.lhs)}
+
+    def note(operand: str, tensor: Tensor) -> None:
+        if not tensor.is_floating_point() or not tensor.numel():
+            return
+        name, largest = f"{operand} of {path}", float(amax_of(tensor.detach()))
+        largest = math.inf if math.isnan(largest) else largest
+        found.amaxes[name] = max(found.amaxes.get(name, 0.0), largest)
+        product, quantizer = rounded.get(operand, (None, None))
+        if product is not None and quantizer is not None:
+            matrix = as_rows(tensor.detach())
+            matrix = matrix if product.hadamard is None else rotate(matrix, product.hadamard.still.signs(matrix.device))
+            share = saturated_share(matrix, quantizer, states_of(module).get(operand))
+            found.saturated[name] = max(found.saturated.get(name, 0.0), share)
+
+    def after_forward(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in tensors_in(args):
+            note("input", tensor)
+        for name, parameter in module.named_parameters(recurse=False):
+            note(name, values_of(parameter))
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: note("grad_output", grad))  # type: ignore[no-untyped-call]
+
+    return after_forward
