@@ -1,4 +1,4 @@
-"""Small GPTs in which something goes wrong at a known step, for `halfstep sweep --grid model=benchmarks/planted.py:...`.
+"""Small GPTs in which something goes wrong at a known step: `halfstep sweep --grid model=benchmarks/planted.py:...`.
 
 A step is counted by forwards of the model in training: runs must not be resumed.
 """
