@@ -16,8 +16,8 @@ FLOORS = {
     "recipe": 2, "kernels": 2,
     "ops": 3, "bits": 3, "memory": 3, "kb": 3, "law": 3,
     "unit": 4, "layouts": 4,
-    "nn": 5, "optim": 5, "inspection": 5, "comm": 5,
-    "preparation": 6, "tracking": 6, "auditing": 6, "dist": 6, "serving": 6,
+    "nn": 5, "optim": 5, "inspection": 5,
+    "preparation": 6, "tracking": 6, "auditing": 6, "distributed": 6, "serving": 6,
     "lab": 7, "probe": 7, "claims": 7, "accounting": 7,
     "cli": 8, "__main__": 8, "ui": 8, "site": 8, "integrations": 8, "__init__": 8,
 }  # fmt: skip

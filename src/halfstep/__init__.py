@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from halfstep import accounting, formats, kb, memory, nn, ops, optim, probe, quant, recipe, tracking, unit
+    from halfstep import (
+        accounting,
+        distributed,
+        formats,
+        kb,
+        memory,
+        nn,
+        ops,
+        optim,
+        probe,
+        quant,
+        recipe,
+        tracking,
+        unit,
+    )
     from halfstep.auditing.audit import audit
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
@@ -79,7 +93,8 @@ _HOME = {
 }
 
 _ROOMS = (
-    "accounting", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant", "recipe", "tracking", "unit",
+    "accounting", "distributed", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant", "recipe", "tracking",
+    "unit",
 )  # fmt: skip
 """The rooms with names that users need: attributes of the package without an import of their own."""
 
@@ -103,6 +118,7 @@ __all__ = [
     "decode",
     "dequantize_model",
     "diff",
+    "distributed",
     "encode",
     "export",
     "following",

@@ -23,7 +23,7 @@ from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.plan import Plan
 from halfstep.nn.projections import projections
-from halfstep.nn.ranks import check_ranks
+from halfstep.nn.ranks import Reduced, check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import end_watch
@@ -358,6 +358,8 @@ def _optimized(
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info("%s", planned if _LOGGER.isEnabledFor(logging.DEBUG) else planned.headline)
     low_bit.check_new = partial(_check_adapters, reference)
+    if recipe.communication is not None or recipe.grads is not None:
+        low_bit.check_reduced = Reduced(recipe, reference)
     steps.follow(low_bit)
     if recipe.weights != "fp32":
         watch_clones(model, low_bit, recipe.name)

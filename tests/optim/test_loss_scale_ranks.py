@@ -195,16 +195,16 @@ def test_the_norm_of_sharded_gradients_is_a_plain_tensor(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_gradients_that_no_reducer_takes_are_refused(name, monkeypatch):
-    """With the ways that work; on one rank nothing is."""
+def test_gradients_that_fsdp2_would_round_are_refused(name):
+    """With the ways that work; of parameters that are not sharded nothing is."""
     recipe, model = get_recipe(name), mlp()
     check_ranks(recipe, model.parameters())
-    monkeypatch.setattr("halfstep.nn.ranks.ranks", lambda: 2)
+    model[0].weight.device_mesh = "a mesh"
     if recipe.grads is None:
         check_ranks(recipe, model.parameters())
         return
-    words = r"bf16 weights in fp32, and on 2 ranks.*Under DDP use 'bf16-master'.*reduce_dtype=torch.float32"
-    for call in (lambda: check_ranks(recipe, model.parameters()), lambda: prepared(name), lambda: apply(model, name)):
+    words = r"bf16 weights in fp32, and FSDP2.*reduce_dtype=torch.float32.*distributed.reduce_gradients"
+    for call in (lambda: check_ranks(recipe, model.parameters()), lambda: apply(model, name)):
         with pytest.raises(ModelError, match=words):
             call()
     assert {p.dtype for p in model.parameters()} == {torch.float32}

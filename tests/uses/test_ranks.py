@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ways import Stock, assert_like_fp32, prepare, sgd, start_of, under, values, way
 
 import halfstep
-from halfstep.recipe import get_recipe
+from halfstep.recipe import FP8, get_recipe
 from tiny import EVERY, assert_same, batch
 
 
@@ -76,6 +76,31 @@ def distributed(name, rank):
     return values(model)
 
 
+def compressed(name, rank):
+    torch.manual_seed(0)
+    model = start_of(name)
+    ours = prepare(name, model, generator=None)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    halfstep.distributed.compress(wrapped, FP8)
+    trained(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
+    return values(model)
+
+
+def reduced(name, rank):
+    torch.manual_seed(0)
+    model = start_of(name)
+    _, optimizer, scaler = prepare(name, model, generator=None)
+    for step in range(3):
+        for x, y in micro_batches(step, rank):
+            scaler.scale(F.mse_loss(model(x), y) / 2).backward()
+        halfstep.distributed.reduce_gradients(model)
+        scaler.clip_grad_norm_(optimizer, 10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return values(model)
+
+
 def sharded(name, rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -111,7 +136,7 @@ def sharded_too_late(name, rank):
     return None
 
 
-KINDS = {"ddp": distributed, "fsdp": sharded, "late": sharded_too_late}
+KINDS = {"ddp": distributed, "fp8": compressed, "own": reduced, "fsdp": sharded, "late": sharded_too_late}
 
 
 def on_a_rank(kind, name, rank):
@@ -166,13 +191,26 @@ def compared(name, kind):
     assert_same(found[0], found[1])
     torch.manual_seed(0)
     start, expected = values(start_of(name)), in_one_process(name)
-    assert_like_fp32(name, start, found[0], expected, slack=2)
+    rounds = "bf16-mixed" if (name, kind) == ("fp32", "fp8") else name  # what crosses in FP8 is rounded
+    assert_like_fp32(rounds, start, found[0], expected, slack=2)
 
 
 @way(core=FEW)
 def test_ddp(name):
     """DDP: `prepare` first, then `DistributedDataParallel(model)`; seeds may differ by rank; `no_sync` as always."""
     compared(name, "ddp")
+
+
+@way(core=FEW)
+def test_ddp_in_fp8(name):
+    """DDP with gradients sent in FP8: `halfstep.distributed.compress(ddp, halfstep.recipe.FP8)` after it."""
+    compared(name, "fp8")
+
+
+@way(core=FEW)
+def test_ranks_without_ddp(name):
+    """Ranks without DDP: `halfstep.distributed.reduce_gradients(model)` before each clip or step."""
+    compared(name, "own")
 
 
 @way(core=FEW)

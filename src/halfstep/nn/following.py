@@ -23,7 +23,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
-from halfstep.nn.ranks import uneven
+from halfstep.nn.ranks import under_ddp, uneven
 from halfstep.nn.recomputation import Recomputation
 from halfstep.ops.part import own_part, part_of, parts_of
 
@@ -34,6 +34,7 @@ class Following:
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
         self.agrees = applied.recipe.loss_scale is not None or applied.recipe.keeps_states
+        self.own_reduction = applied.recipe.grads is not None
         self._rounds = bool(applied.rounded) or applied.quantized
         self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)
@@ -230,8 +231,10 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part: Following | None = part_of(model).following
     if part is None:  # a bound forward that was taken before `revert`
         return stock(model, *args, **kwargs)
-    if part.agrees and not torch.compiler.is_compiling():
+    if (part.agrees or part.own_reduction) and not torch.compiler.is_compiling():
         wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if wrapped is not None and part.own_reduction:
+            raise under_ddp(applied_to(model).recipe)
         if wrapped is not None and wrapped._join_config.enable:
             raise uneven(applied_to(model).recipe.name)
     if part.recomputation is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -19,22 +19,58 @@ from halfstep.recipe import Recipe
 def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
     """Called before a model is changed, and before an optimizer is built over its parameters.
 
-    DDP's buckets have the parameters' dtype, and its reducer raises on any other; FSDP2 gives back gradients in the
-    parameters' dtype, whatever they accumulated in.
+    FSDP2 gives back gradients in the parameters' dtype, whatever they accumulated in.
 
     Raises:
-        ModelError: gradients accumulate in another dtype than their parameters', and there are several ranks (or
-            sharded parameters).
+        ModelError: gradients accumulate in another dtype than their parameters', which are sharded.
     """
-    if recipe.grads is None or not (ranks() > 1 or any(hasattr(p, "device_mesh") for p in parameters)):
+    if recipe.grads is None or not any(hasattr(p, "device_mesh") for p in parameters):
         return
     raise ModelError(
-        f"recipe {recipe.name!r} accumulates the gradients of {recipe.weights} weights in {recipe.grads}, and on "
-        f"{ranks()} ranks neither DDP nor FSDP2 reduces gradients in another dtype than their parameters'. Under DDP "
-        "use 'bf16-master' or 'bf16-mixed'. Under FSDP2 apply 'fp32' and shard with fully_shard(..., "
+        f"recipe {recipe.name!r} accumulates the gradients of {recipe.weights} weights in {recipe.grads}, and FSDP2 "
+        "gives back gradients in their parameters' dtype. Apply 'fp32' and shard with fully_shard(..., "
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)): the sharded fp32 "
-        "weights are the master, and gradients accumulate in fp32"
+        "weights are the master, and gradients accumulate in fp32; or train without fully_shard: "
+        "halfstep.distributed.reduce_gradients(model) before each scaler.step"
     )
+
+
+def under_ddp(recipe: Recipe) -> ModelError:
+    """What to say where DDP would reduce gradients in another dtype than their parameters': its reducer raises."""
+    return ModelError(
+        f"recipe {recipe.name!r} accumulates the gradients of {recipe.weights} weights in {recipe.grads}, and DDP "
+        "reduces none in another dtype than their parameters'. Call the model itself, without DDP, and "
+        "halfstep.distributed.reduce_gradients(model) before each scaler.step; or use 'bf16-master' or 'bf16-mixed'"
+    )
+
+
+class Reduced:
+    """Asked before each step of an optimizer: whether ranks have averaged its gradients as its recipe says.
+
+    Args:
+        recipe: one that says how gradients cross, or whose gradients only `halfstep.distributed` reduces.
+        model: gives the model.
+    """
+
+    def __init__(self, recipe: Recipe, model: Callable[[], nn.Module | None]) -> None:
+        self._recipe, self._model, self._times = recipe, model, 0
+
+    def __call__(self) -> None:
+        """Raises:
+        ModelError: there are several ranks, and nothing was averaged since the last step.
+        """
+        if ranks() < 2:
+            return
+        model = self._model()
+        reduction = None if model is None else part_of(model).reduction
+        if reduction is None or reduction.times == self._times:
+            what = "across ranks" if self._recipe.grads is None else f"in {self._recipe.grads}"
+            raise ModelError(
+                f"recipe {self._recipe.name!r} says how gradients are sent {what}, and on {ranks()} ranks they were "
+                "not sent so since the last step: call halfstep.distributed.compress(ddp) once after DDP is made, or "
+                "halfstep.distributed.reduce_gradients(model) before each scaler.step. Nothing was stepped on"
+            )
+        self._times = reduction.times
 
 
 def uneven(recipe: str) -> ModelError:

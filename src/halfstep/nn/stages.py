@@ -187,6 +187,8 @@ class Steps:
         found: dict[str, Any] = {} if self._origin is None else {RECIPE: self._origin.mark, "steps": self._made}
         found |= {"scaling": self._scalings.state_dict(), "stages": {} if schedule is None else schedule.state()}
         found |= {"noise": noise.state(self._model)}
+        reduction = part_of(self._model).reduction
+        found |= {"communication": {} if reduction is None else reduction.state_dict()}
         return {name: state for name, state in found.items() if state}
 
     def differs(self, saved: Mapping[str, Any]) -> str | None:
@@ -228,7 +230,20 @@ class Steps:
             self._scalings.reset()
         else:
             self._scalings.load_state_dict(scaling)
+        self._load_communication(saved.get("communication", {}))
         self._made = saved.get("steps", 0)
+
+    def _load_communication(self, saved: Mapping[str, Any]) -> None:
+        reduction, told = part_of(self._model).reduction, []
+        if reduction is not None:
+            told = reduction.load_state_dict(saved)
+        elif saved:
+            told = [
+                "the scaler state holds what gradients' reduction remembers, and this model has none yet: it starts "
+                "over. To resume exactly, call halfstep.distributed.compress(ddp) before scaler.load_state_dict"
+            ]
+        for each in told:
+            warnings.warn(each, stacklevel=4)
 
     def _load_noise(self, saved: Mapping[str, int]) -> None:
         if saved:

@@ -33,6 +33,9 @@ class Part:
     """What all modules of its model share: what a call from outside the model's forward enters (`nn.following`)."""
     applied: Any = None
     """Of the model itself: the recipe, and what the model was before (`nn.applied`)."""
+    reduction: Any = None
+    """Of the model itself: how its gradients cross from rank to rank, where not as torch has it
+    (`halfstep.distributed`)."""
     agreed: bool = False
     """Of the model itself: whether the ranks were found to keep the same scaling states (`nn.ranks`)."""
 

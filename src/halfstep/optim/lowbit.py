@@ -53,6 +53,8 @@ class LowBit(Stepping):
     """The `PerLayer` by which it steps in the backward pass."""
     check_new: Callable[[Collection[Tensor]], None] | None = None
     """Refuses parameters of the model that the recipe stores otherwise than they come, as it says of all of them."""
+    check_reduced: Callable[[], None] | None = None
+    """Refuses gradients that ranks have not averaged as the recipe says, before each step."""
     awaits_scaler = False
     """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
@@ -147,10 +149,14 @@ class LowBit(Stepping):
             return untraced(_STEP, self, closure)  # type: ignore[no-any-return]
         if self._present is not None:
             self._present.check(self.param_groups)
+        if self.check_reduced is not None and closure is None:
+            self.check_reduced()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if self.check_reduced is not None:
+                self.check_reduced()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.awaits_scaler:
             self.awaits_scaler = False

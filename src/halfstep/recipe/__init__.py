@@ -6,6 +6,7 @@ from os.path import exists
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
 from halfstep.recipe.chain import chain, is_chain, read_chain
+from halfstep.recipe.communication import FP4, FP8, FP8_LM, Communication
 from halfstep.recipe.data import from_data
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.partial import is_partial, partial
@@ -28,12 +29,16 @@ from halfstep.registry import collect
 
 __all__ = [
     "COAT",
+    "FP4",
+    "FP8",
+    "FP8_LM",
     "MASTER",
     "DTYPES",
     "PROJECTOR",
     "AttentionSpec",
     "BytesPerParameter",
     "Codes",
+    "Communication",
     "LinearSpec",
     "LossScale",
     "Matmul",

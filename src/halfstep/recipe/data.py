@@ -10,6 +10,7 @@ from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
+from halfstep.recipe.communication import Communication
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.operands import (
@@ -148,6 +149,23 @@ def _saved(data: Any) -> Saved | None:
         raise At(str(error), "saved") from error
 
 
+def _communication(data: Any) -> Communication | None:
+    if data == "none":
+        return None
+    table = _optional(data, "communication")
+    hints = typing.get_type_hints(Communication)
+    check_keys(table, tuple(hints), "key of communication", "communication")
+    roles = {role: table[role] for role in ("gradients", "weights") if table.get(role, "none") != "none"}
+    given: Data = {role: storage(kind, "communication", role) for role, kind in roles.items()}
+    for key in ("reduce", "error_feedback") & table.keys():
+        given[key] = typed(table[key], hints[key], "communication", key)
+    try:
+        return Communication(**given)
+    except RecipeError as error:
+        named = [key for key in table if f" {key}" in str(error)]
+        raise At(str(error), "communication", *named[:1]) from error
+
+
 def _optional(data: Any, name: str) -> Data:
     if not isinstance(data, dict):
         raise At(f"{name} = {data!r} found; expected a table or 'none'", name)
@@ -223,6 +241,7 @@ _TABLES: dict[str, Callable[[Any], Any]] = {
     "codes": _codes,
     "projection": _projection,
     "saved": _saved,
+    "communication": _communication,
     "moments": _moments,
     "attention": _attention,
 }

@@ -17,6 +17,7 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.printable import shortened
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
+from halfstep.recipe.communication import Communication
 from halfstep.recipe.products import AttentionSpec, linear_text
 from halfstep.recipe.projection import LARGEST, PROJECTOR, Projection, Shape
 from halfstep.recipe.rule import Rule
@@ -153,6 +154,9 @@ class Recipe:
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
     saved: Saved | None = None
     """How what autograd keeps for the backward pass is stored, where not as it is."""
+    communication: Communication | None = None
+    """In which formats data parallelism sends gradients and gathers sharded weights, where not as they are stored
+    (`halfstep.distributed`)."""
     unit_scaled: bool = False
     """Whether the model must be unit-scaled (`halfstep.unit_scale`), since nothing here scales anything."""
     stages: tuple[Stage[Recipe], ...] = ()
@@ -339,6 +343,7 @@ class Recipe:
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),
             *([("saved", str(self.saved))] if self.saved else []),
+            *([("across ranks", str(self.communication))] if self.communication else []),
             *self._kept(),
             *[(f"linear {rule.where!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),

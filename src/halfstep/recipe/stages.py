@@ -12,7 +12,7 @@ from halfstep.errors import RecipeError
 
 ALIKE = (
     "weights", "grads", "master", "moments", "update_rounding", "codes", "projection", "loss_scale", "float32_modules",
-    "float32_adapters",
+    "float32_adapters", "communication",
 )  # fmt: skip
 """The fields that all stages of a recipe share: how tensors are stored from step to step, and the loss scale, whose
 state is the scaler's. What may change is how the passes compute: rules, compute, attention, saved, smooth_glu."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
+from halfstep.recipe.communication import Communication
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.operands import Data, accumulator_data, hadamard_data, quantizer_data, storage_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
@@ -14,7 +15,7 @@ from halfstep.recipe.saved import Saved
 from halfstep.recipe.storage import Codes, Storage, get_storage
 
 
-_TABLES = ("loss_scale", "codes", "projection", "saved", "moments", "attention", "rules", "stages")
+_TABLES = ("loss_scale", "codes", "projection", "saved", "communication", "moments", "attention", "rules", "stages")
 """The fields of a recipe that are records of their own."""
 
 
@@ -29,7 +30,7 @@ def to_data(recipe: Any) -> Data:
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
     data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
-    data |= {"saved": _saved_data(recipe.saved)}
+    data |= {"saved": _saved_data(recipe.saved), "communication": _communication_data(recipe.communication)}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
     if recipe.attention is not None:
@@ -57,6 +58,14 @@ def _saved_data(saved: Saved | None) -> str | Data:
         return "none"
     nonlinear = "none" if saved.nonlinear is None else storage_data(saved.nonlinear)
     return {"operands": saved.operands, "nonlinear": nonlinear}
+
+
+def _communication_data(communication: Communication | None) -> str | Data:
+    if communication is None:
+        return "none"
+    kinds = {role: getattr(communication, role) for role in ("gradients", "weights")}
+    data = {role: "none" if kind is None else storage_data(kind) for role, kind in kinds.items()}
+    return {**data, "reduce": communication.reduce, "error_feedback": _plain(communication.error_feedback)}
 
 
 def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]) -> str | Data:

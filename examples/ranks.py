@@ -1,0 +1,49 @@
+"""Train on several ranks with gradients sent in FP8: torchrun --nproc-per-node 2 examples/ranks.py ddp bf16-mixed
+
+The first argument is how ranks train together: `ddp`, or `own` (no wrapper, one call before each step, for recipes whose
+gradients have another dtype than their weights, such as bf16-megatron). Every rank prints the same losses.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep
+from halfstep.recipe import FP8
+
+
+def main(how: str = "ddp", recipe: str = "bf16-mixed", steps: int = 20) -> list[float]:
+    """The loss of each step, which is the mean over all ranks."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
+    called = model
+    if how == "ddp":
+        called = DistributedDataParallel(model)
+        halfstep.distributed.compress(called, FP8, scaler=scaler)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank()))
+        loss = F.mse_loss(called(x), x.roll(1, 1))
+        scaler.scale(loss).backward()
+        if how == "own":
+            halfstep.distributed.reduce_gradients(model, FP8, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    if dist.get_rank() == 0:
+        print(f"{how}, {recipe}: loss {losses[0]:.4f} to {losses[-1]:.4f} on {dist.get_world_size()} ranks")
+    dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,133 @@
+"""Collectives of one process group that count the bytes they send, wait only so long, and say which rank is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from halfstep.errors import ModelError
+
+
+LIMIT = timedelta(minutes=5)
+"""How long ranks wait for one that has not begun to reduce gradients as they do."""
+
+_MOMENT = timedelta(seconds=5)  # for ranks whose collective failed as well to say so
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that is under way."""
+
+    work: Any
+    what: str
+    exchange: Exchange
+
+    def wait(self) -> None:
+        """Wait until it is done, on a GPU without the host.
+
+        Raises:
+            ModelError: it failed, or took longer than the group's time limit; it names the ranks that said nothing.
+        """
+        try:
+            self.work.wait()
+        except Exception as error:
+            raise ModelError(self.exchange.failed(self.what, error)) from error
+
+
+class Exchange:
+    """The collectives that reductions are made of, in one process group (None: the default one).
+
+    Attributes:
+        sent: bytes that this rank has sent to others, each as often as it crosses.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.sent = 0
+
+    def all_to_all(self, out: Tensor, given: Tensor) -> Pending:
+        """Row r of `given` goes to rank r, whose row comes into row r of `out`."""
+        self.sent += given[0].nbytes * (self.ranks - 1)
+        return self._begin("all-to-all", dist.all_to_all_single, out, given)
+
+    def all_gather(self, out: Tensor, given: Tensor) -> Pending:
+        """Every rank's tensor, as rows of `out`."""
+        self.sent += given.nbytes * (self.ranks - 1)
+        return self._begin("all-gather", _ALL_GATHER, out.view(-1), given.view(-1))
+
+    def _begin(self, what: str, collective: Any, out: Tensor, given: Tensor) -> Pending:
+        try:
+            return Pending(collective(out, given, group=self.group, async_op=True), what, self)
+        except Exception as error:
+            raise ModelError(self.failed(what, error)) from error
+
+    def failed(self, what: str, error: Exception) -> str:
+        """What to say of a collective that failed. Ranks that see it fail say so in the group's store; one that was
+        killed, or is somewhere else, does not."""
+        missing = self._missing("failed", _MOMENT)
+        who = "all ranks saw it fail" if not missing else f"{_named(missing)} said nothing since"
+        why = " ".join(str(error).split())[:200]
+        return (
+            f"rank {self.rank} of {self.ranks}: the {what} of gradients failed ({type(error).__name__}: {why}); {who}: "
+            "look there first. Restart from the last checkpoint (torchrun --max-restarts)"
+        )
+
+    def agree(self, said: str, limit: timedelta = LIMIT) -> None:
+        """Called once on every rank before the first reduction, with what it is going to do.
+
+        Raises:
+            ModelError: another rank is going to do something else, or has not come here within the limit.
+        """
+        store, turn = c10d._get_default_store(), self._turn("agree")
+        store.set(self._key("agree", turn, self.rank), said)
+        missing = self._waited("agree", turn, limit)
+        if missing:
+            raise ModelError(
+                f"rank {self.rank} of {self.ranks} is going to send {said}, and in {limit} {_named(missing)} "
+                "did not come so far: call halfstep.distributed.compress, or reduce_gradients, on all ranks"
+            )
+        for rank in range(self.ranks):
+            theirs = store.get(self._key("agree", turn, rank)).decode()
+            if theirs != said:
+                raise ModelError(
+                    f"rank {rank} is going to send {theirs}; rank {self.rank} {said}: give all ranks one model, one "
+                    "recipe and one communication. Nothing was sent"
+                )
+
+    def _missing(self, kind: str, limit: timedelta) -> Sequence[int]:
+        try:
+            c10d._get_default_store().set(self._key(kind, 0, self.rank), "")
+            return self._waited(kind, 0, limit)
+        except Exception:  # the store's process is the one that is gone
+            return [0] if self.rank else []
+
+    def _waited(self, kind: str, turn: int, limit: timedelta) -> Sequence[int]:
+        """The ranks that have said nothing within the limit."""
+        store, others = c10d._get_default_store(), [rank for rank in range(self.ranks) if rank != self.rank]
+        try:
+            store.wait([self._key(kind, turn, rank) for rank in others], limit)
+        except Exception:
+            return [rank for rank in others if not store.check([self._key(kind, turn, rank)])]
+        return []
+
+    def _turn(self, kind: str) -> int:
+        """How often this rank has come so far."""
+        return c10d._get_default_store().add(f"{self._key(kind, 0, self.rank)}/turns", 1)  # type: ignore[no-any-return]
+
+    def _key(self, kind: str, turn: int, rank: int) -> str:
+        group = c10d._world.pg_names.get(self.group, "") if self.group is not None else ""
+        return f"halfstep/{kind}/{group}/{turn}/{rank}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,91 @@
+"""The mean of the ranks' gradients, sent in few bits and summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.distributed.collectives import Exchange
+from halfstep.distributed.message import Message, granule
+from halfstep.recipe import Storage
+
+
+Steps = Generator[Any, None, None]
+"""A reduction in steps: each time it yields a collective that is under way, and goes on once that is done."""
+
+
+def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: Tensor | None = None) -> Steps:
+    """Replace values, of one dimension, by their mean over the ranks, rounded twice whatever their number.
+
+    Each rank's values are encoded, and each rank gets every other's codes of its share; it sums their values in
+    float32 in rank order, divides by the number of ranks, encodes the mean, and all gather it. All ranks get the same
+    bits. An infinity or NaN on any rank makes its block NaN on all of them.
+
+    Args:
+        residual: float32, of the values' size: added to them before they are rounded, and set to what rounding took
+            from them, and, in this rank's share, from the mean, times the number of ranks. Kept where the mean is not
+            finite, since such a step is skipped.
+    """
+    ranks, size = exchange.ranks, values.numel()
+    unit = granule(storage)
+    share = -(-size // (ranks * unit)) * unit
+    message = Message(storage, share)
+    whole = values if residual is None else residual + values  # float32, and apart from both
+    sent = torch.empty(ranks, message.bytes, dtype=torch.uint8, device=values.device)
+    for rank, piece in enumerate(_shares(whole, ranks, share)):
+        message.encode(piece, sent[rank])
+    got = torch.empty_like(sent)
+    yield exchange.all_to_all(got, sent)
+    total = mean_of(got, message, share)
+    own = torch.empty_like(sent[0])
+    message.encode(total, own)
+    everyone = torch.empty_like(sent)
+    yield exchange.all_gather(everyone, own)
+    for rank, piece in enumerate(_shares(values, ranks, share)):
+        message.decode(everyone[rank], piece)
+        start = rank * share
+        if start < size < start + share:
+            values[start:] = piece[: size - start]
+    if residual is not None and bool(values.isfinite().all()):
+        _feed_back(residual, whole, sent, message, (total, own, exchange.rank))
+
+
+def mean_of(messages: Tensor, message: Message, length: int) -> Tensor:
+    """The mean of one message of each rank: in float32, in rank order."""
+    total = torch.empty(length, dtype=torch.float32, device=messages.device)
+    message.decode(messages[0], total)
+    if len(messages) > 1:
+        part = torch.empty_like(total)
+        for each in messages[1:]:
+            message.decode(each, part)
+            total += part
+    return total.div_(len(messages))
+
+
+def _shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:
+    """Each rank's share of the values, in their memory; the last ones are copies, padded with zeros."""
+    found = []
+    for start in range(0, ranks * share, share):
+        piece = values[start : start + share]
+        if piece.numel() < share:
+            piece = torch.cat([piece, piece.new_zeros(share - piece.numel())])
+        found.append(piece)
+    return found
+
+
+def _feed_back(
+    residual: Tensor, whole: Tensor, sent: Tensor, message: Message, mean: tuple[Tensor, Tensor, int]
+) -> None:
+    """Set the residual to what rounding took."""
+    total, own, rank = mean
+    share, size = total.numel(), whole.numel()
+    rounded = torch.empty(len(sent), share, dtype=torch.float32, device=whole.device)
+    for each, row in zip(sent, rounded, strict=True):
+        message.decode(each, row)
+    torch.sub(whole, rounded.view(-1)[:size], out=residual)
+    message.decode(own, rounded[rank])
+    taken = (total - rounded[rank]).mul_(len(sent))
+    residual[rank * share : (rank + 1) * share] += taken[: max(0, min(share, size - rank * share))]
