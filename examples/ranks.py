@@ -1,10 +1,10 @@
-"""Train on several ranks with gradients sent in FP8: torchrun --nproc-per-node 2 examples/ranks.py ddp bf16-mixed
+"""Train on several ranks with gradients sent in FP8: torchrun --nproc-per-node 2 examples/ranks.py ddp
 
-The first argument is how ranks train together: `ddp`, or `own` (no wrapper, one call before each step, for recipes whose
-gradients have another dtype than their weights, such as bf16-megatron). Every rank prints the same losses.
+With `own` nothing is wrapped and one call stands before each step: for recipes whose gradients have another dtype than
+their weights (`--recipe bf16-megatron`).
 """
 
-import sys
+import argparse
 
 import torch
 import torch.distributed as dist
@@ -46,4 +46,8 @@ def main(how: str = "ddp", recipe: str = "bf16-mixed", steps: int = 20) -> list[
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Train on several ranks, with gradients sent in FP8.")
+    parser.add_argument("how", choices=["ddp", "own"], help="how ranks train together")
+    parser.add_argument("--recipe", default="bf16-mixed")
+    given = parser.parse_args()
+    main(given.how, given.recipe)

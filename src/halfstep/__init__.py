@@ -93,8 +93,8 @@ _HOME = {
 }
 
 _ROOMS = (
-    "accounting", "distributed", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant", "recipe", "tracking",
-    "unit",
+    "accounting", "distributed", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant", "recipe",
+    "tracking", "unit",
 )  # fmt: skip
 """The rooms with names that users need: attributes of the package without an import of their own."""
 

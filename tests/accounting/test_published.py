@@ -10,7 +10,7 @@ from families import slow_unless
 from halfstep.accounting import Account, Batch, Subject, account, architectures, check_ranks, load_subject, share
 from halfstep.errors import AccountError
 from halfstep.memory import StepBytes
-from halfstep.recipe import PROJECTOR, Projection, Recipe
+from halfstep.recipe import FP4, FP8, PROJECTOR, Projection, Recipe
 from halfstep.recipe.named.adamw_8bit import MAPS
 
 
@@ -125,6 +125,21 @@ def test_every_stage_takes_less_and_says_what_it_communicates():
     assert parts[0].communication == made.bytes.gradients  # torch's DDP keeps buckets beside the gradients
     assert parts[1].communication == made.bytes.gradients + made.bytes.weights  # fewer than a bucket's elements
     assert share(made).communication == 0
+
+
+def test_what_is_sent_in_a_step_is_what_collectives_send():
+    """Rajbhandari et al. 2020, section 7: 2 psi elements up to stage 2, 3 psi at stage 3, of 2 bytes each."""
+    psi = 10**6
+    held = StepBytes(2 * psi, 0, 2 * psi, 4 * psi, 8 * psi, 0, 0)
+    whole = Account("x", psi, psi, held, passes=False)
+    assert [share(whole, 8, zero).sent for zero in range(4)] == [
+        elements * psi * 2 * 7 // 8 for elements in (2, 2, 2, 3)
+    ]
+    assert share(whole).sent == 0
+    few = replace(whole, across=replace(FP4, weights=FP8.gradients))
+    for zero, each in enumerate((2 * 0.53125, 0.53125 + 129 / 128, 0.53125 + 129 / 128, 0.53125 + 2 * 129 / 128)):
+        assert share(few, 8, zero).sent == pytest.approx(each * psi * 7 / 8, abs=3)
+    assert share(few, 8).communication == share(whole, 8).communication + 4 * psi  # what error feedback keeps
 
 
 def test_buckets_are_no_larger_than_deepspeeds():

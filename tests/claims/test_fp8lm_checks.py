@@ -42,7 +42,8 @@ def test_the_sum_of_sixteen_ranks_saturates_until_the_factor_makes_room():
     assert [decibels for _, decibels in steps[:3]] == found[:3]
     assert min(decibels for _, decibels in steps[4:]) > 23
     moves = pairwise(mu for mu, _ in steps)
-    assert all(now in (before / 2, before * 2 ** (1 / 1000)) for before, now in moves)
+    for before, now in moves:
+        assert any(now == pytest.approx(before * by, rel=1e-6) for by in (1 / 2, 2 ** (1 / 1000)))
 
 
 def test_one_sum_by_torch():
@@ -62,9 +63,9 @@ def test_the_mean_of_representable_gradients_is_exact(ranks):
     generator = torch.Generator().manual_seed(2)
     g = torch.randint(-2, 3, (ranks, 256), generator=generator).double() / 8
     g[:, 0] = 0.25
-    mean, share = fp8lm.summed(g, 1 / 16)
+    mean, following = fp8lm.summed(g, 1 / 16)
     torch.testing.assert_close(mean, g.mean(0), rtol=0, atol=0)
-    assert share == 0
+    assert following > 1 / 16  # nothing saturated
 
 
 def test_second_moments_become_zero():

@@ -58,6 +58,21 @@ def test_as_json(run, model):
     time = sum(part["multiply_adds"] / data["speeds"][str(part["bits"])] for part in data["products"])
     assert data["all"]["share"] == pytest.approx(time / sum(part["multiply_adds"] for part in data["products"]))
     assert data["without_head"]["speed_up"] > data["all"]["speed_up"] > 1
+    assert data["sent"] == {"ddp": 8.0, "fsdp": 12.0}  # float32 gradients twice; and weights twice
+
+
+def test_a_recipe_that_sends_few_bits(run, model, tmp_path):
+    path = tmp_path / "mine.toml"
+    eight = '{format = "e4m3fn", tile = "1x128", scale = "rceil", flat = true}'
+    path.write_text(f'name = "mine"\nbase = "fp8-current"\n[communication]\ngradients = {eight}\nweights = {eight}\n')
+    code, out, _ = run("recipes", "cost", str(path), "--model", model("gpt"), "--json")
+    assert code == 0
+    assert json.loads(out)["sent"] == {"ddp": 2 * 129 / 128, "fsdp": 3 * 129 / 128}
+    code, out, _ = run("recipes", "cost", str(path), "--model", model("gpt"))
+    assert "each of N devices sends 2.016 bytes a parameter under DDP, 3.023 where weights are sharded" in out
+    code, out, _ = run("memory", model("gpt"), "--recipe", str(path), "--recipe", "fp8-current", "--dp", "2", "--json")
+    (few, usual) = (row["bytes"]["sent"] for row in json.loads(out)["recipes"])
+    assert few == pytest.approx(usual * 129 / 128 / 4, rel=1e-4)
 
 
 def test_stages_and_what_is_beside_products(run, model):

@@ -271,8 +271,8 @@ def test_what_error_feedback_keeps_is_saved_with_the_scaler(ranks, name):
     for rank in ranks:
         whole, after = rank["resumed"][name]
         assert_same(whole["model"], after["model"])
-        kept = whole["scaler"]["halfstep"]["communication"]["residuals"]
-        assert_same(kept, after["scaler"]["halfstep"]["communication"]["residuals"])
+        kept = whole["scaler"]["halfstep"]["communication"]["kept"]
+        assert_same(kept, after["scaler"]["halfstep"]["communication"]["kept"])
         assert sum(float(value.abs().sum()) for value in kept.values()) > 0
 
 
@@ -281,7 +281,12 @@ def test_the_example_trains_under_torchrun(how, recipe):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(EXAMPLE), how, recipe], env=environment, capture_output=True, text=True, check=True, timeout=300
+        [*command, str(EXAMPLE), how, "--recipe", recipe],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     first, last = map(float, re.search(rf"{how}, {recipe}: loss (\S+) to (\S+) on 2 ranks", done.stdout).groups())
     assert last < 0.75 * first

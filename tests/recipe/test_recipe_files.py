@@ -255,6 +255,11 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         ('name = "mine"\n[saved]\noperands = false\n', 2, "it keeps nothing; leave it out"),
         ('name = "mine"\n[saved]\noperands = true\n', 2, "no rule rounds them so: give such a rule"),
         ('name = "mine"\nbase = "mxfp8"\n[saved]\noperands = true\n', 3, "no rule rounds them so"),
+        ('name = "mine"\ncommunication = "fp8"\n', 2, "communication = 'fp8' found; expected a table or 'none'"),
+        ('name = "mine"\n[communication]\ngradient = "bf16"\n', 3, "unknown key of communication 'gradient'"),
+        ('name = "mine"\n[communication]\nreduce = "fp8lm"\n', 2, "neither gradients nor weights"),
+        ('name = "mine"\n[communication]\ngradients = "mxfp8_e4m3"\n', 3, "expected fp32, bf16, fp16, or tiles laid"),
+        ('name = "mine"\n[communication]\ngradients = "bf16"\nreduce = "ring"\n', 4, "unknown reduce 'ring'"),
         (
             'name = "mine"\n[saved]\nnonlinear = {format = "bf16", residual = true}\n',
             2,

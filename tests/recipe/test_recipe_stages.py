@@ -9,7 +9,7 @@ import pytest
 
 from halfstep import get_recipe, list_recipes
 from halfstep.errors import RecipeError
-from halfstep.recipe import COAT, LossScale, Stage, chain, from_data, to_data
+from halfstep.recipe import COAT, FP8, LossScale, Stage, chain, from_data, to_data
 from halfstep.recipe.data import is_name
 from halfstep.recipe.files import to_toml
 from halfstep.recipe.stages import ALIKE, starts
@@ -86,6 +86,7 @@ KEPT_OTHERWISE = {
     "loss_scale": ("bf16-mixed", replace(get_recipe("bf16-mixed"), loss_scale=LossScale())),
     "float32_modules": ("bf16-mixed", replace(get_recipe("bf16-mixed"), float32_modules=("head",))),
     "float32_adapters": ("bf16-mixed", replace(get_recipe("bf16-mixed"), float32_adapters=False)),
+    "communication": ("bf16-mixed", replace(get_recipe("bf16-mixed"), communication=FP8)),
 }  # fmt: skip
 
 

@@ -184,12 +184,12 @@ def test_codes_are_of_weights_that_rules_round(fields):
 
 
 @pytest.mark.parametrize("name", ["fp8lm-o1", "fp8lm-o2", "fp8lm-o3"])
-def test_fp8lm_shows_what_is_stored_and_what_comes_later(name):
+def test_fp8lm_shows_what_is_stored_and_what_the_all_reduce_is(name):
     text = re.sub(r"\n {15}", " ", get_recipe(name).describe())
     half, eight = (f"{format} (rceil, whole tensor)" for format in ("fp16", "float8_e4m3fn"))
     kept = f"{eight}; gradients {eight}, master {half}" if name == "fp8lm-o3" else f"{half}; gradients {eight}"
     assert f"weights that rules round: {kept}" in text
-    assert "Later: the FP8 all-reduce." in text
+    assert "halfstep.distributed.compress(ddp, halfstep.recipe.FP8_LM)" in text
     moments = f"exp_avg_sq {half}, exp_avg {eight}"
     assert f"moments      {'fp32' if name == 'fp8lm-o1' else moments}\n" in text
 

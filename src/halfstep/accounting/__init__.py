@@ -6,7 +6,7 @@ from halfstep.accounting.cost import cost
 from halfstep.accounting.fit import bytes_from, largest
 from halfstep.accounting.inference import InferenceBytes, inference
 from halfstep.accounting.models import architectures, load_subject, named
-from halfstep.accounting.sharing import Share, check_ranks, share
+from halfstep.accounting.sharing import Share, check_ranks, sent_a_parameter, share
 from halfstep.accounting.subject import Batch, Subject
 from halfstep.accounting.works import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, speeds_from
 
@@ -14,6 +14,6 @@ from halfstep.accounting.works import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Wor
 __all__ = [
     "CHECKPOINTING", "HEAD", "OPTIMIZERS", "OVERHEADS", "PASSES", "SPEEDS", "Account", "Batch", "Cost",
     "InferenceBytes", "Share", "Subject", "Work", "account", "architectures", "bytes_from", "check_ranks", "cost",
-    "inference", "largest", "load_subject", "named", "share",
-    "speeds_from",
+    "inference", "largest", "load_subject", "named",
+    "sent_a_parameter", "share", "speeds_from",
 ]  # fmt: skip

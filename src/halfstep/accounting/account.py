@@ -18,7 +18,7 @@ from halfstep.errors import AccountError, HalfstepError, ModelError, unknown
 from halfstep.memory import StepBytes, measure_persistent, measure_step, measure_update
 from halfstep.optim import Lamb, Lion
 from halfstep.preparation import prepare
-from halfstep.recipe import Recipe, get_recipe
+from halfstep.recipe import Communication, Recipe, get_recipe, get_storage
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -44,6 +44,8 @@ class Account:
     bytes: StepBytes
     passes: bool
     """Whether a pass was run: where not, activations are unknown, and count nothing."""
+    across: Communication | None = None
+    """In which formats gradients and sharded weights cross from device to device; None: as they are stored."""
 
     @property
     def per_parameter(self) -> float:
@@ -106,7 +108,16 @@ def account(
     # Steps within the pass come while activations are there: at most so much on top.
     found = replace(found, update=update, peak=found.peak + (update if per_layer else 0))
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
-    return Account(recipe.name, *counts, found, subject.batch is not None)
+    return Account(recipe.name, *counts, found, subject.batch is not None, crossing(recipe))
+
+
+def crossing(recipe: Recipe) -> Communication | None:
+    """In which formats gradients and weights cross: as the recipe says. Gradients that are kept as codes are not, where
+    several devices train."""
+    across = recipe.communication
+    if recipe.codes is None or recipe.codes.grads is None or (across is not None and across.gradients is not None):
+        return across
+    return Communication(get_storage("fp32"), across.weights if across is not None else None)
 
 
 def _without_layers(subject: Subject, recipe: Recipe) -> Recipe:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfstep.accounting.account import Account
+from halfstep.accounting.account import Account, crossing
 from halfstep.errors import AccountError
+from halfstep.recipe import Recipe
 
 
 BUCKET = 500_000_000
@@ -28,6 +29,8 @@ class Share:
     activations: int
     update: int
     """What the optimizer makes for itself while it steps: of whole matrices, over how many devices they may lie."""
+    sent: int
+    """What it sends to others in a step."""
     peak: int
     """The most at once, from the first operation of the forward pass to the end of the optimizer's step."""
 
@@ -57,7 +60,8 @@ def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:
 
     Stage 0 copies everything; 1 shards masters and states, 2 gradients too, 3 weights too (ZeRO). Communication is what
     gradients are reduced in: at stage 0 a copy of them (torch's DDP without `gradient_as_bucket_view`); from stage 1 on
-    buckets of `BUCKET` elements, for gradients and for weights that are gathered.
+    buckets of `BUCKET` elements, for gradients and for weights that are gathered. Error feedback keeps four bytes more
+    of each parameter that is trained.
 
     Raises:
         AccountError: as `check_ranks`.
@@ -82,15 +86,42 @@ def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:
     peak = max(kept + divided(held.peak_gradients, of_gradients) + passing, kept + gradients + held.update)
     return Share(
         weights, held.buffers, gradients, master, states, scales + state_scales, communication, held.compute_copies,
-        held.activations, held.update, peak,
+        held.activations, held.update, sent_by(account, ranks, zero), peak,
     )  # fmt: skip
+
+
+def sent_by(account: Account, ranks: int, zero: int) -> int:
+    """The bytes that one of the devices sends to others in a step, scales included, by ring or pairwise collectives.
+
+    Gradients are scattered and gathered at stage 0; from stage 1 on they are scattered, and weights are gathered: once,
+    at stage 3 for the forward and for the backward pass.
+    """
+    across, gradients, weights = account.across, account.bytes.gradients, account.bytes.weights
+    if across is not None and across.gradients is not None:
+        gradients = round(account.trained * across.gradients.bytes)
+    if across is not None and across.weights is not None:
+        weights = round(account.parameters * across.weights.bytes)
+    return -(-int(_crossings(gradients, weights, zero)) * (ranks - 1) // ranks)
+
+
+def sent_a_parameter(recipe: Recipe, zero: int) -> float:
+    """The bytes of a parameter that one of N devices sends in a step, times N / (N - 1)."""
+    across, size = crossing(recipe), recipe.bytes_per_parameter()
+    gradients = across.gradients.bytes if across is not None and across.gradients is not None else size.grads
+    weights = across.weights.bytes if across is not None and across.weights is not None else size.weights
+    return _crossings(gradients, weights, zero)
+
+
+def _crossings(gradients: float, weights: float, zero: int) -> float:
+    return 2 * gradients if zero == 0 else gradients + (2 if zero == 3 else 1) * weights
 
 
 def _communication(account: Account, ranks: int, zero: int) -> int:
     if ranks == 1:
         return 0
+    kept = 4 * account.trained if account.across is not None and account.across.feeds_back else 0
     if zero == 0:
-        return account.bytes.gradients
+        return account.bytes.gradients + kept
     reduced = account.bytes.gradients * min(account.trained, BUCKET) // max(1, account.trained)
     gathered = account.bytes.weights * min(account.parameters, BUCKET) // account.parameters
-    return reduced + gathered
+    return reduced + gathered + kept

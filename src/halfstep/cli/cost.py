@@ -35,22 +35,29 @@ def cost(
     """The theoretical speed-up of RECIPE over training in 16 bits, from its products alone; nothing is measured."""
     with stages() as progress:
         progress("loading torch and the model")
-        from halfstep.accounting import HEAD, load_subject, speeds_from
+        from halfstep.accounting import HEAD, load_subject, sent_a_parameter, speeds_from
         from halfstep.accounting import cost as cost_of
+        from halfstep.recipe import get_recipe
 
         given, subject = speeds_from(speeds), load_subject(model)
         made = cost_of(subject, recipe, given, batch=batch, sequence=seq, total_steps=steps)
+        sent = {name: sent_a_parameter(get_recipe(recipe), zero) for name, zero in (("ddp", 0), ("fsdp", 3))}
     body = made.without(HEAD)
     tokens = seq or subject.sequence
     if as_json:
         whole = {"model": model, "recipe": made.recipe, "batch": batch, "sequence": tokens, "speeds": given}
         parts = {"all": made, "without_head": body}
         found = {name: {"share": part.share, "speed_up": part.speed_up} for name, part in parts.items() if part.works}
+        whole |= {"sent": sent}
         show_json({**whole, "remarks": subject.remarks, "products": [asdict(work) for work in made.works], **found})
         return
     examples = f"a batch of {batch}" + (f" x {tokens} tokens" if tokens else "")
     count = f"{made.multiply_adds:.3g} multiply-adds a step"
-    typer.echo(f"{printable(subject.name)}, {examples}: {count}; {printable(made.recipe)} at {printable(speeds)}")
+    typer.echo(
+        f"{printable(subject.name)}, {examples}: {count}; {printable(made.recipe)} at {printable(speeds)}; "
+        f"each of N devices sends {sent['ddp']:.4g} bytes a parameter under DDP, {sent['fsdp']:.4g} where weights are "
+        "sharded (ZeRO 3), times (N - 1) / N"
+    )
     _show(made, body)
     for remark in subject.remarks:
         typer.echo(printable(remark))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _ROWS = {
     "weights": "weights", "gradients": "gradients", "master": "master copies", "states": "optimizer states",
     "scales": "scales of codes", "buffers": "buffers", "communication": "communication buffers",
+    "sent": "sent to others in a step",
     "kv_cache": "KV cache", "persistent": "persistent", "compute_copies": "compute copies of weights",
     "activations": "saved activations", "update": "temporaries of a step", "peak": "peak",
 }  # fmt: skip

@@ -119,7 +119,7 @@ class Exchange:
 
     def _turn(self, kind: str) -> int:
         """How often this rank has come so far."""
-        return c10d._get_default_store().add(f"{self._key(kind, 0, self.rank)}/turns", 1)  # type: ignore[no-any-return]
+        return c10d._get_default_store().add(f"{self._key(kind, 0, self.rank)}/turns", 1)
 
     def _key(self, kind: str, turn: int, rank: int) -> str:
         group = c10d._world.pg_names.get(self.group, "") if self.group is not None else ""

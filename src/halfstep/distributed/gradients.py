@@ -97,5 +97,5 @@ def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _write(bucket: Sequence[Tensor], values: Tensor) -> None:
-    for parameter, mean in zip(bucket, values.split([p.numel() for p in bucket]), strict=True):
+    for parameter, mean in zip(bucket, values.split_with_sizes([p.numel() for p in bucket]), strict=True):
         _grad(parameter).copy_(mean.view(parameter.shape))

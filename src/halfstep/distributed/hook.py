@@ -9,7 +9,7 @@ from torch import Tensor
 from halfstep.distributed.reduction import Reduction
 
 
-def fp8_hook(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def fp8_hook(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """Average a bucket of gradients over the ranks, in the format that the state says (E4M3 by default).
 
         ddp.register_comm_hook(Reduction(), fp8_hook)

@@ -13,7 +13,7 @@ from halfstep.distributed.message import Message, granule
 from halfstep.recipe import Storage
 
 
-Steps = Generator[Any, None, None]
+Steps = Generator[Any, None, Any]
 """A reduction in steps: each time it yields a collective that is under way, and goes on once that is done."""
 
 
@@ -35,7 +35,7 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
     message = Message(storage, share)
     whole = values if residual is None else residual + values  # float32, and apart from both
     sent = torch.empty(ranks, message.bytes, dtype=torch.uint8, device=values.device)
-    for rank, piece in enumerate(_shares(whole, ranks, share)):
+    for rank, piece in enumerate(shares(whole, ranks, share)):
         message.encode(piece, sent[rank])
     got = torch.empty_like(sent)
     yield exchange.all_to_all(got, sent)
@@ -44,7 +44,7 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
     message.encode(total, own)
     everyone = torch.empty_like(sent)
     yield exchange.all_gather(everyone, own)
-    for rank, piece in enumerate(_shares(values, ranks, share)):
+    for rank, piece in enumerate(shares(values, ranks, share)):
         message.decode(everyone[rank], piece)
         start = rank * share
         if start < size < start + share:
@@ -65,7 +65,7 @@ def mean_of(messages: Tensor, message: Message, length: int) -> Tensor:
     return total.div_(len(messages))
 
 
-def _shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:
+def shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:
     """Each rank's share of the values, in their memory; the last ones are copies, padded with zeros."""
     found = []
     for start in range(0, ranks * share, share):

@@ -35,7 +35,8 @@ class Message:
         self.bytes = _up(end, _ALIGNED)
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write the values, of one dimension, into a message, `bytes` of uint8. What is not finite makes its block NaN."""
+        """Write the values, of one dimension, into a message, `bytes` of uint8. What is not finite makes
+        its block NaN."""
         tensors = self._views(message)
         if self._storage.dtype is not None:
             tensors["codes"].copy_(values)
@@ -101,7 +102,7 @@ def _pieces(
     values: Tensor, found: Tensor, lengths: Sequence[int], unit: int, rows: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     start, matrix = 0, found.view(rows, -1)
-    for piece in values.split(list(lengths)):
+    for piece in values.split_with_sizes(list(lengths)):
         width = _up(-(-piece.numel() // rows), unit)
         for row, part in enumerate(piece.split(width) if width else ()):
             yield part, matrix[row, start : start + part.numel()]

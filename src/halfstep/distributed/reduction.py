@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor
 
 from halfstep.distributed.collectives import Exchange
+from halfstep.distributed.fp8lm import fp8lm_steps
 from halfstep.distributed.mean import Steps, mean_steps
 from halfstep.distributed.message import gather, spread
 from halfstep.errors import ModelError, RecipeError
-from halfstep.recipe import FP8, Communication, get_storage
+from halfstep.recipe import FP8, Communication, Storage, get_storage
 
 
 class Reduction:
@@ -46,9 +46,9 @@ class Reduction:
         self.times = 0
         self.divides_by_all: Callable[[], bool] = lambda: True
         self._names, self._scale = names or {}, scale
-        self._residuals: dict[Any, Tensor] = {}
+        self._kept: dict[Any, Tensor] = {}
         self._saved: Mapping[str, Tensor] = {}
-        self._under_way: deque[tuple[Steps, Any, Callable[[], None]]] = deque()
+        self._under_way: list[tuple[Steps, Any, Callable[[], None]]] = []
 
     def begin(self, values: Tensor, parameters: Sequence[Tensor], done: Callable[[], None]) -> None:
         """Begin to replace gradients of these parameters, laid out one after the other, by their mean over the ranks;
@@ -58,15 +58,26 @@ class Reduction:
             ModelError: another rank has failed.
         """
         steps = self._steps(values, parameters)
-        waiting, self._under_way = self._under_way, deque([(steps, next(steps), done)])
-        while waiting:
-            self._go_on(waiting.popleft(), self._under_way.appendleft)
+        begun = steps, next(steps), done
+        self._go_on()
+        self._under_way.append(begun)
 
     def finish(self) -> None:
         """Wait for all that are under way."""
         while self._under_way:
-            self._go_on(self._under_way.popleft(), self._under_way.appendleft)
+            self._go_on()
         self.times += 1
+
+    def _go_on(self) -> None:
+        """All that are under way go a step further, in turn."""
+        waiting, self._under_way = self._under_way, []
+        for steps, pending, done in waiting:
+            pending.wait()
+            following = next(steps, None)
+            if following is None:
+                done()
+            else:
+                self._under_way.append((steps, following, done))
 
     def check_begin(self) -> None:
         """Refuse what a new backward pass cannot begin with.
@@ -87,71 +98,83 @@ class Reduction:
                 "rest. Restart from the last checkpoint"
             )
 
-    def _go_on(self, one: tuple[Steps, Any, Callable[[], None]], again: Callable[[Any], None]) -> None:
-        steps, pending, done = one
-        pending.wait()
-        pending = next(steps, None)
-        if pending is None:
-            done()
-        else:
-            again((steps, pending, done))
-
     def _steps(self, values: Tensor, parameters: Sequence[Tensor]) -> Steps:
         communication, lengths = self.communication, [parameter.numel() for parameter in parameters]
         given = communication.gradients if communication is not None else None
         storage = given or get_storage(_FORMATS[values.dtype])
-        feeds_back = communication is not None and communication.feeds_back
-        rows, residual = self.exchange.ranks if feeds_back else 1, None
-        laid = spread(values, lengths, storage, rows)
-        if feeds_back:
-            scale = 1.0 if self._scale is None else self._scale()
-            own = [self._residual(parameter) for parameter in parameters]
-            taken = torch.cat(own).mul_(scale)  # kept without the loss scale
-            residual = spread(taken, lengths, storage, rows)
+        if communication is not None and communication.reduce != "all_to_all":
+            return self._by_fp8lm(values, parameters, storage, communication.reduce == "fp8lm")
+        if communication is not None and communication.feeds_back:
+            return self._fed_back(values, parameters, storage)
+        return self._plain(values, lengths, storage)
+
+    def _plain(self, values: Tensor, lengths: Sequence[int], storage: Storage) -> Steps:
+        laid = spread(values, lengths, storage)
+        yield from mean_steps(laid, storage, self.exchange)
+        gather(laid, lengths, storage, values)
+
+    def _fed_back(self, values: Tensor, parameters: Sequence[Tensor], storage: Storage) -> Steps:
+        """With what rounding took from these parameters' last gradients, which is kept without the loss scale."""
+        lengths, rows = [parameter.numel() for parameter in parameters], self.exchange.ranks
+        scale = 1.0 if self._scale is None else self._scale()
+        own = [self._of(p, lambda p=p: p.new_zeros(p.numel(), dtype=torch.float32)) for p in parameters]  # type: ignore[misc]
+        taken = torch.cat(own).mul_(scale)
+        laid, residual = (spread(each, lengths, storage, rows) for each in (values, taken))
         yield from mean_steps(laid, storage, self.exchange, residual)
         gather(laid, lengths, storage, values, rows)
-        if residual is not None:
-            gather(residual, lengths, storage, taken, rows)
-            for mine, each in zip(own, taken.div_(scale).split(lengths), strict=True):
-                mine.copy_(each)
+        gather(residual, lengths, storage, taken, rows)
+        for mine, each in zip(own, taken.div_(scale).split_with_sizes(lengths), strict=True):
+            mine.copy_(each)
 
-    def _residual(self, parameter: Tensor) -> Tensor:
-        if parameter not in self._residuals:
-            zeros = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    def _by_fp8lm(self, values: Tensor, parameters: Sequence[Tensor], storage: Storage, adapts: bool) -> Steps:
+        start = 1.0 if adapts else self.exchange.ranks**-0.5
+        own = [self._of(p, lambda p=p: p.new_full((), start, dtype=torch.float32)) for p in parameters]  # type: ignore[misc]
+        mu, lengths = torch.stack(own), [parameter.numel() for parameter in parameters]
+        yield from fp8lm_steps(values, lengths, storage.quantizer, self.exchange, mu, adapts)
+        for mine, each in zip(own, mu, strict=True):
+            mine.copy_(each)
+
+    def _of(self, parameter: Tensor, start: Callable[[], Tensor]) -> Tensor:
+        """What is kept of a parameter: what was saved of it, or a start."""
+        if parameter not in self._kept:
             saved = self._saved.get(self._names.get(parameter, ""))
-            self._residuals[parameter] = zeros if saved is None else zeros.copy_(saved)
-        return self._residuals[parameter]
+            self._kept[parameter] = start() if saved is None else start().copy_(saved)
+        return self._kept[parameter]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # ranks do not multiply: a copy of a model is reduced by what is called for it
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers from step to step: nothing without error feedback. Each rank has its own.
+        """What this rank remembers from step to step: of error feedback what rounding took, of FP8-LM mu.
 
         Raises:
             RecipeError: a parameter has no name.
         """
-        if not self._residuals:
+        if not self._kept:
             return {}
-        if not self._residuals.keys() <= self._names.keys():
+        if not self._kept.keys() <= self._names.keys():
             raise RecipeError(
-                "what error feedback keeps is saved by the parameters' names, and this Reduction was given none: "
+                "what a reduction keeps is saved by the parameters' names, and this Reduction was given none: "
                 "Reduction(..., names={p: n for n, p in model.named_parameters()})"
             )
-        residuals = {self._names[parameter]: each.clone() for parameter, each in self._residuals.items()}
-        return {"rank": self.exchange.rank, "ranks": self.exchange.ranks, "residuals": residuals}
+        kept = {self._names[parameter]: each.clone() for parameter, each in self._kept.items()}
+        own = {"rank": self.exchange.rank, "ranks": self.exchange.ranks, "communication": str(self.communication)}
+        return {**own, "kept": kept}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """Load it; what cannot be used, to be told.
 
-        A state of another rank, or of another number of ranks, is not this rank's: residuals then begin at zero.
+        With error feedback each rank has its own: of another rank's, or another number of ranks', it starts over.
         """
-        self._residuals, self._saved = {}, {}
+        self._kept, self._saved = {}, {}
         if not saved:
             return []
+        if saved["communication"] != str(self.communication):
+            return [f"what was kept of {saved['communication']} is dropped: gradients are sent as {self.communication}"]
         found = saved["rank"], saved["ranks"]
-        if found == (self.exchange.rank, self.exchange.ranks):
-            self._saved = saved["residuals"]
+        feeds_back = self.communication is not None and self.communication.feeds_back
+        if found == (self.exchange.rank, self.exchange.ranks) or not feeds_back:
+            self._saved = saved["kept"]
             return []
         return [
             f"the rounding errors that error feedback keeps are rank {found[0]}'s of {found[1]}, and this is rank "

@@ -33,7 +33,7 @@ def run(steps: Callable[[Any], Steps], ranks: int) -> Sequence[Simulated]:
     """Run a reduction on that many ranks, of which each gets its exchange; these are returned."""
     exchanges = [Simulated(rank, ranks) for rank in range(ranks)]
     every = [steps(exchange) for exchange in exchanges]
-    while (begun := [next(each, None) for each in every])[0] is not None:
+    while all(begun := [next(each, ()) for each in every]):
         for out, _, taken in begun:
             out.copy_(taken([given for _, given, _ in begun]).view_as(out))
     return exchanges

@@ -21,7 +21,6 @@ from halfstep.nn.dtypes import check_grad_dtype, storable, store, unstorable, wi
 from halfstep.nn.following import follow
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.plan import Plan, PlannedLayer
-from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule
 from halfstep.nn.stages import check_alike, clear, lay_in_turn
 from halfstep.nn.stock_steps import end_watch
@@ -241,7 +240,6 @@ def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
         )
     check_float32(model, recipe.float32_buffers, recipe.name)
     if recipe.grads is not None:
-        check_ranks(recipe, model.parameters())
         check_grad_dtype(recipe.grads)
 
 

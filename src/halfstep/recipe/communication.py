@@ -69,19 +69,6 @@ class Communication:
             return few and self.reduce == "all_to_all"
         return self.error_feedback
 
-    def bytes_sent(self, grads: float, weights: float, ranks: int, sharded: bool = False) -> float:
-        """The bytes that a rank sends for one parameter in a step, by ring or pairwise collectives.
-
-        Args:
-            grads, weights: their bytes where nothing is said of them here.
-            ranks: how many there are.
-            sharded: weights are gathered twice and gradients reduced once (`fully_shard`); else gradients are reduced
-                and gathered (DDP).
-        """
-        own_grads = self.gradients.bytes if self.gradients else grads
-        own_weights = self.weights.bytes if self.weights else weights
-        return (ranks - 1) / ranks * (2 * own_weights + own_grads if sharded else 2 * own_grads)
-
     def __str__(self) -> str:
         gradients = f"gradients {self.gradients}, {REDUCE[self.reduce]}" if self.gradients else ""
         back = "rounding errors are added to the next step's" if self.feeds_back else ""

@@ -11,10 +11,13 @@ from torch.nn.functional import mse_loss
 import halfstep
 from halfstep import formats, memory, tracking
 from halfstep.claims.checks.base import Numbers, check
+from halfstep.distributed.fp8lm import fp8lm_steps
+from halfstep.distributed.mean import mean_steps
+from halfstep.distributed.simulated import run
 from halfstep.quant import Quantizer, Scales, round_to
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
-from halfstep.recipe import Codes, get_recipe
+from halfstep.recipe import FP8, Codes, get_recipe
 
 
 _E4M3 = formats.get("e4m3fn")
@@ -55,17 +58,19 @@ def shards(ranks: int, size: int = 2**13) -> Tensor:
 
 
 def summed(g: Tensor, mu: float) -> tuple[Tensor, float]:
-    """The mean gradient by one E4M3 sum after another, every one rounded and saturated; and the share that saturated.
+    """The mean that FP8-LM's reduction forms of the gradients of ranks, and the mu that it leaves."""
+    own, factors = g.float(), torch.full((len(g), 1), mu, dtype=torch.float32, device=g.device)
+    run(lambda to: fp8lm_steps(own[to.rank], [g.shape[1]], _quantizer("e4m3fn"), to, factors[to.rank]), len(g))
+    return own[0].double(), float(factors[0])
 
-    One scale for all ranks, s = mu * 2^floor(log2(448 / amax)); the mean is the sum of codes over s * ranks.
-    """
-    factor = get_scaling("rceil").factor(g.abs().amax().float(), _E4M3)
-    assert factor is not None
-    s = mu * float(factor)
-    total = round_to(g[0] * s, _E4M3)
-    for shard in g[1:]:
-        total = round_to(total + round_to(shard * s, _E4M3), _E4M3)
-    return total / (s * len(g)), float((total.abs() == _E4M3.max).double().mean())
+
+def by_halfstep(g: Tensor) -> Tensor:
+    """The mean by the reduction that is halfstep's own, in FP8."""
+    own = g.float()
+    assert FP8.gradients is not None
+    kind = FP8.gradients
+    run(lambda to: mean_steps(own[to.rank], kind, to), len(g))
+    return own[0].double()
 
 
 def snr(found: Tensor, exact: Tensor) -> float:
@@ -77,9 +82,9 @@ def controlled(g: Tensor, steps: int) -> list[tuple[float, float]]:
     """mu and the SNR of each step, from 1: halved where over 0.001 % saturate, else raised by 2^(1/1000) up to 2."""
     mu, found, exact = 1.0, [], g.mean(0)
     for _ in range(steps):
-        mean, share = summed(g, mu)
+        mean, following = summed(g, mu)
         found.append((mu, snr(mean, exact)))
-        mu = mu / 2 if share > 1e-5 else min(2.0, mu * 2.0 ** (1 / 1000))
+        mu = following
     return found
 
 
@@ -89,7 +94,8 @@ def all_reduce() -> Numbers:
     g = shards(16)
     fixed = {f"mu_{n}": snr(summed(g, 1 / n)[0], g.mean(0)) for n in (1, 2, 4, 8, 16)}
     steps = controlled(g, 40)
-    return {**fixed, "worst": min(decibels for _, decibels in steps[4:]), "mu": steps[-1][0]}
+    own = {f"own_{ranks}": snr(by_halfstep(shards(ranks)), shards(ranks).mean(0)) for ranks in (2, 16)}
+    return {**fixed, "worst": min(decibels for _, decibels in steps[4:]), "mu": steps[-1][0], **own}
 
 
 @check("fp8lm-pre-and-post")

@@ -25,7 +25,8 @@ _ALL = (
     "torch.autocast has it; so do the weights of fused experts, whose products round.",
     "Codes come with the optimizer of halfstep.prepare. With more than one rank, gradients are in fp32, and rounded "
     "after their reduction. halfstep.apply alone rounds products.",
-    "Later: the FP8 all-reduce. The paper adapts its factor to saturation; MS-AMP has a constant 1 / sqrt(ranks).",
+    "The paper's all-reduce is `halfstep.distributed.compress(ddp, halfstep.recipe.FP8_LM)`; MS-AMP's factor is a "
+    "constant 1 / sqrt(ranks): reduce = 'ms_amp'.",
 )
 _MOMENTS = (("exp_avg_sq", get_storage(_HALF)), ("exp_avg", get_storage(_WEIGHT)))
 _SIX = (
