@@ -154,7 +154,7 @@ def ranks(names):
         here = str(Path(__file__).parent)
         started = [subprocess.Popen([*command, str(rank), folder, here, ",".join(names)]) for rank in (0, 1)]
         try:
-            codes = [process.wait(timeout=60 + 10 * len(names)) for process in started]
+            codes = [process.wait(timeout=120 + 15 * len(names)) for process in started]
         finally:
             for process in started:
                 process.kill()

@@ -104,9 +104,13 @@ def _pieces(
     start, matrix = 0, found.view(rows, -1)
     for piece in values.split_with_sizes(list(lengths)):
         width = _up(-(-piece.numel() // rows), unit)
-        for row, part in enumerate(piece.split(width) if width else ()):
+        for row, part in enumerate(piece.split_with_sizes(_widths(piece.numel(), width))):
             yield part, matrix[row, start : start + part.numel()]
         start += width
+
+
+def _widths(size: int, width: int) -> list[int]:
+    return [min(width, size - start) for start in range(0, size, width)] if size else []
 
 
 def _up(number: int, multiple: int) -> int:

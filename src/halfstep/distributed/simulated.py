@@ -33,7 +33,7 @@ def run(steps: Callable[[Any], Steps], ranks: int) -> Sequence[Simulated]:
     """Run a reduction on that many ranks, of which each gets its exchange; these are returned."""
     exchanges = [Simulated(rank, ranks) for rank in range(ranks)]
     every = [steps(exchange) for exchange in exchanges]
-    while all(begun := [next(each, ()) for each in every]):
+    while begun := [one for each in every if (one := next(each, None)) is not None]:
         for out, _, taken in begun:
             out.copy_(taken([given for _, given, _ in begun]).view_as(out))
     return exchanges
