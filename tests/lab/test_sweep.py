@@ -272,6 +272,33 @@ def test_ray_trains_the_same_numbers_and_survives_a_killed_worker(place):
     assert numbers(place / "there") == numbers(place / "here")
 
 
+@pytest.mark.slow
+def test_a_ray_cluster_that_loses_one_of_two_machines_ends_with_the_same_numbers(place):
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    sweep = a_sweep({"lr": (1e-3, 3e-3, 1e-2)}, seeds=2)
+    trained(place / "here", sweep)
+    cells = open_sweep(sweep, place / "there", False)
+    small = {"object_store_memory": 2**27, "include_dashboard": False}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    try:
+        machines = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
+        executor = get_executor(f"ray:{cluster.address}", 1)
+        assert executor.at_once == 2
+        ended = []
+
+        def watch(said):
+            ended.append(said)
+            if machines:
+                cluster.remove_node(machines.pop(), allow_graceful=False)
+                machines.clear()
+
+        run_sweep(cells, executor, watch)
+    finally:
+        cluster.shutdown()
+    assert sorted(ended) == sorted(sweep.cells())
+    assert numbers(place / "there") == numbers(place / "here")
+
+
 def kill_a_worker():
     """Kill a Ray worker that trains; returns its number."""
     for folder in os.listdir("/proc"):
