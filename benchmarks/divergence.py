@@ -2,7 +2,9 @@
 
     halfstep sweep --recipes fp32 --grid lr=0.5,1.5 --grid sharpness=5e-4 --grid clip=1e9 --grid warmup=150 \
         --grid statistics=1 --grid validations=5 --seeds 40 --steps 200 --model gpt-nano --jobs 1 --out LEADS
-    python benchmarks/divergence.py [--leads LEADS] [--keep]
+    halfstep sweep --recipes RECIPES --grid lr=1.2 --grid clip=1e9 --grid warmup=120 --grid statistics=1 \
+        --grid validations=2 --seeds 40 --steps 120 --model gpt-nano --jobs 1 --out RAMP
+    python benchmarks/divergence.py [--leads LEADS] [--ramp RAMP [RAMP]] [--keep]
 
 --keep writes results/divergence.json, the parts measured beside those that are there. `page` makes the tables of the
 page.
@@ -14,14 +16,17 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from halfstep.lab.environment import environment
+from halfstep.lab.interval import paired, paired_power, pairs_to_decide
+from halfstep.lab.sweep.counts import ENOUGH
 from halfstep.lab.sweep.folder import SweepFolder
 from halfstep.lab.sweep.leads import NAMES, Series, leads, runs_of
+from halfstep.lab.sweep.report import outcomes
 from harness import RESULTS
 
 
@@ -32,6 +37,10 @@ VARIANTS = {
     for width in (1, 3, 5, 10)
 }
 """How the series may be taken before an alarm is set on them; the first is as they are."""
+
+
+EFFECT = 0.1
+"""The relative difference of two rates that a comparison is to find."""
 
 
 def ahead(path: Path) -> dict[str, Any]:
@@ -55,6 +64,89 @@ def ahead(path: Path) -> dict[str, Any]:
     return found
 
 
+def ramp(paths: Sequence[Path], more: Path) -> dict[str, Any]:
+    """The learning rate at which runs diverge while it rises, by recipe, paired over seeds with fp32's.
+
+    A run that does not diverge counts with the highest rate it reached, so differences upwards are understated.
+
+    Args:
+        more: the sweep `ahead` reads, whose fp32 runs rise along the same line: the negative control.
+    """
+    table: dict[str, dict[int, float]] = {}
+    survived: dict[str, int] = {}
+    spiked: dict[str, list[int]] = {}
+    for path in paths:
+        for recipe, seed, rate, stayed, count in rates_lost(path):
+            table.setdefault(recipe, {})[seed] = rate
+            survived[recipe] = survived.get(recipe, 0) + stayed
+            spiked.setdefault(recipe, []).append(count)
+    base = table["fp32"]
+    highest = max(rate for rates in table.values() for rate in rates.values())
+    again = {seed: min(rate, highest) for _, seed, rate, _, _ in rates_lost(more, "lr-1.5")}
+    return {
+        "seconds": sum(map(seconds, paths)),
+        "highest": highest,
+        "recipes": {
+            recipe: {
+                "runs": len(rates),
+                "survived": survived[recipe],
+                "mean": statistics.fmean(rates.values()),
+                "sd": statistics.stdev(rates.values()),
+                "spikes": sum(spiked[recipe]),
+                "to_fp32": None if recipe == "fp32" else beside(rates, base),
+                "to_bf16": None if recipe in ("fp32", "bf16-mixed") else beside(rates, table["bf16-mixed"]),
+            }
+            for recipe, rates in table.items()
+        },
+        "nearest_to_masked": {
+            name: beside(table[f"{name}-nearest"], table[name]) for name in table if f"{name}-nearest" in table
+        },
+        "control": {
+            "odd seeds beside even ones": beside(
+                {seed // 2: rate for seed, rate in again.items() if seed % 2},
+                {seed // 2: rate for seed, rate in again.items() if not seed % 2},
+            ),
+        },
+    }
+
+
+def rates_lost(path: Path, point: str = "lr") -> Iterator[tuple[str, int, float, bool, int]]:
+    """Of a sweep's runs: recipe, seed, the learning rate at which it diverged, whether it never did, its spikes."""
+    folder = SweepFolder(path)
+    sweep = folder.sweep()
+    for found in outcomes(folder, sweep):
+        if found.ended and found.point.startswith(point):
+            step = found.onset or found.step
+            rate = sweep.points()[found.point].learning_rate(step)
+            yield found.recipe, found.seed, rate, found.onset is None, len(found.spikes)
+
+
+def beside(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, Any]:
+    """Rates less another's, over the seeds of both; with the power to find a tenth of the other's mean."""
+    seeds = sorted(rates.keys() & base.keys())
+    apart, mean = [rates[seed] - base[seed] for seed in seeds], statistics.fmean(base[seed] for seed in seeds)
+    ends, spread = paired(apart), statistics.stdev(apart)
+    power = paired_power(spread, len(seeds), EFFECT * mean)
+    told = (
+        "higher"
+        if ends.low > 0
+        else "lower"
+        if ends.high < 0
+        else "no difference"
+        if power >= ENOUGH
+        else "cannot tell"
+    )
+    needed = pairs_to_decide(0.0, spread, EFFECT * mean)
+    return {
+        "seeds": len(seeds),
+        "mean": statistics.fmean(apart),
+        **asdict(ends),
+        "power": power,
+        "verdict": told,
+        "seeds_to_tell": needed,
+    }
+
+
 def smoothed(run: Mapping[str, Series], logs: bool, width: int) -> dict[str, list[float]]:
     """The mean of the last `width` steps of each series, or of its logarithms."""
     found = {}
@@ -75,6 +167,8 @@ def page(kept: dict[str, Any]) -> str:
     parts = []
     if found := kept.get("leads"):
         parts.append(leads_table(found))
+    if found := kept.get("ramp"):
+        parts.append(ramp_table(found))
     return "\n\n".join(parts)
 
 
@@ -100,6 +194,27 @@ def leads_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ramp_table(found: dict[str, Any]) -> str:
+    """A row a recipe."""
+    lines = ["| recipe | runs | diverges at a rate of | less fp32's, same seeds | power for a tenth | verdict |"]
+    lines.append("| --- " * 6 + "|")
+    for recipe, row in sorted(found["recipes"].items(), key=lambda item: item[1]["mean"]):
+        stayed = f", {row['survived']} not by {found['highest']:g}" if row["survived"] else ""
+        apart = row["to_fp32"]
+        cells = [f"`{recipe}`", f"{row['runs']}", f"{row['mean']:.2f} (sd {row['sd']:.2f}{stayed})"]
+        cells += ["-"] * 3 if apart is None else against(apart)
+        lines.append(f"| {' | '.join(cells)} |")
+    for name, apart in found["control"].items():
+        lines.append(f"| {' | '.join([f'fp32: {name}', str(apart['seeds']), '', *against(apart)])} |")
+    return "\n".join(lines)
+
+
+def against(apart: dict[str, Any]) -> list[str]:
+    """A difference of rates with its interval, its power and the verdict."""
+    ends = f"{apart['mean']:+.2f} ({apart['low']:+.2f} to {apart['high']:+.2f})"
+    return [ends, f"{apart['power']:.0%}", apart["verdict"]]
+
+
 def counted(found: dict[str, Any]) -> str:
     """A share with its interval."""
     ends = found["interval"]
@@ -115,11 +230,14 @@ def main() -> None:
     """As the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leads", type=Path, help="folder of the sweep with sharpness")
+    parser.add_argument("--ramp", type=Path, nargs="+", help="folders of sweeps whose rate rises; with --leads")
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
     given = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if given.leads:
         kept["leads"] = ahead(given.leads)
+    if given.ramp:
+        kept["ramp"] = ramp(given.ramp, given.leads)
     kept = json.loads(json.dumps(kept))
     print(page(kept))
     if given.keep:

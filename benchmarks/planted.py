@@ -50,16 +50,15 @@ def seldom() -> nn.Module:
 
 
 def weight() -> nn.Module:
-    """In step 121 a weight is 64 times what it was, and it stays so."""
+    """In step 121 the last norm's weight is 64 times what it was, and it stays so."""
     model = Planted()
-    layer = model.blocks[0].mlp[0]
 
     def multiply(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if model.due(ONCE):
             with torch.no_grad():
-                layer.weight.mul_(FACTOR)
+                model.norm.weight.mul_(FACTOR)
 
-    layer.register_forward_pre_hook(multiply)
+    model.norm.register_forward_pre_hook(multiply)
     return model
 
 

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from families import slow_unless
-from halfstep.lab.interval import LEVEL, Interval, borrowed, paired, pairs_to_decide, t_quantile
+from halfstep.lab.interval import LEVEL, Interval, borrowed, paired, paired_power, pairs_to_decide, t_quantile
 from halfstep.lab.verdict import DEGRADES, MATCHES, UNDECIDED, difference
 
 
@@ -58,6 +58,14 @@ def test_the_number_of_pairs_is_the_first_that_decides():
         assert count == 2 or halves[count - 1] >= abs(mean - MARGIN)
     assert pairs_to_decide(MARGIN, 0.01, MARGIN) is None
     assert pairs_to_decide(0.0, 0.0, MARGIN) == 2
+
+
+def test_the_power_of_paired_differences_is_students():
+    for spread, pairs, effect in ((1.0, 34, 0.5), (0.14, 9, 0.088), (0.14, 20, 0.088), (0.05, 40, 0.02)):
+        shift, least = effect * math.sqrt(pairs) / spread, stats.t.ppf((1 + LEVEL) / 2, pairs - 1)
+        exact = stats.nct.sf(least, pairs - 1, shift)
+        assert paired_power(spread, pairs, effect) == pytest.approx(exact, abs=0.06 if pairs < 10 else 0.02)
+    assert paired_power(0.0, 3, 0.1) == 1.0
 
 
 def simulated(true_gap, seeds, between, within, generator, pairs=None):

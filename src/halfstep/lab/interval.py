@@ -77,6 +77,18 @@ def pairs_to_decide(mean: float, spread: float, margin: float) -> int | None:
     return count
 
 
+def paired_power(spread: float, pairs: int, effect: float) -> float:
+    """How often the interval of so many differences leaves out 0, their true mean being `effect`; nearly.
+
+    By the normal distribution with Student's quantile, which is a few points too high below 10 pairs.
+
+    >>> round(paired_power(1.0, 34, 0.5), 2)  # 0.81 by the noncentral t distribution
+    0.81
+    """
+    distance = effect * math.sqrt(pairs) / spread - t_quantile((1 + LEVEL) / 2, pairs - 1) if spread else math.inf
+    return statistics.NormalDist().cdf(distance) if math.isfinite(distance) else 1.0
+
+
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
     """The quantile of Student's t distribution, for a probability of at least one half and whole degrees of freedom.

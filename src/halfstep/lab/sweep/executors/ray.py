@@ -44,7 +44,8 @@ class Ray:
                         lost(cell, f"Ray lost the process that trained it {ATTEMPTS} times ({type(error).__name__})")
                     except ray.exceptions.RayTaskError as error:
                         raise RunError(f"a Ray worker could not train {cell}: {error.cause}") from error
-                    watch(cell)
+                    else:
+                        watch(cell)
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
