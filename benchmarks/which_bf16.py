@@ -32,6 +32,7 @@ from halfstep.lab.verdict import difference
 from halfstep.tracking import ExponentHistogram
 from harness import RESULTS, keep, ratio, timings
 from two_loops import LOOPS
+from which_bf16_finetune import plot
 from which_bf16_page import which_bf16, zeroed
 from which_bf16_runs import SEEDS, one_thread, opened, pair, read_loop, set_up, train_all
 from which_bf16_runs import experiments as experiments_of
@@ -193,7 +194,8 @@ def pages(data: dict[str, Any]) -> dict[str, str]:
 
 
 def write(texts: dict[str, str]) -> None:
-    """Write them."""
+    """Write them, and draw the picture of fine-tuning."""
+    plot(json.loads((RESULTS / "which_bf16_finetune.json").read_text()), DOCS / "images" / "finetune.png")
     for name, text in texts.items():
         (DOCS / name).write_text(text)
 

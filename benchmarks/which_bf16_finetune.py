@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import matplotlib
 import torch
 
 from finetune import LEAN, loaded, pretrained, readmes
@@ -26,6 +27,7 @@ from halfstep.lab.data import load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.interval import paired
 from halfstep.lab.metrics import read_metrics
+from halfstep.lab.report.style import SETTINGS, new_figure, png
 from halfstep.lab.tasks import experiment_for
 from halfstep.recipe import get_recipe
 from harness import keep
@@ -73,9 +75,9 @@ TEXT = """## Fine-tuning
 
 Fine-tuning takes small rates, and so updates that are small beside their weights: the harm of a 16-bit weight without a
 master is largest here. transformers 5 loads a checkpoint in the 16 bits of its file, and an optimizer then trains it so
-(`bf16-nomaster`). A small GPT ({size}), pre-trained on Python's standard library, was fine-tuned for {steps} steps on
-READMEs of installed packages. Of fp32's improvement with the same seed there arrives, with 95% intervals over {seeds}
-seeds:
+(`bf16-nomaster`). What a script of yours loses so [one command](audit.md#a-script-that-runs) says. A small GPT
+({size}), pre-trained on Python's standard library, was fine-tuned for {steps} steps on READMEs of installed packages.
+Of fp32's improvement with the same seed there arrives, with 95% intervals over {seeds} seeds:
 
 | recipe | {rates} |
 | --- |{lines}"""
@@ -93,11 +95,11 @@ def fine_tuning(data: dict[str, Any]) -> Iterator[str]:
             yield f"| `{name}` | " + " | ".join(_cell(found["shares"][name]) for found in rates.values()) + " |"
     gains = ", ".join(f"{_gain(found):.3f} at {rate}" for rate, found in rates.items())
     machine = data["machine"]
+    yield from ["", "![Of fp32's improvement, what arrives under each recipe](images/finetune.png)"]
     text = (
         f"fp32 lowers the validation loss of {next(iter(rates.values()))['before']:.3f} by {gains}. Masters, or "
-        "stochastic rounding at no bytes more, are the cure; `halfstep audit` of a running setup says what share of "
-        f"updates is lost. `python benchmarks/which_bf16_finetune.py`; torch {machine['torch']} on {machine['cpu']}, "
-        "one thread."
+        "stochastic rounding at no bytes more, are the cure. `python benchmarks/which_bf16_finetune.py`; "
+        f"torch {machine['torch']} on {machine['cpu']}, one thread."
     )
     yield from ["", *textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)]
 
@@ -110,6 +112,35 @@ def _cell(share: dict[str, Any]) -> str:
 
 def _gain(found: dict[str, Any]) -> float:
     return float(found["before"] - fmean(found["losses"]["fp32"]))
+
+
+COLOURS = ("#0072b2", "#d55e00")
+
+
+def plot(data: dict[str, Any], file: Path) -> None:
+    """Each recipe's share of fp32's improvement, a colour a rate: seeds as dots, intervals as lines."""
+    rates = data["rates"]
+    names = [name for name in next(iter(rates.values()))["shares"] if name != "fp32"]
+    with matplotlib.rc_context(SETTINGS):
+        title = "Fine-tuning a small GPT: what arrives of fp32's improvement"
+        figure = new_figure(1.3 + 0.3 * len(names), title)
+        axes = figure.add_subplot()
+        for place, (rate, found) in enumerate(rates.items()):
+            for row, name in enumerate(names):
+                share, height = found["shares"][name], len(names) - row - 0.3 * place
+                label = f"at {rate}" if row == 0 else None
+                axes.plot(
+                    [100 * each for each in share["each"]], [height] * len(share["each"]), "o", color=COLOURS[place],
+                    markersize=5, label=label,
+                )  # fmt: skip
+                if "low" in share:
+                    axes.plot([100 * share["low"], 100 * share["high"]], [height] * 2, color=COLOURS[place])
+        axes.set_yticks([len(names) - row - 0.15 for row in range(len(names))], names)
+        axes.set_xlim(0, 110)
+        axes.set_xlabel("percent of fp32's improvement with the same seed")
+        axes.grid(visible=True, axis="x")
+        axes.legend(loc="lower left", title="learning rate")
+        file.write_bytes(png(figure))
 
 
 def main() -> None:

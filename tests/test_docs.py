@@ -72,6 +72,22 @@ def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, c
             assert all(line in lines for line in printed.splitlines()), printed
 
 
+def test_the_first_story_tells_what_the_command_prints(tmp_path, monkeypatch, run):
+    page = (DOCS / "start.md").read_text()
+    program, told = (
+        BLOCK.findall(page)[0][0],
+        re.search(r"^```\n(Your updates .*?)^```", page, re.MULTILINE | re.DOTALL),
+    )
+    assert len(program.splitlines()) <= 20
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("train.py").write_text(program)
+    code, said, _ = run("audit", "train.py")
+    assert code == 1
+    said, told = (re.sub(r"\d[\d,.]*", "0", re.sub(r"\s+", " ", text)) for text in (said, told[1]))
+    assert said.startswith(told)  # figures are this processor's
+
+
 def links(page):
     """Where its links and pictures lead, those with a definition of their own and those in HTML too."""
     text = re.sub(r"`[^`\n]*`", "``", FENCED.sub("", page.read_text()))
@@ -143,6 +159,7 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     for folder in ("my_model", "path/to/checkpoint", "path/to/model", "path/to/base", "path/to/tuned"):
         hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, **config)).save_pretrained(folder)
+    Path("train.py").write_text(BLOCK.findall((DOCS / "start.md").read_text())[0][0])
     for words in commands(DOCS / page):
         code, said, errors = run(*words)
         assert code in (0, 1), (words, errors)

@@ -332,3 +332,21 @@ def test_a_loss_may_multiply_by_a_weight_itself(recipe, tmp_path):
     assert direct.losses[0] == pytest.approx(4.17, rel=0.02)
     halfstep.revert(direct.model)
     direct.evaluate(examples(rows=4))
+
+
+@pytest.mark.parametrize("steps", [3, 100])
+def test_a_callback_tells_a_stock_trainer_what_it_loses(tmp_path, capsys, steps):
+    """After so many steps, or at the end; and the Trainer trains what it trains without."""
+    trained = []
+    for callbacks in ([], [told := integration.AuditCallback(steps=steps)]):
+        model = llama().bfloat16()
+        args = arguments(tmp_path, learning_rate=1e-5)
+        Trainer(model=model, args=args, train_dataset=examples(), callbacks=callbacks).train()
+        trained.append(copied(model.state_dict()))
+    assert_same(*trained)
+    (report,) = told.reports
+    assert report.loses
+    assert report.updates[0].step == min(steps, STEPS)
+    out = capsys.readouterr().out
+    assert out.count("Your updates are being lost: 9") == 1
+    assert "HalfstepTrainer as Trainer" in out

@@ -1,6 +1,7 @@
 """What is done around optimizer.step()."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ways import (
 )  # fmt: skip
 
 import halfstep
+from halfstep.auditing import Watch, running
 from halfstep.recipe import get_recipe
 from tiny import adamw, assert_same, batch
 
@@ -242,3 +244,21 @@ def test_loaded_in_16_bits(name):
     steps(*trained)
     steps(stock, sgd(stock), Stock())
     assert_like_fp32(name, start, values(model), values(stock), slack=2)
+
+
+@way()
+def test_audited(name):
+    """Audited while it runs: `halfstep audit train.py`, or `with halfstep.auditing.Watch():` around the loop; no bit
+    changes."""
+    finals = []
+    for watch in (nullcontext(), Watch()):
+        model, optimizer, scaler = prepare(name, start_of(name))
+        with watch:
+            steps(model, optimizer, scaler)
+        finals.append(values(model))
+    assert_same(finals[1], finals[0])
+    (report,) = running(watch)
+    recipe = get_recipe(name)
+    narrow = recipe.weights != "fp32" and recipe.codes is None
+    loses = narrow and recipe.master is None and recipe.update_rounding == "nearest_even"
+    assert loses or not [one for one in report.updates if one.dtype != "float32" and one.harmful]

@@ -2,6 +2,8 @@
 
 from halfstep.auditing.audit import audit
 from halfstep.auditing.report import Audit, Finding, Item, Row
+from halfstep.auditing.running import Running, Updates, running
+from halfstep.auditing.watch import Watch
 
 
-__all__ = ["Audit", "Finding", "Item", "Row", "audit"]
+__all__ = ["Audit", "Finding", "Item", "Row", "Running", "Updates", "Watch", "audit", "running"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -28,17 +28,23 @@ class HasScale(Protocol):
         """The loss scale."""
 
 
-def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: HasScale | None = None) -> Audit:
+def audit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    scaler: HasScale | None = None,
+) -> Audit:
     """Every tensor that a training setup keeps, as it is stored and as its bits say, and what is wrong with it.
 
-    Nothing is changed. Any model and any optimizer with torch's `param_groups` and `state` will do, prepared by
-    halfstep or not, also under DDP and FSDP2, where each rank reports its own part. Call it between backward() and
-    step() to see the gradients too. It reads each value once, in pieces: no tensor is copied whole.
+    Nothing is changed. Any model and any optimizer with torch's `param_groups` and `state` will do, or a list of those
+    that step on the model, prepared by halfstep or not, also under DDP and FSDP2, where each rank reports its own part.
+    Call it between backward() and step() to see the gradients too. It reads each value once, in pieces: no tensor is
+    copied whole.
 
     Raises:
         ModelError: a parameter has no shape yet (torch's lazy modules).
     """
-    setup = set_up(model, optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
+    setup = set_up(model, *optimizers)
     items: list[Item] = []
     unmoved: dict[str, Unmoved] = {}
     rounded: dict[str, str] = {}
@@ -69,7 +75,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
     scale = None if scaler is None else float(scaler.get_scale())
     return Audit(
         model=type(model).__name__,
-        optimizer=None if optimizer is None else type(optimizer).__name__,
+        optimizer=" and ".join(dict.fromkeys(type(one).__name__ for one in optimizers)) or None,
         trained=sum(map(_numel, counted.values())),
         steps=(min(steps), max(steps)) if steps else None,
         loss_scale=scale,

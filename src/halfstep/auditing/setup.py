@@ -45,8 +45,8 @@ class Setup:
     foreign: Mapping[str, Tensor]
     """Other parameters of the optimizer that do not belong to the model."""
     steps: Mapping[str, int]
-    stochastic: bool
-    """Whether the optimizer rounds its updates stochastically."""
+    stochastic: Collection[str]
+    """The parameters whose updates an optimizer rounds stochastically."""
     saved: Mapping[str, bool]
     """The floating-point buffers, scales of codes left out, and whether state dicts hold them."""
     decays: Mapping[str, float]
@@ -90,7 +90,7 @@ class Setup:
             name: p
             for name, p in self.trained.items()
             if p.is_floating_point() and kept_as(p).itemsize < 4 and name in stepped and name not in masters
-            and not (self.stochastic and p.dtype == torch.bfloat16)
+            and not (name in self.stochastic and p.dtype == torch.bfloat16)
         }  # fmt: skip
 
 
@@ -99,8 +99,8 @@ def kept_as(parameter: Tensor) -> torch.dtype:
     return parameter.codes.dtype if isinstance(parameter, CodeTensor) else parameter.dtype
 
 
-def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
-    """Look at a model and its optimizer.
+def set_up(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Setup:
+    """Look at a model and what steps on it.
 
     Raises:
         ModelError: a parameter has no shape yet.
@@ -112,7 +112,7 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
     by_hand: dict[str, Tensor] = {}
     foreign: dict[str, Tensor] = {}
     strangers = []
-    stepped = [] if optimizer is None else [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    stepped = [(p, group) for one in optimizers for group in one.param_groups for p in group["params"]]
     for number, (parameter, group) in enumerate(stepped):
         if id(parameter) in names:
             groups[names[id(parameter)]] = group
@@ -128,29 +128,35 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
         names[id(parameter)] = name
     states = [
         (names.get(id(parameter), f"state {number} of no group"), key, value)
-        for number, (parameter, state) in enumerate(optimizer.state.items() if optimizer is not None else ())
+        for number, (parameter, state) in enumerate(chain.from_iterable(one.state.items() for one in optimizers))
         for key, value in state.items()
     ]
     counted = [*((name, value) for name, key, value in states if key == "step")]
     counted += [(name, group["step"]) for name, group in groups.items() if "step" in group]
-    low_bit = optimizer if isinstance(optimizer, LowBit) else None
+    by_chance = [p for one in optimizers if _stochastic(one) for group in one.param_groups for p in group["params"]]
     return Setup(
         every=tuple(model.named_parameters(remove_duplicate=False)),
         parameters=parameters,
         buffers=dict(model.named_buffers()),
         roles=dict(_roles(model)),
-        groups=None if optimizer is None else groups,
+        groups=groups if optimizers else None,
         states=tuple((name, _kind(key), value) for name, key, value in states),
         by_hand=by_hand,
         foreign=foreign,
         steps={name: int(value) for name, value in counted},
-        stochastic=(low_bit is not None and low_bit.recipe.update_rounding == "stochastic")
-        or getattr(optimizer, "bf16_stochastic_round", False),  # torchao's
+        stochastic={names[id(p)] for p in by_chance},
         saved=saved(model),
         decays=decays(model),
         products=products(model),
         frozen_norms=tuple(frozen_norms(model)),
     )
+
+
+def _stochastic(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it rounds its updates stochastically: one of halfstep's, or of torchao's."""
+    if isinstance(optimizer, LowBit):
+        return optimizer.recipe.update_rounding == "stochastic"
+    return bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
 def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import halfstep
+from halfstep.cli.audit import SETTINGS, audit
 from halfstep.cli.claims import claims
 from halfstep.cli.compare import compare
 from halfstep.cli.diff import diff
@@ -68,6 +69,7 @@ def options(
 app.command("compare")(compare)
 app.command("train")(train)
 app.command("doctor")(doctor)
+app.command("audit", context_settings=SETTINGS)(audit)
 app.command("inspect")(inspect)
 app.command("diff")(diff)
 app.command("export")(export)

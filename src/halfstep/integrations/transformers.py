@@ -1,7 +1,6 @@
 """transformers' Trainer, and TRL's trainers, under a recipe: two changed lines.
 
-    from halfstep.ops.part import part_of
-from halfstep.integrations.transformers import HalfstepTrainer
+    from halfstep.integrations.transformers import HalfstepTrainer
 
     trainer = HalfstepTrainer(model=model, args=args, train_dataset=data, recipe="fp8-delayed")
     trainer.train()
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.auditing import Audit, audit
+from halfstep.auditing import Audit, Running, Watch, audit, running
 from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError
 from halfstep.nn.following import following, root_of
 from halfstep.nn.layers import ModuleFilter
@@ -41,7 +40,7 @@ except ModuleNotFoundError as error:
     raise MissingLibraryError.of(error, "trainer") from None
 
 
-__all__ = ["HalfstepCallback", "HalfstepMixin", "HalfstepTrainer"]
+__all__ = ["AuditCallback", "HalfstepCallback", "HalfstepMixin", "HalfstepTrainer"]
 
 _ORIGIN, _SCALER, _TORCHS = "halfstep.json", "halfstep.pt", "scaler.pt"
 _OPTIMIZER, _CODES = "optimizer.pt", "halfstep_optimizer.pt"
@@ -304,6 +303,46 @@ class HalfstepCallback(TrainerCallback):
             optimizer = kwargs["optimizer"]
             self.report = audit(kwargs["model"], optimizer.optimizer, optimizer.scaler)
             print(self.report)
+
+
+class AuditCallback(TrainerCallback):
+    """For any Trainer, stock ones too: prints after some steps which updates are lost, and what mends it.
+
+        Trainer(model=model, args=args, train_dataset=data, callbacks=[AuditCallback()])
+
+    `reports` has them (`halfstep.auditing.Running`), none before.
+    """
+
+    def __init__(self, steps: int = 10) -> None:
+        self.reports: tuple[Running, ...] = ()
+        self._steps = steps
+        self._watch: Watch | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to look at the steps."""
+        self._watch = Watch().__enter__()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Report, once there were so many steps."""
+        if self._watch is not None and self._watch.steps >= self._steps:
+            self._report(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Report, where there were fewer."""
+        if self._watch is not None:
+            self._report(state)
+
+    def _report(self, state: TrainerState) -> None:
+        watch, self._watch = self._watch, None
+        assert watch is not None
+        watch.__exit__(None, None, None)
+        if watch.steps and state.is_world_process_zero:
+            self.reports = running(watch)
+            print(*self.reports, sep="\n\n")
 
 
 def _trains_adapters_alone(model: nn.Module) -> bool:

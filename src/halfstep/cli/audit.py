@@ -1,0 +1,144 @@
+"""`halfstep audit`: run a training script as it is, and say which of its updates are lost."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfstep.cli.terminal import write_text
+from halfstep.errors import HalfstepError, RunError
+
+
+if TYPE_CHECKING:
+    from halfstep.auditing.running import Running
+
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""What follows the script is the script's."""
+
+_STARTERS = {"torchrun": "torchrun", "accelerate": "accelerate launch", "deepspeed": "deepspeed"}
+
+
+class _Enough(BaseException):
+    """Ends a script: no `except Exception` of its own takes it."""
+
+
+def audit(
+    script: Annotated[
+        list[str], typer.Argument(help="A script and its own arguments; `python train.py ...` will do too.")
+    ],
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as after `python -m`.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to look at; then the script is ended.")] = 10,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Let the script run to its end, and look at every step.")
+    ] = False,
+    save: Annotated[str | None, typer.Option(help="Write the report to this file as JSON, too.")] = None,
+) -> None:
+    """Run SCRIPT for a few steps: what share of its updates is lost, what it stores in which dtype, and what mends it.
+
+    The script is not changed, and need not know halfstep. Exit code: 1 where updates are lost, else 0.
+    """
+    words, as_module = _stripped(script, module)
+    if save is not None and not Path(save).parent.is_dir():
+        raise RunError(f"cannot write {save!r}: its folder does not exist; name one that does")
+    reports = _watched(_program(words, as_module), None if whole else steps)
+    if save is not None:
+        import json
+
+        write_text(Path(save), json.dumps([report.to_dict() for report in reports], indent=2) + "\n", RunError)
+    if reports:
+        print("\n\n".join(map(str, reports)))
+    raise typer.Exit(int(any(report.loses for report in reports)))
+
+
+def _stripped(words: list[str], module: bool) -> tuple[list[str], bool]:
+    """Script and arguments of what may begin with `python` and its options, and whether the script is a module.
+
+    Raises:
+        RunError: a program that starts others, or an option of Python's that is not known.
+    """
+    first = Path(words[0]).name
+    if first in _STARTERS:
+        rest = words[1 + (words[1:2] == ["launch"]) :]
+        raise RunError(
+            f"{first} starts processes of its own, where nothing is seen from here; audit each of them: "
+            f"{_STARTERS[first]} -m halfstep audit {' '.join(rest)}"
+        )
+    if module or not first.startswith("python"):
+        return words, module
+    rest = words[1:]
+    while rest and rest[0] in ("-u", "-O", "-s", "-E"):
+        rest = rest[1:]
+    if rest and rest[0] == "-m":
+        rest, module = rest[1:], True
+    if not rest or rest[0].startswith("-"):
+        raise RunError(
+            f"{' '.join(words)}: no script after {words[0]}; expected halfstep audit train.py [ARGUMENTS], or "
+            "halfstep audit -m package.train [ARGUMENTS]"
+        )
+    return rest, module
+
+
+def _program(words: list[str], module: bool) -> Callable[[], None]:
+    """What runs the script as `python` would.
+
+    Raises:
+        RunError: there is no such file.
+    """
+    name = words[0]
+    if not module and not Path(name).is_file():
+        hint = f", or the module: halfstep audit -m {name}" if not name.endswith(".py") else ""
+        raise RunError(f"{name!r} is no file; expected a Python script{hint}")
+
+    def run() -> None:
+        sys.argv = list(words)
+        sys.path[0:0] = [str(Path.cwd()) if module else str(Path(name).resolve().parent)]
+        if module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+
+    return run
+
+
+def _watched(program: Callable[[], None], steps: int | None) -> tuple[Running, ...]:
+    """The reports of a program's steps; none on other ranks than the first.
+
+    Raises:
+        RunError: it took no step.
+    """
+    from halfstep.auditing.running import running
+    from halfstep.auditing.watch import Watch
+
+    def enough() -> None:
+        raise _Enough
+
+    code: str | int | None = None
+    with Watch(steps, enough) as watch:
+        try:
+            program()
+        except _Enough:
+            pass
+        except SystemExit as ended:
+            code = ended.code
+        except HalfstepError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    if code and not watch.steps:
+        raise typer.Exit(code if isinstance(code, int) else 1)
+    return running(watch) if _first_rank() else ()
+
+
+def _first_rank() -> bool:
+    import torch.distributed as dist
+
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
