@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from halfstep import (
         accounting,
+        auditing,
         distributed,
         formats,
         kb,
@@ -93,8 +94,8 @@ _HOME = {
 }
 
 _ROOMS = (
-    "accounting", "distributed", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant", "recipe",
-    "tracking", "unit",
+    "accounting", "auditing", "distributed", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant",
+    "recipe", "tracking", "unit",
 )  # fmt: skip
 """The rooms with names that users need: attributes of the package without an import of their own."""
 
@@ -115,6 +116,7 @@ __all__ = [
     "advance",
     "apply",
     "audit",
+    "auditing",
     "decode",
     "dequantize_model",
     "diff",

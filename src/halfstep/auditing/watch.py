@@ -60,7 +60,8 @@ class Watch:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Watch:
-        before, after = torch.compiler.disable(self._note), torch.compiler.disable(self._compare)
+        disable: Any = torch.compiler.disable
+        before, after = disable(self._note), disable(self._compare)
         self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         return self
 
