@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from halfstep.optim import LossScaler
     from halfstep.preparation import optimize, plan, prepare
-    from halfstep.probe import ProbeReport, probe_model
+    from halfstep.probe import ProbeReport, mismatch, probe_model
     from halfstep.quant import CUDAGraph, Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
     from halfstep.serving.export import export
@@ -74,6 +74,7 @@ _HOME = {
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.inspection",
     "list_recipes": "halfstep.recipe",
+    "mismatch": "halfstep.probe",
     "optimize": "halfstep.preparation",
     "plan": "halfstep.preparation",
     "plan_of": "halfstep.nn",
@@ -134,6 +135,7 @@ __all__ = [
     "list_recipes",
     "load_quantized",
     "memory",
+    "mismatch",
     "nn",
     "ops",
     "optim",

@@ -21,6 +21,17 @@ def small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 32))
 """
+TRAIN = """
+from own import small
+import torch
+from torch.optim import SGD
+
+model = small()
+optimizer = SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.arange(8)).square().mean().backward()
+    optimizer.step()
+"""
 RUN = ["--steps", "2", "--seeds", "1", "--batch", "2"]
 PROBED = ["own.py:small", "--batches", "1", "--context", "8"]
 
@@ -42,6 +53,8 @@ COMMANDS = [
     (["export", "--list"], None, 0),
     (["export", "folder", "exported"], "hf", 0),
     (["probe", *PROBED], None, 0),
+    (["mismatch", *PROBED], None, 0),
+    (["audit", "--steps", "2", "train.py"], None, 0),
     (["probe", "folder"], "hf", 0),
     (["scales", *PROBED], None, 0),
     (["scales", *PROBED, "--plot", "s.png"], "lab", 0),
@@ -110,6 +123,7 @@ def prepare():
     from safetensors.torch import save_file
 
     Path("own.py").write_text(MODEL)
+    Path("train.py").write_text(TRAIN)
     for name in "ab":
         save_file({"layer.weight": torch.randn(8, 8)}, f"{name}.safetensors")
     Path("folder").mkdir()

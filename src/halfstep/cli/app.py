@@ -19,6 +19,7 @@ from halfstep.cli.inspect import inspect
 from halfstep.cli.kb import kb
 from halfstep.cli.law import law
 from halfstep.cli.memory import memory
+from halfstep.cli.mismatch import mismatch
 from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
 from halfstep.cli.scales import scales
@@ -74,6 +75,7 @@ app.command("inspect")(inspect)
 app.command("diff")(diff)
 app.command("export")(export)
 app.command("probe")(probe)
+app.command("mismatch")(mismatch)
 app.command("scales")(scales)
 app.command("memory")(memory)
 app.command("site")(site)

@@ -64,7 +64,7 @@ def probe(
 
             target(to, loss_scale)  # a wrong name is said before the model is loaded
             loaded = load_model(model)
-            found, described = _batches(loaded, data, batches, batch, context)
+            found, described = batches_for(loaded, data, batches, batch, context)
             report = probe_model(
                 loaded.model,
                 to,
@@ -96,7 +96,7 @@ def _check(write_recipe: Path | None, loss_scale: float | None) -> None:
         raise RecipeError(f"cannot write {str(write_recipe)!r}: its folder does not exist; name one that does")
 
 
-def _batches(loaded: Any, data: str | None, batches: int, batch: int, context: int) -> tuple[list[Any], str]:
+def batches_for(loaded: Any, data: str | None, batches: int, batch: int, context: int) -> tuple[list[Any], str]:
     """What to run the model on, and what that is in words."""
     from halfstep.lab.data import load_corpus
     from halfstep.probe import inputs
