@@ -64,25 +64,25 @@ def ahead(path: Path) -> dict[str, Any]:
     return found
 
 
-def ramp(paths: Sequence[Path], more: Path) -> dict[str, Any]:
+def ramp(paths: Sequence[Path], risen: Path) -> dict[str, Any]:
     """The learning rate at which runs diverge while it rises, by recipe, paired over seeds with fp32's.
 
     A run that does not diverge counts with the highest rate it reached, so differences upwards are understated.
 
     Args:
-        more: the sweep `ahead` reads, whose fp32 runs rise along the same line: the negative control.
+        risen: the sweep `ahead` reads, whose fp32 runs rise along the same line: the negative control.
     """
     table: dict[str, dict[int, float]] = {}
     survived: dict[str, int] = {}
-    spiked: dict[str, list[int]] = {}
+    spiked: dict[str, dict[int, int]] = {}
     for path in paths:
         for recipe, seed, rate, stayed, count in rates_lost(path):
             table.setdefault(recipe, {})[seed] = rate
             survived[recipe] = survived.get(recipe, 0) + stayed
-            spiked.setdefault(recipe, []).append(count)
+            spiked.setdefault(recipe, {})[seed] = count
     base = table["fp32"]
     highest = max(rate for rates in table.values() for rate in rates.values())
-    again = {seed: min(rate, highest) for _, seed, rate, _, _ in rates_lost(more, "lr-1.5")}
+    again = {seed: min(rate, highest) for _, seed, rate, _, _ in rates_lost(risen, "lr-1.5")}
     return {
         "seconds": sum(map(seconds, paths)),
         "highest": highest,
@@ -92,7 +92,8 @@ def ramp(paths: Sequence[Path], more: Path) -> dict[str, Any]:
                 "survived": survived[recipe],
                 "mean": statistics.fmean(rates.values()),
                 "sd": statistics.stdev(rates.values()),
-                "spikes": sum(spiked[recipe]),
+                "spikes": statistics.fmean(spiked[recipe].values()),
+                "spikes_to_bf16": None if recipe == "bf16-mixed" else more(spiked[recipe], spiked["bf16-mixed"]),
                 "to_fp32": None if recipe == "fp32" else beside(rates, base),
                 "to_bf16": None if recipe in ("fp32", "bf16-mixed") else beside(rates, table["bf16-mixed"]),
             }
@@ -147,6 +148,12 @@ def beside(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, A
     }
 
 
+def more(counts: Mapping[int, int], base: Mapping[int, int]) -> dict[str, float]:
+    """Spikes a run less another's, over the seeds of both."""
+    apart = [counts[seed] - base[seed] for seed in sorted(counts.keys() & base.keys())]
+    return {"mean": statistics.fmean(apart), **asdict(paired(apart))}
+
+
 def smoothed(run: Mapping[str, Series], logs: bool, width: int) -> dict[str, list[float]]:
     """The mean of the last `width` steps of each series, or of its logarithms."""
     found = {}
@@ -196,16 +203,19 @@ def leads_table(found: dict[str, Any]) -> str:
 
 def ramp_table(found: dict[str, Any]) -> str:
     """A row a recipe."""
-    lines = ["| recipe | runs | diverges at a rate of | less fp32's, same seeds | power for a tenth | verdict |"]
-    lines.append("| --- " * 6 + "|")
+    lines = [
+        "| recipe | runs | diverges at a rate of | less fp32's, same seeds | power for a tenth | verdict | spikes |"
+    ]
+    lines.append("| --- " * 7 + "|")
     for recipe, row in sorted(found["recipes"].items(), key=lambda item: item[1]["mean"]):
         stayed = f", {row['survived']} not by {found['highest']:g}" if row["survived"] else ""
         apart = row["to_fp32"]
         cells = [f"`{recipe}`", f"{row['runs']}", f"{row['mean']:.2f} (sd {row['sd']:.2f}{stayed})"]
         cells += ["-"] * 3 if apart is None else against(apart)
+        cells.append(f"{row['spikes']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     for name, apart in found["control"].items():
-        lines.append(f"| {' | '.join([f'fp32: {name}', str(apart['seeds']), '', *against(apart)])} |")
+        lines.append(f"| {' | '.join([f'fp32: {name}', str(apart['seeds']), '', *against(apart), '-'])} |")
     return "\n".join(lines)
 
 

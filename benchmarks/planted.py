@@ -5,7 +5,7 @@ A step is counted by forwards of the model in training: runs must not be resumed
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,21 @@ def none() -> nn.Module:
 
 
 def often() -> nn.Module:
-    """In one step of 12 from 61 on an amax jumps."""
-    return _jumping(OFTEN)
+    """In one step of 12 from 61 on the amaxes of all layers' inputs jump, but the head's."""
+    model = Planted()
+    return _jumping(model, OFTEN, [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)])
 
 
 def seldom() -> nn.Module:
     """The same in one step of 60."""
-    return _jumping(SELDOM)
+    model = Planted()
+    return _jumping(model, SELDOM, [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)])
+
+
+def one() -> nn.Module:
+    """As `seldom`, of one layer: the second block's last."""
+    model = Planted()
+    return _jumping(model, SELDOM, [model.blocks[1].mlp[2]])
 
 
 def weight() -> nn.Module:
@@ -73,12 +81,17 @@ def batch() -> nn.Module:
     return model
 
 
-def _jumping(steps: Collection[int]) -> nn.Module:
-    """The input of an MLP's second layer is multiplied, its output divided: the function stays, the amax jumps."""
-    model = Planted()
-    layer = model.blocks[1].mlp[2]
-    layer.register_forward_pre_hook(lambda _, args: (args[0] * FACTOR,) if model.due(steps) else args)
-    layer.register_forward_hook(  # the bias is not part of what was multiplied
-        lambda _, args, output: (output - layer.bias) / FACTOR + layer.bias if model.due(steps) else output
-    )
+def _jumping(model: Planted, steps: Collection[int], layers: Sequence[nn.Linear]) -> nn.Module:
+    """Layers' inputs are multiplied and their outputs divided: the function stays what it is, and the amaxes jump."""
+
+    def before(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0] * FACTOR,) if model.due(steps) else args
+
+    def after(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        bias = layer.bias  # which is not part of what was multiplied
+        return (output - bias) / FACTOR + bias if model.due(steps) else output
+
+    for layer in layers:
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
     return model

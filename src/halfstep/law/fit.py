@@ -192,7 +192,7 @@ def least_squares(residuals: Callable[[Numbers], Numbers], start: Numbers, steps
         moved = p - np.linalg.lstsq(normal + damping * np.diag(np.diag(normal) + 1e-12), slope, rcond=None)[0]
         with np.errstate(all="ignore"):
             tried = residuals(moved)
-        better = float(np.square(rest).sum() - np.square(tried).sum())
+            better = float(np.square(rest).sum() - np.square(tried).sum())
         if better > 0:  # False for NaN
             small = better < 1e-14 * float(np.square(rest).sum())
             p, rest, damping = moved, tried, damping / 5
