@@ -45,6 +45,15 @@ def test_noise_of_a_run_leaves_the_constants_as_unsure_as_the_interval_says():
     assert 0.5 < (high - low) / (4 * spread) < 2
 
 
+def test_bits_that_make_no_difference_are_said():
+    same = [Cell(n, d, p, KUMAR.loss(n, d)) for n, d, p in GRID]
+    with pytest.raises(
+        LawError, match=r"the bits make no difference that these 140 runs show: between 3 and 12 of them"
+    ):
+        fit_loss(same, resamples=0)
+    assert fit_loss([cell for cell in same if cell.bits is None], resamples=0).r2 > 0.999999
+
+
 def damages(noise=0.0):
     generator = np.random.default_rng(0)
     grid = itertools.product(SIZES, TOKENS, (3, 4, 5))

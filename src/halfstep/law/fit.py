@@ -18,6 +18,8 @@ Numbers = NDArray[np.float64]
 RESAMPLES = 200
 _LEAST = 3
 """Values of each axis that a fit needs."""
+_LEAST_SHARE = 0.01
+"""What the share of effective parameters must change by from the fewest bits to the most."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def fit_loss(cells: Sequence[Cell], resamples: int = RESAMPLES) -> Fitted:
     The intervals are of the runs drawn again with replacement.
 
     Raises:
-        LawError: fewer than 3 sizes, amounts of tokens, or (where any run has bits) widths; it says what is there.
+        LawError: fewer than 3 sizes, amounts of tokens, or (where any run has bits) widths; it says what is there. The
+            bits make no difference that these runs show.
     """
     rounded = any(cell.bits is not None for cell in cells)
     _enough(cells, ("parameters", "tokens", *(["bits"] if rounded else [])))
@@ -102,7 +105,21 @@ def fit_loss(cells: Sequence[Cell], resamples: int = RESAMPLES) -> Fitted:
         found = {"a_scale": math.exp(p[0]) * centre_n**a, "a": a, "b_scale": math.exp(p[2]) * centre_d**b, "b": b}
         return found | {"floor": float(p[4])} | ({"gamma": math.exp(-p[5]), "offset": float(p[6])} if rounded else {})
 
-    return _fitted(predicted, starts, (n, d, bits), loss, constants, resamples)
+    found = _fitted(predicted, starts, (n, d, bits), loss, constants, resamples)
+    if rounded:
+        _differs(found, float(bits.min()), float(bits[np.isfinite(bits)].max()))
+    return found
+
+
+def _differs(found: Fitted, fewest: float, most: float) -> None:
+    """Refuse a fit in which the bits change nothing: its gamma is any large number."""
+    low, high = (Width(found.constants["gamma"], found.constants["offset"]).share(bits) for bits in (fewest, most))
+    if high - low < _LEAST_SHARE:
+        raise LawError(
+            f"the bits make no difference that these {found.cells} runs show: between {fewest:g} and {most:g} of them "
+            f"the share of effective parameters goes from {low:.3f} to {high:.3f}. Train longer, or in fewer bits; or "
+            "fit the runs whose weights are whole"
+        )
 
 
 def fit_damage(cells: Sequence[Damage], resamples: int = RESAMPLES) -> Fitted:
