@@ -166,7 +166,7 @@ def test_gradients_that_did_not_cross_as_the_recipe_says_are_not_stepped_on(tmp_
         assert "without DDP" in found["under ddp"]
         assert "halfstep.distributed.reduce_gradients(model)" in found["not reduced"]
         assert found["dtypes"] == ("torch.bfloat16", "torch.float32")
-        assert "is not under DDP" in found["no ddp"]
+        assert "neither under DDP nor sharded" in found["no ddp"]
         assert "has no communication, and none was given" in found["no communication"]
         assert "scaler=scaler" in found["no scaler"]
         assert "has a communication hook already" in found["hook twice"]

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from halfstep.accounting.blank import Blank
 from halfstep.accounting.checkpointing import checkpointed
 from halfstep.accounting.subject import Subject, loss_of
+from halfstep.distributed.sharded import shared
 from halfstep.errors import AccountError, HalfstepError, ModelError, unknown
 from halfstep.memory import StepBytes, measure_persistent, measure_step, measure_update
 from halfstep.optim import Lamb, Lion
 from halfstep.preparation import prepare
-from halfstep.recipe import Communication, Recipe, get_recipe, get_storage
+from halfstep.recipe import OPERANDS, Communication, Recipe, get_recipe, get_storage
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -115,6 +116,8 @@ def crossing(recipe: Recipe) -> Communication | None:
     """In which formats gradients and weights cross: as the recipe says. Gradients that are kept as codes are not, where
     several devices train."""
     across = recipe.communication
+    if across is not None and across.weights == OPERANDS and not any(shared(rule.linear) for rule in recipe.rules):
+        across = None if across.gradients is None else replace(across, weights=None)
     if recipe.codes is None or recipe.codes.grads is None or (across is not None and across.gradients is not None):
         return across
     return Communication(get_storage("fp32"), across.weights if across is not None else None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from halfstep.accounting.account import Account, crossing
 from halfstep.errors import AccountError
-from halfstep.recipe import Recipe
+from halfstep.recipe import Recipe, Storage
 
 
 BUCKET = 500_000_000
@@ -100,7 +100,7 @@ def sent_by(account: Account, ranks: int, zero: int) -> int:
     if across is not None and across.gradients is not None:
         gradients = round(account.trained * across.gradients.bytes)
     if across is not None and across.weights is not None:
-        weights = round(account.parameters * across.weights.bytes)
+        weights = round(account.parameters * _bytes(across.weights))
     return -(-int(_crossings(gradients, weights, zero)) * (ranks - 1) // ranks)
 
 
@@ -108,8 +108,12 @@ def sent_a_parameter(recipe: Recipe, zero: int) -> float:
     """The bytes of a parameter that one of N devices sends in a step, times N / (N - 1)."""
     across, size = crossing(recipe), recipe.bytes_per_parameter()
     gradients = across.gradients.bytes if across is not None and across.gradients is not None else size.grads
-    weights = across.weights.bytes if across is not None and across.weights is not None else size.weights
+    weights = _bytes(across.weights) if across is not None and across.weights is not None else size.weights
     return _crossings(gradients, weights, zero)
+
+
+def _bytes(weights: Storage | str) -> float:
+    return weights.bytes if isinstance(weights, Storage) else 1.0  # codes of 8 bits, with scales of whole tensors
 
 
 def _crossings(gradients: float, weights: float, zero: int) -> float:

@@ -1,4 +1,4 @@
-"""`compress`: a model under DDP sends its gradients as its recipe says."""
+"""`compress`: a model under DDP or FSDP2 sends its gradients, and gathers its weights, as its recipe says."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.distributed.collectives import LIMIT
 from halfstep.distributed.hook import fp8_hook
 from halfstep.distributed.reduction import Reduction
+from halfstep.distributed.sharded import install, modules_of
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.following import root_of
 from halfstep.ops.part import own_part, part_of
@@ -32,7 +33,7 @@ def compress(
     scaler: LossScaler | None = None,
     limit: timedelta = LIMIT,
 ) -> Reduction:
-    """Have a model under DDP send its gradients in few bits; call it on all ranks.
+    """Have a model under DDP or FSDP2 send its gradients, and gather its weights, in few bits; call it on all ranks.
 
         model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
         ddp = torch.nn.parallel.DistributedDataParallel(model)
@@ -41,22 +42,23 @@ def compress(
     What it remembers from step to step is saved and loaded with the scaler's state, on each rank its own.
 
     Args:
-        model: a `DistributedDataParallel`, before its first backward pass.
+        model: a `DistributedDataParallel`, or one that fully_shard was called on, before its first pass.
         communication: what is sent; None is the recipe's. Models without a recipe may have one too.
         scaler: of a recipe that scales its loss, for error feedback: gradients are remembered without the scale.
         limit: how long to wait for other ranks to come here.
 
     Raises:
         RecipeError: the recipe has no communication, and none is given; error feedback without the scaler.
-        ModelError: the model is not under DDP, or has a hook; another rank has another model, other weights or another
-            recipe, or does not come within the limit. Nothing was sent.
+        ModelError: the model is neither under DDP nor sharded, or has a hook; another rank has another model, other
+            weights or another recipe, or does not come within the limit. Nothing was sent.
     """
-    if not isinstance(model, DistributedDataParallel):
+    under_ddp = isinstance(model, DistributedDataParallel)
+    if not under_ddp and not modules_of(model):
         raise ModelError(
-            f"{type(model).__name__} is not under DDP: compress(DistributedDataParallel(model)), or call "
-            "halfstep.distributed.reduce_gradients(model) before each scaler.step"
+            f"{type(model).__name__} is neither under DDP nor sharded: compress(DistributedDataParallel(model)), after "
+            "fully_shard(model), or halfstep.distributed.reduce_gradients(model) before each scaler.step"
         )
-    root = root_of(model.module)
+    root = root_of(model.module if under_ddp else model)
     recipe = _recipe(root)
     communication = communication or (recipe.communication if recipe else None)
     if communication is None:
@@ -65,15 +67,29 @@ def compress(
             f"{name}, and none was given: halfstep.distributed.compress(ddp, halfstep.recipe.FP8), or a recipe with "
             "communication = halfstep.recipe.FP8"
         )
-    state = _reduction(root, communication, model.process_group, scaler)
+    if not under_ddp:
+        _check_sharded(communication)
+    state = _reduction(root, communication, model.process_group if under_ddp else None, scaler)
     state.exchange.agree(_said(root, communication, recipe), limit)
-    try:
-        model.register_comm_hook(state, fp8_hook)
-    except RuntimeError as error:
-        raise ModelError(f"this DDP model has a communication hook already, and takes one: {error}") from error
-    state.divides_by_all = partial(_divides_by_all, weakref.ref(model))
+    if under_ddp:
+        try:
+            model.register_comm_hook(state, fp8_hook)
+        except RuntimeError as error:
+            raise ModelError(f"this DDP model has a communication hook already, and takes one: {error}") from error
+        state.divides_by_all = partial(_divides_by_all, weakref.ref(model))
+    else:
+        install(model, state)
     own_part(root).reduction = state
     return state
+
+
+def _check_sharded(communication: Communication) -> None:
+    """Refuse what FSDP2's collectives do not hold."""
+    if communication.reduce != "all_to_all" or communication.feeds_back:
+        raise RecipeError(
+            f"gradients of sharded weights as {communication}: under fully_shard they are summed in float32, once, and "
+            "nothing is kept of them: Communication(..., reduce='all_to_all', error_feedback=False)"
+        )
 
 
 def _divides_by_all(reference: Callable[[], Any]) -> bool:
@@ -121,7 +137,8 @@ def _said(root: nn.Module, communication: Communication | None, recipe: Recipe |
     weights = hashlib.sha256()
     for name, parameter in root.named_parameters():
         weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
-        weights.update(str(_bits(values_of(parameter.detach()))).encode())
+        if not hasattr(parameter, "device_mesh"):
+            weights.update(str(_bits(values_of(parameter.detach()))).encode())
     what = "gradients as they are" if communication is None else str(communication)
     whose = "without a recipe" if recipe is None else f"of recipe {recipe.name!r} ({digest(recipe)[:8]})"
     return f"{what}, {whose}, of {type(root).__name__} with the weights {weights.hexdigest()[:8]}"

@@ -39,7 +39,7 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
         message.encode(piece, sent[rank])
     got = torch.empty_like(sent)
     yield exchange.all_to_all(got, sent)
-    total = mean_of(got, message, share)
+    total = mean_of(got, message)
     own = torch.empty_like(sent[0])
     message.encode(total, own)
     everyone = torch.empty_like(sent)
@@ -53,9 +53,9 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
         _feed_back(residual, whole, sent, message, (total, own, exchange.rank))
 
 
-def mean_of(messages: Tensor, message: Message, length: int) -> Tensor:
+def mean_of(messages: Tensor, message: Message) -> Tensor:
     """The mean of one message of each rank: in float32, in rank order."""
-    total = torch.empty(length, dtype=torch.float32, device=messages.device)
+    total = torch.empty(message.length, dtype=torch.float32, device=messages.device)
     message.decode(messages[0], total)
     if len(messages) > 1:
         part = torch.empty_like(total)

@@ -23,13 +23,15 @@ class Message:
     Args:
         storage: fp32, bf16 or fp16; or codes in tiles laid out flat.
         length: in elements, a multiple of `granule(storage)`.
+        shape: of the tensor that they are, where tiles are not laid out flat.
     """
 
-    def __init__(self, storage: Storage, length: int) -> None:
-        self._storage, self._length = storage, length
+    def __init__(self, storage: Storage, length: int, shape: tuple[int, ...] | None = None) -> None:
+        self._storage, self.length = storage, length
+        self._shape = storage.matrix(shape or (length,))
         self._parts: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
         end = 0
-        for name, (dtype, shape) in storage.layout("codes", (length,)).items():
+        for name, (dtype, shape) in storage.layout("codes", shape or (length,)).items():
             start, size = _up(end, _ALIGNED), prod(shape) * dtype.itemsize
             self._parts[name], end = (dtype, shape, start, start + size), start + size
         self.bytes = _up(end, _ALIGNED)
@@ -39,22 +41,20 @@ class Message:
         its block NaN."""
         tensors = self._views(message)
         if self._storage.dtype is not None:
-            tensors["codes"].copy_(values)
+            tensors["codes"].copy_(values.view(tensors["codes"].shape))
             return
-        matrix = values.view(self._storage.matrix((self._length,)))
         quantizer = self._storage.quantizer
-        quantize(matrix, quantizer, out=Quantized(quantizer, tuple(matrix.shape), matrix.dtype, tensors))
+        quantize(values.view(self._shape), quantizer, out=Quantized(quantizer, self._shape, values.dtype, tensors))
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Write the values of a message into a tensor of one dimension. fp16 takes what is beyond its range as ± its
         largest value."""
         tensors = self._views(message)
         if self._storage.dtype is not None:
-            out.copy_(tensors["codes"])
+            out.view(tensors["codes"].shape).copy_(tensors["codes"])
             return
-        shape = self._storage.matrix((self._length,))
         found = out if out.dtype in (torch.float32, torch.bfloat16) else torch.empty_like(out, dtype=torch.float32)
-        Quantized(self._storage.quantizer, shape, found.dtype, tensors).dequantize(out=found.view(shape))
+        Quantized(self._storage.quantizer, self._shape, found.dtype, tensors).dequantize(out=found.view(self._shape))
         if found is not out:
             limit = torch.finfo(out.dtype).max
             out.copy_(found.clamp_(-limit, limit))

@@ -50,6 +50,13 @@ class Reduction:
         self._saved: Mapping[str, Tensor] = {}
         self._under_way: list[tuple[Steps, Any, Callable[[], None]]] = []
 
+    def exchange_of(self, group: Any) -> Exchange:
+        """The collectives of the group that a sharded module's are called in: one group for all of them."""
+        if self.exchange.group is not group:
+            sent, self.exchange = self.exchange.sent, Exchange(group)
+            self.exchange.sent = sent
+        return self.exchange
+
     def begin(self, values: Tensor, parameters: Sequence[Tensor], done: Callable[[], None]) -> None:
         """Begin to replace gradients of these parameters, laid out one after the other, by their mean over the ranks;
         those that are under way go a step further. `done` is called when it is there.
@@ -101,7 +108,7 @@ class Reduction:
     def _steps(self, values: Tensor, parameters: Sequence[Tensor]) -> Steps:
         communication, lengths = self.communication, [parameter.numel() for parameter in parameters]
         given = communication.gradients if communication is not None else None
-        storage = given or get_storage(_FORMATS[values.dtype])
+        storage = given or get_storage(FORMATS[values.dtype])
         if communication is not None and communication.reduce != "all_to_all":
             return self._by_fp8lm(values, parameters, storage, communication.reduce == "fp8lm")
         if communication is not None and communication.feeds_back:
@@ -182,4 +189,4 @@ class Reduction:
         ]
 
 
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -12,6 +12,9 @@ from halfstep.quant.tile import TENSOR
 from halfstep.recipe.storage import Storage, get_storage
 
 
+OPERANDS = "operands"
+"""Weights cross as the codes that products round them to."""
+
 REDUCE = {
     "all_to_all": "each rank sums its share in float32, in rank order",
     "fp8lm": "summed in the format itself, rank by rank, with one scale a tensor whose target follows saturation",
@@ -42,8 +45,9 @@ class Communication:
 
     gradients: Storage | None = None
     """None: in the dtype that they have."""
-    weights: Storage | None = None
-    """What `fully_shard` gathers; None: weights in their dtype."""
+    weights: Storage | str | None = None
+    """What `fully_shard` gathers; None: weights in their dtype. `OPERANDS`: those that both products round alike, to
+    powers of two or without scales, as their codes, and others in their dtype: no number changes."""
     reduce: str = "all_to_all"
     error_feedback: bool | None = None
     """Whether what rounding took from a gradient is added to the next one; None: for formats of fewer than 8 bits."""
@@ -53,8 +57,12 @@ class Communication:
             raise RecipeError("communication with neither gradients nor weights: it changes nothing; leave it out")
         if self.reduce not in REDUCE:
             raise RecipeError(f"communication {unknown('reduce', self.reduce, REDUCE)}")
-        for role in ("gradients", "weights"):
-            _check(role, getattr(self, role), self.reduce != "all_to_all" and role == "gradients")
+        _check("gradients", self.gradients, self.reduce != "all_to_all")
+        if isinstance(self.weights, str):
+            if self.weights != OPERANDS:
+                raise RecipeError(f"communication weights = {self.weights!r}: expected a storage, or {OPERANDS!r}")
+        else:
+            _check("weights", self.weights, False)
         if self.error_feedback and (self.gradients is None or self.reduce != "all_to_all"):
             raise RecipeError(
                 f"communication with error_feedback, reduce = {self.reduce!r} and gradients = {self.gradients}: it is "
@@ -72,7 +80,7 @@ class Communication:
     def __str__(self) -> str:
         gradients = f"gradients {self.gradients}, {REDUCE[self.reduce]}" if self.gradients else ""
         back = "rounding errors are added to the next step's" if self.feeds_back else ""
-        weights = f"sharded weights gathered as {self.weights}" if self.weights else ""
+        weights = f"sharded weights gathered as {'products round them' if self.weights == OPERANDS else self.weights}" if self.weights else ""
         return "; ".join(part for part in (gradients, back, weights) if part)
 
 

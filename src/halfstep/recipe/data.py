@@ -10,7 +10,7 @@ from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
-from halfstep.recipe.communication import Communication
+from halfstep.recipe.communication import OPERANDS, Communication
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.operands import (
@@ -156,7 +156,10 @@ def _communication(data: Any) -> Communication | None:
     hints = typing.get_type_hints(Communication)
     check_keys(table, tuple(hints), "key of communication", "communication")
     roles = {role: table[role] for role in ("gradients", "weights") if table.get(role, "none") != "none"}
-    given: Data = {role: storage(kind, "communication", role) for role, kind in roles.items()}
+    given: Data = {
+        role: kind if (role, kind) == ("weights", OPERANDS) else storage(kind, "communication", role)
+        for role, kind in roles.items()
+    }
     for key in ("reduce", "error_feedback") & table.keys():
         given[key] = typed(table[key], hints[key], "communication", key)
     try:
