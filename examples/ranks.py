@@ -1,18 +1,22 @@
 """Train on several ranks with gradients sent in FP8: torchrun --nproc-per-node 2 examples/ranks.py ddp
 
 With `own` nothing is wrapped and one call stands before each step: for recipes whose gradients have another dtype than
-their weights (`--recipe bf16-megatron`).
+their weights (`--recipe bf16-megatron`). With `fsdp` weights are sharded, and gathered as the codes that products round
+them to where the recipe allows it (`--recipe fp8-block`).
 """
 
 import argparse
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
-from halfstep.recipe import FP8
+from halfstep.recipe import FP8, OPERANDS
 
 
 def main(how: str = "ddp", recipe: str = "bf16-mixed", steps: int = 20) -> list[float]:
@@ -21,7 +25,13 @@ def main(how: str = "ddp", recipe: str = "bf16-mixed", steps: int = 20) -> list[
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
+    if how == "fsdp":
+        halfstep.apply(model, recipe)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer, scaler = halfstep.optimize(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        halfstep.distributed.compress(model, replace(FP8, weights=OPERANDS))
+    else:
+        model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
     called = model
     if how == "ddp":
         called = DistributedDataParallel(model)
@@ -47,7 +57,7 @@ def main(how: str = "ddp", recipe: str = "bf16-mixed", steps: int = 20) -> list[
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train on several ranks, with gradients sent in FP8.")
-    parser.add_argument("how", choices=["ddp", "own"], help="how ranks train together")
+    parser.add_argument("how", choices=["ddp", "own", "fsdp"], help="how ranks train together")
     parser.add_argument("--recipe", default="bf16-mixed")
     given = parser.parse_args()
     main(given.how, given.recipe)

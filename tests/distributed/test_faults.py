@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -185,3 +186,22 @@ def test_the_hook_without_compress(tmp_path):
     for times, said_by in on_ranks(by_hand, tmp_path):
         assert times == 1
         assert "stopped between two buckets" in said_by
+
+
+def silent(rank):
+    """A rank that does something else for longer than the group waits."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model, _, _ = prepared("bf16-mixed")
+    backward(model)
+    reduce_gradients(model, process_group=group)
+    if rank == 1:
+        time.sleep(20)
+        return ""
+    backward(model)
+    return said(lambda: reduce_gradients(model, process_group=group))
+
+
+def test_a_rank_that_stays_away_is_named_within_the_groups_limit(tmp_path):
+    first, _ = on_ranks(silent, tmp_path)
+    assert "rank 0 of 2: the all-gather of gradients failed" in first
+    assert "rank 1 said nothing since" in first

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
@@ -24,7 +25,7 @@ _MOMENT = timedelta(seconds=5)  # for ranks whose collective failed as well to s
 class Pending:
     """A collective that is under way."""
 
-    work: Any
+    works: Sequence[Any]
     what: str
     exchange: Exchange
 
@@ -35,9 +36,27 @@ class Pending:
             ModelError: it failed, or took longer than the group's time limit; it names the ranks that said nothing.
         """
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except Exception as error:
             raise ModelError(self.exchange.failed(self.what, error)) from error
+
+
+class Buffers:
+    """Memory that is used again: what a reduction allocates and drops in each step costs as much as its rounding."""
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[Tensor]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of any values."""
+        free = self._free.setdefault((shape, dtype, device), [])
+        return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
+
+    def give(self, *tensors: Tensor) -> None:
+        """Take tensors back, which are no longer used."""
+        for tensor in tensors:
+            self._free.setdefault((tuple(tensor.shape), tensor.dtype, tensor.device), []).append(tensor)
 
 
 class Exchange:
@@ -50,21 +69,38 @@ class Exchange:
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.sent = 0
+        self.sent, self.buffers = 0, Buffers()
+        self._pairwise = dist.get_backend(group) == "gloo"
 
     def all_to_all(self, out: Tensor, given: Tensor) -> Pending:
         """Row r of `given` goes to rank r, whose row comes into row r of `out`."""
         self.sent += given[0].nbytes * (self.ranks - 1)
-        return self._begin("all-to-all", dist.all_to_all_single, out, given)
+        if self._pairwise:
+            return self._between_pairs("all-to-all", out, list(given))
+        return self._begin("all-to-all", lambda: [_later(dist.all_to_all_single, out, given, self.group)])
 
     def all_gather(self, out: Tensor, given: Tensor) -> Pending:
         """Every rank's tensor, as rows of `out`."""
         self.sent += given.nbytes * (self.ranks - 1)
-        return self._begin("all-gather", _ALL_GATHER, out.view(-1), given.view(-1))
+        if self._pairwise:
+            return self._between_pairs("all-gather", out, [given] * self.ranks)
+        return self._begin("all-gather", lambda: [_later(_ALL_GATHER, out.view(-1), given.view(-1), self.group)])
 
-    def _begin(self, what: str, collective: Any, out: Tensor, given: Tensor) -> Pending:
+    def _between_pairs(self, what: str, out: Tensor, given: Sequence[Tensor]) -> Pending:
+        """Each rank sends to every other one at once. gloo's own all-to-all sends, and then receives: on a link that
+        does both at once it takes twice the time."""
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+
+        def begin() -> list[Any]:
+            out[self.rank].copy_(given[self.rank])
+            receiving = [dist.irecv(out[rank], group_src=rank, group=self.group) for rank in others]
+            return [*receiving, *(dist.isend(given[rank], group_dst=rank, group=self.group) for rank in others)]
+
+        return self._begin(what, begin)
+
+    def _begin(self, what: str, begin: Callable[[], list[Any]]) -> Pending:
         try:
-            return Pending(collective(out, given, group=self.group, async_op=True), what, self)
+            return Pending(begin(), what, self)
         except Exception as error:
             raise ModelError(self.failed(what, error)) from error
 
@@ -128,6 +164,10 @@ class Exchange:
 
 def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _later(collective: Any, out: Tensor, given: Tensor, group: Any) -> Any:
+    return collective(out, given, group=group, async_op=True)
 
 
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

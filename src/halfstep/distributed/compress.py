@@ -52,13 +52,13 @@ def compress(
         ModelError: the model is neither under DDP nor sharded, or has a hook; another rank has another model, other
             weights or another recipe, or does not come within the limit. Nothing was sent.
     """
-    under_ddp = isinstance(model, DistributedDataParallel)
-    if not under_ddp and not modules_of(model):
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    if ddp is None and not modules_of(model):
         raise ModelError(
             f"{type(model).__name__} is neither under DDP nor sharded: compress(DistributedDataParallel(model)), after "
             "fully_shard(model), or halfstep.distributed.reduce_gradients(model) before each scaler.step"
         )
-    root = root_of(model.module if under_ddp else model)
+    root = root_of(model if ddp is None else ddp.module)
     recipe = _recipe(root)
     communication = communication or (recipe.communication if recipe else None)
     if communication is None:
@@ -67,16 +67,16 @@ def compress(
             f"{name}, and none was given: halfstep.distributed.compress(ddp, halfstep.recipe.FP8), or a recipe with "
             "communication = halfstep.recipe.FP8"
         )
-    if not under_ddp:
+    if ddp is None:
         _check_sharded(communication)
-    state = _reduction(root, communication, model.process_group if under_ddp else None, scaler)
+    state = _reduction(root, communication, None if ddp is None else ddp.process_group, scaler)
     state.exchange.agree(_said(root, communication, recipe), limit)
-    if under_ddp:
+    if ddp is not None:
         try:
-            model.register_comm_hook(state, fp8_hook)
+            ddp.register_comm_hook(state, fp8_hook)
         except RuntimeError as error:
             raise ModelError(f"this DDP model has a communication hook already, and takes one: {error}") from error
-        state.divides_by_all = partial(_divides_by_all, weakref.ref(model))
+        state.divides_by_all = partial(_divides_by_all, weakref.ref(ddp))
     else:
         install(model, state)
     own_part(root).reduction = state

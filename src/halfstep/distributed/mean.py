@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.distributed.collectives import Exchange
+from halfstep.distributed.collectives import Buffers, Exchange
 from halfstep.distributed.message import Message, granule
 from halfstep.recipe import Storage
 
@@ -34,34 +34,35 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
     share = -(-size // (ranks * unit)) * unit
     message = Message(storage, share)
     whole = values if residual is None else residual + values  # float32, and apart from both
-    sent = torch.empty(ranks, message.bytes, dtype=torch.uint8, device=values.device)
+    sent, got = (exchange.buffers.take((ranks, message.bytes), torch.uint8, values.device) for _ in range(2))
     for rank, piece in enumerate(shares(whole, ranks, share)):
         message.encode(piece, sent[rank])
-    got = torch.empty_like(sent)
     yield exchange.all_to_all(got, sent)
-    total = mean_of(got, message)
-    own = torch.empty_like(sent[0])
+    total = mean_of(got, message, exchange.buffers)
+    own = got[0]
     message.encode(total, own)
-    everyone = torch.empty_like(sent)
+    everyone = sent if residual is None else torch.empty_like(sent)
     yield exchange.all_gather(everyone, own)
     for rank, piece in enumerate(shares(values, ranks, share)):
         message.decode(everyone[rank], piece)
         start = rank * share
         if start < size < start + share:
             values[start:] = piece[: size - start]
-    if residual is not None and bool(values.isfinite().all()):
+    if residual is not None and all(end.isfinite() for end in torch.aminmax(values)):  # of a NaN they are NaN
         _feed_back(residual, whole, sent, message, (total, own, exchange.rank))
+    exchange.buffers.give(sent, got, total)
 
 
-def mean_of(messages: Tensor, message: Message) -> Tensor:
-    """The mean of one message of each rank: in float32, in rank order."""
-    total = torch.empty(message.length, dtype=torch.float32, device=messages.device)
+def mean_of(messages: Tensor, message: Message, buffers: Buffers) -> Tensor:
+    """The mean of one message of each rank: in float32, in rank order; memory of the buffers."""
+    total = buffers.take((message.length,), torch.float32, messages.device)
     message.decode(messages[0], total)
     if len(messages) > 1:
-        part = torch.empty_like(total)
+        part = buffers.take((message.length,), torch.float32, messages.device)
         for each in messages[1:]:
             message.decode(each, part)
             total += part
+        buffers.give(part)
     return total.div_(len(messages))
 
 

@@ -31,9 +31,9 @@ class Message:
         self._shape = storage.matrix(shape or (length,))
         self._parts: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
         end = 0
-        for name, (dtype, shape) in storage.layout("codes", shape or (length,)).items():
-            start, size = _up(end, _ALIGNED), prod(shape) * dtype.itemsize
-            self._parts[name], end = (dtype, shape, start, start + size), start + size
+        for name, (dtype, own) in storage.layout("codes", shape or (length,)).items():
+            start, size = _up(end, _ALIGNED), prod(own) * dtype.itemsize
+            self._parts[name], end = (dtype, own, start, start + size), start + size
         self.bytes = _up(end, _ALIGNED)
 
     def encode(self, values: Tensor, message: Tensor) -> None:

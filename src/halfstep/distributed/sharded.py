@@ -18,7 +18,7 @@ from halfstep.distributed.reduction import FORMATS, Reduction
 from halfstep.errors import ModelError
 from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
-from halfstep.recipe import OPERANDS, LinearSpec, Storage, get_storage
+from halfstep.recipe import LinearSpec, Storage, get_storage
 
 
 def modules_of(model: nn.Module) -> list[Any]:
@@ -64,19 +64,22 @@ class Scatter(_Allocates):
         """torch's `reduce_scatter_single`."""
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ModelError(
-                f"gradients in few bits are averaged or summed, and set_gradient_divide_factor asks for {op}: divide the "
-                "loss instead"
+                f"gradients in few bits are averaged or summed, and set_gradient_divide_factor asks for {op}: divide "
+                "the loss instead"
             )
         exchange, share = self.state.exchange_of(group), output_tensor.numel()
         unit = granule(self.storage)
         message = Message(self.storage, -(-share // unit) * unit)
-        sent = torch.empty(exchange.ranks, message.bytes, dtype=torch.uint8, device=input_tensor.device)
+        size = exchange.ranks, message.bytes
+        sent, got = (exchange.buffers.take(size, torch.uint8, input_tensor.device) for _ in range(2))
         for row, own in zip(input_tensor.view(exchange.ranks, share), sent, strict=True):
             message.encode(shares(row, 1, message.length)[0], own)
-        got = torch.empty_like(sent)
         exchange.all_to_all(got, sent).wait()
-        mean = mean_of(got, message)
-        output_tensor.copy_(mean[:share] * (exchange.ranks if op == dist.ReduceOp.SUM else 1))
+        mean = mean_of(got, message, exchange.buffers)
+        if op == dist.ReduceOp.SUM:
+            mean *= exchange.ranks
+        output_tensor.copy_(mean[:share])
+        exchange.buffers.give(sent, got, mean)
         self.state.times += 1
 
 
@@ -162,7 +165,9 @@ def shared(spec: LinearSpec | None) -> Quantizer | None:
     if quantizer is None or spec is None or quantizer != spec.grad_input.rhs or quantizer.rounding != "nearest_even":
         return None
     scales = quantizer.scales
-    square = scales is None or (scales.rule.exact and (not scales.rule.reads or scales.tile.rows == scales.tile.columns))
+    square = scales is None or (
+        scales.rule.exact and (not scales.rule.reads or scales.tile.rows == scales.tile.columns)
+    )
     alone = scales is None or not scales.rule.reads or bool(scales.tile.rows)
     return quantizer if square and alone and quantizer == quantizer.plain and quantizer.outliers is None else None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.distributed.collectives import Buffers
 from halfstep.distributed.mean import Steps
 
 
@@ -16,7 +17,7 @@ class Simulated:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        self.sent = 0
+        self.sent, self.buffers = 0, Buffers()
 
     def all_to_all(self, out: Tensor, given: Tensor) -> Any:
         """As `Exchange.all_to_all`."""

@@ -80,7 +80,11 @@ class Communication:
     def __str__(self) -> str:
         gradients = f"gradients {self.gradients}, {REDUCE[self.reduce]}" if self.gradients else ""
         back = "rounding errors are added to the next step's" if self.feeds_back else ""
-        weights = f"sharded weights gathered as {'products round them' if self.weights == OPERANDS else self.weights}" if self.weights else ""
+        weights = (
+            f"sharded weights gathered as {'products round them' if self.weights == OPERANDS else self.weights}"
+            if self.weights
+            else ""
+        )
         return "; ".join(part for part in (gradients, back, weights) if part)
 
 

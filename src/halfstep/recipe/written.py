@@ -64,7 +64,9 @@ def _communication_data(communication: Communication | None) -> str | Data:
     if communication is None:
         return "none"
     kinds = {role: getattr(communication, role) for role in ("gradients", "weights")}
-    data = {role: (kind or "none") if not isinstance(kind, Storage) else storage_data(kind) for role, kind in kinds.items()}
+    data = {
+        role: (kind or "none") if not isinstance(kind, Storage) else storage_data(kind) for role, kind in kinds.items()
+    }
     return {**data, "reduce": communication.reduce, "error_feedback": _plain(communication.error_feedback)}
 
 
