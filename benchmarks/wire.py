@@ -76,13 +76,16 @@ def tables(kept: dict[str, Any]) -> str:
             pays = [row.get(f"gbits_against_{other}") for other in ("fp32", "bf16")]
             cells = ["-" if rate is None else f"{rate:.1f} Gbit/s" for rate in pays]
             lines += [f"| {name} | {ranks} | {row['bytes']:.2f} | {row['ns']:.1f} | {cells[0]} | {cells[1]} |"]
-    lines += ["", "| link | " + " | ".join(SENT) + " |", "| --- |" + " --- |" * len(SENT)]
-    for rate, found in kept["links"].items():
-        link = "unlimited" if rate == "unlimited" else f"{rate} Mbit/s"
-        steps = [f"{row['step']:.2f} s, {row['step_faster']:.2f}" for row in found.values()]
-        lines += [f"| {link} | " + " | ".join(steps) + " |"]
-    sent = [f"{row['bytes']:.2f}" for row in kept["links"]["unlimited"].values()]
-    lines += ["| bytes an element by the interface | " + " | ".join(sent) + " |"]
+    lines += ["", "| | " + " | ".join(SENT) + " |", "| --- |" + " --- |" * len(SENT)]
+    free, links = kept["links"]["unlimited"], kept["links"]
+    lines += ["| bytes an element, by the interface | " + " | ".join(f"{r['bytes']:.2f}" for r in free.values()) + " |"]
+    for rate in ("200", "50"):
+        cells = [f"{row['seconds']:.2f} s, {row['seconds_faster']:.2f}" for row in links[rate].values()]
+        lines += [f"| a reduction at {rate} Mbit/s | " + " | ".join(cells) + " |"]
+    cells = [f"{row['step']:.2f} s, {row['step_faster']:.2f}" for row in links["50"].values()]
+    lines += ["| a step at 50 Mbit/s | " + " | ".join(cells) + " |"]
+    cells = [f"{1000 * row['step_cpu']:.0f} ms, {row['step_cpu_faster']:.2f}" for row in free.values()]
+    lines += ["| a step without a limit, CPU time | " + " | ".join(cells) + " |"]
     return "\n".join(lines) + "\n"
 
 
