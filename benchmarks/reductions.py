@@ -35,7 +35,7 @@ SENT: dict[str, Communication] = {
     "FP4 without error feedback": replace(FP4, error_feedback=False),
     "FP8-LM": FP8_LM,
 }
-RANKS, SEEDS, STEPS, BATCH, CONTEXT, WIDTH, LAYERS = (2, 4), 3, 300, 8, 64, 64, 2
+RANKS, SEEDS, STEPS, BATCH, CONTEXT, WIDTH, LAYERS = (2, 4), 3, 150, 8, 64, 64, 2
 
 
 class Reduced:
