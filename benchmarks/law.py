@@ -18,6 +18,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def measured(paths: Sequence[Path]) -> dict[str, Any]:
     largest = max(cell.parameters for cell in cells)
     groups = sorted({(cell.parameters, cell.tokens, cell.bits or math.inf) for cell in cells})
     parts: dict[str, list[Callable[[Cell], bool]]] = {
-        "one cell at a time": [lambda cell, at=at: place(cell) == at for at in groups],
+        "one cell at a time": [partial(stands, at) for at in groups],
         "the most tokens": [lambda cell: cell.tokens == most],
         "the largest model's fewest tokens": [lambda cell: cell.parameters == largest and cell.tokens == least],
     }
@@ -94,13 +95,18 @@ def pairs(paths: Sequence[Path]) -> dict[str, Any]:
             found[cell.parameters or 0, cell.tokens, cell.seed, bits] = cell.loss or math.nan
     widths = sorted({bits for *_, bits in found if math.isfinite(bits)})
     apart = {
-        width: [loss - found[(*at, math.inf)] for (*at, bits), loss in found.items() if bits == width]
+        width: [loss - found[n, d, seed, math.inf] for (n, d, seed, bits), loss in found.items() if bits == width]
         for width in widths
     }
     return {
         f"{width:g}": {"runs": len(rises), "mean": statistics.fmean(rises), **asdict(paired(rises))}
         for width, rises in apart.items()
     }
+
+
+def stands(at: tuple[float, float, float], cell: Cell) -> bool:
+    """Whether a run is of that cell."""
+    return place(cell) == at
 
 
 def place(cell: Cell) -> tuple[float, float, float]:

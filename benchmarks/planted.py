@@ -54,7 +54,7 @@ def seldom() -> nn.Module:
 def one() -> nn.Module:
     """As `seldom`, of one layer: the second block's last."""
     model = Planted()
-    return _jumping(model, SELDOM, [model.blocks[1].mlp[2]])
+    return _jumping(model, SELDOM, [layer for layer in model.blocks[1].modules() if isinstance(layer, nn.Linear)][-1:])
 
 
 def weight() -> nn.Module:
@@ -84,10 +84,10 @@ def batch() -> nn.Module:
 def _jumping(model: Planted, steps: Collection[int], layers: Sequence[nn.Linear]) -> nn.Module:
     """Layers' inputs are multiplied and their outputs divided: the function stays what it is, and the amaxes jump."""
 
-    def before(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def before(layer: nn.Linear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0] * FACTOR,) if model.due(steps) else args
 
-    def after(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def after(layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         bias = layer.bias  # which is not part of what was multiplied
         return (output - bias) / FACTOR + bias if model.due(steps) else output
 
