@@ -30,7 +30,6 @@ from harness import RESULTS
 
 KEPT = RESULTS / "downstream.json"
 QUESTIONS, CONTEXT, ANSWER = 384, 48, 16
-CLOSING = b")]}"
 RATE, RECIPES = 3e-3, ("fp32", "bf16-mixed", "fp8-current", "fp8-delayed", "mxfp8")
 EFFECT = 0.01
 """The loss of accuracy that a comparison is to find: a point."""
@@ -77,26 +76,12 @@ def order(model: nn.Module, task: LanguageModelling) -> float:
     return float((likelihoods(model, tokens) > likelihoods(model, other)).float().mean())
 
 
-def bracket(model: nn.Module, task: LanguageModelling) -> float:
-    """Where the text closes a bracket, the kind that is open is the most probable of the three kinds."""
-    text = bytes(task.corpus.held_out.tolist())
-    found = []
-    for kind in CLOSING:  # as many of each
-        these = [place for place in range(CONTEXT, len(text) - ANSWER) if text[place] == kind]
-        found += these[:: max(1, len(these) // QUESTIONS)][: QUESTIONS // len(CLOSING)]
-    tokens = windows(task, torch.tensor(found, dtype=torch.int64, device="cpu") - CONTEXT)
-    logits = model(tokens[:, :CONTEXT])[:, -1, list(CLOSING)]
-    right = torch.tensor([CLOSING.index(text[place]) for place in found], dtype=torch.int64, device="cpu")
-    return float((logits.argmax(-1) == right).float().mean())
-
-
 TASKS: dict[str, Callable[[nn.Module, LanguageModelling], float]] = {
     "next byte": next_byte,
     "continuation": continuation,
     "order": order,
-    "bracket": bracket,
 }
-CHANCE = {"next byte": 1 / 256, "continuation": 0.25, "order": 0.5, "bracket": 1 / 3}
+CHANCE = {"next byte": 1 / 256, "continuation": 0.25, "order": 0.5}
 
 
 @torch.no_grad()
