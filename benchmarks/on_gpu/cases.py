@@ -15,23 +15,19 @@ from dataclasses import asdict
 import torch
 
 from halfstep.kernels import selftest_gpu
-from halfstep.kernels.gpu import cast
 from halfstep.kernels.selftest import Case, outcome
 from halfstep.optim import selftest_gpu as optim
 
 
-def tests(device: torch.device) -> list[tuple[str, str, Callable[..., Iterator[Case]]]]:
-    """Every kernel with the name of every format that it is tested on, and the test; the GPU's own conversions too,
-    which no interpreter runs."""
-    converts = device.type == "cuda" and torch.cuda.get_device_capability(device) >= cast.ADA
-    own = selftest_gpu.conversions() if converts else ()
-    return [*selftest_gpu.tests(), *own, *optim.tests()]
+def tests() -> list[tuple[str, str, Callable[..., Iterator[Case]]]]:
+    """Every kernel with the name of every format that it is tested on, and the test."""
+    return [*selftest_gpu.tests(), *optim.tests()]
 
 
 def main() -> None:
     """Every OFth test, from NUMBER on. Exit code 1: one differs from the reference."""
     device, passed = torch.device(sys.argv[1]), True
-    for kernel, format, test in tests(device)[int(sys.argv[2]) :: int(sys.argv[3])]:
+    for kernel, format, test in tests()[int(sys.argv[2]) :: int(sys.argv[3])]:
         found = outcome(kernel, format, lambda name, test=test: test(name, device=device))  # type: ignore[misc]
         passed &= found.passed
         print(json.dumps(asdict(found)), flush=True)

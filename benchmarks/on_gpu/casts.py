@@ -62,7 +62,6 @@ def rows(bench: Bench) -> Iterator[Row]:
         bench, "two layouts: 1x128 and 128x1", half, 4.06, _both("fp8_1x128"),
         {"torchao's two kernels": lambda x: peers.two_kernels(x, "act_quant_lhs", "act_quant_transposed_lhs")},
     )  # fmt: skip
-    yield _row(bench, "two layouts: 1x128 and 128x1, by integers", half, 4.06, _both("fp8_1x128"))  # as above, so far
     yield _row(
         bench, "norm: RMSNorm and codes", half, 3.1, _norm(compiled=False),
         {"torch's norm, compiled, then our cast": _norm(compiled=True)},
@@ -96,17 +95,16 @@ def _rounding(rounding: str = "nearest_even") -> Made:
 
 
 def _by_conversion(x: Tensor) -> Run:
-    """By the GPU's own conversion, which `encode` does not take yet; a dry run has none."""
-    instruction = cast.instruction(formats.get(E4M3), "nearest_even", "saturate", x.device)
-    if x.is_cuda and instruction is None:
+    """By the GPU's own conversion; a dry run has none."""
+    if x.is_cuda and cast.instruction(formats.get(E4M3), "nearest_even", "saturate", x.device) is None:
         raise LookupError("GPUs convert to E4M3 by an instruction from compute capability 8.9 on")
-    return _by_integers(x, instruction) if x.is_cuda else lambda: halfstep.encode(x, E4M3)
-
-
-def _by_integers(x: Tensor, instruction: str | None = None) -> Run:
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    format = formats.get(E4M3)
-    return lambda: cast.run_codes(x, out, format, "nearest_even", "saturate", None, instruction=instruction)
+    return lambda: halfstep.encode(x, E4M3, out=out)
+
+
+def _by_integers(x: Tensor) -> Run:
+    out, format = torch.empty(x.shape, dtype=torch.uint8, device=x.device), formats.get(E4M3)
+    return lambda: cast.run_codes(x, out, format, "nearest_even", "saturate", None, by_integers=True)
 
 
 def _both(name: str) -> Made:

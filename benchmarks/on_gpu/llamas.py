@@ -37,12 +37,18 @@ class Model:
 
 
 def stepping(
-    device: torch.device, model: Model, recipe: str, corpus: Corpus, drawn_on: torch.device | None = None
+    device: torch.device,
+    model: Model,
+    recipe: str,
+    corpus: Corpus,
+    drawn_on: torch.device | None = None,
+    graphed: bool = False,
 ) -> Callable[[], Tensor]:
     """A step of training on random windows of the corpus; it returns the loss, which stays on the device.
 
     Args:
         drawn_on: where the weights are drawn, from a fixed seed (default: on the device). Devices draw other numbers.
+        graphed: the step is captured in a CUDA graph, and replayed.
     """
     torch.manual_seed(0)
     with torch.device(drawn_on or device):
@@ -52,14 +58,37 @@ def stepping(
     network, optimizer, scaler = halfstep.prepare(network, optimizer, recipe, generator=0)
     drawn, highest = torch.Generator().manual_seed(0), len(corpus.train) - model.context
 
-    def step() -> Tensor:
+    def window() -> Tensor:
         starts = torch.randint(0, highest, (model.batch,), generator=drawn)
-        window = corpus.windows("train", starts, model.context + 1).to(device)
+        return corpus.windows("train", starts, model.context + 1).to(device)
+
+    def step(window: Tensor) -> Tensor:
+        optimizer.zero_grad()
         loss = F.cross_entropy(network(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return replayed(step, window) if graphed else lambda: step(window())
+
+
+def replayed(step: Callable[[Tensor], Tensor], window: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The step as a CUDA graph, captured after three eager ones."""
+    given, aside = window(), torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step(given)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = halfstep.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(given)
+
+    def replay(step: Callable[[Tensor], Tensor] = step) -> Tensor:
+        """`step` has the model and the optimizer, whose memory the graph reads and writes."""
+        given.copy_(window())
+        graph.replay()
+        return loss.clone()
+
+    return replay

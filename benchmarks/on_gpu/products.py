@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -14,10 +16,13 @@ from torch import Tensor, nn
 import halfstep
 from halfstep.kernels import scaled_mm
 from on_gpu import peers
+from on_gpu.bars import HOST
 from on_gpu.bench import Bench, Row, Run, race
 
 
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
+_DEEP, _CALLS = 8, 20
+"""Layers of the model whose host time is taken, and calls a round."""
 _TILE, _GROUP = 128, 4
 """The side of a block, and the number that its scales along the shared side are padded to a multiple of."""
 
@@ -27,6 +32,8 @@ def rows(bench: Bench) -> Iterator[Row]:
     side = bench.sizes.square
     for kind in KINDS:
         yield Row(f"product: {kind}", lambda k=kind: _judged(bench, k))  # type: ignore[misc]
+    for recipe in (*RECIPES, "bf16-mixed"):
+        yield Row(f"host of a layer: {recipe}", lambda r=recipe: _host(bench, r))  # type: ignore[misc]
     for recipe in RECIPES:
         yield Row(f"linear: {recipe}", lambda r=recipe: _linear(bench, r))  # type: ignore[misc]
     yield Row("linear: fp8-current, carried", lambda: _carried(bench))
@@ -151,6 +158,50 @@ def _carried(bench: Bench) -> dict[str, Any]:
     with mock.patch.object(scaled_mm, "is_there", return_value=False):
         others = {"bf16": lambda: _both_passes(bench, Layer(_plain(bench, side), grad), x)}
         return race(bench, _ours(bench, "fp8-current", x, grad), others) | {"shape": f"{m} x {side} x {side}"}
+
+
+def _host(bench: Bench, recipe: str) -> dict[str, Any]:
+    """What the host spends on a layer, forward and backward, beside torch's under bf16 autocast: so small that the GPU
+    waits for it. Milliseconds of one layer of eight; kernels launched beyond torch's."""
+    side, rows = (1024, 256) if bench.on_gpu else (16, 16)
+    runs, launched = {}, {}
+    for name in ("ours", "bf16"):
+        layers = [nn.Linear(side, side, bias=False, device=bench.device) for _ in range(_DEEP)]
+        x = bench.normal(rows, side, dtype=torch.bfloat16).requires_grad_()
+        model = Layer(nn.Sequential(*layers), bench.normal(rows, side, dtype=torch.bfloat16))
+        if name == "ours":
+            halfstep.apply(model, recipe)
+        runs[name] = run = _both_passes(bench, model, x, nullcontext if name == "ours" else None)
+        for _ in range(3):
+            run()
+            if name == "ours":
+                halfstep.advance(model)
+        launched[name] = _launched(run) if bench.on_gpu else 0
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    calls = _CALLS if bench.on_gpu else 1
+    for _ in range(5 if bench.on_gpu else 1):
+        for name, run in runs.items():
+            synchronize = torch.cuda.synchronize if bench.on_gpu else int
+            synchronize()
+            started = time.perf_counter()
+            for _ in range(calls):
+                run()
+            synchronize()
+            times[name].append(1000 * (time.perf_counter() - started) / calls / _DEEP)
+    measures = {
+        "to bf16": median(a / b for a, b in zip(times["ours"], times["bf16"], strict=True)),
+        "launches beyond torch's": (launched["ours"] - launched["bf16"]) / _DEEP,
+    }
+    return {"measures": measures, "ms": {k: median(v) for k, v in times.items()}, "shape": HOST, "launches": launched}
+
+
+def _launched(run: Run) -> int:
+    """How many kernels, copies and fills a call launches."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 def _plain(bench: Bench, side: int) -> nn.Linear:

@@ -42,6 +42,19 @@ def summary(rows: Mapping[tuple[str, str], Mapping[str, Any]], dry: bool, sectio
     }  # fmt: skip
 
 
+def page(found: Mapping[str, Any]) -> str:
+    """The table of a page: every bar with what was measured, of the JSON that `summary` makes; missed ones first."""
+    lines = ["| | row | measure | found | bar | at |", "| --- | --- | --- | --- | --- | --- |"]
+    for bar in sorted(found["bars"], key=lambda bar: _ORDER.index(bar["verdict"])):
+        sign = "at least" if bar["at"] == ">=" else "at most"
+        value = "" if bar["value"] is None else f"{bar['value']:.3g}"
+        shape = bar["why"].split(";")[0].removeprefix("at ") if bar["verdict"] == "not judged" else bar["shape"]
+        lines.append(
+            f"| {bar['verdict']} | {bar['row']} | {bar['measure']} | {value} | {sign} {bar['bar']:g} | {shape} |"
+        )
+    return "\n".join(line for line in lines if not line.startswith("| not measured"))
+
+
 def compared(rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     """The rows, those of training with what each recipe is times bf16-mixed in the same run: rows of one kind and
     shape, measured by one process or by several."""

@@ -17,6 +17,7 @@ from on_gpu.llamas import RECIPES, Model, stepping
 
 
 STEPS, WARM = 50, 10
+GRAPHED = ("bf16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
 MODELS = (
     Model("318M, 8192 tokens", 20, 1152, 9, 8, 1024, 40 << 30),
     Model("85M, 8192 tokens", 12, 768, 6, 8, 1024),
@@ -37,8 +38,17 @@ def rows(bench: Bench) -> Iterator[Row]:
         if number == 1:  # the bar's row, before what has none
             for each in RECIPES[:2]:
                 yield Row(f"step: {each}", lambda r=each: _large(bench, memory, r, corpus))  # type: ignore[misc]
+            for each in GRAPHED:
+                yield Row(f"graphed: {each}", lambda r=each: _graphed(bench.within(0.2), model, r, corpus))  # type: ignore[misc]
     for recipe in RECIPES:
         yield Row(f"twin: {recipe}", lambda r=recipe: twin.beside(bench, r, kept))  # type: ignore[misc]
+
+
+def _graphed(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, Any]:
+    """The same steps as replays of a CUDA graph, for which the host does nothing else."""
+    if not bench.on_gpu:
+        return {"result": "not in a dry run"}
+    return steps(bench, model, recipe, corpus, STEPS, WARM, bench.left, graphed=True) | {"shape": model.name}
 
 
 def trained(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, Any]:
@@ -53,10 +63,17 @@ def trained(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str
 
 
 def steps(
-    bench: Bench, model: Model, recipe: str, corpus: Corpus, count: int, warm: int, seconds: float
+    bench: Bench,
+    model: Model,
+    recipe: str,
+    corpus: Corpus,
+    count: int,
+    warm: int,
+    seconds: float,
+    graphed: bool = False,
 ) -> dict[str, Any]:
     """Train and time all steps after the warm ones; losses stay on the device until the end."""
-    step, losses = stepping(bench.device, model, recipe, corpus), []
+    step, losses = stepping(bench.device, model, recipe, corpus, graphed=graphed), []
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
     started, timed, done = time.monotonic(), stopwatch(bench), 0

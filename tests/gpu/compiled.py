@@ -27,6 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 from halfstep.kernels import selftest_gpu
+from halfstep.kernels.gpu import cast, quantizers
 from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
@@ -34,13 +35,11 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64: "i64", torch.float32: "fp32",
          torch.int8: "i8", torch.bool: "i1", torch.float64: "fp64"}  # fmt: skip
 WARP = 32
-SCALARS = {"prepare"}
+SCALARS = {"prepare", "advance"}
 """Functions that find a few numbers for each tensor."""
 
 
-def launches(
-    names: set[str], core: bool, conversions: bool
-) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
+def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
     """Every kind of launch of the cases: kernel and format it is for, function, arguments by name, options."""
     made: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
 
@@ -51,8 +50,7 @@ def launches(
     JITFunction.run = note
     seen: set[tuple[str, str]] = set()
     tested: set[str] = set()
-    tests = (selftest_gpu.tests(), optim_selftest_gpu.tests(), selftest_gpu.conversions() if conversions else ())
-    for kernel, format, test in chain(*tests):
+    for kernel, format, test in chain(selftest_gpu.tests(), optim_selftest_gpu.tests()):
         if (names and kernel not in names) or (core and kernel in tested):
             continue
         tested.add(kernel)
@@ -115,7 +113,8 @@ def facts(
     made = compiled(function, arguments, options, capability)
     ptx = made.asm["ptx"]
     found: dict[str, Any] = {
-        "contracted": len(re.findall(r"\bfma\.", ptx)),
+        # A quotient's corrections are meant to be.
+        "contracted": 0 if corrections(arguments) else len(re.findall(r"\bfma\.", ptx)),
         "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
         # Functions of scalars, and of rows that start anywhere, have no wide accesses.
         "narrow": [] if function.__name__ in SCALARS or arguments.get("UNIT") == 1 else narrow(ptx),
@@ -134,6 +133,11 @@ def facts(
         elements = elements_of(arguments) / (WARP * options["num_warps"])
         found["instructions"] = round(full_path(sass) / elements, 1)
     return found
+
+
+def corrections(arguments: dict[str, Any]) -> int:
+    """How often a kernel corrects quotients."""
+    return getattr(arguments.get("R"), "corrections", 0)
 
 
 def narrow(ptx: str) -> list[str]:
@@ -197,7 +201,9 @@ if __name__ == "__main__":
     parser.add_argument("--core", action="store_true")
     parser.add_argument("kernels", nargs="*")
     asked = parser.parse_args()
-    made = launches(set(asked.kernels), asked.core, asked.capability >= 89)
+    for module in (cast, quantizers):  # that ask which GPU it is
+        module.capability = lambda device: divmod(asked.capability, 10)
+    made = launches(set(asked.kernels), asked.core)
     for kernel, format, function, arguments, options in made:
         told = {"kernel": kernel, "format": format, "function": function.__name__}
         told |= {"launch": described(function, arguments), "capability": asked.capability}

@@ -1,3 +1,10 @@
 """What is run under triton, in processes of its own, is not collected here."""
 
-collect_ignore = ["compiled.py", "interpreted.py", "fuzzed.py", "fuzzed_rotated.py", "fuzzed_tiles.py"]
+collect_ignore = [
+    "compiled.py",
+    "interpreted.py",
+    "fuzzed.py",
+    "fuzzed_rotated.py",
+    "fuzzed_tiles.py",
+    "native_layers.py",
+]

@@ -267,8 +267,8 @@ def test_all_patterns_go_through_the_gpus_own_conversion(load, bench, monkeypatc
     """Where there is one it is compared with the reference, and a wrong code is found."""
     module, wrong = load("correctness"), []
 
-    def run_codes(x, out, format, rounding, overflow, seed, instruction):
-        assert instruction == "e5m2"
+    def run_codes(x, out, format, rounding, overflow, seed, by_integers):
+        assert by_integers
         out.copy_(module.quant.encode(x, format, rounding, overflow, seed))
         if wrong:
             out[x.view(torch.int32) == 1025] += 1
@@ -276,7 +276,7 @@ def test_all_patterns_go_through_the_gpus_own_conversion(load, bench, monkeypatc
     monkeypatch.setattr(module.cast, "instruction", lambda format, rounding, *_: "e5m2")
     monkeypatch.setattr(module.cast, "run_codes", run_codes)
     found = module.exhaustive(bench(), "float8_e5m2", "nearest_even")["result"]
-    assert found == "3,072 of 3,072 patterns compared, 0 differ; 3,072 by cvt (e5m2) too"
+    assert found == "3,072 of 3,072 patterns compared, 0 differ; 3,072 by cvt (e5m2) and by integers"
     wrong.append(True)
     found = module.exhaustive(bench(), "float8_e5m2", "nearest_even")["result"]
     assert "the first at 0x00000401" in found
@@ -285,11 +285,12 @@ def test_all_patterns_go_through_the_gpus_own_conversion(load, bench, monkeypatc
 def test_the_bar_of_codes_times_the_gpus_own_conversion(load, monkeypatch):
     module, asked = load("casts"), []
     monkeypatch.setattr(module.cast, "instruction", lambda format, *_: "e4m3")
-    monkeypatch.setattr(module.cast, "run_codes", lambda *_, instruction: asked.append(instruction))
+    monkeypatch.setattr(module.cast, "run_codes", lambda *_, by_integers: asked.append("integers"))
+    monkeypatch.setattr(module.halfstep, "encode", lambda *_, out: asked.append("encode"))
     x = SimpleNamespace(is_cuda=True, device=CPU, shape=(2,))
     for made in (module._by_conversion, module._by_integers):
         made(x)()
-    assert asked == ["e4m3", None]
+    assert asked == ["encode", "integers"]
     monkeypatch.setattr(module.cast, "instruction", lambda format, *_: None)
     with pytest.raises(LookupError, match=r"from compute capability 8\.9 on"):
         module._by_conversion(x)
@@ -422,6 +423,7 @@ def test_a_process_is_ended_with_what_it_started(load):
 def test_the_page_has_the_bars_and_the_sections_as_they_are(load):
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert load("bars").expectations() in page
+    assert load("table").page(json.loads((ROOT / "benchmarks" / "results" / "gpu_h100.json").read_text())) in page
     weights = load("gpu").WEIGHTS
     assert list(weights) == list(dict.fromkeys(name for name in weights if f"| {name} | {weights[name]} |" in page))
     assert set(weights) == set(load("__main__").SECTIONS)

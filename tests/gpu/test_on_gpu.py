@@ -4,6 +4,7 @@ Where a body means something on a CPU as well, it runs there too, so that it is 
 """
 
 import copy
+from importlib import import_module
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import halfstep
 from halfstep import quant
 from halfstep.kernels import selftest_gpu
-from halfstep.kernels.gpu import cast
 from halfstep.kernels.selftest import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
 from halfstep.optim import AdamWFp8, LowBitAdamW, projected
@@ -29,14 +29,15 @@ GPU = pytest.param(
 )
 on_gpu = pytest.mark.parametrize("device", [GPU])
 anywhere = pytest.mark.parametrize("device", [GPU, "cpu"])
-CONVERTS = HERE and torch.cuda.get_device_capability() >= cast.ADA
-KERNELS = [*selftest_gpu.tests(), *(selftest_gpu.conversions() if CONVERTS else ()), *optim.tests()]
+KERNELS = [*selftest_gpu.tests(), *optim.tests()]
 GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
 """Recipes whose operands are rounded to nearest, and whose steps are counted on the GPU."""
 DRAWN = ("nvfp4", "mxfp4-rht")
 """Recipes that draw noise and signs in the passes."""
-GALORE = 0.02
-"""How far a weight under GaLore may end from the CPU's, over how far the farthest of its model has moved."""
+GALORE = {1: 0.1, 10: 0.02, 100: 0.02}
+"""How far a weight under GaLore may be from the CPU's after so many steps, over how far the farthest of its model has
+moved. Adam's first step goes as far for an entry of the projected gradient that rounding alone makes as for any other:
+one of the other sign moves weights by 0.04 to 0.09 of that."""
 SILENT = (
     *GRAPHED, "fp32", "bf16-nomaster", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "adamw-8bit",
     "fp8-adam", "fp8-fishman", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3", "coat", "mxfp8", *DRAWN,
@@ -180,6 +181,35 @@ def test_a_step_waits_for_nothing(recipe, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@on_gpu
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block"])
+def test_a_layer_decided_once_is_the_layer(recipe, device, monkeypatch):
+    """Outputs, gradients and scaling states of two steps, beside the path that asks at every call."""
+    linear, ends, taken = import_module("halfstep.ops.linear"), [], []
+    for native in (linear.native_layer, lambda *_: None):
+        monkeypatch.setattr(
+            linear, "native_layer", lambda *given, native=native: taken.append(native(*given)) or taken[-1]
+        )
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 384), torch.nn.GELU(), torch.nn.Linear(384, 128)).to(device)
+        halfstep.apply(model, recipe)
+        left = []
+        for size in (1.0, 5.0):
+            x = (size * torch.randn(256, 256, device=device)).requires_grad_()
+            y = model(x)
+            y.square().mean().backward()
+            halfstep.advance(model)
+            left += [
+                y.detach(),
+                x.grad,
+                *(p.grad.clone() for p in model.parameters()),
+                *(b.clone() for b in model.buffers()),
+            ]
+        ends.append(left)
+    assert [layer is not None for layer in taken] == [True] * 4 + [False] * 4
+    assert all(map(torch.equal, *ends))
+
+
 @anywhere
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "fp8-current"])
 def test_the_same_steps_give_the_same_bits(recipe, device):
@@ -264,7 +294,7 @@ def galore(seed, device):
 @pytest.mark.parametrize("seed", range(3))
 def test_galore_ends_within_the_tolerance_that_is_stated(device, seed, monkeypatch):
     """The same gradients for both: what differs is how singular vectors are found and how products are summed."""
-    steps, data = (1, 10, 100), torch.Generator().manual_seed(seed + 1)
+    steps, data = tuple(GALORE), torch.Generator().manual_seed(seed + 1)
     grads, ends = [], []
     model, optimizer, scaler = galore(seed, "cpu")
     begun = [p.detach().clone() for p in model.parameters()]
@@ -290,4 +320,4 @@ def test_galore_ends_within_the_tolerance_that_is_stated(device, seed, monkeypat
             found = [p.detach().cpu() for p in twin.parameters()]
             apart = max((one - other).abs().max() for one, other in zip(found, expected, strict=True))
             print(f"seed {seed}, step {number}: {apart / moved:.1e} of the farthest way")
-            assert 0 < apart < GALORE * moved
+            assert 0 < apart < GALORE[number] * moved

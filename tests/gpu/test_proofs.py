@@ -59,6 +59,13 @@ def test_every_kernel_equals_the_reference_in_the_interpreter():
     equal(told("interpreted.py", PINNED, "--core", TRITON_INTERPRET="1"), PINNED)
 
 
+def test_native_layers_are_those_that_the_cpus_kernels_round():
+    """Bit for bit: outputs, gradients and scaling states; and they do go that way."""
+    found = told("native_layers.py", PINNED, TRITON_INTERPRET="1")
+    assert {one["recipe"] for one in found} == {"fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block"}
+    assert [(one["wrong"], one["native"]) for one in found] == [([], 2)] * 4
+
+
 @pytest.mark.slow  # the interpreter goes through the same lines
 def test_every_kernel_compiles_for_a_hopper_gpu():
     sound(told("compiled.py", PINNED, "--core"))
@@ -101,8 +108,9 @@ def test_every_launch_compiles_and_takes_no_more_instructions_than_before():
 
 @pytest.mark.slow
 def test_codes_by_an_instruction_take_at_most_six_an_element():
-    kernels = told("compiled.py", PINNED, "instruction")
+    kernels = told("compiled.py", PINNED, "codes")
     sound(kernels)
+    kernels = [kernel for kernel in kernels if kernel["launch"]["INSTRUCTION"] != "=None"]
     assert {kernel["format"] for kernel in kernels} == {"float8_e4m3fn", "float8_e5m2"}
     assert all(kernel["converted"] for kernel in kernels)
     assert all(kernel["instructions"] <= 6 for kernel in kernels if kernel["launch"]["SOURCE"] != "=float16")
@@ -121,6 +129,8 @@ def test_every_kernel_compiles_with_the_oldest_triton():
 
 CONVERSIONS = {"float8e4nv", "float8e5", "bfloat16", "float16", "sqrt", "exp", "exp2", "log", "log2", "rsqrt", "fma"}
 """Attributes of triton.language that a GPU and the interpreter do not agree on."""
+ON_A_GPU = {("tiles", "fma")}
+"""Those that the interpreter never comes to: a quotient's corrections (`quantizers.Rule.corrections`)."""
 
 
 @for_each("file", sorted((KERNELS / "jit").glob("*.py")), ids=lambda file: file.stem)
@@ -128,4 +138,4 @@ def test_kernels_use_nothing_that_is_not_exact_everywhere(file):
     nodes = list(ast.walk(ast.parse(file.read_text())))
     assert not [node.lineno for node in nodes if isinstance(node, ast.Div)]
     used = {(node.lineno, node.attr) for node in nodes if isinstance(node, ast.Attribute) and node.attr in CONVERSIONS}
-    assert not used
+    assert not {(line, name) for line, name in used if (file.stem, name) not in ON_A_GPU}

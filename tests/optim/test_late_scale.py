@@ -172,7 +172,7 @@ def kernels(monkeypatch):
     launched = []
     functions = SimpleNamespace(prepare="prepare", update="update")
     monkeypatch.setattr(launches, "functions", lambda name: functions)
-    monkeypatch.setattr(launches, "launch", lambda kernel, *rest, **named: launched.append(kernel))
+    monkeypatch.setattr(launches, "prepared", lambda kernel, *_, **__: lambda *rest: launched.append(kernel))
     for module in (together, kinds):
         name = "plain" if module is together else "lies_plain"
         monkeypatch.setattr(module, name, lambda t, *dtypes: t.dtype in (dtypes or KINDS) and t.is_contiguous())

@@ -26,7 +26,9 @@ from halfstep.recipe import get_recipe
 def launches(monkeypatch):
     made = []
     monkeypatch.setattr(optimizer, "functions", lambda name: SimpleNamespace(prepare="prepare", update="update"))
-    monkeypatch.setattr(optimizer, "launch", lambda kernel, grid, *rest, **named: made.append((kernel, grid, *rest)))
+    monkeypatch.setattr(
+        optimizer, "prepared", lambda kernel, *_, **__: lambda grid, *rest: made.append((kernel, grid, *rest))
+    )
     return made
 
 

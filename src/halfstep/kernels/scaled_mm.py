@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,25 @@ class Operand(Protocol):
     def scale(self) -> Tensor | None: ...
 
 
+class Tiles(NamedTuple):
+    """Codes and scales of a matrix as `Quantized` has them, but that the scales of units that read numbers may be what
+    elements are multiplied by, in float32."""
+
+    quantizer: Quantizer
+    matrix_shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of the matrix."""
+    tensors: dict[str, Tensor]
+
+    @property
+    def codes(self) -> Tensor:
+        return self.tensors["codes"]
+
+    @property
+    def scale(self) -> Tensor:
+        return self.tensors["scale"]
+
+
 def native_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
     """The dtype in which units there take operands of that quantizer; None where they do not, or there are none."""
     return dtype_of(quantizer.format) if is_there(device) and refusal(quantizer, device) is None else None
@@ -51,6 +71,11 @@ def outer_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | Non
 def is_there(device: torch.device) -> bool:
     """Whether there may be such units."""
     return _capability(device) != (0, 0)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU that may have such units; (0, 0) of other devices."""
+    return _capability(device)
 
 
 def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
@@ -149,18 +174,20 @@ def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
+@cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return (0, 0)
-    return torch.cuda.get_device_capability(device)
+    there = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if there else (0, 0)
 
 
+@cache
 def _toolkit() -> tuple[int, int]:
     """The CUDA that torch is built with; a newer one than any that is asked for where torch does not tell."""
     major, minor = (int(part) for part in (torch.version.cuda or "99.0").split(".")[:2])
     return major, minor
 
 
+@cache
 def _torch() -> tuple[int, int]:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return major, minor
@@ -205,14 +232,20 @@ def _scale(side: Operand) -> Tensor:
     return side.values.new_ones((), dtype=torch.float32) if side.scale is None else side.scale
 
 
-def supports_tiled(lhs: Quantized, rhs: Quantized, dtype: torch.dtype, multiplier: float | None = None) -> bool:
+def supports_tiled(
+    lhs: Quantized | Tiles, rhs: Quantized | Tiles, dtype: torch.dtype, multiplier: float | None = None
+) -> bool:
     """Whether `run_tiled` takes these two."""
     sizes = (lhs.matrix_shape[0], lhs.matrix_shape[1], rhs.matrix_shape[0])
     return takes(lhs.quantizer, rhs.quantizer, sizes, dtype, lhs.codes.device, multiplier is not None)
 
 
 def run_tiled(
-    lhs: Quantized, rhs: Quantized, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None
+    lhs: Quantized | Tiles,
+    rhs: Quantized | Tiles,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    multiplier: float | None = None,
 ) -> Tensor:
     """lhs (rows, shared) times the transpose of rhs (columns, shared), both in codes with tiles along the shared
     dimension, times multiplier, plus bias, rounded to dtype. Nothing is copied but scales that do not lie as units
@@ -227,13 +260,21 @@ def run_tiled(
     return units_mm(one, other, None if bias is None else bias.to(dtype), dtype)
 
 
-def _handed(side: Quantized) -> Side:
+def multiplier(side: Quantized | Tiles) -> Tensor:
+    """What the elements of each tile are multiplied by, in float32: the scales themselves where they are numbers."""
+    assert side.quantizer.scales is not None
+    if side.scale.dtype == torch.float32:
+        return side.scale
+    return side.quantizer.scales.rule.multiplier(side.tensors, side.quantizer.format).float()
+
+
+def _handed(side: Quantized | Tiles) -> Side:
     quantizer, kind = side.quantizer, kind_of(side.quantizer)
     assert kind is not None
     assert quantizer.scales is not None
     codes = in_dtype(side.codes, quantizer.format)
     if kind in BLOCKS:
-        return Side(codes, kind, quantizer.scales.rule.multiplier(side.tensors, quantizer.format).float())
+        return Side(codes, kind, multiplier(side))
     scales, high = side.scale, quantizer.scales.tile.rows
     scales = scales if high == 1 else scales.repeat_interleave(high, 0).narrow(0, 0, side.matrix_shape[0])
     return Side(codes, kind, scales, side.tensors.get("tensor_scale"))

@@ -11,10 +11,11 @@ import torch
 from halfstep import formats, quant
 from halfstep.formats import Posit
 from halfstep.kernels import selftest_gpu_rotated, selftest_gpu_tiles
-from halfstep.kernels.gpu import amax, cast, decode, posit
+from halfstep.kernels.gpu import amax, cast, decode, history, posit
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome, words
 from halfstep.quant.cast import CONTAINERS
 from halfstep.quant.pack import pack
+from halfstep.quant.scaling.delayed import Delayed
 
 
 SIZES = (0, 1, 17, (1 << 13) + 3)
@@ -28,8 +29,7 @@ _SEED = 0x9E3779B97F4A7C15
 
 def outcomes(device: torch.device) -> Iterator[Outcome]:
     """Test every kernel, a few formats each, on tensors there: on a CPU Triton's interpreter must be on."""
-    converts = device.type == "cuda" and torch.cuda.get_device_capability(device) >= cast.ADA
-    for kernel, name, test in itertools.chain(tests(), conversions() if converts else ()):
+    for kernel, name, test in tests():
         yield outcome(f"gpu {kernel}", name, partial(test, device=device))
 
 
@@ -37,11 +37,6 @@ def tests() -> Iterator[tuple[str, str, Test]]:
     """Every kernel with the name of every format that it is tested on, and the test."""
     every = (*_TESTS, *selftest_gpu_tiles.TESTS, *selftest_gpu_rotated.TESTS)
     return ((kernel, name, test) for kernel, names, test in every for name in names)
-
-
-def conversions() -> Iterator[tuple[str, str, Test]]:
-    """Kernels with instructions of compute capability 8.9, which no interpreter has."""
-    return (("instruction", name, _instruction) for name in _FORMATS[:2])
 
 
 def _cast(name: str, device: torch.device) -> Iterator[Case]:
@@ -168,15 +163,44 @@ def _amax(name: str, device: torch.device) -> Iterator[Case]:
                     yield wanted, found, torch.empty(0, dtype=torch.float32, device="cpu"), words(x, f"unless {number}")
 
 
-def _instruction(name: str, device: torch.device) -> Iterator[Case]:
-    """Codes by the GPU's own conversion, which no interpreter has."""
+def _by_integers(name: str, device: torch.device) -> Iterator[Case]:
+    """Codes of formats that some GPUs convert to themselves, as others make them."""
     format = formats.get(name)
     for dtype, size in itertools.product(_DTYPES, SIZES):
         x, out = hard(size, dtype, format), torch.empty(size, dtype=torch.uint8, device=device)
-        cast.run_codes(
-            x.to(device), out, format, "nearest_even", "saturate", None, instruction=cast.CONVERTED[format.key]
+        cast.run_codes(x.to(device), out, format, "nearest_even", "saturate", None, by_integers=True)
+        yield quant.encode(x, format), out.cpu(), x, words(x, "codes by integers")
+
+
+_HISTORIES = (
+    Delayed("delayed"),
+    Delayed("delayed", history=1),
+    Delayed("delayed", history=16, algorithm="most_recent", warmup=3),
+    Delayed("delayed", history=33, warmup=0, restart=True),
+)
+
+
+def _history(name: str, device: torch.device) -> Iterator[Case]:
+    """States of many kinds at the end of a step, of one that was left out too."""
+    format, generator = formats.get(name), torch.Generator().manual_seed(0)
+    for scaling in _HISTORIES:
+        states = torch.rand((12, 1 + scaling.history), generator=generator, dtype=torch.float32, device="cpu")
+        states[::2, 1:] = states[::2, 1:] * (states[::2, 1:] > 0.7)
+        states[1::3, 0] = 0.0
+        states[:5, 1] = torch.tensor(
+            [0.0, float("inf"), float("nan"), 2.0**-130, 1e38], dtype=torch.float32, device="cpu"
         )
-        yield quant.encode(x, format), out.cpu(), x, words(x, "codes by an instruction")
+        states[7, -1] = float("inf")
+        for skipped in (None, 0.0, 1.0):
+            expected, own = states.clone(), [row.clone().to(device) for row in states]
+            if skipped:
+                expected[:, 1] = 0.0
+            else:
+                scaling.advance(expected, format)
+            cell = None if skipped is None else torch.tensor(skipped, dtype=torch.float32, device=device)
+            history.run(history.places(own), scaling, format, cell)
+            what = words(states, str(scaling), f"skipped {skipped}")
+            yield expected, torch.stack(own).cpu(), torch.empty(0, dtype=torch.float32, device="cpu"), what
 
 
 def _done(done: bool) -> Case:
@@ -195,8 +219,10 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Test], ...] = (
     ("chunks of noise", ("float8_e4m3fn",), _chunks),
     ("scaled", _FORMATS[:4], _scaled),
     ("codes", _FORMATS, _codes),
+    ("codes by integers", _FORMATS[:2], _by_integers),
     ("packed", _CODES, _packed),
     ("decode", (*_FORMATS, *_CODES[2:], "posit16_1", "float8_e8m0fnu"), _decode),
     ("posit", ("posit8_2", "posit16_1", "posit16_2"), _posit),
     ("amax", ("float32", "bfloat16", "float16"), _amax),
+    ("history", _FORMATS[:2], _history),
 )

@@ -12,10 +12,11 @@ from halfstep.kernels.gpu import blocks, dequantize, layouts
 from halfstep.kernels.selftest import Case, hard, words
 from halfstep.quant import Quantizer, Scales, Tile, draw_seed, get_quantizer
 from halfstep.quant.captured import Draws
+from halfstep.quant.cast import decode
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling import current, get_scaling
 
 
 _SEED = 0x9E3779B97F4A7C15
@@ -187,6 +188,39 @@ def both(x: Tensor, quantizer: Quantizer, device: torch.device, form: str, outer
             )
 
 
+def _times(
+    x: Tensor, quantizer: Quantizer, factor: Tensor, seed: Seed | None, along: Tensor, turned: Tensor, scale: Tensor
+) -> Iterator[Case]:
+    """What was made of x times a factor. The sign of a NaN that was multiplied is the processor's."""
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    expected = Quantizer(quantizer.format, quantizer.rounding).quantize(x.float() * factor, seed).codes
+    lost = decode(expected, quantizer.format).isnan()
+    for found, wanted, given, where in (
+        (along.cpu(), expected, x, ""), (turned.cpu().t(), expected, nothing, ", transposed"),
+    ):  # fmt: skip
+        unsigned = torch.where(lost, found & 0x7F, found)
+        yield torch.where(lost, wanted & 0x7F, wanted), unsigned, given, words(x, f"times a factor{where}")
+    yield factor.reciprocal(), scale.cpu(), nothing, words(x, "one over the factor")
+
+
+def formed(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
+    """The same times a factor that the kernel forms: of the largest magnitude, where there is none, or it is 0."""
+    for size in (1.0, 2.0**-130, 0.0, float("inf"), float("nan")):
+        known = x.nan_to_num(1.0, 2.0, 2.0) * size if size in (1.0, 2.0**-130) else torch.full_like(x, size)
+        largest = known.float().abs().amax()
+        for state in (None, 0.0, 0.25):
+            factor = (
+                current.factor_of(largest, quantizer.format)
+                if not state
+                else torch.tensor(state, dtype=torch.float32, device="cpu")
+            )
+            held = None if state is None else torch.tensor(state, dtype=torch.float32, device=device)
+            seed = _seed(quantizer)
+            handed = _handed(seed, x, device)
+            made = layouts.codes(known.to(device), quantizer, handed, held, None, largest.to(device))
+            yield from _times(known, quantizer, factor, seed, *made)
+
+
 def given(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
     """Both copies of a matrix times a factor that is given; NaN and infinity, too, and the largest magnitude."""
     x[0, :8] = torch.tensor(
@@ -199,16 +233,8 @@ def given(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Cas
             _seed(quantizer),
         )
         handed = _handed(seed, x, device)
-        along, turned = layouts.codes(known.to(device), quantizer, handed, factor.to(device), amax)
-        plain = Quantizer(quantizer.format, quantizer.rounding)
-        expected = plain.quantize(known.float() * factor, seed).codes
-        yield expected, along.cpu(), known, words(x, "times a factor")
-        yield (
-            expected.t(),
-            turned.cpu(),
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-            words(x, "times a factor, transposed"),
-        )
+        along, turned, scale = layouts.codes(known.to(device), quantizer, handed, factor.to(device), amax)
+        yield from _times(known, quantizer, factor, seed, along, turned, scale)
         largest = torch.maximum(known.float().abs().amax(), torch.tensor(0.5, dtype=torch.float32, device="cpu"))
         yield largest, amax.cpu(), torch.empty(0, dtype=torch.float32, device="cpu"), words(x, "largest magnitude")
 
@@ -273,6 +299,11 @@ def _both(name: str, device: torch.device) -> Iterator[Case]:
         yield from both(hard_matrix(shape, dtype, quantizer), quantizer, device, form, outer)
 
 
+def _formed(name: str, device: torch.device) -> Iterator[Case]:
+    for dtype, shape in ((torch.bfloat16, (130, 144)), (torch.float32, (36, 20))):
+        yield from formed(hard_matrix(shape, dtype, _QUANTIZERS[name]), _QUANTIZERS[name], device)
+
+
 def _given(name: str, device: torch.device) -> Iterator[Case]:
     for dtype, shape in ((torch.bfloat16, (130, 144)), (torch.float32, (36, 20))):
         yield from given(hard_matrix(shape, dtype, _QUANTIZERS[name]), _QUANTIZERS[name], device)
@@ -299,5 +330,6 @@ TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str, torch.device], Iterator[
     ("tiles dequantised", _VALUES, _dequantised),
     ("both layouts", _BOTH, _both),
     ("both layouts of a factor", ("e4m3fn whole current", "e5m2 whole rceil"), _given),
+    ("both layouts by the largest", ("e4m3fn whole current",), _formed),
     ("replays", ("mxfp4 1x32 rceil", "nvfp4 1x16 up"), _replayed),
 )

@@ -48,6 +48,8 @@ MX = Kind(
 NV = Kind("BlockWise1x16", "tiles of 1x16", (block(16), block(16).transposed, square(16)), (10, 0), (10,), 32)
 KINDS = (TENSORS, ROWS, ROWS_OF_128, SQUARES_OF_128, MX, NV)
 BLOCKS = (ROWS_OF_128, SQUARES_OF_128)
+NUMBERS = (ROWS, *BLOCKS)
+"""Kinds whose scales are float32 numbers, whatever the quantizer keeps."""
 PAIRS = {(kind, kind) for kind in KINDS} - {(SQUARES_OF_128, SQUARES_OF_128)}
 PAIRS |= {(TENSORS, ROWS), (ROWS, TENSORS), BLOCKS, BLOCKS[::-1]}
 

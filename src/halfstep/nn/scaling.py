@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError, RecipeError
+from halfstep.kernels.gpu import history
 from halfstep.nn.adopt import extend
 from halfstep.nn.applied import Applied
 from halfstep.nn.clock import overdue
@@ -146,6 +147,8 @@ class _Known(NamedTuple):
     tables: list[dict[str, Tensor | None]]
     buffers: list[int]
     alike: dict[tuple[Quantizer, int], list[Tensor]]  # what one operation moves on
+    there: history.Histories | None
+    """What moves all of them on, where a GPU's kernel does."""
 
 
 def _find(model: nn.Module, applied: Applied) -> _Known:
@@ -158,7 +161,12 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
                 spec = spec or vars(module)["_halfstep"].linear
                 quantizer: Quantizer = spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]
                 alike.setdefault((quantizer, state.numel()), []).append(state)
-    return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike)
+    there = None
+    if alike and next(iter(alike.values()))[0].is_cuda and not capturing():
+        there = history.found(
+            [(states, _rule(quantizer), quantizer.format) for (quantizer, _), states in alike.items()]
+        )
+    return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike, there)
 
 
 class Scalings:
@@ -246,6 +254,9 @@ class Scalings:
             )
         clock.end(self._model)
         if not known.alike:  # it is the stage of the recipe that the clock is for
+            return
+        if known.there is not None and not together:
+            known.there.advance(skipped)
             return
         stacks = [torch.stack(states) for states in known.alike.values()]  # a whole model's take one operation each
         amaxes = torch.cat([stack[:, 1] for stack in stacks])

@@ -24,16 +24,8 @@ def factor_of(
     if not isinstance(rule, StatefulScaling):
         amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
         return rule.factor(amax, format), None
-    if state is None:
-        raise RecipeError(
-            f"{rule.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
-            "`ops.linear` takes them as `states`"
-        )
-    if state.dtype != torch.float32:
-        raise RecipeError(
-            f"the state of {rule.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
-            "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
-        )
+    if state is None or state.dtype != torch.float32:
+        raise _unusable(rule, state)
     if not rule.waits(state):
         return rule.in_use(state, None, format), state[1] if record else None
     amax = amax_of(x, unless=state[0])
@@ -43,6 +35,33 @@ def factor_of(
     if record:
         rule.record(state, amax)
     return factor, None
+
+
+def yet_to_form(
+    x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """For a pass that forms the factor of all of x itself (`kernels.gpu.layouts.codes`): a factor in use, the step's
+    amax to raise, and max |x| for where there is no factor, or it is 0."""
+    if rule.reciprocal:
+        return None, None, amax_of(x)
+    if not isinstance(rule, StatefulScaling) or rule.first is None or not rule.first.reciprocal:
+        return *factor_of(x, format, rule, state, record), None
+    if state is None or state.dtype != torch.float32:
+        raise _unusable(rule, state)
+    found = amax_of(x, unless=state[0]) if rule.waits(state) else None
+    return state[0], state[1] if record else None, found
+
+
+def _unusable(rule: StatefulScaling, state: Tensor | None) -> RecipeError:
+    if state is None:
+        return RecipeError(
+            f"{rule.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
+            "`ops.linear` takes them as `states`"
+        )
+    return RecipeError(
+        f"the state of {rule.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
+        "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
+    )
 
 
 def _noted_later(x: Tensor) -> bool:

@@ -31,6 +31,11 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     return (_with_tangent(function) if transformed else _direct(function)).apply(*inputs)
 
 
+def is_eager() -> bool:
+    """Whether nothing is traced, and no transform of `torch.func` is at work."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
 def apart(y: Tensor) -> Tensor:
     """What a forward gives back, apart from what it is made of.
 

@@ -11,14 +11,15 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
-from halfstep.ops.function import no_autocast, run
+from halfstep.ops.function import is_eager, no_autocast, run
 from halfstep.ops.linear_passes import Rounded, RoundedWeight, States, product_dtype
+from halfstep.ops.native_linear import Native, native_layer
 from halfstep.ops.noise import seeds_of
 from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.product import forward_product
 from halfstep.ops.saved import Keeping
-from halfstep.ops.sides import Units, both_sides, goes_both_ways, side, units_of
+from halfstep.ops.sides import Units, both_sides, side, units_of
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
 from halfstep.recipe import LinearSpec, Matmul, linear_text
@@ -83,6 +84,10 @@ def linear(
             units = Units(there=units.there)
         elif not torch.is_grad_enabled():
             units = Units(units.output, there=units.there)
+        if len(units.both) == 3 and once_for_all is None and keeping is None and x.requires_grad:
+            native = native_layer(spec, x, weight, dtype) if weight.requires_grad and is_eager() else None
+            if native is not None:
+                return run(Native, x, weight, bias, native, states or {}, record)[0]  # type: ignore[no-any-return]
         options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype
         return run(Rounded, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
@@ -122,8 +127,7 @@ def rounded_weight(
         later = signs_of(spec.grad_input, weight, weight, later_seeds.signs)
         state, units = (states or {}).get("weight"), units_of(spec, weight, weight, dtype)
         first, second = spec.output.rhs, spec.grad_input.rhs
-        both = units.output and units.grad_input and goes_both_ways(spec.output, spec.grad_input, first, second)
-        if both and first is not None:
+        if "weight" in units.both and first is not None:
             return RoundedWeight(weight, *both_sides(weight, first, dtype, state, record, given=(seeds.rhs, seeds.rhs)))
         output = operand(weight, first, dtype, state, record, signs, seed=seeds.rhs)
         if "weight" not in spec.rerounded:

@@ -26,7 +26,6 @@ from halfstep.ops.sides import (
     Side,
     Units,
     both_sides,
-    goes_both_ways,
     kept_parts,
     restored_side,
     side,
@@ -63,8 +62,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 class Rounded(Once):
     """The layer with rounded operands: y, an anchor, and what the backward takes of the operands.
 
-    The anchor is a zero that depends on whatever y does, so that a second derivative through the gradients, which do
-    not say so themselves, finds its way to the error.
+    The anchor is a number, whatever its value, that depends on whatever y does, so that a second derivative through the
+    gradients, which do not say so themselves, finds its way to the error.
     """
 
     outputs = 2
@@ -97,7 +96,7 @@ class Rounded(Once):
             with unseen():
                 if keeping is not None and saved is not None:
                     lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record, seeds.lhs)
-                elif units.output and units.grad_weight and weight.requires_grad and _both_ways(spec, "input"):
+                elif "input" in units.both and weight.requires_grad:
                     later = signs_of(spec.grad_weight, x, weight)
                     twice = seeds.lhs, seeds.lhs
                     lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, twice)
@@ -106,7 +105,7 @@ class Rounded(Once):
                     lhs = side(rows, spec.output.lhs, dtype, state, record, signs, 1, *given)
                 if rounded is not None:
                     rhs = rounded.output
-                elif units.output and units.grad_input and x.requires_grad and _both_ways(spec, "weight"):
+                elif "weight" in units.both and x.requires_grad:
                     twice, state = (seeds.rhs, seeds.rhs), states.get("weight")
                     rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=twice)
                 else:
@@ -130,7 +129,7 @@ class Rounded(Once):
         x_kept = x_kept if codes is None else (codes, *x_kept[1:])
         return (
             apart(y if x.dim() == 2 else unflatten(y, x)),
-            y.new_zeros(()),
+            y.new_empty(()),
             *x_kept,
             *weight_kept,
             *rests[0],
@@ -210,7 +209,7 @@ def _form(
             signs = None
             if spec.rotates:
                 signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight, seeds.signs)
-            if needs[1] and units.grad_input and units.grad_weight and _both_ways(spec, "grad_output"):
+            if needs[1] and "grad_output" in units.both:
                 turned, given = signs_of(second, rows, weight, again_seeds.signs), (seeds.lhs, again_seeds.lhs)
                 lhs, later = both_sides(rows, first.lhs, dtype, state, record, turned, given)
             elif not before:
@@ -279,17 +278,6 @@ def bias_gradient(rows: Tensor, multiplier: Multiplier | None) -> Tensor:
         return rows.sum(0)
     wide = torch.promote_types(rows.dtype, torch.float32)
     return rows.sum(0, dtype=wide).mul_(multiplier.of(rows.shape[1], rows.shape[0], 1))
-
-
-def _both_ways(spec: LinearSpec, name: str) -> bool:
-    """Whether the two products of the `input`, the `weight` or `grad_output` take what `both_sides` makes."""
-    products = spec.output, spec.grad_input, spec.grad_weight
-    first, second = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}[name]
-    of = {"input": ("lhs", "rhs"), "weight": ("rhs", "rhs"), "grad_output": ("lhs", "lhs")}[name]
-    quantizers = getattr(products[first], of[0]), getattr(products[second], of[1])
-    between = products[first].rhs if name == "grad_output" else None
-    alone = name == "grad_output" and (between is None or between.rounding != "stochastic")
-    return goes_both_ways(products[first], products[second], *quantizers, alone)
 
 
 def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, again: bool, dtype: torch.dtype) -> Kept:

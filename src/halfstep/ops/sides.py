@@ -17,13 +17,15 @@ from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.gpu import layouts, turned
 from halfstep.kernels.gpu import rotated as gpu_rotated
 from halfstep.kernels.rotation import rotate
+from halfstep.kernels.scaled_mm import Tiles
 from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
-from halfstep.ops.factors import factor_of
+from halfstep.ops.factors import factor_of, yet_to_form
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
 from halfstep.quant.hadamard import ANEW
 from halfstep.quant.pack import pack, unpack
+from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import TENSOR, block
 from halfstep.recipe import LinearSpec, Matmul
@@ -33,7 +35,7 @@ from halfstep.recipe import LinearSpec, Matmul
 class Coded:
     """A matrix in codes whose tiles share a scale: what was made of its rows, or `turned`, of its columns."""
 
-    made: Quantized
+    made: Quantized | Tiles
     dtype: torch.dtype
     """Of the product."""
     turned: bool = False
@@ -51,7 +53,13 @@ class Coded:
 
     def operand(self) -> Operand:
         """The same for a product that units do not form."""
-        matrix = decoded(self.made, self.dtype)
+        made = self.made
+        if isinstance(made, Tiles):
+            tensors, wanted = made.tensors, layout(made.quantizer, made.matrix_shape, made.dtype)["scale"][0]
+            if made.scale.dtype != wanted:  # numbers, all powers of two
+                tensors = tensors | {"scale": (made.scale.view(torch.int32) >> 23).to(torch.uint8)}
+            made = Quantized(made.quantizer, made.matrix_shape, made.dtype, tensors)
+        matrix = decoded(made, self.dtype)
         return matrix.t() if self.turned else matrix
 
 
@@ -68,21 +76,45 @@ class Units(NamedTuple):
     grad_weight: bool = False
     there: bool = True
     """Whether the device may have any: then operands with one scale stay in their 8 bits."""
+    both: frozenset[str] = frozenset()
+    """The tensors (`input`, `weight`, `grad_output`) that `both_sides` makes for both of their products."""
 
 
 NO_UNITS = Units(there=False)
+_MOST = 4096
+"""Sizes for which a spec keeps what is decided: batches may have any number of rows."""
 
 
 def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Units:
     """The products of x (..., in) and a weight (out, in) that units form, in `dtype`."""
     if not scaled_mm.is_there(x.device):
         return NO_UNITS
-    (across, shared), rows = weight.shape, x.numel() // max(x.shape[-1], 1)
-    output = on_units(spec.output, rows, shared, across, dtype, x.device)
-    grad_input = on_units(spec.grad_input, rows, across, shared, dtype, x.device)
+    rows, sizes = x.numel() // max(x.shape[-1], 1), tuple(weight.shape)
+    if torch.compiler.is_compiling():
+        return _units_of(spec, rows, sizes, dtype, x.device)
+    key = rows, sizes, dtype, x.device, scaled_mm.capability(x.device)
+    if key not in spec.known:
+        if len(spec.known) >= _MOST:
+            spec.known.clear()
+        spec.known[key] = _units_of(spec, rows, sizes, dtype, x.device)
+    return spec.known[key]  # type: ignore[no-any-return]
+
+
+def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Units:
+    across, shared = sizes
+    output = on_units(spec.output, rows, shared, across, dtype, device)
+    grad_input = on_units(spec.grad_input, rows, across, shared, dtype, device)
     if "weight" not in spec.rerounded and not output and grad_input and spec.grad_input.rhs is not None:
         grad_input = not unit_kinds.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
-    return Units(output, grad_input, on_units(spec.grad_weight, across, rows, shared, dtype, x.device))
+    grad_weight = on_units(spec.grad_weight, across, rows, shared, dtype, device)
+    between, first, second, third = spec.grad_input.rhs, spec.output, spec.grad_input, spec.grad_weight
+    alone = between is None or between.rounding != "stochastic"
+    both = {
+        "input": output and grad_weight and goes_both_ways(first, third, first.lhs, third.rhs),
+        "weight": output and grad_input and goes_both_ways(first, second, first.rhs, second.rhs),
+        "grad_output": grad_input and grad_weight and goes_both_ways(second, third, second.lhs, third.lhs, alone),
+    }
+    return Units(output, grad_input, grad_weight, both=frozenset(name for name, made in both.items() if made))
 
 
 def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -140,17 +172,19 @@ def both_sides(
     quantizer = quantizer.plain
     scales, eager = quantizer.scales, not torch.compiler.is_compiling()
     shapes = tuple(x.shape), tuple(x.shape)[::-1]
+    along: Quantized | Tiles
+    down: Quantized | Tiles
     assert scales is not None
     if scales.tile == TENSOR:
-        factor, amax = factor_of(x, quantizer.format, scales.rule, state, record)
         native = unit_kinds.dtype_of(quantizer.format)
-        assert factor is not None
         assert native is not None
-        scale = factor.reciprocal()
         if eager and layouts.supports(x, quantizer, given=True):
-            seed = seed_of(quantizer.rounding, given[0], x.device)
-            one, other = layouts.codes(x, quantizer, seed, factor, amax)
+            formed = yet_to_form(x, quantizer.format, scales.rule, state, record)
+            one, other, scale = layouts.codes(x, quantizer, seed_of(quantizer.rounding, given[0], x.device), *formed)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
+        factor, amax = factor_of(x, quantizer.format, scales.rule, state, record)
+        assert factor is not None
+        scale = factor.reciprocal()
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, given[0], amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
     if signs is not None and not (eager and turned.supports(x, quantizer, signs)):
@@ -160,25 +194,24 @@ def both_sides(
         parts = layouts.empty(x, quantizer)
         seeds = [seed_of(quantizer.rounding, seed, x.device) for seed in given]
         turned.run(x, quantizer, signs, *parts, seeds[0], seeds[1])
-        along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
+        along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
     elif eager and layouts.supports(x, quantizer):
-        parts = layouts.empty(x, quantizer, outer=scales.tile == block(128))
+        form = "number" if unit_kinds.kind_of(quantizer) in unit_kinds.NUMBERS else "stored"
+        parts = layouts.empty(x, quantizer, form, outer=scales.tile == block(128))
         layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, given[0], x.device))
-        along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
+        along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
     else:
-        along = quantize(x, quantizer, generator=given[0])
+        along = made = quantize(x, quantizer, generator=given[0])
         square = scales.tile.rows == scales.tile.columns
-        down = _transposed(along) if square else quantize(x.t(), quantizer, generator=given[1])
+        down = _transposed(made) if square else quantize(x.t(), quantizer, generator=given[1])
     if unit_kinds.is_tiled(quantizer):
         return Coded(along, dtype), Coded(down, dtype, turned=True)
     return _by_rows(along), _by_rows(down).t()
 
 
-def _by_rows(made: Quantized) -> Operand:
+def _by_rows(made: Quantized | Tiles) -> Operand:
     """FP8 numbers with a scale a row."""
-    assert made.quantizer.scales is not None
-    scale = made.quantizer.scales.rule.multiplier(made.tensors, made.quantizer.format).float()
-    return Operand(unit_kinds.in_dtype(made.codes, made.quantizer.format), scale)
+    return Operand(unit_kinds.in_dtype(made.codes, made.quantizer.format), scaled_mm.multiplier(made))
 
 
 def _transposed(made: Quantized) -> Quantized:
@@ -223,4 +256,4 @@ def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -
     quantizer, codes = quantizer.plain, values.view(torch.uint8)
     shape = (codes.shape[0], codes.shape[1] * 8 // quantizer.format.bits)
     tensors = {"codes": codes, "scale": scale} | ({} if whole is None else {"tensor_scale": whole})
-    return Coded(Quantized(quantizer, shape, dtype, tensors), dtype, turned=True)
+    return Coded(Tiles(quantizer, shape, dtype, tensors), dtype, turned=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -101,6 +102,11 @@ class LinearSpec:
                 f"an {own} for a weight that {self.output.hadamard} rotates first: "
                 "its derivative would be that of the rotated weight. Leave one of them out"
             )
+
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """What is decided once for a layer's sizes and device."""
+        return {}
 
     @cached_property
     def estimates(self) -> bool:

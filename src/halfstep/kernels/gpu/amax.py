@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, lies_plain, plain
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, Launch, functions, lies_plain, plain
 
 
 _BLOCK = 4 * BLOCK  # few programs, since all raise one number
@@ -24,10 +26,12 @@ def takes(x: Tensor) -> bool:
 def run(x: Tensor, unless: Tensor | None = None) -> Tensor:
     """max |x| as a float32 scalar: 0 of an empty tensor, NaN where there is one. 0 too, and x is not read, where
     `unless`, another, is not 0."""
-    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    found = torch.zeros((), dtype=torch.float32, device=x.device)
     n = x.numel()
-    launch(
-        functions("largest").largest, -(-n // _BLOCK), bits(x), found, None if unless is None else bits(unless), n,
-        device=x.device, SOURCE=KINDS[x.dtype], PART=BLOCK, B=_BLOCK,
-    )  # fmt: skip
-    return found.view(torch.float32)
+    _launch(x.device, x.dtype, n >> 31)(-(-n // _BLOCK), x, found, unless, n)
+    return found
+
+
+@cache
+def _launch(device: torch.device, dtype: torch.dtype, long: int) -> Launch:
+    return Launch(functions("largest").largest, device, as_bits=True, SOURCE=KINDS[dtype], PART=BLOCK, B=_BLOCK)

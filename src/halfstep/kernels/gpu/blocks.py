@@ -24,6 +24,7 @@ from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import absmax
 from halfstep.quant.scaling.double_absmax import DoubleAbsmax
+from halfstep.quant.tile import ROW
 
 
 def takes(x: Tensor, quantizer: Quantizer) -> bool:
@@ -84,6 +85,21 @@ def run_values(
 def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     """The bits of the largest magnitudes that scales need before the pass that rounds: of the whole tensor, of each row
     or each column; of two levels, of the finite tiles. None where none are needed."""
+    return _largest(x, quantizer, False)[0]
+
+
+def largest_both(x: Tensor, quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
+    """The same, and what `quantizer` needs of the transposed matrix."""
+    assert quantizer.scales is not None
+    tile = quantizer.scales.tile
+    if tile == ROW:
+        return _largest(x, quantizer, True)
+    found = largest(x, quantizer)
+    return found, found if tile.rows == tile.columns else largest(x, quantizer.down)
+
+
+def _largest(x: Tensor, quantizer: Quantizer, columns: bool) -> tuple[Tensor | None, Tensor | None]:
+    """`columns`: those of columns beside those of rows."""
     told, scales = quantizers.known(quantizer), quantizer.scales
     assert told is not None
     assert scales is not None
@@ -91,17 +107,18 @@ def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     assert made is not None
     two_level = told[0].kind == "two_level"
     if all(made.tile) and not two_level:
-        return None
+        return None, None
     if not any(made.tile):
-        return amax.run(x).view(torch.int32)
+        return amax.run(x).view(torch.int32), None
     count = 1 if two_level else made.rows if made.tile[0] else made.columns
-    found = torch.zeros(count, dtype=torch.int32, device=x.device)
+    whole = torch.zeros(count + made.columns * columns, dtype=torch.int32, device=x.device)
+    found, across = (whole[:count], whole[count:]) if columns else (whole, None)
     launch(
-        functions("maxima").maxima, made.programs, bits(x), found, made.rows, made.columns // made.unit,
+        functions("maxima").maxima, made.programs, bits(x), found, across, made.rows, made.columns // made.unit,
         device=x.device, warps=WARPS, SOURCE=KINDS[x.dtype], FINITE=two_level, H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
     )  # fmt: skip
-    return found
+    return found, across
 
 
 def _single(quantizer: Quantizer) -> Quantizer | None:
@@ -141,10 +158,9 @@ def _cut(x: Tensor, quantizer: Quantizer) -> Cut | None:
 def _launch(
     x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: Seed | None
 ) -> None:
-    told, made = quantizers.known(quantizer), _cut(x, quantizer)
-    assert told is not None
+    made = _cut(x, quantizer)
     assert made is not None
-    rule, element = told
+    rule, element = quantizers.told(quantizer, x.device, x.dtype)
     values: Any = None if scale is not None else out.dtype
     narrow = values is not None and values.itemsize == 2
     looked_up = None if element.bins is None else quantizers.table(quantizer.format, x.device)

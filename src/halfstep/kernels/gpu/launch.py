@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -27,6 +27,12 @@ _BITS = {
 }  # fmt: skip
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of numbers, as kernels are told them: what they load are bits."""
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU; (0, 0) of what is none."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @cache
@@ -82,12 +88,62 @@ def functions(name: str) -> ModuleType:
     return import_module(f"halfstep.kernels.gpu.jit.{name}")
 
 
-def launch(kernel: Any, grid: int, *arguments: Any, device: torch.device, warps: int = 4, **constants: Any) -> None:
-    """Run `grid` programs of a kernel on the device's current stream.
+class Launch:
+    """Runs programs of a kernel on a device's current stream, by constants that are given once.
+
+    Triton asks at each launch what its arguments are, for every constant of a kernel too: that takes longer than the
+    launch. So what it compiled is kept by which arguments are there and begin at a multiple of 16 bytes: the dtypes of
+    tensors do not change from call to call, nor whether whole numbers fit 32 bits.
 
     Multiplications and additions are never contracted, which would round once where the reference rounds twice.
+
+    Args:
+        as_bits: the kernel takes all tensors as integers (`bits`): calls need not.
     """
-    if not grid:
-        return
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(grid,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+    def __init__(
+        self, kernel: Any, device: torch.device, warps: int = 4, as_bits: bool = False, **constants: Any
+    ) -> None:
+        self._kernel, self._device, self._as_bits = kernel, device, as_bits
+        self._options = {**constants, "num_warps": warps, "enable_fp_fusion": False}
+        self._values = [constants[name] for name in kernel.arg_names if name in constants]
+        self._compiled: dict[tuple[bool | None, ...], Any] = {}
+
+    def __call__(self, grid: int, *arguments: Any) -> None:
+        if not grid:
+            return
+        device = self._device
+        key = tuple([a.data_ptr() % 16 == 0 if isinstance(a, Tensor) else None for a in arguments])
+        elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+        with torch.cuda.device(device) if elsewhere else _HERE:
+            compiled = self._compiled.get(key)
+            if compiled is not None:
+                compiled[(grid, 1, 1)](*arguments, *self._values)
+                return
+            if self._as_bits:
+                arguments = tuple([bits(a) if isinstance(a, Tensor) else a for a in arguments])
+            compiled = self._kernel[(grid,)](*arguments, **self._options)
+            if compiled is not None:  # Triton's interpreter compiles nothing
+                self._compiled[key] = compiled
+
+
+def launch(kernel: Any, grid: int, *arguments: Any, device: torch.device, warps: int = 4, **constants: Any) -> None:
+    """Run `grid` programs of a kernel: by a `Launch` that is made once of these constants and kinds of arguments."""
+    kinds = tuple([_kind(argument) for argument in arguments])
+    prepared(kernel, device, warps, kinds=kinds, **constants)(grid, *arguments)
+
+
+def _kind(argument: Any) -> Any:
+    """The dtype of a tensor, and whether a whole number has more than 32 bits."""
+    return argument.dtype if isinstance(argument, Tensor) else argument and argument.bit_length() > 31
+
+
+@lru_cache(maxsize=4096)
+def prepared(
+    kernel: Any, device: torch.device, warps: int = 4, as_bits: bool = False, kinds: object = None, **constants: Any
+) -> Launch:
+    """The `Launch` of a kernel and constants, for arguments of those `kinds`: the same one for the same."""
+    return Launch(kernel, device, warps, as_bits, **constants)
+
+
+_HERE = nullcontext()

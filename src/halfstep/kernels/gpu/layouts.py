@@ -5,24 +5,30 @@ It is what FP8 and FP4 products take of a tensor in a forward and a backward pas
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.blocks import largest
-from halfstep.kernels.gpu.cut import WARPS
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
+from halfstep.kernels.gpu.blocks import largest_both
+from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, plain, prepared
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
 
 
 _SIDE = 128  # of the square that a program takes
-_STRIP = 32  # rows that it holds at a time
-_CHOICE = 16  # and where it forms two scales a tile: with more, registers would spill
+_STRIP = 32, 8
+"""Rows that a program holds at a time, and its warps: with more of the first, or fewer of the second, registers would
+spill."""
+_TWO_LEVELS, _CHOICE = (32, 16), (16, 8)
+"""The same of two levels of scales, and where each tile has two to choose from."""
+_CONVERTED = {"whole": (32, 8), "square": (64, 8), "rows": (64, 8), "along": (32, 4)}
+"""The same where the GPU's own conversion makes the codes, of rows that begin at 16 bytes: the fastest of five on an
+H100. A strip is no lower than a tile along a row is wide, or the tile is as wide as a program's square."""
 _ALONG = (0, 16, 32, 128)
 _SQUARES = (0, 16, 32, 128)
 _UNIT = 16
@@ -54,7 +60,7 @@ def takes(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
             and tile.rows == tile.columns == 0
         )
     told = quantizers.known(quantizer)
-    if told is None or told[1].bins is not None or (told[0].second is not None and tile.columns != _CHOICE):
+    if told is None or told[1].bins is not None or (told[0].second is not None and tile.columns != _CHOICE[0]):
         return False  # of a tile that is read strip by strip, no sum is formed
     return told[0].kind != "two_level" or bool(tile.rows and tile.columns)
 
@@ -87,73 +93,97 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
 
 
 def codes(
-    x: Tensor, quantizer: Quantizer, seed: Seed | None, factor: Tensor, amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The codes of a matrix times `factor`, a float32 scalar, saturating, and the same transposed; `amax`, another, is
-    raised to max |x|."""
-    unscaled = replace(quantizer, scales=None)
-    shapes = tuple(x.shape), tuple(x.shape)[::-1]
-    sizes: list[Any] = [layout(unscaled, shape, x.dtype)["codes"] for shape in shapes]
-    one, other = (torch.empty(size, dtype=dtype, device=x.device) for dtype, size in sizes)
-    run(x, quantizer, {"codes": one}, {"codes": other}, seed, factor, amax)
-    return one, other
-
-
-def run(
     x: Tensor,
     quantizer: Quantizer,
-    along: Tensors,
-    turned: Tensors,
-    seed: Seed | None = None,
-    factor: Tensor | None = None,
+    seed: Seed | None,
+    factor: Tensor | None,
     amax: Tensor | None = None,
-) -> None:
-    """Write what `quantizer.quantize(x)` keeps to `along`, and what it makes of the transpose to `turned`: both of
-    `empty`, or with scales of any strides.
+    found: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of a matrix times a factor, saturating, the same transposed, and 1 over the factor.
 
-    With a `factor`, a float32 scalar, x times it is rounded and saturates, scales are left to the caller, and
-    `amax`, another, is raised to max |x|.
+    Args:
+        factor: a float32 scalar. Where it is 0, or not given, it is max / amax (`quant.scaling.current`).
+        amax: another, which is raised to max |x|.
+        found: max |x|, for such a factor.
     """
-    scales, (rows, columns) = quantizer.scales, x.shape
-    assert scales is not None
-    tile = scales.tile
-    told: Any = quantizers.known(quantizer)
-    element = quantizers.element(quantizer.format, quantizer.rounding)
-    rule = quantizers.Rule("given", 0) if factor is not None else told[0]
-    found = turned_found = None
-    if factor is None:
-        found = largest(x, quantizer)
-        turned_found = found if tile.rows == tile.columns else largest(x, quantizer.down)
-    form = "stored"
-    if factor is None:
-        stored = layout(quantizer, tuple(x.shape), x.dtype)["scale"][0]
-        form = "swizzled" if along["scale"].dim() == 1 else "stored" if along["scale"].dtype == stored else "number"
-    flat = (0, 0)
-    strides = [flat if form == "swizzled" or factor is not None else t["scale"].stride() for t in (along, turned)]
-    units = [_UNIT if size % _UNIT == 0 else 1 for size in (rows, columns)]
-    two_level = rule.kind == "two_level"  # with as many elements a thread as others, registers would spill
-    coded = quantizers.e4m3() if two_level else None
-    launch(
-        functions("layouts").both, -(-rows // _SIDE) * -(-columns // _SIDE),
-        bits(x), *_handed(along, factor), found, *_handed(turned, factor), turned_found, _cell(factor), _cell(amax),
-        rows // units[0], columns // units[1], *halves(seed), *strides[0], *strides[1],
-        device=x.device, warps=2 * WARPS if two_level and rule.second is None else WARPS, R=rule, Q=element, E=coded,
-        SOURCE=KINDS[x.dtype], FORM=form, NOISY=seed is not None, H=tile.rows, W=tile.columns,
-        ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE, ROWS=_STRIP if rule.second is None else _CHOICE, COLUMNS=_SIDE,
-    )  # fmt: skip
+    both = _both(quantizer, tuple(x.shape), x.dtype, x.device, "whole", ((0, 0), (0, 0)), seed is not None)
+    one, other = (torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in (x.shape, x.shape[::-1]))
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    both(x, (one, scale, None), (other, scale, None), found, None, factor, amax, seed)
+    return one, other, scale
 
 
-def _handed(copy: Tensors, factor: Tensor | None) -> tuple[Any, Any, Any]:
-    """Codes, scales and the tensor's scale of one copy, as a kernel takes them."""
-    scale = None if factor is not None else _memory(copy["scale"])
-    return bits(copy["codes"]), scale, _cell(copy.get("tensor_scale"))
+def run(x: Tensor, quantizer: Quantizer, along: Tensors, turned: Tensors, seed: Seed | None = None) -> None:
+    """Write what `quantizer.quantize(x)` keeps to `along`, and what it makes of the transpose to `turned`: both of
+    `empty`, or with scales of any strides."""
+    stored = layout(quantizer, tuple(x.shape), x.dtype)["scale"][0]
+    form = "swizzled" if along["scale"].dim() == 1 else "stored" if along["scale"].dtype == stored else "number"
+    strides = ((0, 0), (0, 0)) if form == "swizzled" else (along["scale"].stride(), turned["scale"].stride())
+    both = _both(quantizer, tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
+    one, other = ((made["codes"], made["scale"], made.get("tensor_scale")) for made in (along, turned))
+    both(x, one, other, *largest_both(x, quantizer), seed=seed)
 
 
-def _memory(scale: Tensor) -> Tensor:
-    """Scales of any strides, from where they start."""
-    return bits(scale.as_strided((1,), (1,)))
+Copy = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, scales and the tensor's scale."""
 
 
-def _cell(number: Tensor | None) -> Tensor | None:
-    """The memory of one number."""
-    return None if number is None else bits(number)
+class Both:
+    """The launch that writes both copies of matrices of one shape and dtype, with all decided that is alike for them.
+
+    Args:
+        form: of scales, as `empty` has them; `whole`: one scale of the tensor, 1 over its factor.
+        strides: those of the scales of both copies.
+        noisy: rounded by a seed.
+    """
+
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        form: str,
+        strides: Sequence[Sequence[int]] = ((0, 0), (0, 0)),
+        noisy: bool = False,
+    ) -> None:
+        assert quantizer.scales is not None
+        self.tile = tile = quantizer.scales.tile
+        told = quantizers.times if form == "whole" else quantizers.told
+        rule, element = told(quantizer, device, dtype)
+        units = [_UNIT if size % _UNIT == 0 else 1 for size in shape]
+        way = "square" if tile.rows == tile.columns else "along" if tile.columns else "rows"
+        strip, warps = _STRIP
+        if rule.kind == "two_level":
+            strip, warps = _TWO_LEVELS if rule.second is None else _CHOICE
+        elif element.instruction is not None and 1 not in units and not noisy:
+            strip, warps = _CONVERTED["whole" if form == "whole" else way]
+        self._sizes = shape[0] // units[0], shape[1] // units[1]
+        self._strides, self._grid = (*strides[0], *strides[1]), -(-shape[0] // _SIDE) * -(-shape[1] // _SIDE)
+        self._launch = prepared(
+            functions("layouts").both, device, warps, as_bits=True,
+            R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None, SOURCE=KINDS[dtype],
+            FORM=form, NOISY=noisy, H=tile.rows, W=tile.columns, ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE,
+            ROWS=strip, COLUMNS=_SIDE,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        x: Tensor,
+        along: Copy,
+        turned: Copy,
+        found: Tensor | None = None,
+        turned_found: Tensor | None = None,
+        factor: Tensor | None = None,
+        amax: Tensor | None = None,
+        seed: Seed | None = None,
+    ) -> None:
+        """Write both copies. `found`: what `blocks.largest` gives, or of the form `whole` max |x|."""
+        self._launch(
+            self._grid, x, *along, found, *turned, turned_found, factor, amax, *self._sizes, *halves(seed),
+            *self._strides,
+        )  # fmt: skip
+
+
+_both = lru_cache(maxsize=1024)(Both)

@@ -15,7 +15,7 @@ from halfstep.errors import OptimizerError
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of, has_one_scale, kind_of, steps_to_one
-from halfstep.kernels.gpu.launch import functions, launch
+from halfstep.kernels.gpu.launch import Launch, functions, prepared
 
 
 BLOCK = 1024
@@ -74,14 +74,17 @@ class Steps:
         self._most = None
         if any(has_one_scale(constants) for *_, constants in made):
             self._most = torch.empty(len(tensors), table.MOST, dtype=torch.int32, device=self._device)
-        self._kinds: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        self._prepare = prepared(functions("optimizer").prepare, self._device, B=TENSORS)
+        self._kinds: list[tuple[Launch, int, tuple[Any, ...]]] = []
         for places, elements, constants in made:
             blocks = self._sent(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2))
             # One scale for a tensor follows from all of what is to be written.
             twice = has_one_scale(constants)
             arguments = (blocks, self._numbers, self._most if twice else None, *elements)
             for foresees in (True, False) if twice else (False,):
-                self._kinds.append((len(places), arguments, {**constants, "FORESEES": foresees}))
+                options_of = {**constants, "FORESEES": foresees, "B": BLOCK}
+                launch = prepared(functions("optimizer").update, self._device, **options_of)
+                self._kinds.append((launch, len(places), arguments))
         self.set(options)
 
     def set(self, options: Sequence[Options]) -> None:
@@ -129,14 +132,13 @@ class Steps:
         if self._capturing:
             self.held = self._captured = True
             self._kept += [self._rows, self._corrections]
-        kernels, count = functions("optimizer"), self._host.shape[0]
-        launch(
-            kernels.prepare, -(-count // TENSORS),
+        count = self._host.shape[0]
+        self._prepare(
+            -(-count // TENSORS),
             self._rows, self._table, self._corrections, self._numbers, self._most, grad_scale, found_inf, count,
-            device=self._device, B=TENSORS,
         )  # fmt: skip
-        for grid, arguments, constants in self._kinds:
-            launch(kernels.update, grid, self._rows, *arguments, device=self._device, **constants, B=BLOCK)
+        for launch, grid, arguments in self._kinds:
+            launch(grid, self._rows, *arguments)
 
     def _pair(self) -> tuple[Tensor, Tensor]:
         return torch.empty_like(self._host).pin_memory(), torch.empty_like(self._host, device=self._device)

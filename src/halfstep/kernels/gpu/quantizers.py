@@ -18,6 +18,8 @@ from halfstep.kernels.cpu.elements import Rounding, float_bits
 from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.kernels.gpu import places
+from halfstep.kernels.gpu.cast import instruction
+from halfstep.kernels.gpu.launch import capability
 from halfstep.kernels.gpu.places import Bins
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling
@@ -47,6 +49,9 @@ class Rule(NamedTuple):
     """How elements are rounded for these sums."""
     group: int = 0
     """How many scales have a scale."""
+    corrections: int = 0
+    """How often the quotient of an element and its scale is corrected, where it is formed by the scale's reciprocal: a
+    GPU rounds `fma` once. 0: it is divided."""
 
 
 class Pair(NamedTuple):
@@ -70,6 +75,8 @@ class Element(NamedTuple):
     """The codes by place, 4 bits each; None where they count up."""
     bins: Bins | None = None
     """Of a codebook of 8 bits, which is looked up in `places.table`."""
+    instruction: str | None = None
+    """The GPU's own conversion to these codes (`cast.instruction`)."""
 
 
 class Meaning(NamedTuple):
@@ -186,6 +193,27 @@ def written(dtype: torch.dtype) -> Rounding:
     """How products are rounded to a dtype of 16 bits, saturating."""
     format = formats.get(dtype)
     return Rounding(*map(int, elements.scalars(format, "nearest_even", "saturate")))
+
+
+@cache
+def told(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> tuple[Rule, Element]:
+    """What kernels are told of a quantizer that is `known`, of tensors of that dtype there: by the instructions of that
+    GPU, which give the same bits."""
+    given = known(quantizer)
+    assert given is not None
+    rule, element = given
+    made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
+    corrections = 0 if capability(device) == (0, 0) else 2 if dtype == torch.float32 else 1
+    return rule._replace(corrections=corrections), element._replace(instruction=made)
+
+
+@cache
+def times(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> tuple[Rule, Element]:
+    """The same of codes under one factor for the whole tensor: the rule of a factor that has yet to be formed."""
+    coded = element(quantizer.format, quantizer.rounding)
+    assert coded is not None
+    made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
+    return Rule("reciprocal", float_bits(quantizer.format.max)), coded._replace(instruction=made)
 
 
 def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:

@@ -152,6 +152,9 @@ class StatefulScaling(Scaling):
     lets it into what it keeps.
     """
 
+    first: ClassVar[Scaling | None] = None
+    """The rule of a tensor's own amax whose factor it has where the state's is 0, if one has."""
+
     def waits(self, state: Tensor) -> bool:
         """Whether `in_use` needs the tensor's own amax; True where that cannot be told from the state."""
         return False

@@ -10,8 +10,8 @@ from torch import Tensor
 from halfstep.errors import QuantizationError
 from halfstep.formats import Format
 from halfstep.quant.family.floating import power_of_two
-from halfstep.quant.scaling.base import StatefulScaling, Stored, check_power
-from halfstep.quant.scaling.current import factor_of
+from halfstep.quant.scaling.base import Scaling, StatefulScaling, Stored, check_power
+from halfstep.quant.scaling.current import current, factor_of
 from halfstep.quant.tile import Tile
 
 
@@ -40,6 +40,10 @@ class Delayed(StatefulScaling):
     """An amax that is not finite empties the history, and `warmup` starts over."""
 
     multiplies = True
+
+    @property
+    def first(self) -> Scaling | None:  # type: ignore[override]
+        return None if self.margin or self.power_of_two else current
 
     def __post_init__(self) -> None:
         super().__post_init__()

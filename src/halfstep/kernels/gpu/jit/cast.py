@@ -56,4 +56,4 @@ def cast(
         made, magnitude = result(stored, times, low, high, start, index, P, C, SOURCE, TARGET, NOISY, INSTRUCTION)
         put(out, made, start, n, PACKED, False, B)
     if found is not None:
-        tl.atomic_max(found, tl.max(magnitude.to(tl.int32, bitcast=True)))
+        tl.atomic_max(found, tl.max(magnitude.to(tl.int32, bitcast=True)), sem="relaxed")

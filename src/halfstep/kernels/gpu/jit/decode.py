@@ -34,4 +34,4 @@ def decode(
         code = taken(codes, start, n, PACKED, False, B)
         put_numbers(out + start, stored_value(code, table, last, D, WHOLE, TARGET), n - start, False, B)
     if found is not None:
-        tl.atomic_max(found, tl.max(code.to(tl.int32, bitcast=True)))
+        tl.atomic_max(found, tl.max(code.to(tl.int32, bitcast=True)), sem="relaxed")

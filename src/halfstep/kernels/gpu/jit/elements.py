@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from halfstep.kernels.gpu.jit.instruction import converted
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, rounded
 from halfstep.kernels.gpu.jit.places import placed, value_at
 
@@ -24,12 +25,16 @@ def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def code_of(bits, drawn, known, Q: tl.constexpr):
-    """The codes of float32 bits that are no NaN, 32 bits wide. What is `known` of a codebook is `places.table`."""
+    """The codes of float32 bits that are no NaN, 32 bits wide or a byte each. What is `known` of a codebook is
+    `places.table`."""
     P: tl.constexpr = Q.rounding  # triton 3.6 passes on no tuple of a tuple that is not a constant of its own
     C: tl.constexpr = Q.coding
     T: tl.constexpr = Q.bins
+    OWN: tl.constexpr = Q.instruction
     if Q.bins is not None:
         code = placed(as_float(bits), known, T).to(tl.uint32, bitcast=True)
+    elif Q.instruction is not None and drawn is None:
+        code = converted(bits, OWN)
     elif Q.cuts is None:
         if drawn is None and Q.coding.complement is None:
             code = number_coded(bits, P, C)

@@ -32,7 +32,7 @@ def raised(x, found, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl.constexp
     top = tl.max(worst)
     if SOURCE != "float32":
         top = widened(top.to(tl.int16), SOURCE).to(tl.int32, bitcast=True)
-    tl.atomic_max(found, top)
+    tl.atomic_max(found, top, sem="relaxed")
 
 
 @triton.jit

@@ -8,16 +8,17 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, seed_of
-from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
+from halfstep.kernels.gpu.jit.instruction import converted
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, constant, seed_of
+from halfstep.kernels.gpu.jit.scales import scales, tensor_scale_of
 from halfstep.kernels.gpu.jit.tiles import (
     found_before,
     keep_scales,
     largest_of,
     loaded,
     noise_of,
+    over_scale,
     scales_of,
-    spread,
     store_codes,
     tile_maxima,
 )
@@ -34,6 +35,22 @@ def store_both(
     if DOWN:
         place = (column.to(tl.int64) * rows)[:, None]
         store_codes(turned, tl.trans(code), place, column, top, columns, rows, Q, MASKED)
+
+
+@triton.jit
+def factor_of(factor, found, R: tl.constexpr):
+    """What a tensor is multiplied by as a whole; NaN where its largest magnitude is not finite."""
+    if found is not None:
+        amax = tl.load(found).to(tl.uint32, bitcast=True)
+        _, _, formed, _ = scales(amax, None, R, None)
+        formed = tl.where(amax >= 0x7F800000, constant(0x7FC00000), formed)
+    if factor is None:
+        number = formed
+    else:
+        number = tl.load(factor).to(tl.float32, bitcast=True)
+        if found is not None:
+            number = tl.where(number == 0.0, formed, number)
+    return number
 
 
 @triton.jit
@@ -69,7 +86,12 @@ def square(
             most = tl.maximum(most, (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True))
             P: tl.constexpr = Q.rounding
             C: tl.constexpr = Q.coding
-            code = coded(as_bits(as_float(bits) * factor), drawn, P, C)  # NaN, too
+            OWN: tl.constexpr = Q.instruction
+            times = as_bits(as_float(bits) * factor)
+            if Q.instruction is not None and not NOISY:
+                code = converted(times, OWN)
+            else:
+                code = coded(times, drawn, P, C)  # NaN, too
         else:
             if not shared or (H > 0 and H <= ROWS):
                 if W:
@@ -83,7 +105,7 @@ def square(
                         turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, H, W, FORM,
                         True,
                     )  # fmt: skip
-            code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), drawn, None, Q)
+            code = code_of(over_scale(bits, meets, keep, R), drawn, None, Q)
         store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, True, shared, MASKED)
         if not shared:
             if W > ROWS:
@@ -97,10 +119,10 @@ def square(
                 keep_scales(
                     turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, W, 1, FORM, True
                 )  # fmt: skip
-                code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, None, Q)
+                code = code_of(over_scale(bits, meets, keep, R), None, None, Q)
                 store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
     if amax is not None:
-        tl.atomic_max(amax, tl.max(most))
+        tl.atomic_max(amax, tl.max(most), sem="relaxed")
     if not shared and W > ROWS:
         stored, multiplier, meets, keep = scales(below.to(tl.uint32, bitcast=True), turned_tensor_scale, R, E)
         keep_scales(turned_scale, stored, multiplier, top, left, rows, columns, turned_strides, R, W, 1, FORM, True)
@@ -109,7 +131,7 @@ def square(
             row = start + tl.arange(0, ROWS)
             first = (row.to(tl.int64) * columns)[:, None]
             bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
-            code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, None, Q)
+            code = code_of(over_scale(bits, meets, keep, R), None, None, Q)
             store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
 
 
@@ -123,8 +145,10 @@ def both(
     H: tl.constexpr, W: tl.constexpr, ROW_UNIT: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write codes and scales of a matrix of row_units * ROW_UNIT rows and units * UNIT columns, and of its transpose;
-    with a `factor`, codes alone of x times it, and raise `amax`."""
+    """Write codes and scales of a matrix of row_units * ROW_UNIT rows and units * UNIT columns, and of its transpose.
+
+    FORM "whole": codes of x times the number in `factor`; where that is 0, or not there, times what the rule makes of
+    the largest magnitude that was `found`. `scale` becomes 1 over it, and `amax` is raised."""
     rows, columns = row_units * ROW_UNIT, units * UNIT
     programs = (columns + COLUMNS - 1) // COLUMNS
     top, left = tl.program_id(0) // programs * TALL, tl.program_id(0) % programs * COLUMNS
@@ -132,8 +156,10 @@ def both(
         low, high = seed_of(low, high, held)
     tensor_scale = None
     turned_tensor_scale = None
-    if factor is not None:
-        factor = tl.load(factor).to(tl.float32, bitcast=True)
+    if FORM == "whole":
+        factor = factor_of(factor, found, R)
+        if tl.program_id(0) == 0:
+            tl.store(scale, tl.div_rn(1.0, factor).to(tl.int32, bitcast=True))
     elif R.kind == "two_level":
         tensor_scale = tensor_scale_of(tl.load(found), R)
         turned_tensor_scale = tensor_scale_of(tl.load(turned_found), R)

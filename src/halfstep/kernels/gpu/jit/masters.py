@@ -68,8 +68,9 @@ def kept_after(
     """What is stored of the weight, and what is kept beside it, after the rule made `updated` of `full`."""
     if MASTER == "split":
         bits = as_bits(updated)
-        upper = tl.where(is_nan(bits), 0x7FC00000, bits + 0x8000)
-        return narrowed(upper, "bfloat16"), bits.to(tl.uint16).to(tl.int16, bitcast=True)
+        lost = is_nan(bits)  # whose lower half is the processor's
+        upper, low = tl.where(lost, 0x7FC00000, bits + 0x8000), tl.where(lost, 0, bits)
+        return narrowed(upper, "bfloat16"), low.to(tl.uint16).to(tl.int16, bitcast=True)
     elif MASTER == "kahan":
         rest = as_float(beside(widened(stored, KIND), widened(kept, KIND)))
         rest = sum_bf16(rest, as_float(nearest_bf16(updated - full)))

@@ -9,8 +9,16 @@ import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, seed_of, widened
-from halfstep.kernels.gpu.jit.scales import over, tensor_scale_of
-from halfstep.kernels.gpu.jit.tiles import keep_scales, noise_of, scales_of, spread, store_codes, tile_maxima, values_of
+from halfstep.kernels.gpu.jit.scales import tensor_scale_of
+from halfstep.kernels.gpu.jit.tiles import (
+    keep_scales,
+    noise_of,
+    over_scale,
+    scales_of,
+    store_codes,
+    tile_maxima,
+    values_of,
+)
 
 
 @triton.jit
@@ -71,7 +79,7 @@ def block(
         amax = tile_maxima(bits, 1, W)
         if raised is not None:
             most = amax.to(tl.int32, bitcast=True)
-            tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)))
+            tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)), sem="relaxed")
         else:
             kept, multiplier, meets, keep = scales_of(bits, amax, tensor_scale, R, E, 1, W)
             drawn = None
@@ -81,7 +89,7 @@ def block(
                 drawn = noise_anywhere(low, high, first + left + place[None, :])
             elif NOISE == "rows":
                 drawn = noise(low, high, top.to(tl.int64) * COLUMNS, (row - top)[:, None] * COLUMNS + place[None, :])
-            bits = over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R)
+            bits = over_scale(bits, meets, keep, R)
             if TARGET is None:
                 strides = (columns // W, 1)
                 keep_scales(scale, kept, multiplier, top, left, rows, columns, strides, R, 1, W, "stored", False)

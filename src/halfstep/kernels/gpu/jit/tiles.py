@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
-from halfstep.kernels.gpu.jit.numbers import as_float, noise_by, noise_keys, rounded, seed_of, widened
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise_by, noise_keys, rounded, seed_of, widened
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 
 
@@ -49,6 +49,34 @@ def tile_sums(numbers, H: tl.constexpr, W: tl.constexpr):
     COLUMNS: tl.constexpr = numbers.shape[1]
     found = tl.sum(tl.reshape(numbers, (ROWS, COLUMNS // W, W)), 2)
     return tl.sum(tl.reshape(found, (ROWS // H, H, COLUMNS // W)), 1)
+
+
+@triton.jit
+def over_scale(bits, meets, keep, R: tl.constexpr):
+    """The bits of a block's elements over the scale of their tile, by `scales.over`.
+
+    With corrections, by the reciprocal: from a quotient that is a few units off in its last place each takes the
+    remainder of the division, which `fma` forms exactly, and what is left is rounded right. One is enough for the 8 and
+    11 bits of bf16 and fp16 before codes of 8 bits or less: a quotient that one rounds wrong is none that lies at the
+    middle between two codes. Scales are multiplied into [1, 2), so that nothing overflows; quotients that underflow
+    are zeros in any code.
+    """
+    ROWS: tl.constexpr = bits.shape[0]
+    COLUMNS: tl.constexpr = bits.shape[1]
+    if R.corrections == 0 or R.kind == "power" or R.kind == "reciprocal":
+        made = over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R)
+    else:
+        power = as_float(((254 - tl.maximum(as_bits(meets) >> 23, 1)) << 23).to(tl.uint32))
+        divisor = meets * power
+        inverse = spread(tl.div_rn(1.0, divisor), ROWS, COLUMNS)
+        divisor = spread(divisor, ROWS, COLUMNS)
+        number = as_float(bits & spread(keep, ROWS, COLUMNS)) * spread(power, ROWS, COLUMNS)
+        quotient = number * inverse
+        TIMES: tl.constexpr = R.corrections
+        for _ in tl.static_range(TIMES):
+            quotient = tl.fma(tl.fma(-quotient, divisor, number), inverse, quotient)
+        made = as_bits(quotient) | (as_bits(number) & 0x80000000)  # that of a zero is lost
+    return made
 
 
 @triton.jit
@@ -233,7 +261,7 @@ def block(
         drawn = None
         if NOISY:
             drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
-        bits = over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R)
+        bits = over_scale(bits, meets, keep, R)
         if TARGET is None:
             store_codes(out, code_of(bits, drawn, known, Q), first, row, left, rows, columns, Q, MASKED)
         else:

@@ -9,15 +9,15 @@ import triton.language as tl
 from halfstep.kernels.gpu.jit.elements import code_of
 from halfstep.kernels.gpu.jit.numbers import as_float, seed_of
 from halfstep.kernels.gpu.jit.rotated import rotated
-from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
-from halfstep.kernels.gpu.jit.tiles import keep_scales, loaded, noise_of, spread, store_codes, tile_maxima
+from halfstep.kernels.gpu.jit.scales import scales, tensor_scale_of
+from halfstep.kernels.gpu.jit.tiles import keep_scales, loaded, noise_of, over_scale, store_codes, tile_maxima
 
 
 @triton.jit
 def note(raised, maxima):
     """Raise a number to the largest magnitude of the tiles without an infinity or NaN."""
     most = maxima.to(tl.int32, bitcast=True)
-    tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)))
+    tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)), sem="relaxed")
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def copy(
     drawn = None
     if NOISY:
         drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
-    code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), drawn, None, Q)
+    code = code_of(over_scale(bits, meets, keep, R), drawn, None, Q)
     store_codes(codes, code, first, row, left, rows, columns, Q, MASKED)
 
 

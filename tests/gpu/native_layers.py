@@ -1,0 +1,87 @@
+"""Linear layers whose operands Triton's kernels round, in its interpreter, beside layers whose operands the CPU's
+kernels round: a line of JSON for each recipe.
+
+    TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/native_layers.py
+
+Run in a process of its own, since Triton reads the variable when a kernel is defined. There are no units: their
+product is formed in float64 from the codes and scales that reach them, and rounded once.
+"""
+
+import json
+from importlib import import_module
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+
+from halfstep import ops
+from halfstep.kernels import scaled_mm
+from halfstep.kernels.gpu import blocks, layouts
+from halfstep.kernels.gpu.amax import run as largest_of
+from halfstep.kernels.gpu.launch import lies_plain
+from halfstep.ops import factors, native_linear
+from halfstep.quant.scaling import StatefulScaling
+from halfstep.recipe import get_recipe
+
+
+CASES = {
+    "fp8-current": (48, 80, 64), "fp8-delayed": (48, 80, 64), "fp8-rowwise": (48, 80, 64), "fp8-block": (128, 256, 384),
+}  # fmt: skip
+"""Rows, in and out."""
+
+
+def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=torch.bfloat16, **__):
+    """What units form, rounded once."""
+    kinds, sides = F.ScalingType, []
+    scale_b = scale_b.t() if kind_b == kinds.RowWise else scale_b
+    for codes, scale, kind in ((a, scale_a, kind_a), (b.t(), scale_b, kind_b)):
+        (rows, shared), scale = codes.shape, scale.double()
+        if kind == kinds.BlockWise128x128:  # transposed, and padded
+            scale = scale.t()[: rows // 128, : shared // 128]
+        for dim in range(scale.dim()):
+            scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
+        sides.append(codes.double() * scale)
+    made = sides[0] @ sides[1].t()
+    return (made if bias is None else made + bias.double()).to(output_dtype)
+
+
+def layer(name, seed, steps=2):
+    """What two micro-steps of a layer leave: outputs, gradients and scaling states."""
+    spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
+    spec.known.clear()
+    torch.manual_seed(seed)
+    rows, fan_in, fan_out = CASES[name]
+    states = {key: q.stateful.init() for key, q in spec.states.items()}
+    left = []
+    for step in range(steps):
+        x, w, b = torch.randn(rows, fan_in).bfloat16(), torch.randn(fan_out, fan_in), torch.randn(fan_out)
+        x, w, b = ((t * 3.0**step).requires_grad_() for t in (x, w, b))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ops.linear(x, w, b, spec, states, record=True)
+        y.backward(torch.randn(rows, fan_out).bfloat16())
+        left += [y.detach(), x.grad, w.grad, b.grad, *(state.clone() for state in states.values())]
+        for key, quantizer in spec.states.items():
+            quantizer.stateful.advance(states[key], quantizer.format)
+    return left
+
+
+if __name__ == "__main__":
+    np.seterr(all="ignore")
+    torch.set_num_threads(1)
+    scaled_mm._capability = lambda device: (9, 0)
+    F.scaled_mm = product
+    StatefulScaling.waits = lambda self, state: True  # as on a GPU, which the host does not ask
+    linear, made = import_module("halfstep.ops.linear"), native_linear.native_layer
+    native_linear.plain = blocks.plain = layouts.plain = lies_plain
+    for name in CASES:
+        asked = []
+        linear.native_layer = lambda *given: None
+        expected = layer(name, 1)
+        linear.native_layer = lambda *given, asked=asked: asked.append(made(*given)) or asked[-1]
+        factors.amax_of, kept = lambda x, unless=None: largest_of(x, unless), factors.amax_of
+        found = layer(name, 1)
+        factors.amax_of = kept
+        wrong = [place for place, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
+        told = {"triton": triton.__version__, "recipe": name, "wrong": wrong, "native": all(asked) and len(asked)}
+        print(json.dumps(told), flush=True)

@@ -1,0 +1,67 @@
+"""Quotients by a reciprocal and corrections (`jit.tiles.over_scale`), which no interpreter rounds as a GPU does: the
+same steps in numpy, with products and sums formed in 64 bits of mantissa and rounded once, beside the division."""
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep import formats, quant
+
+
+E4M3 = formats.get("float8_e4m3fn")
+pytestmark = pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="no long doubles of 64 bits here")
+
+
+def fma(a, b, c):
+    wide = np.longdouble
+    return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(np.float32)
+
+
+def quotient(x, scale, corrections):
+    """Bit for bit what the kernel does, for scales that are no NaN and no 0."""
+    power = ((254 - np.maximum(scale.view(np.uint32) >> 23, 1)) << 23).astype(np.uint32).view(np.float32)
+    divisor, number = scale * power, x * power
+    inverse = np.float32(1) / divisor
+    found = number * inverse
+    for _ in range(corrections):
+        found = fma(fma(-found, divisor, number), inverse, found)
+    return (found.view(np.uint32) | (number.view(np.uint32) & 0x80000000)).view(np.float32)
+
+
+def drawn(seed, count, ties):
+    """Numbers and scales: of any size (subnormal scales too), or with quotients beside the middle of two codes."""
+    rng = np.random.default_rng(seed)
+    scale = rng.integers(1, 0x7B000000, count, dtype=np.uint32).view(np.float32)
+    if ties:
+        values = np.array(sorted({abs(v) for v in E4M3.values()}))
+        middles = (values[1:] + values[:-1]) / 2
+        times = rng.choice(middles, count) * (1 + rng.integers(-3, 4, count) * 2.0**-24) * rng.choice([-1, 1], count)
+        scale = np.ldexp(1 + rng.random(count), rng.integers(-40, 40, count)).astype(np.float32)
+    else:
+        times = np.clip(rng.standard_normal(count) * 10.0 ** rng.integers(-4, 3, count), -448, 448)
+    return (scale.astype(np.float64) * times).astype(np.float32), scale
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("dtype", "corrections"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.float16, 1)])
+def test_corrected_quotients_have_the_codes_of_the_division(dtype, corrections, ties):
+    """And with two corrections its bits, where it is no number near 2^-126 or below."""
+    x, scale = drawn(corrections, 1 << 17, ties)
+    x = torch.from_numpy(x).to(dtype).float().clamp(-3e38, 3e38).numpy()
+    with np.errstate(all="ignore"):
+        found, expected = quotient(x, scale, corrections), x / scale
+    known = np.isfinite(expected) & (np.abs(expected) <= 464)
+    codes = [quant.encode(torch.from_numpy(q[known].copy()), E4M3) for q in (found, expected)]
+    assert torch.equal(*codes)
+    if corrections == 2:
+        usual = known & (np.abs(expected) > 2.0**-100)
+        assert np.array_equal(found[usual].view(np.uint32), expected[usual].view(np.uint32))
+
+
+def test_one_correction_alone_is_seen_to_be_wanted():
+    """Without one, codes differ beside the middles: the test sees it."""
+    x, scale = drawn(1, 1 << 17, True)
+    x = torch.from_numpy(x).bfloat16().float().numpy()
+    with np.errstate(all="ignore"):
+        found, expected = quotient(x, scale, 0), x / scale
+    assert not np.array_equal(found.view(np.uint32), expected.view(np.uint32))
