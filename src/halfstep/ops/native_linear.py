@@ -36,10 +36,11 @@ class Rounding:
         assert quantizer.scales is not None
         self._quantizer, self.kind, self._rule, self._device = quantizer, kind, quantizer.scales.rule, device
         self._dtype, self._shapes = dtype_of(quantizer.format), (shape, shape[::-1])
-        self._scales = [quantizer.scales.tile.grid(*each) for each in self._shapes]
-        self._strides = [(1, down) if kind is ROWS_OF_128 else (across, 1) for down, across in self._scales]
+        grids = [quantizer.scales.tile.grid(*each) for each in self._shapes]
+        strides = [(1, down) if kind is ROWS_OF_128 else (across, 1) for down, across in grids]
+        self._scales = list(zip(grids, strides, strict=True))
         form = "whole" if kind is TENSORS else "number"
-        self._both = layouts.Both(quantizer, shape, dtype, device, form, self._strides)
+        self._both = layouts.Both(quantizer, shape, dtype, device, form, strides)
 
     def __call__(self, x: Tensor, state: Tensor | None, record: bool) -> tuple[Side, Side]:
         one, other = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
@@ -49,11 +50,9 @@ class Rounding:
             self._both(x, (one, scale, None), (other, scale, None), found, None, factor, amax)
         else:
             scale, turned_scale = (
-                torch.empty_strided(grid, strides, dtype=torch.float32, device=self._device)
-                for grid, strides in zip(self._scales, self._strides, strict=True)
+                torch.empty_strided(*laid, dtype=torch.float32, device=self._device) for laid in self._scales
             )
-            found = largest_both(x, self._quantizer)
-            self._both(x, (one, scale, None), (other, turned_scale, None), *found)
+            self._both(x, (one, scale, None), (other, turned_scale, None), *largest_both(x, self._quantizer))
         return Side(one, self.kind, scale), Side(other, self.kind, turned_scale)
 
 

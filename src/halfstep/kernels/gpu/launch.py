@@ -110,21 +110,21 @@ class Launch:
         self._compiled: dict[tuple[bool | None, ...], Any] = {}
 
     def __call__(self, grid: int, *arguments: Any) -> None:
-        if not grid:
-            return
-        device = self._device
         key = tuple([a.data_ptr() % 16 == 0 if isinstance(a, Tensor) else None for a in arguments])
-        elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
-        with torch.cuda.device(device) if elsewhere else _HERE:
-            compiled = self._compiled.get(key)
-            if compiled is not None:
-                compiled[(grid, 1, 1)](*arguments, *self._values)
-                return
-            if self._as_bits:
-                arguments = tuple([bits(a) if isinstance(a, Tensor) else a for a in arguments])
-            compiled = self._kernel[(grid,)](*arguments, **self._options)
-            if compiled is not None:  # Triton's interpreter compiles nothing
-                self._compiled[key] = compiled
+        compiled, index = self._compiled.get(key), self._device.index
+        if compiled is not None and grid and (index is None or index == torch._C._cuda_getDevice()):
+            compiled[(grid, 1, 1)](*arguments, *self._values)
+        elif grid:
+            with torch.cuda.device(index) if index is not None else nullcontext():
+                self._first(grid, key, arguments)
+
+    def _first(self, grid: int, key: tuple[bool | None, ...], arguments: tuple[Any, ...]) -> None:
+        """A call that Triton makes: it compiles, where it has not; its interpreter never does."""
+        if self._as_bits:
+            arguments = tuple([bits(a) if isinstance(a, Tensor) else a for a in arguments])
+        compiled = self._kernel[(grid,)](*arguments, **self._options)
+        if compiled is not None:
+            self._compiled[key] = compiled
 
 
 def launch(kernel: Any, grid: int, *arguments: Any, device: torch.device, warps: int = 4, **constants: Any) -> None:
@@ -144,6 +144,3 @@ def prepared(
 ) -> Launch:
     """The `Launch` of a kernel and constants, for arguments of those `kinds`: the same one for the same."""
     return Launch(kernel, device, warps, as_bits, **constants)
-
-
-_HERE = nullcontext()
