@@ -7,4 +7,5 @@ collect_ignore = [
     "fuzzed_rotated.py",
     "fuzzed_tiles.py",
     "native_layers.py",
+    "watched.py",
 ]

@@ -7,6 +7,7 @@ What is not marked slow takes of every kernel one format, in the interpreter.
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +26,11 @@ KEPT = KERNELS / "proofs.json"
 INSTRUCTIONS, REGISTERS = 1.1, 255
 
 
-def told(script, version, *arguments, **variables):
+def told(script, version, *arguments, sources=ROOT / "src", **variables):
     """What a script says, under that version of triton."""
     if not (FOLDER / version / "triton").exists():
         pytest.skip(f"no triton {version} in {FOLDER}: `make gpu-proofs` fetches it (Linux, x86)")
-    variables["PYTHONPATH"] = os.pathsep.join(str(part) for part in (ROOT / "src", ROOT / "tests", FOLDER / version))
+    variables["PYTHONPATH"] = os.pathsep.join(str(part) for part in (sources, ROOT / "tests", FOLDER / version))
     run = subprocess.run(
         [sys.executable, Path(__file__).parent / script, *arguments],
         env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | variables,
@@ -57,6 +58,31 @@ def sound(kernels):
 
 def test_every_kernel_equals_the_reference_in_the_interpreter():
     equal(told("interpreted.py", PINNED, "--core", TRITON_INTERPRET="1"), PINNED)
+
+
+@pytest.mark.slow
+def test_no_program_leaves_its_tensors_or_meets_another_one():
+    found = told("watched.py", PINNED, TRITON_INTERPRET="1")
+    assert len(found) > 20
+    assert not [one for one in found if one["faults"] or not one["compared"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong", "fault"),
+    [
+        ('tl.atomic_max(found, top, sem="relaxed")', "tl.store(found, top)", "two programs store to one address"),
+        ("tl.load(x + start + part + index, mask=inside, other=0)", "tl.load(x + start + part + index)", "outside of"),
+    ],
+)
+def test_a_lost_atomic_and_a_lost_mask_are_seen(right, wrong, fault, tmp_path):
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    kernel = tmp_path / "src" / "halfstep" / "kernels" / "gpu" / "jit" / "largest.py"
+    text = kernel.read_text()
+    assert right in text
+    kernel.write_text(text.replace(right, wrong))
+    found = told("watched.py", PINNED, "amax", TRITON_INTERPRET="1", sources=tmp_path / "src")
+    assert any(fault in said for one in found for said in one["faults"])
 
 
 def test_native_layers_are_those_that_the_cpus_kernels_round():
