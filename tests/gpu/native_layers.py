@@ -1,13 +1,14 @@
 """Linear layers whose operands Triton's kernels round, in its interpreter, beside layers whose operands the CPU's
 kernels round: a line of JSON for each recipe.
 
-    TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/native_layers.py
+    TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/native_layers.py [RECIPE ...]
 
 Run in a process of its own, since Triton reads the variable when a kernel is defined. There are no units: their
 product is formed in float64 from the codes and scales that reach them, and rounded once.
 """
 
 import json
+import sys
 from importlib import import_module
 
 import numpy as np
@@ -74,7 +75,7 @@ if __name__ == "__main__":
     StatefulScaling.waits = lambda self, state: True  # as on a GPU, which the host does not ask
     linear, made = import_module("halfstep.ops.linear"), native_linear.native_layer
     native_linear.plain = blocks.plain = layouts.plain = lies_plain
-    for name in CASES:
+    for name in sys.argv[1:] or CASES:
         asked = []
         linear.native_layer = lambda *given: None
         expected = layer(name, 1)

@@ -57,7 +57,7 @@ def test_noise_that_replays_would_repeat_is_refused(capturing):
     with pytest.raises(QuantizationError, match="every replay of the graph would round with the same noise"):
         halfstep.round_to(x, "e4m3fn", "stochastic")
     with pytest.raises(QuantizationError, match=r"signs of a Hadamard transform.*not on the GPU"):
-        Hadamard(16, "anew").signs()
+        Hadamard(16, "random").signs()
     with pytest.raises(QuantizationError, match=r"Capture into halfstep\.CUDAGraph\(\)"):
         seed_of("stochastic", None, GPU)
     halfstep.round_to(x, "e4m3fn", "stochastic", generator=5)

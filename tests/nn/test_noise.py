@@ -24,7 +24,7 @@ from tiny import assert_same, batch, grads, mlp, prepared, train
 
 NOISY = Quantizer(formats.get("e4m3fn"), rounding="stochastic", scales=Scales(TENSOR, get_scaling("current")))
 EVERYWHERE = linear_spec(NOISY, NOISY, NOISY)
-ANEW = LinearSpec(*[Matmul(NOISY, NOISY, hadamard=Hadamard(128, "anew"))] * 3)
+ANEW = LinearSpec(*[Matmul(NOISY, NOISY, hadamard=Hadamard(128, "random"))] * 3)
 """Noise in all operands; and signs of more than 64."""
 
 

@@ -176,7 +176,7 @@ def test_a_weight_is_rounded_once_a_forward_to_the_same_operands(names):
     def check(name):
         spec = recipe.get_recipe(name).rules[-1].linear
         down = spec.grad_input
-        if down.hadamard is not None and down.hadamard.seed == "anew":
+        if down.hadamard is not None and down.hadamard.seed == "random":
             down = replace(down, hadamard=replace(down.hadamard, seed=1))
         if down.rhs is not None and down.rhs.rounding == "stochastic":
             down = replace(down, rhs=replace(down.rhs, rounding="nearest_even"))

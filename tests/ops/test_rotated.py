@@ -79,7 +79,7 @@ def test_it_is_the_reference_written_out(quantizer, which, rows):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-ROTATIONS = (R16, R32, Hadamard(64, "anew"))
+ROTATIONS = (R16, R32, Hadamard(64, "random"))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_rotated_tensor_is_rounded_for_each_product_anew():
 
 
 @pytest.mark.parametrize("which", [("output",), ("grad_input",), PRODUCTS])
-@pytest.mark.parametrize("seed", [3, "anew"])
+@pytest.mark.parametrize("seed", [3, "random"])
 def test_a_weight_that_is_rounded_for_several_calls_keeps_its_signs(which, seed):
     spec = spec_of(EXACT, **dict.fromkeys(which, Hadamard(16, seed)))
     x, w, dy = tensors()
@@ -193,10 +193,10 @@ def gradients(model, x, times=1):
 @pytest.mark.parametrize(
     "rotations",
     [
-        pytest.param({"output": Hadamard(16, "anew"), "grad_weight": R16}, id="each of both"),
+        pytest.param({"output": Hadamard(16, "random"), "grad_weight": R16}, id="each of both"),
         *(
             pytest.param(dict.fromkeys(PRODUCTS, hadamard), id=str(hadamard), marks=pytest.mark.slow)
-            for hadamard in (R16, Hadamard(16, "anew"))
+            for hadamard in (R16, Hadamard(16, "random"))
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_graphs_compute_what_eager_computes(rotations):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("hadamard", [R16, Hadamard(16, "anew")], ids=str)
+@pytest.mark.parametrize("hadamard", [R16, Hadamard(16, "random")], ids=str)
 def test_checkpointing_changes_nothing(reentrant, hadamard):
     model, x = model_and_batch()
     stochastic = replace(FP4, rounding="stochastic")
@@ -258,7 +258,7 @@ def test_what_each_operand_loses_is_that_of_the_rotated_one():
     layer = nn.Linear(32, 32, bias=False)
     layer.weight.data.copy_(w)
     model = nn.Sequential(layer)
-    halfstep.apply(model, replace(recipe_of(spec_of(grad_weight=Hadamard(16, "anew"))), compute="fp32"))
+    halfstep.apply(model, replace(recipe_of(spec_of(grad_weight=Hadamard(16, "random"))), compute="fp32"))
     state = torch.get_rng_state()
     with operand_errors(model) as rows:
         model(x).backward(dy)
@@ -328,7 +328,7 @@ read = partial(from_data, named=halfstep.get_recipe)
         (16, R16),
         ({"size": 16}, R16),
         ({"size": 32, "seed": 5}, R32),
-        ({"size": 8, "seed": "anew"}, Hadamard(8, "anew")),
+        ({"size": 8, "seed": "random"}, Hadamard(8, "random")),
         ("none", None),
     ],
 )

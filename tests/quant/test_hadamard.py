@@ -97,7 +97,7 @@ def test_seeds():
     assert torch.equal(signs(32, 1), signs(32, 1))
     assert not torch.equal(signs(32, 1), signs(32, 2))
     assert abs(sum(float(signs(16, seed).sum()) for seed in range(500))) < 4 * math.sqrt(500 * 16)
-    drawn = Hadamard(16, "anew")
+    drawn = Hadamard(16, "random")
     torch.manual_seed(0)
     first, second = drawn.signs(), drawn.signs()
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from halfstep.auditing.live import rounds_to
 from halfstep.auditing.report import Finding, Item
 from halfstep.auditing.setup import Setup
 from halfstep.auditing.updates import Unmoved, find_updates
-from halfstep.nn.buffers import ANEW
+from halfstep.nn.buffers import RECOMPUTE
 from halfstep.recipe import PROJECTOR
 
 
@@ -76,7 +76,7 @@ def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) ->
         else:
             text = f"buffers in {dtype}" + (" beside weights kept in float32" if wide else "") + ": a cast rounded them"
             noted = not wide
-        yield Finding("note" if noted else "warning", "rounded buffers", f"{text}; {ANEW}", tuple(names))
+        yield Finding("note" if noted else "warning", "rounded buffers", f"{text}; {RECOMPUTE}", tuple(names))
 
 
 def _frozen_norms(setup: Setup) -> Iterator[Finding]:

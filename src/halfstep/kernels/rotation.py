@@ -34,7 +34,7 @@ def _rotated_like(x: Tensor, signs: Tensor, dim: int) -> Tensor:
 def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
     """Signs of a Hadamard transform for a product of these two: so a graph draws them in the product's pass, and not
     once for two products."""
-    out.copy_(quant.Hadamard(len(out), "anew").signs(out.device))
+    out.copy_(quant.Hadamard(len(out), "random").signs(out.device))
 
 
 _ROTATE = Operator("rotate(Tensor x, Tensor signs, int dim) -> Tensor", _rotate, like=_rotated_like)

@@ -14,7 +14,7 @@ from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.tuners import matches
 
 
-ANEW = (
+RECOMPUTE = (
     "compute them again in float32 (transformers' rotary embeddings: m.inv_freq = type(m)(m.config).inv_freq, and so "
     "m.original_inv_freq)"
 )
@@ -90,7 +90,7 @@ def check_float32(model: nn.Module, globs: Sequence[str], recipe: str) -> None:
         if said := _rounded_to(buffer):
             raise ModelError(
                 f"{type(model).__name__}: the buffer {name} in {buffer.dtype} holds values rounded to {said}, "
-                f"and {recipe!r} names it among its float32_buffers; {ANEW}, or load the model in float32"
+                f"and {recipe!r} names it among its float32_buffers; {RECOMPUTE}, or load the model in float32"
             )
         if buffer.dtype != torch.float32:
             raise ModelError(

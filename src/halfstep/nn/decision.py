@@ -15,7 +15,7 @@ from halfstep.nn import noise
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement, arranged
 from halfstep.nn.averages import watch_copy
-from halfstep.nn.buffers import ANEW, check_float32, rounded
+from halfstep.nn.buffers import RECOMPUTE, check_float32, rounded
 from halfstep.nn.clock import Clock
 from halfstep.nn.dtypes import check_grad_dtype, storable, store, unstorable, wide_adapters
 from halfstep.nn.following import follow
@@ -264,6 +264,6 @@ def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, n
             f"{type(model).__name__}: {len(cast)} of {len([*model.buffers()])} buffers arrive rounded to 16 bits "
             f"({name} in {buffer.dtype}), and stay so under {recipe.name!r}, which keeps float32: rotary frequencies "
             "in bfloat16 put angles at position 4000 off by more than a radian. After the cast "
-            f"{ANEW}; or cast parameters alone: for p in model.parameters(): p.data = p.data.bfloat16()",
+            f"{RECOMPUTE}; or cast parameters alone: for p in model.parameters(): p.data = p.data.bfloat16()",
             stacklevel=4,
         )

@@ -19,7 +19,7 @@ from halfstep.ops.factors import factor_of
 from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
 from halfstep.quant import Clamp, Quantizer, Scales, Tile
-from halfstep.quant.hadamard import ANEW
+from halfstep.quant.hadamard import RANDOM
 from halfstep.quant.rounding import Seed, number
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
@@ -230,7 +230,7 @@ def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor, seed: Seed | None = None
     hadamard = product.hadamard
     if hadamard is None:
         return None
-    if hadamard.seed != ANEW or seed is not None or not torch.compiler.is_compiling():
+    if hadamard.seed != RANDOM or seed is not None or not torch.compiler.is_compiling():
         return hadamard.signs(lhs.device, seed)
     out = lhs.new_empty(hadamard.size, dtype=torch.float32)
     draw_signs(lhs, rhs, out)

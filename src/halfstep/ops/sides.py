@@ -23,7 +23,7 @@ from halfstep.ops.factors import factor_of, yet_to_form
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
-from halfstep.quant.hadamard import ANEW
+from halfstep.quant.hadamard import RANDOM
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
@@ -234,7 +234,7 @@ def goes_both_ways(
     tile = None if quantizer.scales is None else quantizer.scales.tile
     if second.hadamard is not None:
         along = tile is not None and tile.rows == 1 and unit_kinds.is_tiled(quantizer)
-        return along and second.hadamard.seed != ANEW and (quantizer.rounding != "stochastic" or alone)
+        return along and second.hadamard.seed != RANDOM and (quantizer.rounding != "stochastic" or alone)
     return quantizer.rounding != "stochastic" or (tile is not None and tile.rows == tile.columns)
 
 

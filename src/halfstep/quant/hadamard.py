@@ -20,7 +20,7 @@ from halfstep.quant.padding import pad
 from halfstep.quant.rounding import Seed, derive_seed, noise_bits
 
 
-ANEW = "anew"
+RANDOM = "random"
 _SIGNS = "the signs of a Hadamard transform"
 _WORD = 32  # signs that a whole number holds
 _NVFP4 = "+++-+------+-+--"
@@ -32,7 +32,7 @@ class Hadamard:
     H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]].
 
     `seed` None is the sign vector that NVFP4's recipe has, of size 16; an integer draws signs that never change;
-    `"anew"` draws them for each product, as stochastic rounding does its noise.
+    `"random"` draws them for each product, as stochastic rounding does its noise.
 
     Raises:
         QuantizationError: the size is no power of two from 2 on, or has no signs of its own; another seed.
@@ -50,11 +50,11 @@ class Hadamard:
         if self.seed is None and self.size != len(_NVFP4):
             raise QuantizationError(
                 f"a Hadamard transform of size {self.size} without a seed: NVFP4's signs are {len(_NVFP4)}; give a "
-                f"seed, an integer or {ANEW!r}"
+                f"seed, an integer or {RANDOM!r}"
             )
-        if self.seed is not None and type(self.seed) is not int and self.seed != ANEW:
+        if self.seed is not None and type(self.seed) is not int and self.seed != RANDOM:
             raise QuantizationError(
-                f"seed = {self.seed!r} of a Hadamard transform; expected an integer, {ANEW!r}, or none (NVFP4's signs)"
+                f"seed = {self.seed!r} of a Hadamard transform; expected an integer, {RANDOM!r} or none (NVFP4's signs)"
             )
         _ = self._fixed  # known from here on: a traced graph cannot take a cached property's lock
 
@@ -67,7 +67,7 @@ class Hadamard:
         `torch.compile(dynamic=True)` makes unknowns."""
         if self.seed is None:
             return _NVFP4
-        if self.seed == ANEW:
+        if self.seed == RANDOM:
             return ""
         return "".join("+-"[derive_seed(int(self.seed), i) >> 63] for i in range(self.size))
 
@@ -75,7 +75,7 @@ class Hadamard:
     def still(self) -> Hadamard:
         """This transform; where its signs are drawn for each product, one whose signs stay: for a caller that only
         looks, and draws nothing from a run's generator."""
-        return replace(self, seed=0) if self.seed == ANEW else self
+        return replace(self, seed=0) if self.seed == RANDOM else self
 
     def signs(self, device: torch.device | str | None = None, seed: Seed | None = None) -> Tensor:
         """s, float32 (size): for both operands of one product, since another call may draw others.

@@ -162,7 +162,7 @@ def storage(data: Any, *path: str | int) -> Storage:
 
 
 def hadamard(data: Any, *path: str | int) -> Hadamard | None:
-    """A size, of a transform with NVFP4's signs; or a table of the size and a seed, an integer or "anew"."""
+    """A size, of a transform with NVFP4's signs; or a table of the size and a seed, an integer or "random"."""
     if data == "none":
         return None
     table = {"size": data} if type(data) is int else typed(data, dict, *path)

@@ -10,7 +10,7 @@ import torch
 
 from halfstep.errors import RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
-from halfstep.quant.hadamard import ANEW
+from halfstep.quant.hadamard import RANDOM
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.multiplier import Multiplier
 
@@ -57,7 +57,7 @@ class Matmul:
     def draws(self) -> bool:
         """Whether forming it draws noise or signs."""
         noisy = any(side is not None and side.rounding == "stochastic" for side in (self.lhs, self.rhs))
-        return noisy or (self.hadamard is not None and self.hadamard.seed == ANEW)
+        return noisy or (self.hadamard is not None and self.hadamard.seed == RANDOM)
 
 
 @dataclass(frozen=True)

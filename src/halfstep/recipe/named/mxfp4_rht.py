@@ -13,7 +13,7 @@ from halfstep.recipe.spec import Recipe
 
 _scales = Scales(block(32), get_scaling("three_quarters"))
 _operand = replace(get_quantizer("mxfp4"), scales=_scales, rounding="stochastic")
-_backward = Matmul(_operand, _operand, hadamard=Hadamard(64, "anew"))
+_backward = Matmul(_operand, _operand, hadamard=Hadamard(64, "random"))
 
 mxfp4_rht = Recipe(
     name="mxfp4-rht",
