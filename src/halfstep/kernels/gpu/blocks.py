@@ -160,7 +160,10 @@ def _launch(
 ) -> None:
     made = _cut(x, quantizer)
     assert made is not None
-    rule, element = quantizers.told(quantizer, x.device, x.dtype)
+    # Of rows that start anywhere, registers would spill by the GPU's own instructions.
+    given = quantizers.known(quantizer) if made.unit == 1 else quantizers.told(quantizer, x.device, x.dtype)
+    assert given is not None
+    rule, element = given
     values: Any = None if scale is not None else out.dtype
     narrow = values is not None and values.itemsize == 2
     looked_up = None if element.bins is None else quantizers.table(quantizer.format, x.device)
