@@ -160,11 +160,12 @@ def _launch(
 ) -> None:
     made = _cut(x, quantizer)
     assert made is not None
-    # Of rows that start anywhere, registers would spill by the GPU's own instructions.
-    given = quantizers.known(quantizer) if made.unit == 1 else quantizers.told(quantizer, x.device, x.dtype)
+    values: Any = None if scale is not None else out.dtype
+    # By the GPU's own instructions registers would spill of rows that start anywhere, and of values in float32.
+    plainly = made.unit == 1 or (values is not None and x.dtype == torch.float32)
+    given = quantizers.known(quantizer) if plainly else quantizers.told(quantizer, x.device, x.dtype)
     assert given is not None
     rule, element = given
-    values: Any = None if scale is not None else out.dtype
     narrow = values is not None and values.itemsize == 2
     looked_up = None if element.bins is None else quantizers.table(quantizer.format, x.device)
     launch(

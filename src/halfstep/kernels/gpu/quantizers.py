@@ -203,7 +203,8 @@ def told(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> tupl
     assert given is not None
     rule, element = given
     made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
-    corrections = 0 if capability(device) == (0, 0) else 2 if dtype == torch.float32 else 1
+    divides = rule.kind == "quotient" and capability(device) != (0, 0)  # by the tile's scale alone
+    corrections = (2 if dtype == torch.float32 else 1) if divides else 0
     return rule._replace(corrections=corrections), element._replace(instruction=made)
 
 
