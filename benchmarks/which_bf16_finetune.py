@@ -36,7 +36,8 @@ from losses import train
 
 RATES, STEPS, SEEDS = (1e-5, 1e-4), 150, 3
 RECIPES = (
-    "fp32", "bf16-mixed", "bf16-master", "bf16-stochastic", "bf16-nomaster", "fp16-master", "fp16-nomaster",
+    "fp32", "bf16-mixed", "adamw-8bit", "bf16-master", "bf16-stochastic", "bf16-7byte", "bf16-6byte", "bf16-nomaster",
+    "fp16-master", "fp16-nomaster",
 )  # fmt: skip
 
 
@@ -79,8 +80,8 @@ master is largest here. transformers 5 loads a checkpoint in the 16 bits of its 
 ({size}), pre-trained on Python's standard library, was fine-tuned for {steps} steps on READMEs of installed packages.
 Of fp32's improvement with the same seed there arrives, with 95% intervals over {seeds} seeds:
 
-| recipe | {rates} |
-| --- |{lines}"""
+| recipe | bytes/param | {rates} |
+| --- | --- |{lines}"""
 
 
 def fine_tuning(data: dict[str, Any]) -> Iterator[str]:
@@ -92,13 +93,19 @@ def fine_tuning(data: dict[str, Any]) -> Iterator[str]:
     )
     for name in next(iter(rates.values()))["shares"]:
         if name != "fp32":
-            yield f"| `{name}` | " + " | ".join(_cell(found["shares"][name]) for found in rates.values()) + " |"
+            size = get_recipe(name).bytes_per_parameter().total
+            yield (
+                f"| `{name}` | {size:.4g} | "
+                + " | ".join(_cell(found["shares"][name]) for found in rates.values())
+                + " |"
+            )
     gains = ", ".join(f"{_gain(found):.3f} at {rate}" for rate, found in rates.items())
     machine = data["machine"]
     yield from ["", "![Of fp32's improvement, what arrives under each recipe](images/finetune.png)"]
     text = (
         f"fp32 lowers the validation loss of {next(iter(rates.values()))['before']:.3f} by {gains}. Masters, or "
-        "stochastic rounding at no bytes more, are the cure. `python benchmarks/which_bf16_finetune.py`; "
+        "stochastic rounding at no bytes more, are the cure; with 8-bit moments too (`bf16-7byte`, `bf16-6byte`) "
+        "three seeds tell no loss. `python benchmarks/which_bf16_finetune.py`; "
         f"torch {machine['torch']} on {machine['cpu']}, one thread."
     )
     yield from ["", *textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)]

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     )
     from halfstep.optim import LossScaler
     from halfstep.preparation import optimize, plan, prepare
-    from halfstep.probe import ProbeReport, mismatch, probe_model
+    from halfstep.probe import ProbeReport, probe_model
+    from halfstep.probe.mismatch import mismatch
     from halfstep.quant import CUDAGraph, Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
     from halfstep.serving.export import export

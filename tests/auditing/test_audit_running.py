@@ -182,7 +182,7 @@ def test_the_lines_that_mend_it_mend_it():
     """They are run as they are printed."""
     model = mlp().bfloat16()
     report, _ = watched(model, AdamW(model.parameters(), lr=1e-5))
-    assert report.mend.recipes == {"bf16-stochastic": 12, "bf16-master": 16}
+    assert report.mend.recipes == {"bf16-6byte": 6.03125, "bf16-master": 16}
     assert report.mend.now == pytest.approx(report.audit.nbytes / report.audit.trained)
     fresh = mlp().bfloat16()
     names = {"model": fresh, "optimizer": AdamW(fresh.parameters(), lr=1e-5)}
@@ -197,6 +197,8 @@ def test_figures_are_those_that_were_kept():
     for dtype, shares in MEASURED.items():
         found = {float(rate): one["shares"][recipes[dtype]]["mean"] for rate, one in rates.items()}
         assert shares == {rate: pytest.approx(mean, abs=0.005) for rate, mean in found.items()}
+    for cure in ("bf16-6byte", "bf16-7byte", "bf16-stochastic", "bf16-master"):
+        assert all(one["shares"][cure]["mean"] > 0.985 for one in rates.values())
     cures = [
         one["shares"][name]["mean"]
         for one in rates.values()

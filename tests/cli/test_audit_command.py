@@ -123,7 +123,7 @@ def test_a_plain_loop_is_run_with_its_arguments_and_ended(run):
     assert re.search(
         r"^Your updates are being lost: 9\d(\.\d)?% of them at lr = 1e-05 \(step 10; 5\d\d looked at\)", out
     )
-    assert 'halfstep.prepare(model, optimizer, recipe="bf16-stochastic")' in out
+    assert 'halfstep.prepare(model, optimizer, recipe="bf16-6byte")' in out
     assert "14% at 1e-05" in flat(out)
     assert "Model, AdamW: 552 trained parameters, 10 steps" in out
     assert "ended after" not in out

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +36,7 @@ def moved(kind, value, update, times):
 def test_names_and_bytes():
     """As `checkpoint.roles` and the docs have them."""
     expected = {"fp32": ("master", 4), "split": ("low", 2), "kahan": ("compensation", 2), "collage": ("residual", 2)}
+    expected["residue"] = ("residue", 1)
     assert expected.keys() == set(list_masters()) == set(KINDS)
     for kind, (name, size) in expected.items():
         assert {n: d.itemsize for n, d in get_master(kind).keeps.items()} == {name: size}
@@ -91,6 +93,36 @@ def test_split_halves_rebuild_random_float32():
     weight = torch.empty(full.shape, dtype=torch.bfloat16)
     split = get_master("split")
     same_bits(split.read(weight, split.start(weight, full)), full)
+
+
+def test_a_residue_is_float32_rounded_to_16_significant_bits():
+    """By numpy: the significand times 2^16, rounded to even; in float64, where both are exact."""
+    full = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32).view(torch.float32)
+    full = full[full.isfinite() & (full.abs() > 2.0**-126) & (full.abs() < 2.0**127)]
+    weight = torch.empty(full.shape, dtype=torch.bfloat16)
+    residue = get_master("residue")
+    kept = residue.start(weight, full)
+    significand, exponent = np.frexp(full.double().numpy())
+    expected = np.ldexp(np.rint(significand * 2.0**16), exponent - 16)
+    assert np.array_equal(residue.read(weight, kept).double().numpy(), expected)
+    assert np.abs(expected / full.double().numpy() - 1).max() <= 2.0**-16
+    wide = torch.from_numpy(expected).float()
+    same_bits(weight, halfstep.round_to(wide, "bf16", "nearest_away", "ieee", dtype=torch.bfloat16))
+
+
+def test_a_residue_keeps_updates_that_bfloat16_loses_and_stays_finite():
+    assert moved("residue", 1.0, 2.0**-12, 4096) == (2.0, 2.0)
+    assert moved("residue", 1.0, 2.0**-16, 9)[1] == 1.0  # half a spacing of its own is a tie, and goes to even
+    weight, kept = start("residue", 1 - 2.0**-10)
+    residue = get_master("residue")
+    for value in (float("inf"), float("-inf"), float("nan"), 3.4e38):
+        residue.write(weight, kept, torch.tensor([value]))
+        assert str(residue.read(weight, kept).item()) == str(value) or value == 3.4e38
+        assert not residue.read(weight, kept).isnan().any() or value != value
+    kept["residue"].fill_(1)
+    weight.fill_(float("inf"))
+    residue.follow(weight, kept)
+    assert residue.read(weight, kept).item() == float("inf")
 
 
 @pytest.mark.slow

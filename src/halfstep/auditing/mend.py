@@ -18,7 +18,7 @@ MEASURED = {"bfloat16": {1e-5: 0.14, 1e-4: 0.83}, "float16": {1e-5: 0.65, 1e-4: 
 """By dtype and learning rate, the share of fp32's improvement that fine-tuning without masters reached: the recipes
 `bf16-nomaster` and `fp16-nomaster` of benchmarks/results/which_bf16_finetune.json."""
 
-_RECIPES = {"bfloat16": ("bf16-stochastic", "bf16-master"), "float16": ("fp16-master",)}
+_RECIPES = {"bfloat16": ("bf16-6byte", "bf16-master"), "float16": ("fp16-master",)}
 _CURE = {"bfloat16": "stochastic rounding or master weights", "float16": "master weights"}
 _MIXED = 16
 """Bytes of float32 weights, gradients and Adam's two moments."""
@@ -53,9 +53,9 @@ class Mend:
         if not self.recipes:
             return [_wrapped(_float32(self.dtype))]
         first, *others = self.recipes.items()
-        beside = "".join(f'; recipe="{name}" takes {size:g}' for name, size in others)
+        beside = "".join(f'; recipe="{name}" takes {size:.3g}' for name, size in others)
         when = "once the optimizer is made, " if self.lines[0] == "import halfstep" else ""
-        head = f"Two lines mend it, {when}at {first[1]:g} bytes a parameter in all (now {self.now:.3g}{beside}):"
+        head = f"Two lines mend it, {when}at {first[1]:.3g} bytes a parameter in all (now {self.now:.3g}{beside}):"
         return [_wrapped(head), *(f"    {line}" for line in self.lines), _wrapped(_float32(self.dtype))]
 
 
