@@ -27,7 +27,7 @@ from on_gpu.table import summary
 
 BENCHMARKS = Path(__file__).resolve().parent
 WEIGHTS = {
-    "machine": 15, "correctness": 100, "probes": 12, "casts": 80, "optimizers": 75, "products": 115, "training": 135,
+    "machine": 10, "correctness": 170, "probes": 6, "casts": 60, "optimizers": 60, "products": 100, "training": 120,
 }  # fmt: skip
 """Seconds of nine minutes. What a section leaves over goes to those after it, in proportion."""
 GRACE = 8.0
