@@ -49,7 +49,9 @@ def test_runs_that_do_not_diverge_announce_nothing():
 
 def test_an_alarm_after_the_onset_is_none():
     late = [(run(100 + seed, {"sharpness": ONSET + 1}), ONSET) for seed in range(6)]
-    assert leads([run(seed) for seed in range(20)], late, NAMES)["sharpness"].caught["hits"] == 0
+    found = leads([run(seed) for seed in range(20)], late, NAMES)["sharpness"]
+    assert found.steps == (0,) * 6
+    assert found.caught["hits"] == 0
 
 
 def test_too_few_runs_and_no_such_series_are_errors():
