@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.lab.environment import environment
-from halfstep.lab.interval import paired, paired_power, pairs_to_decide
+from halfstep.lab.interval import paired, paired_power
 from halfstep.lab.sweep.counts import ENOUGH
 from halfstep.lab.sweep.folder import SweepFolder
 from halfstep.lab.sweep.leads import NAMES, Series, leads, runs_of
@@ -137,7 +137,7 @@ def beside(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, A
         if power >= ENOUGH
         else "cannot tell"
     )
-    needed = pairs_to_decide(0.0, spread, EFFECT * mean)
+    needed = next((n for n in range(2, 1000) if paired_power(spread, n, EFFECT * mean) >= ENOUGH), None)
     return {
         "seeds": len(seeds),
         "mean": statistics.fmean(apart),
