@@ -208,7 +208,7 @@ def formed(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Ca
     for size in (1.0, 2.0**-130, 0.0, float("inf"), float("nan")):
         known = x.nan_to_num(1.0, 2.0, 2.0) * size if size in (1.0, 2.0**-130) else torch.full_like(x, size)
         largest = known.float().abs().amax()
-        for state in (None, 0.0, 0.25):
+        for state in (None, 0.0, 0.25) if size == 1.0 else (None,):
             factor = (
                 current.factor_of(largest, quantizer.format)
                 if not state
