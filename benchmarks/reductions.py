@@ -109,6 +109,16 @@ def flat(model: GPT, window: Tensor) -> Tensor:
     return torch.cat([grad.flatten() for grad in grads])
 
 
+def table(kept: dict[str, Any]) -> str:
+    """The table of docs/distributed.md: gaps to float32 gradients, means and 95% intervals over seeds."""
+    lines = ["| gradients | 2 ranks | 4 ranks |", "| --- | --- | --- |"]
+    for kind in [kind for kind in SENT if kind != "fp32"]:
+        found = [kept["ranks"][str(ranks)]["summary"][kind] for ranks in RANKS]
+        cells = [f"{row['gap']:+.2%} ({row['low']:+.2%} to {row['high']:+.2%})" for row in found]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Train, print, and keep the figures where asked."""
     kept = keeps(__doc__)

@@ -254,6 +254,7 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
         ("inspect.md", "inspect_page", "speed", ""),
         ("scales.md", "scales", "table", "scales.json"),
         ("distributed.md", "wire", "tables", "wire.json"),
+        ("distributed.md", "reductions", "table", "reductions.json"),
         ("memory.md", "memory_page", "section", "memory.json finetune.json"),
     ],
 )
