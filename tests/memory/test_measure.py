@@ -73,7 +73,8 @@ def test_measured_bytes_are_the_predicted_ones(recipe, optimizer):
 TABLE = {
     "fp32": 16, "bf16-mixed": 16, "fp16-mixed": 16, "fp16-mixed-unscaled": 16, "bf16-master": 16, "fp16-master": 16,
     "fp16-nomaster": 12, "bf16-nomaster": 12,
-    "bf16-stochastic": 12, "nf4": 12, "nf4-double": 12, "int8-weight-only": 12,
+    "bf16-stochastic": 12, "bf16-6byte": 6.03125, "bf16-7byte": 7.03125,
+    "nf4": 12, "nf4-double": 12, "int8-weight-only": 12,
     "bf16-pure": 8, "fp16-pure": 8, "bf16-fp32grad": 14,
     "bf16-megatron": 18, "bf16-split": 14, "bf16-kahan": 14, "bf16-collage-light": 10, "bf16-collage-plus": 12,
     "bf16-truncate": 16, "fp16-accumulate": 16, "bf16-accumulate": 16,

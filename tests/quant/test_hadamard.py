@@ -113,7 +113,7 @@ def test_seeds():
         ({"size": 1, "seed": 0}, "size 1: expected a power of two"),
         ({"size": 16.0}, "size 16.0: expected a power of two"),
         ({"size": 32}, "NVFP4's signs are 16; give a seed"),
-        ({"seed": "always"}, "expected an integer, 'anew', or none"),
+        ({"seed": "always"}, "expected an integer, 'random' or none"),
         ({"seed": True}, "seed = True"),
     ],
 )

@@ -34,6 +34,8 @@ BYTES = {
     "int8-weight-only": (2, 2, 0, 8, 0),
     "nf4": (2, 2, 0, 8, 0),
     "nf4-double": (2, 2, 0, 8, 0),
+    "bf16-6byte": (2, 2, 0, 2.03125, 0),
+    "bf16-7byte": (2, 2, 1, 2.03125, 0),
     "bf16-pure": (2, 2, 0, 4, 0),
     "bf16-fp32grad": (2, 4, 0, 8, 0),
     "bf16-megatron": (2, 4, 4, 8, 0),
@@ -128,7 +130,8 @@ def test_a_recipe_is_frozen_data_and_is_its_own_name(name):
 @pytest.mark.parametrize("name", ["bf16-mixd", "x" * 300])
 def test_an_unknown_name_shows_what_there_is(name):
     with pytest.raises(
-        RecipeError, match=r"unknown recipe .*Known: O0, O1, O2, O3, adamw-8bit, bf16-accumulate, bf16-collage-light"
+        RecipeError,
+        match=r"unknown recipe .*Known: O0, O1, O2, O3, adamw-8bit, bf16-6byte, bf16-7byte, bf16-accumulate",
     ):
         get_recipe(name)
 
@@ -139,7 +142,11 @@ def test_an_unknown_name_shows_what_there_is(name):
         ({"weights": "e4m3fn"}, RecipeError, "'made': weights = 'e4m3fn'; tensors are stored as fp32, bf16, fp16"),
         ({"moments": "fp31"}, RecipeError, "'made': moments: 'fp31': unknown format 'fp31'; nearest: "),
         ({"compute": "float16"}, RecipeError, "compute = 'float16'"),
-        ({"master": "x", "weights": "bf16"}, RecipeError, "unknown master 'x'.*Known: collage, fp32, kahan, split"),
+        (
+            {"master": "x", "weights": "bf16"},
+            RecipeError,
+            "unknown master 'x'.*Known: collage, fp32, kahan, residue, split",
+        ),
         ({"master": "bf16", "weights": "bf16"}, RecipeError, "unknown master 'bf16'"),
         ({"master": "split", "weights": "fp16"}, RecipeError, "'split' stands beside bf16 weights, not fp16"),
         ({"grads": "bf16", "weights": "bf16"}, RecipeError, "grads = 'bf16' is the weights' format; leave it out"),

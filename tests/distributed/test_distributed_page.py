@@ -1,6 +1,6 @@
 """docs/distributed.md: what fully_shard shards and gathers under each recipe, written by this file.
 
-python tests/distributed/test_page.py      # writes the table again
+python tests/distributed/test_distributed_page.py      # writes the table again
 """
 
 import json
@@ -18,7 +18,9 @@ from marked import Marked
 
 ROOT = Path(__file__).parents[2]
 TABLE = Marked(
-    ROOT / "docs" / "distributed.md", "<!-- begin: written by tests/distributed/test_page.py -->\n", "<!-- end -->\n"
+    ROOT / "docs" / "distributed.md",
+    "<!-- begin: written by tests/distributed/test_distributed_page.py -->\n",
+    "<!-- end -->\n",
 )
 
 
