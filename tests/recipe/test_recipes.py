@@ -1,5 +1,6 @@
 """What a recipe says about itself, and which recipes mean nothing."""
 
+import copy
 import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
@@ -262,3 +263,18 @@ def test_a_loss_scale_that_scales_nothing_is_refused(wrong):
     (name,) = wrong
     with pytest.raises(RecipeError, match=f"loss_scale {name} = {next(iter(wrong.values()))}; expected a"):
         LossScale(**wrong)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda spec: pickle.loads(pickle.dumps(spec))], ids=["copy", "pickle"]
+)
+def test_what_a_process_knows_of_a_spec_stays_in_it(copied):
+    """Launches of a GPU's kernels are among it, which no pickle takes; `torch.save(model)` pickles the spec."""
+    spec = next(rule.linear for rule in get_recipe("fp8-current").rules if rule.linear.rounds)
+    spec = replace(spec)
+    spec.known["sizes"] = lambda: None
+    other = copied(spec)
+    assert other == spec
+    assert other.rounds
+    assert not other.known
+    assert spec.known

@@ -105,8 +105,11 @@ class LinearSpec:
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """What is decided once for a layer's sizes and device."""
+        """What is decided once for a layer's sizes and device, in this process: copies and pickles have none of it."""
         return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "known"}
 
     @cached_property
     def estimates(self) -> bool:
