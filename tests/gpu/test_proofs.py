@@ -87,7 +87,7 @@ def test_a_lost_atomic_and_a_lost_mask_are_seen(right, wrong, fault, tmp_path):
 
 @pytest.mark.parametrize(
     "recipes",
-    [("fp8-delayed", "fp8-block"), pytest.param(("fp8-current", "fp8-rowwise"), marks=pytest.mark.slow)],
+    [("fp8-delayed",), pytest.param(("fp8-current", "fp8-rowwise", "fp8-block"), marks=pytest.mark.slow)],
     ids="|".join,
 )
 def test_native_layers_are_those_that_the_cpus_kernels_round(recipes):
