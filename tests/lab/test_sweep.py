@@ -237,7 +237,7 @@ def test_forty_cells_killed_five_times_end_with_the_same_numbers(place):
     more, kills = GRID, 0
     while True:
         process = halfstep(*COMMAND, *more, "--out", "killed", "--jobs", "2")
-        goal = 7 * (kills + 1)
+        goal = 5 * (kills + 1)
         while process.poll() is None and kills < 5:
             ended = len(list(place.glob("killed/*/*/*/cell.json")))
             if ended >= goal:
