@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 from halfstep.kernels import selftest_gpu
-from halfstep.kernels.gpu import cast, quantizers
+from halfstep.kernels.gpu import cast
 from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
@@ -201,8 +201,7 @@ if __name__ == "__main__":
     parser.add_argument("--core", action="store_true")
     parser.add_argument("kernels", nargs="*")
     asked = parser.parse_args()
-    for module in (cast, quantizers):  # that ask which GPU it is
-        module.capability = lambda device: divmod(asked.capability, 10)
+    cast.capability = lambda device: divmod(asked.capability, 10)  # which GPU it is
     made = launches(set(asked.kernels), asked.core)
     for kernel, format, function, arguments, options in made:
         told = {"kernel": kernel, "format": format, "function": function.__name__}

@@ -1,17 +1,17 @@
 """What can be probed, and with what: each mistake is named."""
 
-import planted
 import pytest
 import torch
-from planted import tokens
 from safetensors.torch import save_file
 from torch import nn
 
 import halfstep
+import planted
 from halfstep.errors import DataError, FormatError, ModelError
 from halfstep.probe.batch import loss_of
 from halfstep.probe.inputs import tensor_batches, text_batches
 from halfstep.probe.load import Loaded, load_model
+from planted import tokens
 
 
 TEXT = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)

@@ -1,11 +1,11 @@
 """What is seen of a pass, and in which order; nothing stays behind."""
 
-import planted
 import pytest
 import torch
 from torch import nn
 
 import halfstep
+import planted
 from halfstep.probe.measure import blocks
 from halfstep.probe.observe import observed
 

@@ -2,14 +2,14 @@
 
 import copy
 
-import planted
 import pytest
 import torch
-from planted import WIDTH, tokens
 from torch import nn
 
 import halfstep
+import planted
 from halfstep.tracking import first_nonfinite
+from planted import WIDTH, tokens
 
 
 PLANTED = {

@@ -5,16 +5,16 @@ import math
 
 import ml_dtypes
 import numpy as np
-import planted
 import pytest
 import torch
-from planted import tokens
 
 import halfstep
+import planted
 from halfstep import formats
 from halfstep.bits.limits import limits_of
 from halfstep.errors import FormatError
 from halfstep.probe.ranges import Counts, count
+from planted import tokens
 
 
 DTYPES = {

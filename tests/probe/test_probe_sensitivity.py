@@ -3,15 +3,15 @@
 import copy
 import math
 
-import planted
 import pytest
 import torch
-from planted import WIDTH, tokens
 from torch import nn
 
 import halfstep
+import planted
 from halfstep.probe.sensitivity import sensitivity
 from halfstep.probe.trial import reference
+from planted import WIDTH, tokens
 
 
 class Sine(nn.Module):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from planted import WIDTH
 from torch import nn
 
 import halfstep
@@ -14,6 +13,7 @@ from halfstep.probe.ranges import Counts, Range, Site
 from halfstep.probe.trial import reference, trial
 from halfstep.probe.window import window
 from halfstep.tracking import exponents
+from planted import WIDTH
 
 
 SITE = Site("layer", "Linear", "gradient of the weight", backward=True)

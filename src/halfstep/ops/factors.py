@@ -46,7 +46,7 @@ def yet_to_form(
         return None, None, amax_of(x)
     if not isinstance(rule, StatefulScaling) or rule.first is None or not rule.first.reciprocal:
         return *factor_of(x, format, rule, state, record), None
-    if state is None or state.dtype != torch.float32:
+    if state is None or state.dtype != torch.float32 or state.device != x.device:
         raise _unusable(rule, state)
     found = amax_of(x, unless=state[0]) if rule.waits(state) else None
     return state[0], state[1] if record else None, found
@@ -58,9 +58,14 @@ def _unusable(rule: StatefulScaling, state: Tensor | None) -> RecipeError:
             f"{rule.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
             "`ops.linear` takes them as `states`"
         )
+    if state.dtype != torch.float32:
+        return RecipeError(
+            f"the state of {rule.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
+            "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
+        )
     return RecipeError(
-        f"the state of {rule.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
-        "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
+        f"the state of {rule.name} scaling is on {state.device}, its operand is not: move whole modules (module.to), "
+        "whose buffers go with their weights"
     )
 
 

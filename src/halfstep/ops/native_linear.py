@@ -69,8 +69,8 @@ class NativeLayer(NamedTuple):
 def native_layer(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> NativeLayer | None:
     """A layer whose three products, in `dtype`, units form of operands that are rounded once for two of them
     (`Units.both`). None where there is no kernel for x or the weight as it lies, or more is asked of the layer than
-    rounding to nearest."""
-    if not (plain(x) and plain(weight)):
+    rounding to nearest; or sizes or devices do not fit each other, of which the usual path tells."""
+    if not (plain(x) and plain(weight)) or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         return None
     rows, sizes = x.numel() // x.shape[-1], tuple(weight.shape)
     key = rows, sizes, x.dtype, weight.dtype, dtype, x.device
@@ -133,7 +133,7 @@ class Native(Once):
 def _form(grad: Tensor, needs: tuple[bool, ...], given: tuple[Any, ...], _: Tensor, *kept: Tensor) -> Any:
     """The gradients of x, weight and bias, as far as they are needed."""
     layer, states, record, shape, dtypes = given
-    rows = (grad if grad.dim() == 2 else matrix(grad)).contiguous()
+    rows = (grad if grad.dim() == 2 else matrix(grad)).contiguous().resolve_neg()
     grad_x = grad_weight = grad_bias = None
     with no_autocast(rows):
         if needs[0] or needs[1]:

@@ -19,7 +19,6 @@ from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.kernels.gpu import places
 from halfstep.kernels.gpu.cast import instruction
-from halfstep.kernels.gpu.launch import capability
 from halfstep.kernels.gpu.places import Bins
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling
@@ -203,7 +202,7 @@ def told(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> tupl
     assert given is not None
     rule, element = given
     made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
-    divides = rule.kind == "quotient" and capability(device) != (0, 0)  # by the tile's scale alone
+    divides = rule.kind == "quotient" and made is not None  # what is rounded otherwise takes every bit of a quotient
     corrections = (2 if dtype == torch.float32 else 1) if divides else 0
     return rule._replace(corrections=corrections), element._replace(instruction=made)
 

@@ -57,9 +57,9 @@ def over_scale(bits, meets, keep, R: tl.constexpr):
 
     With corrections, by the reciprocal: from a quotient that is a few units off in its last place each takes the
     remainder of the division, which `fma` forms exactly, and what is left is rounded right. One is enough for the 8 and
-    11 bits of bf16 and fp16 before codes of 8 bits or less: a quotient that one rounds wrong is none that lies at the
-    middle between two codes. Scales are multiplied into [1, 2), so that nothing overflows; quotients that underflow
-    are zeros in any code.
+    11 bits of bf16 and fp16 before codes of E4M3 and E5M2, to nearest: a quotient that one rounds wrong is none that
+    lies at the middle between two codes. Scales are multiplied into [1, 2), so that nothing overflows; quotients that
+    underflow are zeros in any code.
     """
     ROWS: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
