@@ -14,7 +14,7 @@ from tiny import assert_same
 
 
 pytestmark = pytest.mark.slow
-SHARDED = ["fp32", "bf16-stochastic", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-nomaster"]
+SPREAD = ["fp32", "bf16-stochastic", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-nomaster"]
 KINDS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
     "lion": lambda ps: halfstep.optim.Lion(ps, lr=0.01),
@@ -55,7 +55,7 @@ def given(rank, generator=None):
     return halfstep.prepare(model, KINDS["adamw"](model.parameters()), "bf16-stochastic", generator=generator)
 
 
-def sharded(name, kind, world):
+def spread(name, kind, world, ddp=False):
     """Three steps with gradients that the test sets, a write between them; the weights and all that is kept of them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -63,21 +63,23 @@ def sharded(name, kind, world):
 
     model = net()
     halfstep.apply(model, name)
-    if world:
+    if world and not ddp:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    optimizer, _ = halfstep.optimize(model, KINDS[kind](model.parameters()), generator=5)
+    seed = 5 + (torch.distributed.get_rank() if world else 0)
+    optimizer, _ = halfstep.optimize(model, KINDS[kind](model.parameters()), generator=seed)
+    wrapped = nn.parallel.DistributedDataParallel(model) if ddp else model
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for p in model.parameters():
             grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if world else grad
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if world and not ddp else grad
         versions = [p._version for p in model.parameters()]
         optimizer.step()
         assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
         with torch.no_grad():
             for p in model.parameters():
                 p.clamp_(-0.2, 0.2)
-    found = list(model.parameters()) + [optimizer.full(p) for p in model.parameters()]
+    found = list(wrapped.parameters()) + [optimizer.full(p) for p in model.parameters()]
     found += [state["exp_avg"] for state in optimizer.state.values()]
     return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in found]
 
@@ -87,7 +89,8 @@ def on_a_rank(rank, world, start):
     start()
     found = {"before the group": replicated(rank, early), "in it": replicated(rank)}
     found["seeds given"] = replicated(rank, generator=rank)
-    found["sharded"] = {(n, k): sharded(n, k, world) for n in SHARDED for k in KINDS}
+    for how in (False, True):
+        found[how] = {(n, k): spread(n, k, world, how) for n in SPREAD for k in KINDS}
     return found
 
 
@@ -113,14 +116,15 @@ def test_the_seed_is_the_first_ranks(ranks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SHARDED)
-def test_shards_move_like_the_whole(ranks, name, kind):
-    """Bit for bit, stochastic rounding included; LAMB but for the order in which its norms are summed."""
-    expected = sharded(name, kind, 0)
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("ddp", [False, True], ids=["fsdp", "ddp"])
+def test_ranks_move_like_one_process(ranks, ddp, name, kind):
+    """Bit for bit, stochastic rounding included; under FSDP2 LAMB but for the order in which its norms are summed."""
+    expected = spread(name, kind, 0)
     for rank in ranks:
-        if kind == "lamb":
+        if kind == "lamb" and not ddp:
             close = 2.0**-7 if get_recipe(name).weights == "bf16" else 1e-5
-            for found, one in zip(rank["sharded"][name, kind], expected, strict=True):
+            for found, one in zip(rank[ddp][name, kind], expected, strict=True):
                 torch.testing.assert_close(found.float(), one.float(), rtol=close, atol=close / 10)
         else:
-            assert_same(rank["sharded"][name, kind], expected)
+            assert_same(rank[ddp][name, kind], expected)

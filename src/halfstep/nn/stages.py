@@ -189,7 +189,9 @@ class Steps:
         found |= {"noise": noise.state(self._model)}
         reduction = part_of(self._model).reduction
         found |= {"communication": {} if reduction is None else reduction.state_dict()}
-        return {name: state for name, state in found.items() if state}
+        return {
+            name: state for name, state in found.items() if state or name == "steps"
+        }  # what is missing no DCP loads
 
     def differs(self, saved: Mapping[str, Any]) -> str | None:
         """As `Origin.differs`, of what `state_dict` gave."""

@@ -23,7 +23,7 @@ from halfstep.optim.foreign import as_ours
 from halfstep.optim.plan import Plan, plan_of
 from halfstep.optim.rules import moment_names
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.optim.shards import local, placed, spread_like
+from halfstep.optim.shards import is_spread, local, placed, spread_like
 from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widened
 from halfstep.optim.update import OWN
 from halfstep.quant.masters import Master, get_master
@@ -275,13 +275,19 @@ class Stored(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Empty a torch optimizer's states into this one, and start masters from float32 values."""
+        """Empty a torch optimizer's states into this one, and start masters from float32 values: those of sharded
+        weights from the weights as they are stored, here already, since DCP loads into states that are there."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in states:
                     self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
         for parameter, full in masters.items():
             self._start(parameter, full)
+        for parameter in (
+            p for group in self.param_groups for p in group["params"] if p.requires_grad and is_spread(p)
+        ):
+            if not self._master(parameter).keeps.keys() <= self.state[parameter].keys():
+                self._start(parameter, None)
         self._begin()
         states.clear()
 

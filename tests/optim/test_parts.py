@@ -1,0 +1,51 @@
+"""Parts of a weight on two and three ranks move as the whole: ranks of one process, which send nothing."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import halfstep
+from tiny import assert_same
+
+
+ROWS = 5  # neither two nor three divide them
+
+
+def moved(name, place=lambda tensor: tensor, group=None, seed=5):
+    """A weight after three steps, and what is kept of it, of the part that `place` cuts out."""
+    model = nn.Linear(4, ROWS, bias=False)
+    nn.init.constant_(model.weight, 0.7)
+    halfstep.apply(model, name)
+    model.weight = nn.Parameter(place(model.weight.detach()))
+    given = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer, _ = halfstep.optimize(model, given, generator=seed, process_group=group)
+    for step in range(3):
+        grad = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step))
+        model.weight.grad = place(grad.to(model.weight.dtype))
+        optimizer.step()
+    found = {"weight": model.weight.detach(), **optimizer.state[model.weight]}
+    return {key: t.to_local() if hasattr(t, "to_local") else t for key, t in found.items() if key != "step"}
+
+
+@pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-master", "bf16-collage-plus"])
+def test_parts_move_as_the_whole(name):
+    whole = moved(name)
+    assert torch.equal(whole["weight"], moved(name, seed=6)["weight"]) == (name != "bf16-stochastic")
+    for world in (2, 3):
+        for rank in range(world):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            try:
+                mesh, alone = init_device_mesh("cpu", (world,)), dist.new_group([rank])
+
+                def part(tensor, mesh=mesh):
+                    own = tensor.chunk(mesh.size())[mesh.get_local_rank()]
+                    return DTensor.from_local(own, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride())
+
+                found = moved(name, part, alone)
+            finally:
+                dist.destroy_process_group()
+            assert_same(found, {key: value.chunk(world)[rank] for key, value in whole.items()})
