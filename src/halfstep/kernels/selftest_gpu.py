@@ -198,7 +198,8 @@ def _history(name: str, device: torch.device) -> Iterator[Case]:
             else:
                 scaling.advance(expected, format)
             cell = None if skipped is None else torch.tensor(skipped, dtype=torch.float32, device=device)
-            history.run(history.places(own), scaling, format, cell)
+            places = history.places([row.data_ptr() for row in own], own[0].device)
+            history.run(places, scaling, format, cell)
             what = words(states, str(scaling), f"skipped {skipped}")
             yield expected, torch.stack(own).cpu(), torch.empty(0, dtype=torch.float32, device="cpu"), what
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError, RecipeError
-from halfstep.kernels.gpu import history
+from halfstep.kernels.histories import Histories, found
 from halfstep.nn.adopt import extend
 from halfstep.nn.applied import Applied
 from halfstep.nn.clock import overdue
@@ -147,8 +147,8 @@ class _Known(NamedTuple):
     tables: list[dict[str, Tensor | None]]
     buffers: list[int]
     alike: dict[tuple[Quantizer, int], list[Tensor]]  # what one operation moves on
-    there: history.Histories | None
-    """What moves all of them on, where a GPU's kernel does."""
+    kernel: Histories | None
+    """What moves all of them on, where a kernel does."""
 
 
 def _find(model: nn.Module, applied: Applied) -> _Known:
@@ -161,12 +161,10 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
                 spec = spec or vars(module)["_halfstep"].linear
                 quantizer: Quantizer = spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]
                 alike.setdefault((quantizer, state.numel()), []).append(state)
-    there = None
-    if alike and next(iter(alike.values()))[0].is_cuda and not capturing():
-        there = history.found(
-            [(states, _rule(quantizer), quantizer.format) for (quantizer, _), states in alike.items()]
-        )
-    return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike, there)
+    kernel = None
+    if alike and not capturing():
+        kernel = found([(states, q.stateful, q.format) for (q, _), states in alike.items() if q.stateful is not None])
+    return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike, kernel)
 
 
 class Scalings:
@@ -255,23 +253,28 @@ class Scalings:
         clock.end(self._model)
         if not known.alike:  # it is the stage of the recipe that the clock is for
             return
-        if known.there is not None and not together:
-            known.there.advance(skipped)
+        if together:
+            skipped = self._agree([state for states in known.alike.values() for state in states], skipped)
+        if known.kernel is not None:
+            known.kernel.advance(skipped)
             return
-        stacks = [torch.stack(states) for states in known.alike.values()]  # a whole model's take one operation each
-        amaxes = torch.cat([stack[:, 1] for stack in stacks])
+        for (quantizer, _), states in known.alike.items():
+            stack = torch.stack(states)  # a whole model's take one operation each
+            forgotten = stack.clone()
+            forgotten[:, 1] = 0.0
+            _rule(quantizer).advance(stack, quantizer.format)
+            says = skipped.to(stack) if isinstance(skipped, Tensor) else stack.new_full((), float(skipped))
+            torch._foreach_copy_(states, list(torch.where(says > 0, forgotten, stack).unbind()))
+
+    def _agree(self, states: list[Tensor], skipped: bool | Tensor) -> Tensor:
+        """Give all ranks the largest amaxes of each; returns whether one of them skips the step."""
+        amaxes = torch.stack([state[1] for state in states])
         says = skipped.to(amaxes) if isinstance(skipped, Tensor) else amaxes.new_full((), float(skipped))
         found = torch.cat([amaxes, says.reshape(1)])
         found = torch.where(found.isfinite(), found, torch.inf)  # gloo's maximum loses the NaN of some ranks
-        if together:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._process_group)
-        says = found[-1:]
-        found_in = torch.split(found[:-1], list(map(len, stacks)))
-        for ((quantizer, _), states), stack, mine in zip(known.alike.items(), stacks, found_in, strict=True):
-            forgotten = stack.clone()
-            stack[:, 1], forgotten[:, 1] = mine, 0.0
-            _rule(quantizer).advance(stack, quantizer.format)
-            torch._foreach_copy_(states, list(torch.where(says > 0, forgotten, stack).unbind()))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._process_group)
+        torch._foreach_copy_([state[1] for state in states], list(found[:-1].unbind()))
+        return found[-1]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that was not

@@ -1,0 +1,76 @@
+"""States of delayed scaling on a CPU, moved on by one call for all that are alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from halfstep.formats import Format
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.quant.scaling.delayed import Delayed
+
+
+_LARGEST = np.finfo(np.float32).max
+
+
+def places(addresses: list[int], device: torch.device) -> Any:
+    """Where states are: what `run` takes."""
+    return np.array(addresses, np.int64)
+
+
+def run(places: Any, scaling: Delayed, element: Format, skipped: Tensor | None) -> None:
+    """`scaling.advance` of the float32 states at these places, which are of one format; where `skipped`, a scalar, is
+    above 0 their amaxes are forgotten, and nothing else changes."""
+    size, left_out = 1 + scaling.history, skipped is not None and bool(skipped > 0)
+    recent = scaling.algorithm == "most_recent"
+    _advance(
+        len(places) * size, places, size, left_out, scaling.warmup, recent, scaling.restart, float(element.max)
+    )  # fmt: skip
+
+
+@intrinsic
+def _at(context: Any, address: Any) -> Any:
+    """In kernels: a pointer to the float32 numbers at an address."""
+    signature = types.CPointer(types.float32)(address)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+    return signature, code
+
+
+@inner
+def _move(state, warmup, recent, restart, most):
+    usual, count, largest = np.isfinite(state[1]), 0, np.float32(0)
+    for i in range(1, state.size):
+        if not np.isfinite(state[i]):  # of this step; an older file's history may hold others
+            state[i] = 0
+        count += state[i] != 0
+        largest = max(largest, state[i])
+    current = state[1]
+    amax = current if recent else largest
+    if amax > 0 and (count >= warmup or state[0] != 0):
+        state[0] = min(most / np.float64(amax), _LARGEST)  # in double and rounded once: float32's own division
+    if current != 0:
+        for i in range(2, state.size - 1):
+            state[i] = state[i + 1]
+        state[state.size - 1] = current
+        state[1] = 0
+    if restart and not usual:
+        state[:] = 0
+
+
+@Kernel
+def _advance(places, size, left_out, warmup, recent, restart, most):
+    for i in numba.prange(places.size):
+        state = numba.carray(_at(places[i]), size)
+        if left_out:
+            state[1] = 0
+        else:
+            _move(state, warmup, recent, restart, most)

@@ -1,0 +1,61 @@
+"""States of delayed scaling, moved on where they lie by one kernel for all that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import Format
+from halfstep.kernels.cpu import history as on_cpu
+from halfstep.kernels.gpu import history as on_gpu
+from halfstep.kernels.gpu import launch
+from halfstep.quant.scaling import StatefulScaling
+from halfstep.quant.scaling.delayed import Delayed
+
+
+_LONGEST = 1 << 13
+Group = tuple[Sequence[Tensor], StatefulScaling, Format]
+"""States that are alike, their rule, and the format of their operands."""
+
+
+def found(groups: Sequence[Group]) -> Histories | None:
+    """What moves all of these on; None where one of them is not a dense tensor of a CPU or a GPU, or of a rule that
+    needs more than amaxes."""
+    kinds = set()
+    for states, rule, _ in groups:
+        if type(rule) is not Delayed or rule.first is None or rule.history > _LONGEST:
+            return None
+        for state in states:
+            kinds.add((type(state), state.device.type, state.dtype, state.is_contiguous(), state.is_neg()))
+    if kinds == {(Tensor, "cpu", torch.float32, True, False)}:
+        return Histories(groups, on_cpu)
+    on_a_gpu = kinds == {(Tensor, "cuda", torch.float32, True, False)} and launch.missing() is None
+    return Histories(groups, on_gpu) if on_a_gpu else None
+
+
+class Histories:
+    """States of delayed scaling that one call moves on for each group of them."""
+
+    def __init__(self, groups: Sequence[Group], kernel: Any) -> None:
+        self._groups, self._kernel = groups, kernel
+        self._states = [state for states, _, _ in groups for state in states]
+        self._device, self._addresses = self._states[0].device, [0]
+
+    def advance(self, skipped: bool | Tensor) -> None:
+        """End an optimizer step for all of them: of a `skipped` one only the amaxes are forgotten."""
+        now = [state.data_ptr() for state in self._states]
+        if now != self._addresses:
+            left, self._places, self._addresses = iter(now), [], now
+            for states, _, _ in self._groups:
+                self._places.append(self._kernel.places(list(islice(left, len(states))), self._device))
+        says = None
+        if isinstance(skipped, Tensor):
+            says = skipped.to(self._device, torch.float32)
+        elif skipped:
+            says = torch.ones((), dtype=torch.float32, device=self._device)
+        for (_, rule, element), places in zip(self._groups, self._places, strict=True):
+            self._kernel.run(places, rule, element, says)
