@@ -142,10 +142,10 @@ def operand(
     native = scaled_mm.outer_dtype(quantizer, x.device) if units else None
     if scales.tile == TENSOR:
         into = carrier(format, dtype) if native is None else native
-        if state is not None and quantizer.stateful is not None and _on_host(x, state, into, quantizer):
-            known = cast.run_in_use(x, into, format, quantizer.rounding, state, record)
-            if known is not None:
-                return Operand(*known)
+        if (state is None) == (quantizer.stateful is None) and _on_host(x, state):
+            made = cast.run_whole(x, into, format, quantizer.rounding, scales.rule, state, record)
+            if made is not None:
+                return Operand(*made)
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
             rounded = round_scaled(x, factor, format, quantizer.rounding, into, seed, amax)
@@ -159,13 +159,12 @@ def operand(
     return _blocks(x, quantizer, scales, dtype, seed)
 
 
-def _on_host(x: Tensor, state: Tensor, dtype: torch.dtype, quantizer: Quantizer) -> bool:
-    """Whether a kernel of the CPU reads the factor from the state."""
-    if torch.compiler.is_compiling() or not state.is_cpu or state.dtype != torch.float32:
+def _on_host(x: Tensor, state: Tensor | None) -> bool:
+    """Whether a kernel of the CPU may read x, and the state that its factor follows."""
+    if not x.is_cpu or torch.compiler.is_compiling():
         return False
-    if not torch._C._has_storage(state):  # within a transform of torch.func
-        return False
-    return quantizer.rounding != "stochastic" and cast.supports_scaled(x, dtype, quantizer.format)
+    # Within a transform of torch.func tensors have no memory.
+    return state is None or (state.is_cpu and state.dtype == torch.float32 and torch._C._has_storage(state))
 
 
 def _rotated(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu import elements, narrow
-from halfstep.kernels.cpu.amax import larger
+from halfstep.kernels.cpu.amax import larger, number
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.elements import Rounding
@@ -22,6 +22,8 @@ from halfstep.kernels.cpu.lanes import bits_of, lanes, stored_as
 from halfstep.kernels.cpu.narrow import Narrow
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 from halfstep.kernels.cpu.scales import stored_bits
+from halfstep.quant.scaling import Scaling, StatefulScaling
+from halfstep.quant.scaling.current import number_of
 
 
 def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str) -> bool:
@@ -65,25 +67,37 @@ def run(
         noted[0] = max(noted[0], found.max())  # the bits of magnitudes are in their order, and NaN's above all
 
 
-def run_in_use(
-    x: Tensor, dtype: torch.dtype, format: Format, rounding: str, state: Tensor, record: bool
+def run_whole(
+    x: Tensor, dtype: torch.dtype, format: Format, rounding: str, rule: Scaling, state: Tensor | None, record: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """x times the factor that a state of a `StatefulScaling` has in use, rounded, in `dtype`, and 1 / factor; `record`
-    raises the state's amax in the same pass. None where the factor is 0, and x has to be read first.
+    """x times the factor of the whole of it, rounded, in `dtype`, and 1 / factor: the factor that a state has in use,
+    else max / amax of x itself; `record` raises the state's amax. None where this is not for a kernel.
 
-    For what `supports_scaled` says, a float32 state on the CPU, and roundings without noise.
+    It is for what `supports_scaled` says, roundings without noise, and rules whose own factor is max / amax (`Current`,
+    and `Delayed` until its state has moved); the state is a plain float32 one.
     """
-    memory = array(state)
-    if not memory[0]:
+    if rounding == "stochastic" or not x.numel() or not supports_scaled(x, dtype, format):
         return None
+    memory, numbers, chunks = array(x), elements.scalars(format, rounding, "saturate", dtype), -(-x.numel() // CHUNK)
+    cells = None if state is None else array(state)
+    if cells is not None and cells[0]:
+        assert state is not None
+        factor, scale = cells[0], state[0].reciprocal()
+        found = np.empty(chunks, np.uint32) if record else None
+    else:
+        first = rule.first if isinstance(rule, StatefulScaling) else rule
+        if first is None or not first.reciprocal:
+            return None
+        largest, found = number(memory), None
+        made = torch.tensor(number_of(largest, format), dtype=torch.float32, device="cpu")
+        factor, scale = array(made)[0], made.reciprocal()
+        if cells is not None and record:
+            cells[1] = max(cells[1], np.float32(largest).view(np.uint32))
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    if x.numel():
-        numbers: Any = elements.scalars(format, rounding, "saturate", dtype)
-        found = np.empty(-(-x.numel() // CHUNK), np.uint32) if record else None
-        _values(x.numel(), array(x), array(out), numbers, None, memory[0], found)
-        if found is not None:
-            memory[1] = max(memory[1], found.max())
-    return out, state[0].reciprocal()
+    _values(x.numel(), memory, array(out), numbers, None, factor, found)
+    if cells is not None and found is not None:
+        cells[1] = max(cells[1], found.max())  # the bits of magnitudes are in their order, and NaN's above all
+    return out, scale
 
 
 def scale(x: NDArray[Any], factor: np.float32, out: NDArray[Any], numbers: Any) -> None:
