@@ -254,7 +254,9 @@ def full_weights(
 
 def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Plan:
     """The plan, with the bytes of that optimizer's states."""
-    moments = dict.fromkeys(name for group in optimizer.param_groups for name in rule.moments(group))
+    moments: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        moments |= dict.fromkeys(rule.moments(group))
     return replace(made, optimizer=type(optimizer).__name__, moments=tuple(moments))
 
 
@@ -350,8 +352,9 @@ def _optimized(
     if recipe.codes is not None:
         hold(model, applied.rounded, recipe.codes)
     low_bit = convert(
-        optimizer, recipe, masters, run.generator, reference, run.same_layers, trained.projections, run.recipe_change
-    )
+        optimizer, recipe, masters, run.generator, reference, run.same_layers, trained.projections, run.recipe_change,
+        trained.rule,
+    )  # fmt: skip
     _seed_noise(model, run)
     planned = _with_optimizer(applied.plan, optimizer, low_bit.rule)
     own_part(model).applied = replace(applied, plan=planned)

@@ -99,7 +99,10 @@ def beneath(module: nn.Module) -> type[nn.Module]:
 def forward_owner(module: nn.Module) -> str:
     """The class whose forward the module calls, `torch.nn.modules.linear.Linear`, beneath unit scaling's; empty where
     the instance has a forward of its own. A name, so that a library need not be imported to ask for its classes."""
-    return "" if "forward" in vars(module) else owner_of(beneath(module))
+    if "forward" in vars(module):
+        return ""
+    kind = type(module)
+    return owner_of(beneath(module) if _MADE in vars(kind) else kind)
 
 
 def owner_of(kind: type | str) -> str:

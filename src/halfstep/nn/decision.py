@@ -121,6 +121,9 @@ class Decision:
             kept[type(model).__name__] = (
                 "no norm, activation function, gated MLP or rounded product to save in few bits"
             )
+        states = 0
+        for path, spec in found.specs.items():
+            states += len(spec.states) * len(found.weights[path])
         return Plan(
             recipe=recipe,
             model=type(model).__name__,
@@ -132,7 +135,7 @@ class Decision:
             smoothed=matched.smoothed,
             saved=tuple(found.savers),
             sought=matched.sought,
-            states=sum(len(spec.states) * len(found.weights[path]) for path, spec in found.specs.items()),
+            states=states,
         )
 
     def _stored(self, model: nn.Module) -> dict[str, int]:

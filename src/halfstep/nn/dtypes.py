@@ -75,11 +75,11 @@ def store(parameter: Tensor, dtype: torch.dtype, grads: torch.dtype | None = Non
     """Round a parameter into `dtype` and a gradient that it carries into `grads` (None: the same dtype), in which
     gradients accumulate from then on. It stays the same object, ties and all."""
     grads = grads or dtype
-    if parameter.dtype == dtype and _accumulates(parameter) == grads:
+    if parameter.dtype == dtype and (getattr(parameter, "grad_dtype", None) or dtype) == grads:
         return
     grad, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(dtype)
-    if _accumulates(parameter) != grads:
+    if (getattr(parameter, "grad_dtype", None) or dtype) != grads:
         parameter.grad_dtype = grads
     if grad is not None:
         parameter.grad = grad.to(grads)
@@ -96,11 +96,6 @@ def check_grad_dtype(grads: str, kind: type = Tensor) -> None:
             f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {grads}: use "
             "torch 2.10 or newer"
         )
-
-
-def _accumulates(parameter: Tensor) -> torch.dtype:
-    """The dtype that gradients of a parameter accumulate in."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def count(model: nn.Module) -> dict[str, int]:

@@ -38,15 +38,16 @@ def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[
     `products` names, by path, the products of a layer that has several: each gets its own states.
     """
     for path, spec in specs.items():
-        module = model.get_submodule(path)
-        rules = {
-            _buffer(product) + name: _rule(quantizer)
-            for product in products.get(path, ("",))
-            for name, quantizer in spec.states.items()
-        }
+        if not spec.states:
+            continue
+        module, rules = model.get_submodule(path), {}
+        for product in products.get(path, ("",)):
+            prefix = _buffer(product)
+            for name, quantizer in spec.states.items():
+                assert quantizer.stateful is not None
+                rules[prefix + name] = quantizer.stateful
         attach_rules(module, rules, next(module.parameters()).device)
-        if spec.states:
-            extend(module, Surviving(_buffers, _initial))
+        extend(module, Surviving(_buffers, _initial))
     ignore(model, [name for name, _ in model.named_buffers() if PREFIX in name])
 
 

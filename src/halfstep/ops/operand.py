@@ -143,9 +143,9 @@ def operand(
     if scales.tile == TENSOR:
         into = carrier(format, dtype) if native is None else native
         if (state is None) == (quantizer.stateful is None) and _on_host(x, state):
-            made = cast.run_whole(x, into, format, quantizer.rounding, scales.rule, state, record)
-            if made is not None:
-                return Operand(*made)
+            known = cast.run_whole(x, into, format, quantizer.rounding, scales.rule, state, record)
+            if known is not None:
+                return Operand(*known)
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
             rounded = round_scaled(x, factor, format, quantizer.rounding, into, seed, amax)

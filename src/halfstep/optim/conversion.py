@@ -14,6 +14,7 @@ from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.present import Reference
+from halfstep.optim.rules.base import UpdateRule
 from halfstep.quant import draw_seed
 from halfstep.recipe import Projection, Recipe
 from halfstep.recipe.origin import Origin
@@ -28,6 +29,7 @@ def convert(
     process_group: Any = None,
     projections: Mapping[nn.Parameter, Projection] | None = None,
     recipe_change: str = "refuse",
+    rule: UpdateRule | None = None,
 ) -> LowBit:
     """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
 
@@ -43,12 +45,13 @@ def convert(
         process_group: the processes that train together; None is the default group, where there is one.
         projections: of parameters that are updated in a subspace of their gradients, how.
         recipe_change: whether it loads states of other recipes, `refuse` or `allow`.
+        rule: what `check_optimizer` said of it; None asks.
 
     Raises:
         OptimizerError: the class, an option, a parameter or a state cannot be expressed; the optimizer is left as it
             was.
     """
-    rule = check_optimizer(optimizer, projections=projections)
+    rule = rule or check_optimizer(optimizer, projections=projections)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = int(draw_seed(generator)) if recipe.update_rounding == "stochastic" else 0
     result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group, projections)

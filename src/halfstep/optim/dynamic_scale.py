@@ -50,7 +50,7 @@ class DynamicScale:
                 f"growth_factor {growth_factor} and backoff_factor {backoff_factor} given; "
                 "expected growth_factor > 1 and 0 < backoff_factor < 1"
             )
-        scales = all(_SMALLEST <= scale <= LARGEST for scale in (init_scale, min_scale))
+        scales = _SMALLEST <= init_scale <= LARGEST and _SMALLEST <= min_scale <= LARGEST
         if not scales or not hysteresis >= 1 or not growth_interval >= 1:
             raise LossScaleError(
                 f"init_scale {init_scale}, min_scale {min_scale}, hysteresis {hysteresis}, growth_interval "

@@ -43,7 +43,11 @@ def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, p
     if projection is not None:
         rule = projected(rule, projection, shape)
     shapes = {name: rule.shape(name, shape) for name in rule.moments(group)}
-    kinds = {name: kind_of(recipe, rule.kept_as(name, group), own, parameter) for name, own in shapes.items()}
-    parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-    coded = any(kind.dtype is None for kind in kinds.values())
-    return Plan(rule, kinds, shapes, parts, frozenset({"step", *kinds}), coded)
+    kinds: dict[str, Storage] = {}
+    parts: list[str] = []
+    coded = False
+    for name, own in shapes.items():
+        kind = kinds[name] = kind_of(recipe, rule.kept_as(name, group), own, parameter)
+        parts += (name,) if kind.dtype is not None and not kind.residual else kind.parts(name)
+        coded |= kind.dtype is None
+    return Plan(rule, kinds, shapes, tuple(parts), frozenset({"step", *kinds}), coded)

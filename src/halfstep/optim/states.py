@@ -49,21 +49,6 @@ def _as_spread(kind: Storage, parameter: Tensor) -> Storage:
     return get_storage("fp32")
 
 
-def start(kind: Storage, name: str, parameter: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-    """The tensors of a moment that is zero, of that shape or the parameter's."""
-    if kind.dtype is None and is_spread(parameter):
-        return shard_codes.start(kind, name, parameter)
-    like = _like(parameter, shape)
-    if kind.dtype is not None:
-        return {number: torch.zeros_like(like, dtype=kind.dtype) for number in kind.numbers(name)}
-    return encode(kind, name, torch.zeros_like(like, dtype=torch.float32))
-
-
-def _like(parameter: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    """What a moment of that shape lies beside."""
-    return parameter if shape is None or parameter.shape == shape else parameter.detach().new_empty(shape)
-
-
 def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
     """The tensors that float32 values are kept in.
 
@@ -131,7 +116,8 @@ def adopt(
         raise OptimizerError(why)
     for name, kind in kinds.items():
         if isinstance(saved.get(name), Tensor):
-            like = _like(parameter, shapes.get(name))
+            shape = shapes.get(name, parameter.shape)
+            like = parameter if parameter.shape == shape else parameter.detach().new_empty(shape)
             state |= _kept(saved, name, kind, like, coded.get(name), number)
     for name, value in saved.items():
         if name in parts or value is None:

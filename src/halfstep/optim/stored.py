@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
+from halfstep.optim import shard_codes
 from halfstep.optim.changed import Changed
 from halfstep.optim.checks import check_state, check_subspace
 from halfstep.optim.coded import CodedWeight
@@ -24,7 +25,7 @@ from halfstep.optim.plan import Plan, plan_of
 from halfstep.optim.rules import moment_names
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.shards import is_spread, local, placed, spread_like
-from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widened
+from halfstep.optim.states import FORMATS, adopt, encode, foreign, labels, widened
 from halfstep.optim.update import OWN
 from halfstep.quant.masters import Master, get_master
 from halfstep.recipe import MASTER, PROJECTOR, Projection, Recipe, Storage, is_master
@@ -132,17 +133,28 @@ class Stored(torch.optim.Optimizer):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for name, kind in plan.kinds.items():
-            if state.get(name) is None:
-                state.update(start(kind, name, parameter, plan.shapes[name]))
+            if state.get(name) is not None:
+                continue
+            if kind.dtype is None and is_spread(parameter):
+                state.update(shard_codes.start(kind, name, parameter))
+                continue
+            shape = plan.shapes[name]
+            like = parameter if parameter.shape == shape else parameter.detach().new_empty(shape)
+            if kind.dtype is None:
+                state.update(encode(kind, name, torch.zeros_like(like, dtype=torch.float32)))
+                continue
+            for number in kind.numbers(name) if kind.residual else (name,):
+                state[number] = torch.zeros_like(like, dtype=kind.dtype)
 
     def _begin(self) -> None:
         """Begin the states of all parameters that are trained. torch.distributed.checkpoint loads into states that are
         there: it takes an optimizer with any for one that has all, and makes one without take a step of zeros."""
         self._name_formats()
         for group in self.param_groups:
+            varies = self.varies(group)
             for parameter in group["params"]:
                 if parameter.requires_grad or self.state.get(parameter):
-                    self._begin_state(parameter, self.plan(parameter, group))
+                    self._begin_state(parameter, self.plan(parameter, group, varies))
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, whose groups name the recipe and its digest."""

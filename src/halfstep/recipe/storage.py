@@ -72,7 +72,7 @@ class Storage:
             raise RecipeError(f"stored flat with tile = {tile or 'none'}; expected pieces of a row, such as 1x256")
         if type(self.smallest) is not int or self.smallest < 0:
             raise RecipeError(f"stored with smallest = {self.smallest!r}; expected a number of elements, or 0")
-        _ = self.dtype  # asked in traced graphs too, where nothing is found for the first time
+        _ = self.dtype, self._kinds  # asked in traced graphs too, where nothing is found for the first time
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that a tensor of that shape is quantised in."""
@@ -94,7 +94,12 @@ class Storage:
         """What the number called `name` is kept in: for each part of the quantised tensor, what it is called."""
         if self.dtype is not None:
             return {"codes": name}
-        return {part: name if part == "codes" else f"{name}_{part}" for part in self._layout((1, 1))}
+        return {part: name if part == "codes" else f"{name}_{part}" for part in self._kinds}
+
+    @cached_property
+    def _kinds(self) -> tuple[str, ...]:
+        """The parts of a number that is codes."""
+        return () if self.dtype is not None else tuple(self._layout((1, 1)))
 
     def numbers(self, name: str) -> tuple[str, ...]:
         """The names of the numbers whose sum is kept."""
@@ -104,21 +109,25 @@ class Storage:
         """The names of all tensors that the tensor called `name` is kept in."""
         if self.dtype is not None:
             return self.numbers(name)
-        return tuple(part for number in self.numbers(name) for part in self.names(number).values())
+        return tuple([part for number in self.numbers(name) for part in self.names(number).values()])
 
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
         """Name, dtype and shape of every tensor that one of that shape is kept in."""
         if self.dtype is not None:
             return dict.fromkeys(self.numbers(name), (self.dtype, shape))
-        parts = self._layout(shape)
-        return {self.names(number)[part]: kind for number in self.numbers(name) for part, kind in parts.items()}
+        parts, found = self._layout(shape), {}
+        for number in self.numbers(name):
+            names = self.names(number)
+            for part, kind in parts.items():
+                found[names[part]] = kind
+        return found
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         """As `layout`, of one number, by the names of its parts."""
         if self.scaled_dtype is not None:
             return {"codes": (self.scaled_dtype, shape), "scale": (torch.float32, ())}
         parts = layout(self.quantizer, self.matrix(shape), torch.float32)
-        return {part: (dtype, tuple(size or 0 for size in sizes)) for part, (dtype, sizes) in parts.items()}
+        return {part: (dtype, tuple([size or 0 for size in sizes])) for part, (dtype, sizes) in parts.items()}
 
     @property
     def bytes(self) -> float:

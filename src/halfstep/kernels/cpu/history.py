@@ -34,15 +34,17 @@ def run(places: Any, scaling: Delayed, element: Format, skipped: Tensor | None) 
     )  # fmt: skip
 
 
-@intrinsic
-def _at(context: Any, address: Any) -> Any:
+def _pointer(context, address):
     """In kernels: a pointer to the float32 numbers at an address."""
     signature = types.CPointer(types.float32)(address)
 
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def code(context, builder, signature, values):
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
     return signature, code
+
+
+_at: Any = intrinsic(_pointer)
 
 
 @inner
