@@ -1,7 +1,7 @@
 """A run that goes on after a rank was killed: torchrun --nproc-per-node 2 --max-restarts 5 examples/elastic.py RUN
 
-torchrun starts all ranks again, and they go on from the last checkpoint in the folder RUN, bit for bit: what a step takes
-in depends on its number and the rank alone, and all that a recipe keeps is in three state dicts.
+torchrun starts all ranks again, and they go on from the last checkpoint in the folder RUN, bit for bit: what a step
+takes in depends on its number and the rank alone, and all that a recipe keeps is in three state dicts.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""examples/elastic.py: a run whose ranks are killed, restarted by torchrun, ends with the bits of an undisturbed one."""
+"""examples/elastic.py: a run whose ranks are killed, and restarted by torchrun, ends as an undisturbed one."""
 
 import os
 import subprocess
