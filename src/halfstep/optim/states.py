@@ -35,7 +35,7 @@ def kind_of(recipe: Recipe, name: str | None, shape: tuple[int, ...], parameter:
         OptimizerError: as `shard_codes.fits`.
     """
     kind = get_storage("fp32") if name is None else recipe.moment(name, prod(shape))
-    return _as_spread(kind, parameter) if is_spread(parameter) else kind
+    return _as_spread(kind, parameter) if hasattr(parameter, "device_mesh") else kind
 
 
 def _as_spread(kind: Storage, parameter: Tensor) -> Storage:
