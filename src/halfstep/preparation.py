@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -253,11 +254,19 @@ def full_weights(
 
 
 def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Plan:
-    """The plan, with the bytes of that optimizer's states."""
+    """The plan, with the bytes of that optimizer's states; of several rules, of the one with the most parameters."""
+    name, own = type(optimizer).__name__, rule
+    if rule.parts:
+        held = Counter({rule.of(group): 0 for group in optimizer.param_groups})
+        for group in optimizer.param_groups:
+            held[rule.of(group)] += sum(parameter.numel() for parameter in group["params"])
+        own = max(held, key=held.__getitem__)
+        name = f"{own.torch_class.__name__}, one of those combined"
     moments: dict[str, None] = {}
     for group in optimizer.param_groups:
-        moments |= dict.fromkeys(rule.moments(group))
-    return replace(made, optimizer=type(optimizer).__name__, moments=tuple(moments))
+        if rule.of(group) is own:
+            moments |= dict.fromkeys(own.moments(group))
+    return replace(made, optimizer=name, moments=tuple(moments))
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, may_be_meta: bool = False) -> _Trained:

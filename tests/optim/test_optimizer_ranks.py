@@ -15,11 +15,22 @@ from tiny import assert_same
 
 pytestmark = pytest.mark.slow
 SPREAD = ["fp32", "bf16-stochastic", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-nomaster"]
+
+
+def muon(parameters):
+    """Matrices by Muon, which needs all of each, and vectors by AdamW."""
+    parameters = list(parameters)
+    matrices, others = ([p for p in parameters if (p.dim() == 2) is those] for those in (True, False))
+    return halfstep.optim.Combined(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01))
+
+
 KINDS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
     "lion": lambda ps: halfstep.optim.Lion(ps, lr=0.01),
     "lamb": lambda ps: halfstep.optim.Lamb(ps, lr=0.01),
 }
+if hasattr(torch.optim, "Muon"):
+    KINDS["muon"] = muon
 RANK = """
 import sys, torch, torch.distributed as dist
 rank, world, folder, tests = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -80,7 +91,8 @@ def spread(name, kind, world, ddp=False):
             for p in model.parameters():
                 p.clamp_(-0.2, 0.2)
     found = list(wrapped.parameters()) + [optimizer.full(p) for p in model.parameters()]
-    found += [state["exp_avg"] for state in optimizer.state.values()]
+    states = [optimizer.state[p] for p in model.parameters()]
+    found += [state.get("exp_avg", state.get("momentum_buffer")) for state in states]
     return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in found]
 
 

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 
-from halfstep.optim import AdamW8bit, LowBitAdamW
+from halfstep.optim import AdamW8bit, Combined, LowBitAdamW, convert
 from halfstep.recipe import get_recipe, get_storage
 from ranks import on_ranks
 from tiny import assert_same
@@ -23,6 +23,18 @@ KINDS = {
         ps, lr=0.01, moments=(("exp_avg", get_storage("mxfp8_e4m3", smallest=4096)), ("exp_avg_sq", "fp32"))
     ),
 }
+
+
+def muon(parameters):
+    """Whole matrices are orthogonalised, and their momenta are codes of parts."""
+    parameters = list(parameters)
+    matrices, others = ([p for p in parameters if (p.dim() == 2) is those] for those in (True, False))
+    both = Combined(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01))
+    return convert(both, get_recipe("adamw-8bit"), {})
+
+
+if hasattr(torch.optim, "Muon"):
+    KINDS["Muon's momentum"] = muon
 
 
 def trained(kind, world=0, folder=None, saves=False):
@@ -58,8 +70,9 @@ def trained(kind, world=0, folder=None, saves=False):
             set_state_dict(model, optimizer, model_state_dict=files["model"], optim_state_dict=files["optimizer"])
     steps(3)
     found = list(model.parameters())
-    for state in optimizer.state.values():
-        found += [state["exp_avg"], *([state["exp_avg_scale"]] if "exp_avg_scale" in state else [])]
+    for state in map(optimizer.state.__getitem__, model.parameters()):
+        name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+        found += [state[name], *([state[f"{name}_scale"]] if f"{name}_scale" in state else [])]
     return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in found]
 
 

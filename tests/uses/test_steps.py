@@ -58,6 +58,39 @@ def test_closure(name):
     assert losses[0:3] == losses[3:6] == losses[6:9]
 
 
+class Several:
+    """Optimizers of torch in a stock loop."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def muon_and_sgd(model, combine):
+    parameters = list(model.parameters())
+    matrices, others = ([p for p in parameters if (p.dim() == 2) is those] for those in (True, False))
+    return combine(torch.optim.Muon(matrices, lr=0.02), torch.optim.SGD(others, lr=0.1, momentum=0.9))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brings it")
+@way()
+def test_muon_beside_another(name):
+    """Muon, and another optimizer for what are no matrices: `halfstep.optim.Combined(Muon(...), SGD(...))`."""
+    stock = start_of(name)
+    model, start = copy.deepcopy(stock), values(stock)
+    steps(*prepare(name, model, muon_and_sgd(model, halfstep.optim.Combined)))
+    steps(stock, muon_and_sgd(stock, Several), Stock())
+    assert_like_fp32(name, start, values(model), values(stock), slack=2)
+
+
 def refused(model, scaler, optimizer):
     """torch's GradScaler takes no closure either."""
     stock = torch.nn.Linear(2, 1)

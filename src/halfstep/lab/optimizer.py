@@ -10,7 +10,7 @@ from torch import nn
 
 from halfstep.errors import RunError, unknown
 from halfstep.lab.experiment import Experiment
-from halfstep.optim import update_rules
+from halfstep.optim import Combined, update_rules
 from halfstep.unit import parameter_groups
 
 
@@ -23,6 +23,9 @@ def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Opt
 
     A model with a `parametrization` (`lab.models.unit_gpt`) has groups with their own learning rates, and in each, as
     `factor`, what the experiment's is multiplied by.
+
+    Where it takes matrices alone (Muon), AdamW takes the other parameters and embeddings, at the same learning rate:
+    its step is of the size of AdamW's.
 
     Raises:
         RunError: no update rule has that name; the nearest ones are shown.
@@ -49,8 +52,30 @@ def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Opt
     taken = inspect.signature(rule.torch_class).parameters
     options = {name: value for name, value in offered.items() if name in taken}
     make: Any = rule.torch_class
+    if rule.dims is not None:
+        return _combined(make, rule.dims, model, groups, options, experiment)
     optimizer: torch.optim.Optimizer = make(groups, **options)
     for group in optimizer.param_groups:
         if rule.decay is not None and rule.decay(group)[0]:
             group["weight_decay"] = 0.0
     return optimizer
+
+
+def _combined(
+    make: Any,
+    dims: int,
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    options: dict[str, Any],
+    experiment: Experiment,
+) -> Combined:
+    """The optimizer of parameters of so many dimensions, and AdamW of the others."""
+    tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    own = [p for group in groups for p in group["params"] if p.dim() == dims and p not in tables]
+    others = [{**group, "params": [p for p in group["params"] if p not in set(own)]} for group in groups]
+    adamw: Any = torch.optim.AdamW
+    rest = [group for group in others if group["params"]]
+    made = [make(own, **options, adjust_lr_fn="match_rms_adamw")] if own else []
+    if rest:
+        made.append(adamw(rest, lr=experiment.lr, betas=experiment.betas, weight_decay=experiment.weight_decay))
+    return Combined(*made)

@@ -2,6 +2,7 @@
 
 from halfstep.optim.checks import check_moments, check_optimizer
 from halfstep.optim.classes import Lamb, Lion
+from halfstep.optim.combined import Combined
 from halfstep.optim.conversion import convert
 from halfstep.optim.galore_classes import GaLoreAdamW, GaLoreAdamW8bit
 from halfstep.optim.loss_scale import LossScaler
@@ -16,6 +17,7 @@ __all__ = [
     "AdamW8bit",
     "AdamWFp8",
     "CoatAdamW",
+    "Combined",
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
     "Lamb",

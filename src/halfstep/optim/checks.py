@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -60,10 +60,12 @@ def check_optimizer(
                 "GaLore's optimizers read: hand the groups to halfstep.optim.GaLoreAdamW, which steps by itself, or "
                 "leave the options out and take a recipe with a projection ('galore')"
             )
-    for state in optimizer.state.values():
-        check_state(state, rule)
+    own = {parameter: rule.of(group) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter, state in optimizer.state.items():
+        check_state(state, own.get(parameter, rule))
     for parameter, projection in (projections or {}).items():
-        if projected(rule, projection, tuple(parameter.shape)) is not rule and optimizer.state.get(parameter):
+        one = own.get(parameter, rule)
+        if projected(one, projection, tuple(parameter.shape)) is not one and optimizer.state.get(parameter):
             raise OptimizerError(
                 f"{type(optimizer).__name__} has moments of {known.get(parameter, 'a parameter')}, whose updates this "
                 "recipe takes in a subspace, where they have no place. Hand halfstep.prepare a new "
@@ -118,6 +120,25 @@ def check_step(groups: Iterable[Mapping[str, Any]], rule: UpdateRule, name: Name
                     "Build its embedding with sparse=False. No parameter was moved"
                 )
             index += 1
+
+
+def check_new_group(
+    new: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], rule: UpdateRule, defaults: Collection[str]
+) -> None:
+    """Refuse a group for an optimizer of several rules that does not say all of its own; there are no defaults of all.
+
+    Raises:
+        OptimizerError: it names none of the rules, or lacks options that groups of its rule have.
+    """
+    own = rule.of(new)
+    like: Mapping[str, Any] = next((group for group in groups if rule.of(group) is own), new)
+    absent = [name for name in like if name not in new and name not in defaults]
+    if absent:
+        raise OptimizerError(
+            f"a new parameter group of {own.name} lacks {', '.join(absent)}: an optimizer that combines several has no "
+            "defaults, so give all of its options"
+        )
+    own.check(new)
 
 
 def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[str] = ()) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halfstep.errors import OptimizerError
 from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
+from halfstep.optim.combined import Combined
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
@@ -62,12 +63,14 @@ def convert(
     result.take_over(optimizer.state, masters)
     result.awaits_scaler = recipe.loss_scale is not None and recipe.loss_scale.scales
     _move_hooks(optimizer, result)
-    # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    if not isinstance(optimizer, (Lamb, Lion)):  # which never stepped and say so themselves
-        optimizer.register_step_pre_hook(_refuse)
-    optimizer.register_state_dict_pre_hook(_refuse)
-    optimizer.register_load_state_dict_pre_hook(_refuse)
+    for old in (optimizer, *(optimizer.optimizers if isinstance(optimizer, Combined) else ())):
+        old.state.clear()
+        # A scheduler built on it asks whether it has stepped; its steps are the new one's now.
+        old._opt_called = True  # type: ignore[attr-defined]
+        if not isinstance(old, (Combined, Lamb, Lion)):  # which never stepped and say so themselves
+            old.register_step_pre_hook(_refuse)
+        old.register_state_dict_pre_hook(_refuse)
+        old.register_load_state_dict_pre_hook(_refuse)
     return result
 
 

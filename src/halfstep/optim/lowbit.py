@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.errors import OptimizerError
 from halfstep.ops.untraced import untraced
-from halfstep.optim.checks import UNSCALED, check_parameters, check_step, warn_of_late
+from halfstep.optim.checks import UNSCALED, check_new_group, check_parameters, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
@@ -116,8 +116,11 @@ class LowBit(Stepping):
 
         Raises:
             OptimizerError: one is of a dtype that no recipe stores, or an adapter's in fewer than 32 bits, where the
-                recipe keeps adapters in float32. Nothing was added.
+                recipe keeps adapters in float32; or the optimizer combines several, and the group names none of their
+                rules or leaves options out. Nothing was added.
         """
+        if self.rule.parts:
+            check_new_group(param_group, self.param_groups, self.rule, self.defaults)
         super().add_param_group(param_group)
         try:
             check_parameters(self.param_groups, self._name)

@@ -39,7 +39,7 @@ def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, p
     Raises:
         OptimizerError, RecipeError: as `projected`.
     """
-    shape = tuple(parameter.shape)
+    shape, rule = tuple(parameter.shape), rule.of(group)
     if projection is not None:
         rule = projected(rule, projection, shape)
     shapes = {name: rule.shape(name, shape) for name in rule.moments(group)}

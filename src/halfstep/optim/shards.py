@@ -50,6 +50,26 @@ def spread_like(part: Tensor, whole: Tensor) -> Tensor:
     return result
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, gathered from the ranks that hold parts."""
+    spread: Any = tensor
+    return spread.full_tensor() if is_spread(tensor) else tensor
+
+
+def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor that every rank has all of, cut as `tensor` is.
+
+    Raises:
+        OptimizerError: as `positions`.
+    """
+    if not is_spread(tensor):
+        return whole
+    own = whole
+    for dim, (start, size) in enumerate(zip(*_cut(tensor), strict=True)):
+        own = own.narrow(dim, start, size)
+    return spread_like(own, tensor)
+
+
 def positions(tensor: Tensor) -> Tensor | None:
     """The index, in the whole tensor laid out flat, of each element of this rank's part; None where that is the whole.
 
@@ -95,8 +115,8 @@ def _cut(whole: Any) -> tuple[list[int], list[int]]:
             continue
         if not placement.is_shard() or hasattr(placement, "split_factor"):
             raise OptimizerError(
-                f"a parameter of shape {tuple(whole.shape)} is placed as {placement}; stochastic rounding knows "
-                "Shard and Replicate. Use a recipe that rounds to nearest ('bf16-kahan', 'bf16-split')"
+                f"a parameter of shape {tuple(whole.shape)} is placed as {placement}; stochastic rounding and Muon "
+                "know Shard and Replicate. Use a recipe that rounds to nearest ('bf16-kahan', 'bf16-split'), and AdamW"
             )
         dim, parts = placement.dim % whole.dim(), whole.device_mesh.size(axis)
         longest = -(-sizes[dim] // parts)

@@ -85,7 +85,7 @@ class Stepping(Stored):
         moments = dict(zip(plan.parts, map(state.__getitem__, plan.parts), strict=True))
         if spread:
             weight, kept = local(parameter), {name: local(value) for name, value in kept.items()}
-            moments = {n: local(value) if plan.rule.elementwise else value for n, value in moments.items()}
+            moments = {name: local(value) for name, value in moments.items()}
         noisy = isinstance(master, Own) and master.rounding == "stochastic"
         read = grad if plain else _gradient(parameter, plan.rule, master, grad)
         rest: Any = moments, 0, group, 1.0, plan.kinds, plan.coded

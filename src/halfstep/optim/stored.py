@@ -23,7 +23,7 @@ from halfstep.optim.coded import CodedWeight
 from halfstep.optim.foreign import as_ours
 from halfstep.optim.plan import Plan, plan_of
 from halfstep.optim.rules import moment_names
-from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.rules.base import RULE, UpdateRule
 from halfstep.optim.shards import is_spread, local, placed, spread_like
 from halfstep.optim.states import FORMATS, adopt, encode, foreign, labels, widened
 from halfstep.optim.update import OWN
@@ -67,9 +67,10 @@ class Stored(torch.optim.Optimizer):
     group_projection: Callable[[Mapping[str, Any]], Projection | None] | None = None
     """How a group's options say that its parameters are projected; None where `projections` says it of each."""
 
-    def varies(self, group: Mapping[str, Any]) -> tuple[tuple[str, ...], Projection | None]:
-        """The options of a group that say more than numbers: its moments, and how its parameters are projected."""
-        return self.rule.moments(group), self.group_projection(group) if self.group_projection else None
+    def varies(self, group: Mapping[str, Any]) -> tuple[tuple[UpdateRule, tuple[str, ...]], Projection | None]:
+        """What a group's options say beside numbers: rule and moments, and how its parameters are projected."""
+        rule = self.rule.of(group)
+        return (rule, rule.moments(group)), self.group_projection(group) if self.group_projection else None
 
     def plan(self, parameter: Tensor, group: Mapping[str, Any], varies: Any = None) -> Plan:
         """How a parameter of that group is updated and kept."""
@@ -77,7 +78,7 @@ class Stored(torch.optim.Optimizer):
         projection = projection or self.projections.get(parameter)
         shape = tuple(parameter.shape)
         spread = placed(parameter) if hasattr(parameter, "device_mesh") else None
-        key = (id(self.rule), names, shape, spread, projection)
+        key = (names, shape, spread, projection)
         if key not in self._plans:
             self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection)
         return self._plans[key]
@@ -114,9 +115,9 @@ class Stored(torch.optim.Optimizer):
     def _name_formats(self) -> None:
         """Let the groups, which are saved, say how moments that are codes are kept."""
         for group in self.param_groups:
-            key = id(self.rule), self.rule.moments(group)
+            rule, names = key = self.varies(group)[0]
             if key not in self._labels:
-                kept = {name: self.rule.kept_as(name, group) for name in key[1]}
+                kept = {name: rule.kept_as(name, group) for name in names}
                 self._labels[key] = labels({n: self.recipe.moment(own) for n, own in kept.items() if own is not None})
             formats = dict(self._labels[key])
             if self.recipe.codes is not None and self.recipe.codes.master is not None:
@@ -200,7 +201,7 @@ class Stored(torch.optim.Optimizer):
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         lost, changed = 0, self._changed(state_dict["param_groups"])
         for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            self.rule.check({**group, "params": mine["params"]})
+            self._check_saved_group(group, mine)
             for number, parameter in zip(group["params"], mine["params"], strict=True):
                 if number in state_dict["state"]:
                     saved_state, options = state_dict["state"][number], {**mine, **group}
@@ -228,6 +229,16 @@ class Stored(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def _check_saved_group(self, group: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        """Refuse the options of a saved group that the rule of that group here does not take, and another rule's."""
+        own = self.rule.of(mine)
+        own.check({**group, "params": mine["params"]})
+        if (saved := group.get(RULE, own.name)) != own.name:
+            raise OptimizerError(
+                f"the state holds a parameter group that {saved} updated, and here {own.name} does: combine the same "
+                "optimizers in the same order as when it was saved"
+            )
+
     def _changed(self, groups: list[dict[str, Any]]) -> Changed | None:
         """What is to be told of a state, if it was saved under another recipe and may be loaded all the same."""
         if self.origin is None:
@@ -254,7 +265,7 @@ class Stored(torch.optim.Optimizer):
         check_subspace(saved, plan.kinds, plan.shapes, parameter, number)
         refused = moment_names().__contains__ if ours else lambda name: not is_master(name)
         state = adopt(saved, parameter, kinds, plan.shapes, masters, {**(formats or {}), **said}, number, refused)
-        check_state(saved, self.rule, foreign(saved, self.recipe, master))
+        check_state(saved, plan.rule, foreign(saved, self.recipe, master))
         return state
 
     @torch.no_grad()

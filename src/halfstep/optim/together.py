@@ -148,16 +148,16 @@ class Together:
         """
         self._forget()
         self._varies = list(map(owner.varies, owner.param_groups))
-        together = kernels and owner.rule.options is not None
+        known = [kernels and owner.rule.of(group).options is not None for group in owner.param_groups]
         options: list[Options] = []
         numbers = dict(zip(map(id, owner.param_groups), count(), strict=False))
         by_device: dict[torch.device, list[Tensors]] = {}
         read: dict[Tensor, Tensor | Coded | None] = {}
         launched: set[Tensor] = set()
         for parameter, grad, group, index in stepped:
-            on_gpu = together and (self._anywhere or parameter.is_cuda)
-            options = _options(owner) if on_gpu and not options else options
             number = numbers[id(group)]
+            on_gpu = known[number] and (self._anywhere or parameter.is_cuda)
+            options = _options(owner) if on_gpu and not options else options
             way = owner.way(parameter, group, index, grad, self._varies[number], kernels and not on_gpu)
             own = self._tensors(owner, way, grad, number) if on_gpu else None
             if own is None or not takes(own, options[own.group]):
@@ -191,7 +191,7 @@ class Together:
         """What is read of a parameter; None where no kernel would."""
         rule, step, parameter, group = way.rule, way.step, way.parameter, way.group
         weight, codes = _numbers(step.weight), _numbers(grad)
-        if rule is not owner.rule or weight is None or codes is None:
+        if rule is not owner.rule.of(group) or weight is None or codes is None:
             return None
         lies = codes_of(weight)
         if not (self._anywhere or plain(lies, lies.dtype)):
@@ -232,5 +232,9 @@ _NOT_CAPTURABLE = (
 
 
 def _options(owner: Owner) -> list[Options]:
-    assert owner.rule.options is not None
-    return [owner.rule.options(group) for group in owner.param_groups]
+    made = [(owner.rule.of(group).options, group) for group in owner.param_groups]
+    return [_STILL if options is None else options(group) for options, group in made]
+
+
+_STILL = Options("descent", 0.0)
+"""Of a group that no kernel steps, for its row of the table."""

@@ -77,10 +77,11 @@ def move(
         return
     if not rule.elementwise:
         full = spread_like(full, parameter)
+        values = {name: spread_like(value, parameter) for name, value in values.items()}
     grad = step.grad.float() if step.grad_scale == 1.0 else step.grad.float() * step.grad_scale
     updated, new = rule.update(full, grad, values, step.number, step.group)
     for name, moment in _kept_where_lost(kinds, values, new).items():
-        write(kinds[name], name, moments, moment)
+        write(kinds[name], name, moments, local(moment))
     wanted = local(updated - full) if watch is not None else None
     master.write(weight, kept, local(like(parameter, updated)))
     if watch is not None and before is not None and wanted is not None:

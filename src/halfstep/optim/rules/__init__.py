@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.rules.base import Group, UpdateRule
+from halfstep.optim.rules.base import RULE, Group, UpdateRule
 from halfstep.registry import collect
 
 
@@ -41,6 +41,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     Raises:
         OptimizerError: the class has no counterpart, or is a subclass that does something else; or an option has none.
     """
+    if isinstance(own := getattr(optimizer, RULE, None), UpdateRule):  # it combines several
+        return own
     kind = type(optimizer)
     by_class = {rule.torch_class: rule for rule in update_rules().values()}
     stock = next((base for base in kind.__mro__ if base in by_class), None)
@@ -74,7 +76,7 @@ _INSTEAD = {
         "torch.optim.AdamW under 'adamw-8bit' (2 bytes a parameter) or 'galore' (a subspace); for Adafactor "
         f"itself {_AROUND}"
     ),
-    "Muon": f"Its step makes a whole matrix orthogonal, and no element's is its own. For Muon itself {_AROUND}",
+    "Muon": f"Hand over torch.optim.Muon (torch 2.9 and newer); for this Muon itself {_AROUND}",
 }
 """What works in the place of optimizers that people bring and no rule expresses, by name."""
 

@@ -1,5 +1,7 @@
 """What an update rule is: a pure function on float32 tensors, with the names of its moments."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +23,8 @@ Group = Mapping[str, Any]
 
 Moments = dict[str, Tensor]
 
+RULE = "update_rule"
+"""The option of a parameter group that names its rule, where an optimizer has several."""
 CAPTURABLE = "capturable"
 """torch's option for steps in CUDA graphs: nothing is read on the host."""
 ON_HOST = "on a CPU, and where no kernel does the whole update, it reads its step count on the host"
@@ -104,7 +108,7 @@ def own_name(name: str, group: Group) -> str:
     return name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UpdateRule:
     """How a weight moves: `update(weight, grad, moments, step, group) -> (weight, moments)`, all in float32.
 
@@ -138,6 +142,28 @@ class UpdateRule:
     look: Look | None = None
     lower: Callable[[Step], Tensor] | None = None
     """The gradient in fewer numbers, of which `update` takes the sum over micro-batches as well."""
+    dims: int | None = None
+    """How many dimensions parameters must have; None where it takes any."""
+    refusal: Callable[[Group], str | None] | None = None
+    """What is wrong with a group's options, as found and expected; None where nothing is."""
+    parts: Mapping[str, UpdateRule] = field(default_factory=dict)
+    """Where each group has a rule of its own (`of`), which they are, by name."""
+
+    def of(self, group: Group) -> UpdateRule:
+        """The rule of a group: this one, or the one of `parts` that the group names.
+
+        Raises:
+            OptimizerError: it names none of them.
+        """
+        if not self.parts:
+            return self
+        name: Any = group.get(RULE)
+        if name not in self.parts:
+            raise OptimizerError(
+                f"a parameter group of this {self.name} has {RULE} = {name!r}; expected one of "
+                f"{', '.join(map(repr, self.parts))}: let the group name the rule of its parameters"
+            )
+        return self.parts[name]
 
     def advance(self, step: Step) -> bool:
         """Take the fused update, once; False where there is none, and nothing moved."""
@@ -152,11 +178,25 @@ class UpdateRule:
         Raises:
             OptimizerError: one is set.
         """
+        if self.parts:
+            self.of(group).check(group)
+            return
         for option, reason in self.refused.items():
             if group.get(option) and not (option == CAPTURABLE and self._counts_on_gpu(group)):
                 raise OptimizerError(
                     f"{self.torch_class.__name__} with {option}=True cannot be expressed: {reason}. "
                     f"Build it with {option}=False"
+                )
+        if self.refusal is not None and (why := self.refusal(group)) is not None:
+            raise OptimizerError(f"{self.torch_class.__name__}: {why}")
+        if self.dims is not None:
+            other = next((p for p in group.get("params", ()) if p.dim() != self.dims), None)
+            if other is not None:
+                name = self.torch_class.__name__
+                raise OptimizerError(
+                    f"{name} was given a parameter of shape {tuple(other.shape)}; expected {self.dims} dimensions. "
+                    f"Give the others to AdamW: halfstep.optim.Combined(torch.optim.{name}(matrices), "
+                    "torch.optim.AdamW(others))"
                 )
 
     def _counts_on_gpu(self, group: Group) -> bool:
