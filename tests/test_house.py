@@ -153,3 +153,9 @@ def modules_imported(file):
 
 def test_no_file_imports_itself_through_others():
     graphlib.TopologicalSorter({file: modules_imported(file) for file in FILES}).prepare()  # raises a CycleError
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by it, so that the second of them ends the collection."""
+    names = [file.name for file in Path(__file__).parent.rglob("test_*.py")]
+    assert [name for name in names if names.count(name) > 1] == []

@@ -73,7 +73,7 @@ def saved(bytes):
     return bytes.compute_copies + bytes.activations
 
 
-@pytest.mark.quick("bf16-collage-plus-gpt", "bf16-mixed-cnn", "fp8-current-llama", "fp8lm-o3-gpt")
+@pytest.mark.quick("bf16-mixed-cnn", "fp8-current-llama")
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     slow_unless(in_turn(STORED, [*SUBJECTS]).__contains__, itertools.product(EVERY, SUBJECTS)),
@@ -320,6 +320,7 @@ def test_unknown_architectures_name_the_nearest():
 # ---- recipes with stages ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stages_take_what_the_hungriest_of_them_takes():
     text = "fp8-current until 50%, then fp32 until 90% then bf16-mixed"
     recipe = get_recipe(text)

@@ -183,6 +183,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick("normal-one", "sparse-one", "rows scaled-one")
 @pytest.mark.parametrize("seeds", [[0], pytest.param([1, 2, 3], marks=pytest.mark.slow)], ids=["one", "more"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_else_is_taken_for_blocks(kind, seeds):

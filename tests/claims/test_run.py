@@ -65,6 +65,9 @@ def test_a_claim_says_what_its_benchmark_keeps(claim):
     } == {}
 
 
+@pytest.mark.quick(
+    "micikevicius-mandarin", "kalamkar-domains", "lee-fp8-robust", "blake-u-mup", "zhao-8bit", "malartic-stages"
+)
 @pytest.mark.parametrize("claim", KEPT, ids=lambda claim: claim.id)
 def test_a_planted_difference_is_found(claim, tmp_path):
     """Each number alone, moved in its file by more than its tolerance."""

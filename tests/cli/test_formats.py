@@ -73,6 +73,15 @@ def test_the_tables_as_json(run):
 SHOWN, WIDTHS = [*formats.names(), "e8m3", "posit6_1"], (60, 100)
 
 
+@pytest.mark.quick(
+    "fp32-60",
+    "posit16_1-100",
+    "float8_e4m3b11fnuz-100",
+    "float8_e8m0fnu-60",
+    "posit8_2-100",
+    "float4_e2m1fn-100",
+    "posit6_1-60",
+)
 @pytest.mark.parametrize(
     ("name", "columns"), slow_unless(in_turn(SHOWN, WIDTHS).__contains__, [*product(SHOWN, WIDTHS)])
 )
@@ -84,6 +93,7 @@ def test_every_format_is_shown_within_the_terminal(run, name, columns):
     assert "0.7 rounded to nearest" in out
 
 
+@pytest.mark.quick("fp8_1x128", "int8_row", "uint4_64", "mxfp4")
 @pytest.mark.parametrize("name", formats.block_names())
 def test_every_block_format_is_shown(run, name):
     code, out, err = run("formats", "show", name)

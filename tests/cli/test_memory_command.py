@@ -68,6 +68,7 @@ def test_recipes_stand_side_by_side_and_in_json(memory):
     assert data["sequence"] == 16
 
 
+@pytest.mark.slow
 def test_devices_share(memory):
     one, eight = (
         as_data(memory("gpt", "--recipe", "bf16-master", "--seq", "16", *more, "--json"))["recipes"][0]["bytes"]
@@ -213,6 +214,7 @@ def test_inference_keeps_keys_and_values(memory, config):
     assert "trains nothing" in err
 
 
+@pytest.mark.slow
 def test_a_plot(memory):
     pytest.importorskip("matplotlib")
     assert memory("gpt", "--seq", "16", "--plot", "memory.png", "--device-memory", "8MB")[0] == 0

@@ -52,6 +52,7 @@ def test_recipes_as_json(run):
     assert [recipe["name"] for recipe in json.loads(out)] == ALL
 
 
+@pytest.mark.quick("fp32", "fp8-smooth-swiglu", "fp4-wang")
 @pytest.mark.parametrize("name", mostly_slow(ALL))  # tests/recipe describes every one
 def test_one_recipe_whole(run, name):
     code, out, err = run("recipes", "show", name)

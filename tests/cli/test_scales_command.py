@@ -88,6 +88,7 @@ def test_inputs_that_came_with_the_model_and_tensors_of_ones_own(scales, tmp_pat
     assert (code, "the tensors in x.safetensors" in out) == (0, True)
 
 
+@pytest.mark.slow
 def test_the_labs_models_are_measured_on_their_tasks(scales, tmp_path):
     (tmp_path / "text.txt").write_text("some text\n" * 500)
     code, out, _ = scales("bert-tiny", "--task", "mlm", "--context", "16", "--json", "--plot", "scales.svg")
@@ -99,6 +100,7 @@ def test_the_labs_models_are_measured_on_their_tasks(scales, tmp_path):
     assert (code, "1 x 8 images of the task vision" in out) == (0, True)
 
 
+@pytest.mark.slow
 def test_unit_scaled_models_stand_beside_plain_ones(scales, config, tmp_path):
     code, out, _ = scales("bert", "--batch", "8", "--context", "16", "--unit", "--steps", "1", "--json")
     assert code == 0

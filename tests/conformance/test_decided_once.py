@@ -32,6 +32,7 @@ def functions():
                 yield function
 
 
+@pytest.mark.quick("fp32", "coat", "nvfp4", "fp8-delayed")
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_asks_no_planning_function(name, monkeypatch):
     run = prepared(name, model_for(name))

@@ -79,6 +79,7 @@ def test_monotone(format, x):
         assert (result.diff() >= 0).all()
 
 
+@pytest.mark.quick("fp32", "float8_e4m3fn", "float8_e8m0fnu", "posit8_1", "nf4")
 @every_format
 @few
 @given(x=any_lists)
@@ -108,6 +109,7 @@ def test_symmetric_where_the_format_is(format, x):
             same_bits(mirrored, plain if format.has_negative_zero else plain + 0.0)
 
 
+@pytest.mark.quick("fp32", "float8_e4m3fn", "float8_e8m0fnu", "posit8_1", "nf4")
 @every_format
 @some
 @given(x=lists)
@@ -135,6 +137,7 @@ def test_up_and_down_give_the_neighbours_in_the_list_of_values(format, x):
         assert below == (values[place] if values[place] == value else values[place - 1])
 
 
+@pytest.mark.quick("fp32", "float8_e4m3fn", "float8_e8m0fnu", "posit8_1", "nf4")
 @every_format
 @some
 @given(x=lists, seed=st.integers(0, 2**64 - 1))
@@ -196,6 +199,9 @@ block_numbers = st.lists(
 )
 
 
+@pytest.mark.quick(
+    "fp8_1x128-absmax", "dynamic8-absmax", "int8_tensor-absmax", "mxfp6_e3m2-floor", "bnb_fp4-absmax", "mxfp4-floor"
+)
 @first_rule
 @some
 @given(x=block_numbers)

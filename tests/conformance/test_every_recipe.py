@@ -268,6 +268,9 @@ def test_a_copy_follows_the_recipe_too(name, products):
     halfstep.apply(twin, "fp32")
 
 
+@pytest.mark.quick(
+    "own-fp32", "own-fp8-delayed", "own-bf16-stochastic", "carried-fp16-mixed", "carried-mxfp8", "carried-fp4-wang"
+)
 @pytest.mark.parametrize("name", mostly_slow(SANE))
 @pytest.mark.usefixtures("products")
 def test_the_loss_falls(name):

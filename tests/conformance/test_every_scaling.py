@@ -43,6 +43,9 @@ def draw(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 3
 
 
+@pytest.mark.quick(
+    "in turn-absmax", "in turn-below", "in turn-double_absmax", "in turn-fixed", "in turn-rceil", "in turn-two_level_up"
+)
 @every_rule
 @pytest.mark.parametrize(
     ("dtype", "pairs"),  # each pair has kernels of its own to compile
@@ -61,6 +64,7 @@ def test_kernels_and_codes_give_the_values_of_the_reference(rule, dtype, pairs):
     check()
 
 
+@pytest.mark.quick("absmax", "below", "double_absmax", "fixed", "rceil", "two_level_up")
 @every_rule
 def test_zeros_stay_and_what_is_not_finite_spreads_over_its_tile(rule):
     """Or over the tensor, where scales share another."""

@@ -96,6 +96,7 @@ def test_batches_depend_on_seed_and_step_alone(name):
     assert task.count(batch) >= experiment.batch
 
 
+@pytest.mark.quick("mlm")
 @every_task
 def test_data_have_a_digest(name):
     task, _ = opened(name)
@@ -126,7 +127,7 @@ def test_every_shipped_model_fits(name):
     assert value < metric.best if metric.higher_is_better else value > metric.best
 
 
-@pytest.mark.quick("lm", "vision", "gan")
+@pytest.mark.quick("lm")
 @pytest.mark.parametrize("name", [task_or_skip(name, slow=name in SEQUENCES) for name in TASKS])
 def test_a_run_stopped_and_resumed_repeats_its_numbers(name, tmp_path, monkeypatch):
     whole = trained(name, "fp16-mixed", tmp_path / "whole", 4)

@@ -145,6 +145,7 @@ def test_values_and_boundaries_are_the_oracles(name):
     assert f.has_negative_zero == expected.negative_zero
 
 
+@pytest.mark.quick("bf16", "posit16_1")
 @every_listed
 def test_eps_is_the_gap_above_one(name):
     above = [v for v in oracle.listed(name).values if v > 1]

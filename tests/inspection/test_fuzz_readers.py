@@ -31,6 +31,7 @@ def home(request, tmp_path_factory):
     return path, {file: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
+@pytest.mark.quick("safetensors", "huggingface", "gguf")
 @given(seed=st.integers(0, 2**32))
 def test_broken_copies_of_every_kind(home, seed):
     path, files = home

@@ -101,6 +101,7 @@ def test_eager_and_fused_attention_are_one_function(name):
     assert all(torch.allclose(grad, found[key], rtol=1e-3, atol=1e-4 * largest) for key, grad in grads.items())
 
 
+@pytest.mark.quick("gpt2-sdpa-True", "bert-sdpa-True", "t5-eager-False")
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # transformers' own name for it
 @pytest.mark.parametrize(
     ("name", "attention", "reentrant"),

@@ -39,6 +39,15 @@ def assert_encodes(x, format, rounding, overflow):
     assert torch.equal(out.int(), encode(x, format, rounding, overflow, seed).int())
 
 
+@pytest.mark.quick(
+    "bf16-torch.float32",
+    "float8_e4m3-torch.float32",
+    "int8-torch.float32",
+    "uint8-torch.float32",
+    "nf4-torch.float32",
+    "e2m0-torch.float32",
+    "wide-torch.float32",
+)
 @every_format_and_dtype
 def test_every_format_rounding_and_overflow(format, dtype):
     x = inputs(format, dtype)

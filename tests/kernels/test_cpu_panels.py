@@ -100,6 +100,7 @@ def test_other_formats(format, rule):
 SHAPES = [(1, 1), (31, 33), (17, 513), (100, 50), (3, 5, 7), (40,), (2, CHUNK + 40)]
 
 
+@pytest.mark.quick("16x1", "1x16")
 @every_tile
 @for_each("shape", SHAPES)
 @for_each("rule", ["two_level_up", "floor"])

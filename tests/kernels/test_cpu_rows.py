@@ -140,6 +140,7 @@ SLOPED = [name for name in FORMATS if slopes.knows(formats.get(name))]
 TILES = [ROW, ROW.transposed, TENSOR, Tile(1, 32), Tile(16, 16)]
 
 
+@pytest.mark.quick("fp4-1xall", "fp4-16x16", "float8_e4m3fnuz-1xall")
 @pytest.mark.parametrize(
     ("name", "tile"),
     slow_unless(lambda case: case in in_turn(SLOPED, TILES) or case[0] == "fp4", product(SLOPED, TILES)),

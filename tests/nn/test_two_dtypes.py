@@ -119,6 +119,7 @@ def compare(name, stock, changed, x):
     scaler.update()
 
 
+@pytest.mark.quick("fp32", "fp8-current", "bf16-master", "fp4-wang")
 @pytest.mark.filterwarnings("ignore:.*does not round")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("layer", LAYERS)

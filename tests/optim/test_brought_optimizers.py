@@ -46,6 +46,7 @@ def learns_and_resumes(name, kind):
     assert_same(dict(second[0].state_dict()), dict(whole[0].state_dict()))
 
 
+@pytest.mark.slow
 @for_each("name, kind", FIRST)
 def test_it_learns_and_resumes_bit_for_bit(name, kind):
     learns_and_resumes(name, kind)

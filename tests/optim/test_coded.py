@@ -33,6 +33,7 @@ def weights(model):
     return [p for p in model.parameters() if isinstance(p, CodeTensor)]
 
 
+@pytest.mark.slow
 @every_kind
 def test_it_trains_as_a_file_would_say(codes):
     recipe = recipe_of(codes)

@@ -182,6 +182,7 @@ def kernels(monkeypatch):
     return launched
 
 
+@pytest.mark.quick("fp8-delayed", "fp8lm-o3")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_a_step_on_a_gpu_reads_nothing(name, kernels):
     """Forward, backward, clip, step and update, twice."""

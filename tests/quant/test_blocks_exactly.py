@@ -89,6 +89,7 @@ def test_a_large_tensor_has_more_than_one_group_of_scales(name, rule):
     matches(name, rule, torch.randn(70, 64 * 5 - 3))
 
 
+@pytest.mark.quick("floor-mxfp8_e4m3", "ceil-mxfp8_e4m3", "even-mxfp8_e4m3", "even-fp8_1x128", "rceil-fp8_1x128")
 @pytest.mark.parametrize("name", [*blocks.MX, "fp8_1x128"])
 @pytest.mark.parametrize("rule", blocks.POWERS_OF_TWO)
 @for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -42,6 +42,7 @@ def test_every_code_decodes_to_its_value(name):
     same_bits(decode(codes, name), expected.float())
 
 
+@pytest.mark.quick("fp16")
 @every_listed
 def test_every_code_round_trips(name):
     """But for second codes of one value: NaNs, the two zeros of bnb_fp4, and -128, which symmetric integers skip."""
@@ -63,6 +64,9 @@ def test_every_code_round_trips(name):
         assert decode(back, name)[~number].isnan().all()
 
 
+@pytest.mark.quick(
+    "dtype0-saturate-fp16", "dtype0-saturate-posit8_0", "dtype3-ieee-float6_e3m2fn", "dtype3-ieee-dynamic8_unsigned"
+)
 @every_listed
 @pytest.mark.parametrize(
     ("dtype", "overflow"),

@@ -39,6 +39,13 @@ def test_every_named_format_has_an_oracle():
     assert set(formats.names()) == set(oracle.NAMES)
 
 
+@pytest.mark.quick(
+    "dtype0-saturate-fp16",
+    "dtype0-saturate-int4",
+    "dtype3-ieee-fp16",
+    "dtype3-ieee-int8",
+    "dtype3-ieee-dynamic8_unsigned",
+)
 @every_listed
 @every_16_bits
 def test_every_16_bit_value(name, dtype, overflow):
@@ -89,6 +96,7 @@ def test_boundaries(name, dtype, overflow):
         same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
 
 
+@pytest.mark.quick("fp16", "float8_e4m3", "float6_e3m2fn", "int8", "ocp_int8", "posit16_1", "dynamic8", "posit32_2")
 @every_format
 @settings(max_examples=12)
 @given(x=st.lists(st.floats(width=32), min_size=1, max_size=60))
@@ -98,6 +106,7 @@ def test_any_float32(name, x):
         same_bits(round_to(x, name, rounding, "ieee", dtype=torch.float64), expected(name, x, rounding, "ieee"))
 
 
+@pytest.mark.quick("fp16", "float8_e5m2fnuz", "float6_e2m3fn", "uint8", "posit8_2", "af4", "posit32_2")
 @every_format
 @settings(max_examples=12)
 @given(x=st.lists(st.floats(), min_size=1, max_size=60))

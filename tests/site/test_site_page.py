@@ -131,6 +131,7 @@ def check_row(subject, recipe):
     assert row == counts | {role: getattr(made.bytes, role) for role in memory.ROLES}, recipe
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_a_space_once(tmp_path, run, page):
     file = tmp_path / "index.html"
     assert run("site", str(file), "--space", "--overlay", str(tmp_path))[0] == 0
