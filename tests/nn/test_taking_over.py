@@ -1,5 +1,5 @@
-"""Two ways to give a layer another forward, a class of its own and an attribute of the instance, in the ways that layers
-are used: docs/design.md's table is what happens."""
+"""Two ways to give a layer another forward, a class of its own and an attribute of the instance, used as layers are:
+docs/design.md's table is what happens."""
 
 import copy
 import pickle
