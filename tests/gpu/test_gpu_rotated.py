@@ -40,7 +40,6 @@ def test_what_recipes_rotate_is_rounded_in_the_same_pass(name):
             assert rotated.takes(x, signs(product.hadamard.size), 0, inner.down)
             for dim in (0, 1):
                 assert rotated.takes(x, signs(product.hadamard.size), dim, operand.plain, turned=True)
-            assert not rotated.supports(x, signs(product.hadamard.size), 1, inner)  # no CUDA tensor
 
 
 def test_tiles_that_do_not_lie_along_the_rotation_or_are_longer_are_left():
@@ -73,7 +72,6 @@ def test_both_copies_of_what_one_product_rotates_come_from_one_pass():
     size = spec.grad_weight.hadamard.size
     for quantizer in (spec.grad_weight.lhs, spec.grad_weight.rhs):
         assert turned.takes(torch.empty(256, 128, device=META), quantizer, signs(size))
-        assert not turned.supports(torch.empty(256, 128, device=META), quantizer, signs(size))  # no CUDA tensor
         assert not turned.takes(torch.empty(250, 128, device=META), quantizer, signs(size))  # blocks that end early
         assert not turned.takes(torch.empty(256, 128, device=META), quantizer, signs(64))
         assert not turned.takes(torch.empty(256, 128, device=META), quantizer.down, signs(size))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import amax
 from halfstep.kernels.gpu import amax as gpu_amax
+from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.operator import Operator
 
 
@@ -20,7 +21,7 @@ def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
     if not torch.compiler.is_compiling():
         if amax.supports(x):
             return amax.run(x)
-        if x.is_cuda and gpu_amax.supports(x):
+        if here(x) and gpu_amax.takes(x):
             return gpu_amax.run(x, unless)
     elif unless is not None:
         out = x.new_empty((), dtype=torch.float32)

@@ -33,6 +33,7 @@ from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
 from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.kernels.gpu import posit as gpu_posit
+from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.largest import amax_of
 from halfstep.kernels.operator import Operator
 from halfstep.kernels.seeds import seed_in
@@ -48,11 +49,11 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
     """`quant.round_to` into `out`."""
     if isinstance(format, Posit) and posit.supports(x, out, format, rounding):
         posit.run(x, out, format)
-    elif x.is_cuda and isinstance(format, Posit) and gpu_posit.supports(x, out, format, rounding):
+    elif here(x) and isinstance(format, Posit) and gpu_posit.takes(x, out, format, rounding):
         gpu_posit.run(x, out, format)
     elif cast.supports(x, out, format, rounding, overflow):
         cast.run(x, out, format, rounding, overflow, number(seed))
-    elif x.is_cuda and gpu_cast.supports(x, out, format, rounding, overflow):
+    elif here(x) and gpu_cast.takes(x, out, format, overflow):
         gpu_cast.run(x, out, format, rounding, overflow, seed)
     elif not blank(x, out):
         quant.round_to(x, format, rounding, overflow, seed, out)
@@ -67,9 +68,9 @@ def round_scaled_into(
     """
     if cast.supports_scaled(x, out.dtype, format) and plain(out):
         cast.run(x, out, format, rounding, "saturate", number(seed), factor, amax)
-    elif x.is_cuda and gpu_cast.supports_scaled(x, out, format):
+    elif here(x) and gpu_cast.takes(x, out, format, "saturate", factor=True):
         gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
-    elif x.is_cuda and out.itemsize == 1 and gpu_cast.supports_codes(x, out.view(torch.uint8), format):
+    elif here(x) and out.itemsize == 1 and gpu_cast.takes_codes(x, out.view(torch.uint8), format):
         gpu_cast.run_codes(x, out.view(torch.uint8), format, rounding, "saturate", seed, factor, amax)
     elif out.itemsize == 1:
         rounded = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -89,7 +90,7 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
     """`quant.encode` into `out`."""
     if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
         posit.run_encode(x, out, format)
-    elif x.is_cuda and isinstance(format, Posit) and gpu_posit.supports_codes(x, out, format, rounding):
+    elif here(x) and isinstance(format, Posit) and gpu_posit.takes_codes(x, out, format, rounding):
         gpu_posit.run(x, out, format)
     elif not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
         out.copy_(quant.encode(x, format, rounding, overflow, seed))
@@ -101,7 +102,7 @@ def _codes_into(
     """Whether a kernel wrote the codes."""
     if codes.supports(x, out, format, rounding, overflow, packed):
         coded = codes.run(x, out, format, rounding, overflow, number(seed), packed)
-    elif x.is_cuda and gpu_cast.supports_codes(x, out, format, packed):
+    elif here(x) and gpu_cast.takes_codes(x, out, format, packed):
         coded = gpu_cast.run_codes(x, out, format, rounding, overflow, seed, packed=packed)
     else:
         return False
@@ -120,7 +121,7 @@ def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = Fal
     """Whether a kernel wrote the values of codes."""
     if codes.supports_decode(stored, out, format, packed):
         known = codes.run_decode(stored, out, format, packed)
-    elif out.is_cuda and gpu_decode.supports(stored, out, format, packed):
+    elif here(out) and gpu_decode.takes(stored, out, format, packed):
         known = gpu_decode.run(stored, out, format, packed)
     else:
         return False
@@ -152,7 +153,7 @@ def round_tiles_into(
             return panels.run_values(x, out, format, rounding, scales, number(seed), tensor_scale)
         if tiles.supports(x, out, quantizer):
             return tiles.run(x, out, format, rounding, scales, number(seed))
-        if x.is_cuda and gpu_blocks.supports_values(x, out, quantizer):
+        if here(x) and gpu_blocks.takes_values(x, out, quantizer):
             gpu_blocks.run_values(x, out, quantizer, seed, tensor_scale)
             return True
     if tensor_scale is not None:
@@ -184,7 +185,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         codebook.run(x, quantizer, tensors)
         return
-    if x.is_cuda and gpu_blocks.supports(x, tensors, quantizer):
+    if here(x) and gpu_blocks.takes(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         gpu_blocks.run(x, tensors, quantizer, seed)
         return
     if not blank(x, *tensors.values()):
@@ -204,7 +205,7 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         dequantize.run(quantized.tensors, out, format, scales)
     elif scales is not None and tiles.supports_decode(quantized, out):
         tiles.run_decode(quantized, out, scales)
-    elif out.is_cuda and gpu_dequantize.supports(quantized.tensors, out, quantized.quantizer):
+    elif here(out) and gpu_dequantize.takes(quantized.tensors, out, quantized.quantizer):
         gpu_dequantize.run(quantized.tensors, out, quantized.quantizer)
     elif not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)

@@ -8,6 +8,7 @@ from torch import Tensor
 from halfstep import quant
 from halfstep.kernels.cpu import rotated
 from halfstep.kernels.gpu import rotated as gpu_rotated
+from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.operator import Operator
 
 
@@ -19,7 +20,7 @@ def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
 def _rotate(x: Tensor, signs: Tensor, dim: int) -> Tensor:
     if rotated.supports(x := x.contiguous(), signs, dim):
         return rotated.run(x, signs, dim)
-    if x.is_cuda and gpu_rotated.supports(x, signs, dim):
+    if here(x) and gpu_rotated.takes(x, signs, dim):
         return gpu_rotated.run(x, signs, dim)
     return quant.rotate(x, signs, dim)
 

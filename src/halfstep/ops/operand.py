@@ -12,6 +12,7 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.cpu import cast, rotated_tiles
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.kernels.gpu import rotated as gpu_rotated
+from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.rotation import draw_signs, rotate
 from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carrier
 from halfstep.ops.casts import quantize, round_scaled, seed_of, values, values_noted
@@ -179,7 +180,7 @@ def _rotated(
         return None
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
     narrow = carrier(format, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
-    if x.is_cuda and gpu_rotated.supports(x, signs, dim, ruled):
+    if here(x) and gpu_rotated.takes(x, signs, dim, ruled):
         scale, seed = (
             torch.empty((), device=x.device, dtype=torch.float32) if two_level else None,
             seed_of(ruled.rounding, given, x.device),

@@ -16,6 +16,7 @@ from torch import Tensor
 from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.gpu import layouts, turned
 from halfstep.kernels.gpu import rotated as gpu_rotated
+from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.rotation import rotate
 from halfstep.kernels.scaled_mm import Tiles
 from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
@@ -144,7 +145,7 @@ def side(
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
     if signs is not None:
         plain, eager = quantizer.plain, not torch.compiler.is_compiling()
-        if eager and x.is_cuda and gpu_rotated.supports(x := x.contiguous(), signs, dim, plain, turned=True):
+        if eager and here(x) and gpu_rotated.takes(x := x.contiguous(), signs, dim, plain, turned=True):
             shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, seed, x.device))
             return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
         x = rotate(x, signs, dim)
@@ -178,7 +179,7 @@ def both_sides(
     if scales.tile == TENSOR:
         native = unit_kinds.dtype_of(quantizer.format)
         assert native is not None
-        if eager and layouts.supports(x, quantizer, given=True):
+        if eager and here(x) and layouts.takes(x, quantizer, given=True):
             formed = yet_to_form(x, quantizer.format, scales.rule, state, record)
             one, other, scale = layouts.codes(x, quantizer, seed_of(quantizer.rounding, given[0], x.device), *formed)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
@@ -187,7 +188,7 @@ def both_sides(
         scale = factor.reciprocal()
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, given[0], amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
-    if signs is not None and not (eager and turned.supports(x, quantizer, signs)):
+    if signs is not None and not (eager and here(x) and turned.takes(x, quantizer, signs)):
         first = side(x, quantizer, dtype, coded=True, seed=given[0])
         return first, side(x, quantizer, dtype, signs=signs, dim=0, coded=True, seed=given[1])
     if signs is not None:
@@ -195,7 +196,7 @@ def both_sides(
         seeds = [seed_of(quantizer.rounding, seed, x.device) for seed in given]
         turned.run(x, quantizer, signs, *parts, seeds[0], seeds[1])
         along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
-    elif eager and layouts.supports(x, quantizer):
+    elif eager and here(x) and layouts.takes(x, quantizer):
         form = "number" if unit_kinds.kind_of(quantizer) in unit_kinds.NUMBERS else "stored"
         parts = layouts.empty(x, quantizer, form, outer=scales.tile == block(128))
         layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, given[0], x.device))

@@ -7,19 +7,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, Launch, functions, lies_plain, plain
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, Launch, functions, lies_plain
 
 
 _BLOCK = 4 * BLOCK  # few programs, since all raise one number
 
 
-def supports(x: Tensor) -> bool:
-    """Whether `run` can read `x`: a contiguous CUDA tensor (fp32, bf16, fp16)."""
-    return plain(x)
-
-
 def takes(x: Tensor) -> bool:
-    """The same, of dense tensors anywhere."""
+    """Whether `run` can read `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16."""
     return lies_plain(x)
 
 

@@ -17,7 +17,7 @@ from halfstep.formats import Format
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.gpu import amax, dequantize, quantizers
 from halfstep.kernels.gpu.cut import WARPS, Cut, cut
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
+from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
 from halfstep.quant import Quantizer
 from halfstep.quant.cast import encode
 from halfstep.quant.quantizer import layout, matrix_shape
@@ -41,20 +41,10 @@ def takes(x: Tensor, quantizer: Quantizer) -> bool:
     return told[0].kind != "two_level" or all(made.tile)
 
 
-def supports(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer) -> bool:
-    """Whether `run` can quantise `x` into `tensors`: contiguous CUDA tensors."""
-    return plain(x) and takes(x, quantizer) and all(plain(t, t.dtype) for t in tensors.values())
-
-
 def takes_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run_values` can round `x` into `out`, wherever they are: of one shape, and apart in memory."""
     fits = lies_plain(out) and x.shape == out.shape and separate(x, out)
     return fits and x.data_ptr() != out.data_ptr() and takes(x, quantizer)
-
-
-def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run_values` can round `x` into `out`: contiguous CUDA tensors."""
-    return plain(x) and plain(out) and takes_values(x, out, quantizer)
 
 
 def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> None:

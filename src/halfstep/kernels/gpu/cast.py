@@ -12,7 +12,7 @@ from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, plain
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain
 from halfstep.quant.rounding import Seed
 
 
@@ -22,33 +22,20 @@ ADA = (8, 9)
 """The compute capability from which on GPUs have it."""
 
 
-def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str) -> bool:
-    """Whether `run` can round `x` into `out`: contiguous CUDA tensors of one shape, the same one or apart in memory."""
-    return plain(x) and plain(out) and takes(x, out, format, overflow)
-
-
 def takes(x: Tensor, out: Tensor, format: Format, overflow: str, factor: bool = False) -> bool:
-    """The same, of dense tensors anywhere; with a factor x has all of float32's bits."""
-    known = x.shape == out.shape and separate(x, out) and elements.knows(format)
+    """Whether `run` can round `x` into `out`, wherever they are: dense and contiguous, of one shape, the same tensor or
+    apart in memory; with a factor x has all of float32's bits."""
+    known = lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out) and elements.knows(format)
     return known and elements.holds(format, overflow, torch.float32 if factor else x.dtype, out.dtype)
 
 
-def supports_scaled(x: Tensor, out: Tensor, format: Format) -> bool:
-    """Whether `run` can round `x` times a factor into `out`, saturating."""
-    return plain(x) and plain(out) and takes(x, out, format, "saturate", factor=True)
-
-
-def supports_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """Whether `run_codes` can write the codes of `x` to `out`: contiguous CUDA tensors, one code a byte or two.
+def takes_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
+    """Whether `run_codes` can write the codes of `x` to `out`, a code a byte or two, wherever they are.
 
     `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     """
-    return plain(x) and takes_codes(x, out, format, packed) and plain(out, out.dtype)
-
-
-def takes_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """The same, of dense tensors anywhere."""
-    return element_codes.knows(format) and packing.lie_in(out, x, format, packed)
+    known = lies_plain(x) and lies_plain(out, out.dtype) and element_codes.knows(format)
+    return known and packing.lie_in(out, x, format, packed)
 
 
 def run(

@@ -11,17 +11,13 @@ from torch import Tensor
 from halfstep.formats import Format, Integer
 from halfstep.kernels.cpu import element_codes, elements, packing
 from halfstep.kernels.cpu.element_codes import Decoding
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, plain
-
-
-def supports(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """Whether `run` can write the values of `codes` to `out`: contiguous CUDA tensors (fp32, bf16, fp16)."""
-    return plain(out) and takes(codes, out, format, packed) and plain(codes, codes.dtype)
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, lies_plain
 
 
 def takes(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """The same, of dense tensors anywhere."""
-    return format.bits <= 16 and packing.lie_in(codes, out, format, packed)
+    """Whether `run` can write the values of `codes` to `out` (fp32, bf16, fp16), wherever they are."""
+    known = format.bits <= 16 and lies_plain(out) and lies_plain(codes, codes.dtype)
+    return known and packing.lie_in(codes, out, format, packed)
 
 
 def run(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:

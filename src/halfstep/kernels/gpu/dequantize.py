@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep.formats import ocp
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.cut import WARPS, cut
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, launch, lies_plain, plain
+from halfstep.kernels.gpu.launch import KINDS, bits, functions, launch, lies_plain
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling.double_absmax import MAP
 
@@ -33,11 +33,6 @@ def takes(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool
         and all(lies_plain(t, t.dtype) for t in tensors.values())
         and cut(tuple(out.shape), scales.tile, format.bits) is not None
     )
-
-
-def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run` can write the values to `out`: contiguous CUDA tensors."""
-    return plain(out) and all(plain(t, t.dtype) for t in tensors.values()) and takes(tensors, out, quantizer)
 
 
 def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:

@@ -48,10 +48,15 @@ def missing() -> str | None:
     return None
 
 
+def here(tensor: Tensor) -> bool:
+    """Whether Triton kernels run where this tensor is."""
+    return tensor.is_cuda and missing() is None
+
+
 def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether this is a dense contiguous CUDA tensor of one of the dtypes (fp32, bf16 and fp16 where none is named)
-    that Triton kernels take here."""
-    return tensor.is_cuda and lies_plain(tensor, *dtypes) and missing() is None
+    """Whether this is a dense contiguous tensor of one of the dtypes (fp32, bf16 and fp16 where none is named) where
+    Triton kernels run."""
+    return here(tensor) and lies_plain(tensor, *dtypes)
 
 
 def lies_plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:

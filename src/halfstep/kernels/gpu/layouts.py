@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.blocks import largest_both
-from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, plain, prepared
+from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
@@ -63,11 +63,6 @@ def takes(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
     if told is None or told[1].bins is not None or (told[0].second is not None and tile.columns != _CHOICE[0]):
         return False  # of a tile that is read strip by strip, no sum is formed
     return told[0].kind != "two_level" or bool(tile.rows and tile.columns)
-
-
-def supports(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
-    """Whether `run` can write both copies of `x`: a contiguous CUDA matrix."""
-    return plain(x) and takes(x, quantizer, given)
 
 
 def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = False) -> tuple[Tensors, Tensors]:

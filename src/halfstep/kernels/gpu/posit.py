@@ -9,31 +9,23 @@ from halfstep.formats import Format, Posit
 from halfstep.kernels.cpu import posit
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.posit import Cutting
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, plain
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, lies_plain
 
 
 _CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
 
 
-def supports(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
-    """Whether `run` can round `x` into `out`: contiguous CUDA tensors of one shape, the same one or apart in memory."""
-    return plain(x) and plain(out) and takes(x, out, format, rounding)
-
-
 def takes(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
-    """The same, of dense tensors anywhere."""
+    """Whether `run` can round `x` into `out`, wherever they are: dense and contiguous, of one shape, the same tensor or
+    apart in memory."""
     known = isinstance(format, Posit) and posit.knows(format, rounding) and x.shape == out.shape
-    return known and posit.holds(format, x.dtype, out.dtype) and separate(x, out)
-
-
-def supports_codes(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
-    """Whether `run` can write the codes of `x` to `out`: contiguous CUDA tensors of one shape."""
-    return plain(x) and plain(out, out.dtype) and takes_codes(x, out, format, rounding)
+    return known and lies_plain(x) and lies_plain(out) and posit.holds(format, x.dtype, out.dtype) and separate(x, out)
 
 
 def takes_codes(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
-    """The same, of dense tensors anywhere."""
-    return posit.knows(format, rounding) and x.shape == out.shape and out.dtype == _CONTAINERS[format.storage_bits]
+    """Whether `run` can write the codes of `x` to `out`, wherever they are."""
+    known = posit.knows(format, rounding) and x.shape == out.shape and lies_plain(x)
+    return known and lies_plain(out, _CONTAINERS[format.storage_bits])
 
 
 def run(x: Tensor, out: Tensor, format: Posit) -> None:

@@ -17,7 +17,7 @@ from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.cut import WARPS
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
+from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
@@ -46,11 +46,6 @@ def takes(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None
     tile = scales.tile
     across, along = (tile.rows, tile.columns) if dim or turned else (tile.columns, tile.rows)
     return across == 1 and along in LEVELS and along <= size
-
-
-def supports(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> bool:
-    """Whether `run` can rotate `x`, and `run_values` or `run_codes` round it: contiguous CUDA tensors."""
-    return plain(x) and plain(signs, torch.float32) and takes(x, signs, dim, quantizer, turned)
 
 
 def whole_shape(x: Tensor, size: int, dim: int) -> tuple[int, ...]:

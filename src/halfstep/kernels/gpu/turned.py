@@ -15,7 +15,7 @@ from torch import Tensor
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
+from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
 from halfstep.kernels.gpu.layouts import Tensors
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
@@ -37,11 +37,6 @@ def takes(x: Tensor, quantizer: Quantizer, signs: Tensor) -> bool:
     return (
         along and size in LEVELS and size <= _LONGEST and x.shape[0] % size == 0 and not any(n % _UNIT for n in x.shape)
     )
-
-
-def supports(x: Tensor, quantizer: Quantizer, signs: Tensor) -> bool:
-    """Whether `run` can write both copies of `x`: a contiguous CUDA matrix."""
-    return plain(x) and plain(signs, torch.float32) and takes(x, quantizer, signs)
 
 
 def run(
