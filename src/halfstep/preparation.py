@@ -264,7 +264,7 @@ def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRu
         name = f"{own.torch_class.__name__}, one of those combined"
     moments: dict[str, None] = {}
     for group in optimizer.param_groups:
-        if rule.of(group) is own:
+        if own is rule or rule.of(group) is own:
             moments |= dict.fromkeys(own.moments(group))
     return replace(made, optimizer=name, moments=tuple(moments))
 

@@ -60,7 +60,9 @@ def check_optimizer(
                 "GaLore's optimizers read: hand the groups to halfstep.optim.GaLoreAdamW, which steps by itself, or "
                 "leave the options out and take a recipe with a projection ('galore')"
             )
-    own = {parameter: rule.of(group) for group in optimizer.param_groups for parameter in group["params"]}
+    own: dict[Tensor, UpdateRule] = {}
+    for group in optimizer.param_groups:
+        own |= dict.fromkeys(group["params"], rule.of(group))
     for parameter, state in optimizer.state.items():
         check_state(state, own.get(parameter, rule))
     for parameter, projection in (projections or {}).items():

@@ -306,9 +306,8 @@ class Stored(torch.optim.Optimizer):
                     self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
         for parameter, full in masters.items():
             self._start(parameter, full)
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        for parameter in filter(is_spread, trained):
-            if not self._master(parameter).keeps.keys() <= self.state[parameter].keys():
+        for parameter in [p for group in self.param_groups for p in group["params"] if hasattr(p, "device_mesh")]:
+            if parameter.requires_grad and not self._master(parameter).keeps.keys() <= self.state[parameter].keys():
                 self._start(parameter, None)
         self._begin()
         states.clear()

@@ -45,7 +45,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
         return own
     kind = type(optimizer)
     by_class = {rule.torch_class: rule for rule in update_rules().values()}
-    stock = next((base for base in kind.__mro__ if base in by_class), None)
+    stock = next(filter(by_class.__contains__, kind.__mro__), None)
     overridden = [] if stock in (None, kind) else _overridden(kind, stock)
     if stock is not None and not overridden:
         for group in optimizer.param_groups:
