@@ -26,18 +26,23 @@ KEPT = KERNELS / "proofs.json"
 INSTRUCTIONS, REGISTERS = 1.1, 255
 
 
-def told(script, version, *arguments, sources=ROOT / "src", **variables):
-    """What a script says, under that version of triton."""
+def process(script, version, *arguments, sources=ROOT / "src", **variables):
+    """A script that has ended, under that version of triton."""
     if not (FOLDER / version / "triton").exists():
         pytest.skip(f"no triton {version} in {FOLDER}: `make gpu-proofs` fetches it (Linux, x86)")
     variables["PYTHONPATH"] = os.pathsep.join(str(part) for part in (sources, ROOT / "tests", FOLDER / version))
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, Path(__file__).parent / script, *arguments],
         env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | variables,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def told(script, version, *arguments, **options):
+    """What a script says, under that version of triton."""
+    run = process(script, version, *arguments, **options)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
@@ -83,6 +88,30 @@ def test_a_lost_atomic_and_a_lost_mask_are_seen(right, wrong, fault, tmp_path):
     kernel.write_text(text.replace(right, wrong))
     found = told("watched.py", PINNED, "amax", TRITON_INTERPRET="1", sources=tmp_path / "src")
     assert any(fault in said for one in found for said in one["faults"])
+
+
+@pytest.mark.slow
+def test_kernels_are_right_beyond_2_to_the_31_elements():
+    found = told("far.py", PINNED, TRITON_INTERPRET="1")
+    assert len(found) == 24
+    assert not [one["kernel"] for one in found if not one["equal"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "offset", "test"),
+    [("maxima", "(row.to(tl.int64) * columns)", "rows"), ("cast", "tl.program_id(0).to(tl.int64) * B", "casts")],
+)
+def test_an_offset_of_32_bits_is_seen(file, offset, test, tmp_path):
+    """The interpreter reads where it points to: another number, or outside of every tensor, which ends its process."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    kernel = tmp_path / "src" / "halfstep" / "kernels" / "gpu" / "jit" / f"{file}.py"
+    text = kernel.read_text()
+    assert offset in text
+    kernel.write_text(text.replace(offset, offset.replace(".to(tl.int64)", "")))
+    run = process("far.py", PINNED, test, sources=tmp_path / "src", TRITON_INTERPRET="1")
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert run.returncode < 0 or any(not line["equal"] for line in lines), run.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
