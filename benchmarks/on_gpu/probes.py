@@ -32,7 +32,7 @@ def half(a: Tensor, b: Tensor) -> Tensor:
 
 
 def scaled(a: Tensor, b: Tensor, fast: bool, by_rows: bool) -> Tensor:
-    """By FP8 units, E4M3 with scales of one."""
+    """By FP8 tensor cores, E4M3 with scales of one."""
     kinds = F.ScalingType  # type: ignore[attr-defined]
     kind = kinds.RowWise if by_rows else kinds.TensorWise
     left, right = (torch.ones(s if by_rows else (), device=a.device) for s in ((a.shape[0], 1), (1, b.shape[1])))

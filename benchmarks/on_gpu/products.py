@@ -151,7 +151,7 @@ def _linear(bench: Bench, recipe: str) -> dict[str, Any]:
 
 
 def _carried(bench: Bench) -> dict[str, Any]:
-    """fp8-current where nothing takes FP8 units, as on a GPU that has none."""
+    """fp8-current where nothing takes FP8 tensor cores, as on a GPU that has none."""
     m, side = bench.sizes.rows, bench.sizes.square
     x, grad = (bench.normal(m, side, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()

@@ -2,6 +2,7 @@
 
 collect_ignore = [
     "compiled.py",
+    "far.py",
     "interpreted.py",
     "fuzzed.py",
     "fuzzed_rotated.py",

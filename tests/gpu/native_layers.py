@@ -33,7 +33,7 @@ CASES = {
 
 
 def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=torch.bfloat16, **__):
-    """What units form, rounded once."""
+    """What tensor cores compute, rounded once."""
     kinds, sides = F.ScalingType, []
     scale_b = scale_b.t() if kind_b == kinds.RowWise else scale_b
     for codes, scale, kind in ((a, scale_a, kind_a), (b.t(), scale_b, kind_b)):

@@ -11,5 +11,5 @@ def test_a_row_of_zeros_leaves_an_operand_in_16_bits():
     x = torch.ones(4, 8)
     x[2] = 0
     assert rounded_rows(x, quantizer, None, torch.bfloat16, None)[0].dtype == torch.bfloat16
-    x[2] = 2.0**-127  # subnormal in bfloat16, which CPUs' units take for 0
+    x[2] = 2.0**-127  # subnormal in bfloat16, which CPUs' matrix units take for 0
     assert rounded_rows(x, quantizer, None, torch.bfloat16, None)[0].dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Products by FP8 units: torch's scaled_mm, which this test runs on a CPU, against the exact product."""
+"""Products by FP8 tensor cores: torch's scaled_mm, which this test runs on a CPU, against the exact product."""
 
 import copy
 from dataclasses import replace
@@ -164,18 +164,18 @@ def test_two_e5m2_operands_are_carried(units):
 
 @wants_scaled_mm
 @pytest.mark.parametrize(("capability", "quantizer", "reason"), [
-    ((0, 0), scaled(E4), "no FP8 units"),
-    ((8, 0), scaled(E4), "compute capability 8.0: FP8 units came with 8.9"),
+    ((0, 0), scaled(E4), "no FP8 tensor cores"),
+    ((8, 0), scaled(E4), "compute capability 8.0: FP8 tensor cores came with 8.9"),
     ((8, 9), scaled(E4), None),
-    ((8, 0), scaled(E4, ROW), "compute capability 8.0: FP8 units came with 8.9"),
+    ((8, 0), scaled(E4, ROW), "compute capability 8.0: FP8 tensor cores came with 8.9"),
     ((9, 0), scaled(E4, ROW), None),
-    ((9, 0), scaled("e4m3fnuz"), "FP8 units take float8_e4m3fn and float8_e5m2"),
+    ((9, 0), scaled("e4m3fnuz"), "FP8 tensor cores take float8_e4m3fn and float8_e5m2"),
     ((9, 0), get_quantizer("mxfp8_e4m3"), "tiles of 1x32 need compute capability 10.x or 12.x alone; 9.0 found"),
     ((10, 0), get_quantizer("mxfp8_e4m3"), None),
     ((12, 0), get_quantizer("nvfp4"), "10.x alone; 12.0 found"),
     ((9, 0), get_quantizer("nvfp4"), "tiles of 1x16 need compute capability 10.x alone; 9.0 found"),
     ((10, 3), get_quantizer("nvfp4"), None),
-    ((10, 0), get_quantizer("mxfp4"), "FP4 units take tiles of 1x16 with two levels of scales"),
+    ((10, 0), get_quantizer("mxfp4"), "FP4 tensor cores take tiles of 1x16 with two levels of scales"),
     ((9, 0), get_quantizer("fp8_1x128"), None),
     ((9, 0), get_quantizer("fp8_128x128"), None),
     ((8, 9), get_quantizer("fp8_1x128"), "tiles of 1x128 need compute capability 9.x alone; 8.9 found"),
@@ -234,7 +234,7 @@ def test_a_torch_without_such_products_is_the_reason(monkeypatch):
 @wants_scaled_mm
 def test_is_native_available_says_why_not(monkeypatch):
     found = halfstep.is_native_available("fp8-current", "cpu", return_reason=True)
-    assert found == (False, "no FP8 units on cpu here")
+    assert found == (False, "no FP8 tensor cores on cpu here")
     monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
     assert halfstep.is_native_available("fp8-current")
     assert halfstep.is_native_available("fp8-current", return_reason=True) == (True, "")

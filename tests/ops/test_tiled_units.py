@@ -1,4 +1,4 @@
-"""Products by a GPU's units whose scales are of tiles: what is handed to torch, read as the hardware reads it.
+"""Products by a GPU's tensor cores whose scales are of tiles: what is handed to torch, read as the hardware reads it.
 
 There is no GPU here. `emulated` takes what `torch.nn.functional.scaled_mm` is given, checks it against the shapes and
 strides that PyTorch's ScaledBlas.cpp asks for, and multiplies it in float64.
@@ -321,7 +321,8 @@ def products_of(spec):
 
 @for_each("capability", [(8, 9), (9, 0), (10, 0)])
 def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
-    """Every recipe whose products this GPU's units form: dtypes, shapes and strides of all that they are given."""
+    """Every recipe whose products this GPU's tensor cores compute: dtypes, shapes and strides of all that they are
+    given."""
     calls, native = [], []
     stock = torch.nn.functional.scaled_mm
 
@@ -447,7 +448,7 @@ def test_inductor_keeps_a_layers_products_on_units(name, units):
 
 
 def hopper(a, b, fast=False):
-    """A float32 product by an H100's FP8 units."""
+    """A float32 product by an H100's FP8 tensor cores."""
     one = torch.ones(())
     lhs, rhs = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
     return mmaemu.scaled_mm(lhs, rhs, one, one, out_dtype=torch.float32, use_fast_accum=fast, splitk=1)

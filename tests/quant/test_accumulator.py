@@ -1,4 +1,5 @@
-"""Sums of products that are not float32's: against fractions, numpy's float16 and a model of Hopper's FP8 units."""
+"""Sums of products that are not float32's: against fractions, numpy's float16 and a model of Hopper's FP8 tensor
+cores."""
 
 import itertools
 from fractions import Fraction

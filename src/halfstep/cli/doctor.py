@@ -25,7 +25,7 @@ def doctor(
     """Say which path each recipe takes here and why, and test every kernel against the reference, bit for bit.
 
     Operands are the reference's bits on every machine. Products that are carried are exact, with sums in float32.
-    Products on a GPU's FP8 units have exact terms and sums of 13 fraction bits (compute capability 8.9 and 9).
+    Products on a GPU's FP8 tensor cores have exact terms and sums of 13 fraction bits (compute capability 8.9 and 9).
 
     Exit code 1: a kernel differs from the reference on this machine.
     """
@@ -71,7 +71,7 @@ def doctor(
         for key, value in machine.items():
             typer.echo(f"{key:<13} {value}")
         typer.echo()
-        head = ["recipe", "products", "operands", "FP8 units", *(["operands on the GPU"] if with_gpu else [])]
+        head = ["recipe", "products", "operands", "FP8 tensor cores", *(["operands on the GPU"] if with_gpu else [])]
         show_table(head, [tuple(path.values()) for path in paths])
         typer.echo()
         for line in _claims():
@@ -108,18 +108,18 @@ def _machine() -> dict[str, str]:
 
 
 def _claims() -> list[str]:
-    """What may be said of operands and products on any machine, and which sizes units leave to others."""
+    """What may be said of operands and products on any machine, and which sizes tensor cores leave to others."""
     from halfstep.kernels.unit_kinds import PAYS
 
     return [
         "operands: equal to the reference, every bit, on every device",
         "carried products: exact terms, summed in float32, rounded once; an error of at most 2 K 2^-24 sum|a b| before",
-        "products on FP8 units (8.9, 9.x): exact terms, sums cut to 13 fraction bits in chunks of 128; fast sums are "
-        "never asked for",
+        "products on FP8 tensor cores (8.9, 9.x): exact terms, sums cut to 13 fraction bits in chunks of 128; fast "
+        "sums are never asked for",
         "carried all the same: products whose sides are no multiples of 16 (tiles of 32 and 16: the shared side, of "
         "32; tiles of 128: of 128), are empty, or not in bfloat16",
-        f"derived, not measured: units pay where 1/rows + 1/in + 1/out of a layer is below 1/{1 / PAYS:.0f}; no path "
-        "depends on it",
+        f"derived, not measured: tensor cores pay where 1/rows + 1/in + 1/out of a layer is below 1/{1 / PAYS:.0f}; no "
+        "path depends on it",
     ]
 
 
@@ -173,7 +173,7 @@ def gpu_path(quantizer: Quantizer) -> str:
 
 
 def _native(recipe: Recipe) -> str:
-    """Whether a GPU's FP8 units take the products, and why not."""
+    """Whether a GPU's FP8 tensor cores take the products, and why not."""
     from halfstep.ops import is_native_available
 
     if not any(rule.linear.rounds for rule in recipe.rules):

@@ -21,12 +21,13 @@ _ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldn
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of that dtype are better carried here: an x86 CPU without units for it."""
+    """Whether products of that dtype are better carried here: an x86 CPU without matrix units for it."""
     return device.type == "cpu" and dtype in CARRIED
 
 
 def _lacks_units(dtype: torch.dtype) -> bool:
-    """Whether an x86 CPU has no units for the dtype, or oneDNN, by which torch multiplies, was told to use none."""
+    """Whether an x86 CPU has no matrix units for the dtype, or oneDNN, by which torch multiplies, was told to use
+    none."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.13 does not tell
     if capabilities.get("architecture") != "x86_64":
         return False

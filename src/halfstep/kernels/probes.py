@@ -1,4 +1,4 @@
-"""How a product sums: probes of any function that multiplies two matrices, such as a GPU's units through `scaled_mm`.
+"""How a matmul sums: probes of any function that multiplies two matrices, such as tensor cores through `scaled_mm`.
 
 A probe gives the function float32 matrices whose numbers E4M3 holds, lhs (rows, shared) and rhs (shared, columns), and
 reads its float32 result. What it finds is a property of the machine: store it beside the machine's name.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """lhs (rows, shared), rhs (shared, columns) -> (rows, columns), all float32."""
-_SIDE = 16  # what units take at least
-_GROUP = 32  # products that one instruction of Hopper's FP8 units adds at a time
+_SIDE = 16  # what tensor cores take at least
+_GROUP = 32  # products that one instruction of Hopper's FP8 tensor cores adds at a time
 
 
 class Swamping(NamedTuple):
@@ -34,8 +34,8 @@ class Swamping(NamedTuple):
 
 
 def fraction_bits(product: Product, shared: int = 128) -> int:
-    """The largest j, of at most 24, for which 2^8 + 2^(8 - j) is more than 2^8: 13 on Hopper's FP8 units, 23 of a sum
-    in float32. Both terms are of one instruction."""
+    """The largest j, of at most 24, for which 2^8 + 2^(8 - j) is more than 2^8: 13 on Hopper's FP8 tensor cores, 23 of
+    a sum in float32. Both terms are of one instruction."""
     lhs, rhs = (
         torch.zeros(_SIDE, shared, dtype=torch.float32, device="cpu"),
         torch.zeros(shared, _SIDE, dtype=torch.float32, device="cpu"),

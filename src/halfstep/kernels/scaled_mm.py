@@ -1,4 +1,4 @@
-"""Products on a GPU's own units for 8 and 4 bits, through torch.nn.functional.scaled_mm."""
+"""Products on a GPU's FP8 and FP4 tensor cores, through torch.nn.functional.scaled_mm."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Operand(Protocol):
 
 
 class Tiles(NamedTuple):
-    """Codes and scales of a matrix as `Quantized` has them, but that the scales of units that read numbers may be what
-    elements are multiplied by, in float32."""
+    """Codes and scales of a matrix as `Quantized` has them, but that the scales of tensor cores that read numbers may
+    be what elements are multiplied by, in float32."""
 
     quantizer: Quantizer
     matrix_shape: tuple[int, ...]
@@ -58,7 +58,8 @@ class Tiles(NamedTuple):
 
 
 def native_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
-    """The dtype in which units there take operands of that quantizer; None where they do not, or there are none."""
+    """The dtype in which tensor cores there take operands of that quantizer; None where they do not, or there are
+    none."""
     return dtype_of(quantizer.format) if is_there(device) and refusal(quantizer, device) is None else None
 
 
@@ -69,30 +70,33 @@ def outer_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | Non
 
 
 def is_there(device: torch.device) -> bool:
-    """Whether there may be such units."""
+    """Whether there may be such tensor cores."""
     return _capability(device) != (0, 0)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU that may have such units; (0, 0) of other devices."""
+    """The compute capability of a GPU that may have such tensor cores; (0, 0) of other devices."""
     return _capability(device)
 
 
 def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
-    """Why operands of that quantizer are not multiplied by units for their format there; None where they are."""
+    """Why operands of that quantizer are not multiplied by tensor cores for their format there; None where they are."""
     if (why := _lacks_units(device)) is not None:
         return why
     format, kind = quantizer.format, kind_of(quantizer)
     if kind is not NV and format.key not in FP8:
         if format.key not in FP4:
-            return f"{format.name}: FP8 units take float8_e4m3fn and float8_e5m2"
-        return f"{format.name} with {quantizer.scales}: FP4 units take tiles of 1x16 with two levels of scales"
+            return f"{format.name}: FP8 tensor cores take float8_e4m3fn and float8_e5m2"
+        return f"{format.name} with {quantizer.scales}: FP4 tensor cores take tiles of 1x16 with two levels of scales"
     apart = quantizer.clamp is not None or quantizer.outliers is not None
     if apart or (quantizer.scales is not None and quantizer.scales.rule.inner is not None):
-        return f"{quantizer.scales} with numbers kept apart, or by a rule of several steps: units take codes and scales"
+        return (
+            f"{quantizer.scales} with numbers kept apart, or by a rule of several steps: tensor cores take codes and "
+            "scales"
+        )
     if kind is None:
         tile = "no scale" if quantizer.scales is None else f"tiles of {quantizer.scales.tile} ({quantizer.scales.rule})"
-        return f"{tile}: units take one scale a tensor or a row, tiles of 1x128 and 128x128, of 1x32, of 1x16"
+        return f"{tile}: tensor cores take one scale a tensor or a row, tiles of 1x128 and 128x128, of 1x32, of 1x16"
     found, verb = _capability(device), "need" if is_tiled(quantizer) else "needs"
     if found < kind.since or (kind.majors and found[0] not in kind.majors):
         needed = " or ".join(f"{major}.x" for major in kind.majors) + " alone" if kind.majors else _text(kind.since)
@@ -106,27 +110,27 @@ def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
 
 
 def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.device) -> str | None:
-    """Why a product of operands of those quantizers is not formed by units there, whatever its sizes; None where it is.
-    Tiles lie as `recipe.Matmul` has them: along the shared dimension."""
+    """Why a product of operands of those quantizers is not computed by tensor cores there, whatever its sizes; None
+    where it is. Tiles lie as `recipe.Matmul` has them: along the shared dimension."""
     for quantizer in (lhs, rhs):
         if quantizer is not None and (why := refusal(quantizer, device)) is not None:
             return why
     if lhs is None or rhs is None:
-        return "one operand of a product is not rounded: units take both in few bits"
+        return "one operand of a product is not rounded: tensor cores take both in few bits"
     one, other = kind_of(lhs), kind_of(rhs)
     assert one is not None
     assert other is not None
     if (one, other) not in PAIRS:
-        return f"{one.words} times {other.words}: units take no such pair"
+        return f"{one.words} times {other.words}: tensor cores take no such pair"
     if dtype_of(lhs.format) == dtype_of(rhs.format) == torch.float8_e5m2:
-        return "E5M2 times E5M2: FP8 units take E4M3 on one side at least"
+        return "E5M2 times E5M2: FP8 tensor cores take E4M3 on one side at least"
     if ROWS in (one, other) and not _takes_on_the_right(dtype_of(rhs.format), device):
         return f"E5M2 on the right with a scale a row: on compute capability {_text(_capability(device))} it is E4M3"
     return None
 
 
 def misfit(lhs: Quantizer, rhs: Quantizer, sizes: tuple[int, int, int]) -> str | None:
-    """Why units do not take sizes (rows, shared, columns) of a product of those operands; None where they do."""
+    """Why tensor cores do not take sizes (rows, shared, columns) of a product of those operands; None where they do."""
     one, other = kind_of(lhs), kind_of(rhs)
     assert one is not None
     assert other is not None
@@ -141,7 +145,7 @@ def takes(
     device: torch.device,
     multiplied: bool = False,
 ) -> bool:
-    """Whether units there form a product (rows, shared, columns) of operands of those quantizers, in `dtype`;
+    """Whether tensor cores there compute a product (rows, shared, columns) of operands of those quantizers, in `dtype`;
     `multiplied`, times a number that is no power of two."""
     if not is_there(device) or lhs is None or rhs is None or product_refusal(lhs, rhs, device) is not None:
         return False
@@ -164,9 +168,9 @@ def _lacks_units(device: torch.device) -> str | None:
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
     if _capability(device) == (0, 0):
-        return f"no FP8 units on {device.type} here"
+        return f"no FP8 tensor cores on {device.type} here"
     if _capability(device) < (8, 9):
-        return f"compute capability {_text(_capability(device))}: FP8 units came with 8.9"
+        return f"compute capability {_text(_capability(device))}: FP8 tensor cores came with 8.9"
     return None
 
 
@@ -201,7 +205,8 @@ _torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> bool:
-    """Whether these two have a native product in `dtype`: of FP8 units' dtypes, not both E5M2, with aligned sides."""
+    """Whether these two have a native product in `dtype`: of FP8 tensor cores' dtypes, not both E5M2, with aligned
+    sides."""
     dtypes = {lhs.values.dtype, rhs.values.dtype}
     if not dtypes <= set(FP8.values()) or dtypes == {torch.float8_e5m2}:
         return False
@@ -216,8 +221,8 @@ def run(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, mul
     """lhs (rows, shared) times rhs (shared, columns), each times its scale, times multiplier, plus bias, rounded to
     dtype.
 
-    Units want the rows of lhs and the columns of rhs one after another in memory; what does not lie so is copied.
-    They sum with an accuracy of their own; torch is asked for the accurate accumulation, not for the fast one.
+    Tensor cores want the rows of lhs and the columns of rhs one after another in memory; what does not lie so is
+    copied. They sum with an accuracy of their own; torch is asked for the accurate accumulation, not for the fast one.
     """
     scale, other = (_scale(side) for side in (lhs, rhs))
     if multiplier is not None:

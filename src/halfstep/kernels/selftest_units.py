@@ -1,4 +1,4 @@
-"""Products by a GPU's units for 8 and 4 bits against the exact ones: `halfstep doctor`, where there are such units."""
+"""Matmuls on a GPU's FP8 and FP4 tensor cores against the exact ones: `halfstep doctor`, where there are such."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from halfstep.quant.tile import ROW, TENSOR, Tile
 
 _SIZES = ((1, 16, 16), (33, 64, 48))
 _TILED_SIZES = ((4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
-"""Each way of scaling is tested at those that its units take."""
+"""Each way of scaling is tested at those that its tensor cores take."""
 _TILES = {
     "1x128 x 128x128": ("fp8_1x128", "fp8_128x128"),
     "1x128 x 1x128": ("fp8_1x128", "fp8_1x128"),
@@ -44,7 +44,7 @@ def outcomes() -> Iterator[Outcome]:
 
 
 def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
-    """The product by FP8 units: E4M3 on the right, `name` on the left; one scale a tensor, then one a row. Whole
+    """The product by FP8 tensor cores: E4M3 on the right, `name` on the left; one scale a tensor, then one a row. Whole
     numbers, so that any order of summing gives the exact product: what is wrong here is a layout or a scale."""
     left, right = formats.get(name, Float), formats.get("float8_e4m3fn", Float)
     generator = torch.Generator().manual_seed(1)

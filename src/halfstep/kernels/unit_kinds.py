@@ -1,4 +1,4 @@
-"""The ways of scaling that a GPU's units for 8 and 4 bits take, and the sizes of their products."""
+"""The ways of scaling that a GPU's FP8 and FP4 tensor cores take, and the sizes of their products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.quant.tile import ROW, TENSOR, Tile, block, square
 
 
 class Kind(NamedTuple):
-    """A way of sharing scales that units take, and where."""
+    """A way of sharing scales that tensor cores take, and where."""
 
     recipe: str
     """The name of `torch.nn.functional.ScalingType`."""
@@ -23,7 +23,7 @@ class Kind(NamedTuple):
     since: tuple[int, int]
     """The compute capability that it came with."""
     majors: tuple[int, ...] = ()
-    """The generations whose units take it; none named: all since then."""
+    """The generations whose tensor cores take it; none named: all since then."""
     shared: int = 16
     """What the shared dimension is a multiple of."""
     wants: tuple[tuple[int, str, tuple[int, int]], ...] = ()
@@ -74,7 +74,7 @@ def pays(rows: int, shared: int, across: int) -> bool:
 
 
 def dtype_of(format: Format) -> torch.dtype | None:
-    """torch's dtype of a format that units take; that of FP4 holds two numbers."""
+    """torch's dtype of a format that tensor cores take; that of FP4 holds two numbers."""
     return FP8.get(format.key) or FP4.get(format.key)
 
 
@@ -84,12 +84,12 @@ def in_dtype(codes: Tensor, format: Format) -> Tensor:
 
 
 def is_tiled(quantizer: Quantizer) -> bool:
-    """Whether units take scales of the quantizer that are of less than a row."""
+    """Whether tensor cores take scales of the quantizer that are of less than a row."""
     return kind_of(quantizer) not in (None, TENSORS, ROWS)
 
 
 def unfit(one: Kind, other: Kind, rows: int, shared: int, across: int) -> str | None:
-    """Why units do not take a product (rows, shared, across) of sides of those kinds; None where they do."""
+    """Why tensor cores do not take a product (rows, shared, across) of sides of those kinds; None where they do."""
     found = f"a product {rows}x{shared} times {shared}x{across}"
     if not (rows and shared and across):
         return f"{found} is empty"

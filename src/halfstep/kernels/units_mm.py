@@ -1,4 +1,4 @@
-"""The product of two sides in codes by a GPU's units: `torch.nn.functional.scaled_mm`, one opaque operator in a graph.
+"""A matmul of two sides in codes on tensor cores: `torch.nn.functional.scaled_mm`, one opaque operator in a graph.
 
 Inductor lowers torch's own operator to its first version, whose scales of 1x128 lie in another order, and refuses
 swizzled ones.

@@ -1,4 +1,4 @@
-"""The dtype that holds rounded values exactly, for products on units for it."""
+"""The dtype that holds rounded values exactly, for products on matrix units for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ E4M3_BITS = 4
 
 
 def tile_carrier(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """`dtype` where it is bf16 and holds elements times their tile's power of two, on units for it; else a wider."""
+    """`dtype` where it is bf16 and holds elements times their tile's power of two, on matrix units for it; else a
+    wider."""
     fits = dtype == torch.bfloat16 and rule.exact and format.significant_bits <= 8
     return dtype if fits and not carried.supports(dtype, device) else torch.promote_types(dtype, torch.float32)
 
@@ -45,8 +46,8 @@ def carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dt
 
 
 def operand_dtype(quantizer: Quantizer | None, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that carries one side of a matmul in `dtype`, rounded by that quantizer, where no units take it in
-    8 bits: int8 for rows of integers, which have a scale each."""
+    """The dtype that carries one side of a matmul in `dtype`, rounded by that quantizer, where no tensor cores take it
+    in 8 bits: int8 for rows of integers, which have a scale each."""
     if quantizer is None:
         return dtype
     quantizer = quantizer.plain

@@ -1,4 +1,4 @@
-"""Whether a recipe's products run on hardware units of their own format here, and why not."""
+"""Whether a recipe's products run on tensor cores for their own format here, and why not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_native_available(
 def is_native_available(
     recipe: str | Recipe, device: str | torch.device = "cuda", *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether every product of rounded operands in the recipe is formed by a GPU's units for 8 or 4 bits there; else
+    """Whether every product of rounded operands in the recipe is formed by a GPU's FP8 or FP4 tensor cores there; else
     those that are not are carried in 16 or 32 bits.
 
     Products whose sides are not multiples of 16 are always carried (tiles of 1x32 and 1x16: the shared side, of 32;
@@ -51,7 +51,7 @@ def is_native_available(
 def matmuls_text(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> str:
     """What computes a layer's three matmuls in `dtype` on a device: "native", or the dtypes that emulate them, and why.
 
-    Native ones whose sizes do not fit the units (`is_native_available`) are emulated too.
+    Native ones whose sizes do not fit the tensor cores (`is_native_available`) are emulated too.
     """
     products = (spec.output, spec.grad_input, spec.grad_weight)
     rounded = [product for product in products if product.lhs or product.rhs or product.accumulate]
@@ -68,7 +68,7 @@ def matmuls_text(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _refusal(product: Matmul, device: torch.device) -> str | None:
-    """Why units there do not form a product; None where they do."""
+    """Why tensor cores there do not compute a product; None where they do."""
     if product.accumulate is not None:
         return str(product.accumulate)
     return scaled_mm.product_refusal(product.lhs, product.rhs, device)
@@ -76,7 +76,7 @@ def _refusal(product: Matmul, device: torch.device) -> str | None:
 
 def gemm_dtype(product: Matmul, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the GEMM that emulates a product whose result comes in `dtype`: int8 of integers, whose sums are
-    exact; float32 where an operand does not fit `dtype` exactly, or the device has no units for that."""
+    exact; float32 where an operand does not fit `dtype` exactly, or the device has no matrix units for that."""
     if product.accumulate is not None:
         return torch.float32
     found = {operand_dtype(quantizer, dtype, device) for quantizer in (product.lhs, product.rhs)}

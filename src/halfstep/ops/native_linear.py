@@ -1,4 +1,4 @@
-"""A linear layer whose three products a GPU's units form, of operands that are rounded once for both of theirs.
+"""A linear layer whose three products a GPU's tensor cores compute, of operands rounded once for both of theirs.
 
 It is `ops.linear_passes.Rounded` where nothing else is asked of a layer, with all decided once for its sizes: what is
 left of a pass are allocations, launches and products.
@@ -67,7 +67,7 @@ class NativeLayer(NamedTuple):
 
 
 def native_layer(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> NativeLayer | None:
-    """A layer whose three products, in `dtype`, units form of operands that are rounded once for two of them
+    """A layer whose three products, in `dtype`, tensor cores compute of operands that are rounded once for two of them
     (`Units.both`). None where there is no kernel for x or the weight as it lies, or more is asked of the layer than
     rounding to nearest; or sizes or devices do not fit each other, of which the usual path tells."""
     if not (plain(x) and plain(weight)) or x.shape[-1] != weight.shape[1] or x.device != weight.device:

@@ -33,8 +33,8 @@ class Operand:
 
     Values of at most 8 significant bits fit bfloat16 exactly, whatever power of two multiplies them: so operands in 8
     bits and less are carried in bf16, which matrix units multiply exactly, and the scale enters the product before its
-    one rounding (`ops.matmul`). On a GPU with FP8 units they stay in 8 bits (`kernels.scaled_mm`). Rows of 4 bits with
-    a scale each are whole numbers in int8, whose products are exact (`kernels.cpu.whole_mm`).
+    one rounding (`ops.matmul`). On a GPU with FP8 tensor cores they stay in 8 bits (`kernels.scaled_mm`). Rows of 4
+    bits with a scale each are whole numbers in int8, whose products are exact (`kernels.cpu.whole_mm`).
     """
 
     values: Tensor
@@ -119,7 +119,8 @@ def operand(
         record: raise the amax of x in the state.
         signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, before x is rounded: None is none.
         dim: which of the two is the shared one, for a transform.
-        units: a GPU's FP8 units may form the product, where they take the quantizer's one scale a tensor or a row.
+        units: a GPU's FP8 tensor cores may compute the product, where they take the quantizer's one scale a tensor or
+            a row.
         seed: of stochastic rounding; None draws it from torch's default generator.
     """
     if signs is not None:

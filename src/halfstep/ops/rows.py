@@ -19,7 +19,7 @@ def rounded_rows(
     """The values of a matrix between its bounds, by a quantizer that goes `by_rows`.
 
     As whole numbers in int8 and their scales, (rows, 1) or (1, columns); or, where scales are powers of two, multiplied
-    by them, in `dtype`, or float32 where some would be subnormal in bfloat16, which CPUs' units take for 0.
+    by them, in `dtype`, or float32 where some would be subnormal in bfloat16, which CPUs' matrix units take for 0.
     """
     scales, format, traced = quantizer.scales, quantizer.format, torch.compiler.is_compiling()
     if traced:

@@ -198,7 +198,7 @@ class _Hooks:
 
 
 def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    """The values of an operand with one scale, from its codes: as units take them, where there are any."""
+    """The values of an operand with one scale, from its codes: as tensor cores take them, where there are any."""
     native = scaled_mm.outer_dtype(quantizer, codes.device)
     return decode(codes, quantizer.format, carrier(quantizer.format, dtype)) if native is None else codes.view(native)
 

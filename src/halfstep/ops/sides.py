@@ -1,8 +1,8 @@
-"""The operands of a linear layer's products in codes, as a GPU's units take them: laid out for each product.
+"""The operands of a linear layer's products in codes, as a GPU's tensor cores take them: laid out for each product.
 
-Units multiply rows by rows: a product's two sides lie one after another along the dimension that it sums over. A tensor
-enters two products, along its columns and along its rows. So it is rounded once for both, and the second copy, not the
-first, is what a backward pass keeps.
+Tensor cores multiply rows by rows: a product's two sides lie one after another along the dimension that it sums over. A
+tensor enters two products, along its columns and along its rows. So it is rounded once for both, and the second copy,
+not the first, is what a backward pass keeps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Coded:
     """Of the product."""
     turned: bool = False
     remainder: ClassVar[None] = None
-    """Units take nothing beside codes."""
+    """Tensor cores take nothing beside codes."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Coded:
         return replace(self, turned=not self.turned)
 
     def operand(self) -> Operand:
-        """The same for a product that units do not form."""
+        """The same for a product that tensor cores do not compute."""
         made = self.made
         if isinstance(made, Tiles):
             tensors, wanted = made.tensors, layout(made.quantizer, made.matrix_shape, made.dtype)["scale"][0]
@@ -70,7 +70,7 @@ Kept = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Units(NamedTuple):
-    """Which products of a linear layer a GPU's units form."""
+    """Which products of a linear layer a GPU's tensor cores compute."""
 
     output: bool = False
     grad_input: bool = False
@@ -87,7 +87,7 @@ _MOST = 4096
 
 
 def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Units:
-    """The products of x (..., in) and a weight (out, in) that units form, in `dtype`."""
+    """The products of x (..., in) and a weight (out, in) that tensor cores compute, in `dtype`."""
     if not scaled_mm.is_there(x.device):
         return NO_UNITS
     rows, sizes = x.numel() // max(x.shape[-1], 1), tuple(weight.shape)
@@ -119,7 +119,7 @@ def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.
 
 
 def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether units there form a product (rows, shared) times (shared, across)."""
+    """Whether tensor cores there compute a product (rows, shared) times (shared, across)."""
     if product.accumulate is not None or not scaled_mm.is_there(device):
         return False
     sizes, multiplied = (rows, shared, across), product.multiplier is not None
@@ -139,7 +139,7 @@ def side(
     units: bool = True,
 ) -> Side:
     """The matrix x as one side of a product: `ops.operand`, where the shared dimension is `dim`, along which the
-    quantizer's tiles lie. In codes where units form the product (`coded`) and its scales are of tiles."""
+    quantizer's tiles lie. In codes where tensor cores compute the product (`coded`) and its scales are of tiles."""
     if quantizer is None or not coded or not unit_kinds.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
@@ -161,8 +161,8 @@ def both_sides(
     signs: Tensor | None = None,
     given: tuple[Seed | None, Seed | None] = (None, None),
 ) -> tuple[Side, Side]:
-    """x as units take it along its columns, and along its rows, both rounded by the quantizer with its tiles along the
-    dimension that is shared; each is laid out for its product. Square tiles, and one scale a tensor, have one
+    """x as tensor cores take it along its columns, and along its rows, both rounded by the quantizer with its tiles
+    along the dimension that is shared; each is laid out for its product. Square tiles, and one scale a tensor, have one
     rounding.
 
     Args:
@@ -248,10 +248,11 @@ def kept_parts(made: Side) -> Kept:
 
 
 def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -> Side | None:
-    """The side again; None where no units' codes were kept. Its quantizer's tiles lie along the shared dimension."""
+    """The side again; None where no tensor cores' codes were kept. Its quantizer's tiles lie along the shared
+    dimension."""
     values, scale, whole = kept
     if values is None or scale is None or quantizer is None or values.dtype not in unit_kinds.DTYPES:
-        return None  # units take no clamp's remainder, so that there is none beside codes
+        return None  # tensor cores take no clamp's remainder, so that there is none beside codes
     if not unit_kinds.is_tiled(quantizer):
         return Operand(values, scale)
     quantizer, codes = quantizer.plain, values.view(torch.uint8)

@@ -22,10 +22,10 @@ class Accumulator:
     of 1 that is a chain of fused multiply-adds in the format. Operands of at most 12 significant bits have exact
     products.
 
-    `aligned` sums as NVIDIA's FP8 units do: the running sum and the products of a block are aligned to the largest of
-    their exponents (of a product, the sum of its operands'), each is cut after as many bits as the format has in its
-    fraction, and so is their exact sum. Exponents below -100 count as that. A subnormal operand is aligned by its size,
-    where the units take its format's smallest exponent.
+    `aligned` sums as NVIDIA's FP8 tensor cores do: the running sum and the products of a block are aligned to the
+    largest of their exponents (of a product, the sum of its operands'), each is cut after as many bits as the format
+    has in its fraction, and so is their exact sum. Exponents below -100 count as that. A subnormal operand is aligned
+    by its size, where the tensor cores take its format's smallest exponent.
 
     Source of `aligned`: Khattak and Mikaitis 2026, arXiv 2512.07004, as the package mmaemu has it; DeepSeek-V3, arXiv
     2412.19437, for 14 bits and for promoting partial sums to float32 every 128 terms.
@@ -78,7 +78,7 @@ class Accumulator:
 def get_accumulator(accumulator: str | Format | Accumulator) -> Accumulator:
     """An accumulator by name, or in a format, a product at a time.
 
-    `hopper` is that of H100's FP8 units as cuBLAS asks them for accurate sums, `hopper-fast` for fast ones.
+    `hopper` is that of H100's FP8 tensor cores as cuBLAS asks them for accurate sums, `hopper-fast` for fast ones.
 
     >>> str(get_accumulator("fp16"))
     'sums in fp16, 1 at a time'

@@ -54,7 +54,7 @@ def picture(results: Results) -> Picture:
     heading = "Time of a step"
     look_for = (
         "Bars left of fp32's line are faster. The whisker holds the middle 80% of the steps: differences smaller than "
-        "it are the machine's mood. Where the processor has no units for a format, emulating it costs time."
+        "it are the machine's mood. Where the processor has no matrix units for a format, emulating it costs time."
     )
     data = speeds(results)
     if not data:

@@ -1,6 +1,6 @@
 """Convolution layers: their three products round their operands.
 
-Where no rule reaches one, its 16-bit products are carried in float32 on machines that have no units for them.
+Where no rule reaches one, its 16-bit products are carried in float32 on machines that have no matrix units for them.
 """
 
 from typing import Any
