@@ -8,7 +8,7 @@ import torch
 from halfstep.cli import doctor
 from halfstep.kernels import selftest
 from halfstep.kernels import selftest_matrices as matrices
-from halfstep.kernels.cpu import adam, cast, codes, rows
+from halfstep.kernels.cpu import cast, codes, optimizer, rows
 from halfstep.kernels.gpu import launch
 from halfstep.kernels.selftest import compare, outcomes
 from halfstep.optim import selftest as optim
@@ -104,11 +104,11 @@ def test_matrices_are_compared_with_their_reference(monkeypatch):
 
 
 def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught(monkeypatch):
-    right = adam.prepare
+    right = optimizer.prepare
     monkeypatch.setattr(optim, "_RECIPES", ("fp32", "bf16-master"))
 
-    def wrong(weight, *arguments):
-        update = right(weight, *arguments)
+    def wrong(program, weight, *arguments):
+        update = right(program, weight, *arguments)
 
         def off(*step):
             done = update(*step)
@@ -117,7 +117,7 @@ def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught
 
         return off
 
-    monkeypatch.setattr(adam, "prepare", wrong)
+    monkeypatch.setattr(optimizer, "prepare", wrong)
     found = list(optim.outcomes())
     assert len(found) == 2
     assert not any(test.passed for test in found)

@@ -95,18 +95,31 @@ made_up = Recipe(
 ''',
     "halfstep.optim.rules": '''
 import torch
-
-from halfstep.optim.rules.base import UpdateRule
-
-
-def update(weight, grad, moments, step, group):
-    grad = (-grad if group["maximize"] else grad) + weight * float(group["weight_decay"])
-    total = moments["sum"] + grad * grad
-    lr = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
-    return weight - lr * grad / (torch.sqrt(total) + float(group["eps"])), {"sum": total}
+from halfstep.kernels.arithmetic import maximum
+from halfstep.optim.rules.base import learning_rate
+from halfstep.optim.rules.elementwise import elementwise
 
 
-made_up_adagrad = UpdateRule("made_up_adagrad", torch.optim.Adagrad, lambda group: ("sum",), update)
+def element(weight, grad, moments, o):
+    grad = grad + weight * o.decay
+    mean = moments["exp_avg"] + (grad - moments["exp_avg"]) * (1 - o.beta1)
+    largest = maximum(moments["exp_inf"] * o.beta2, abs(grad) + o.eps)
+    return weight - mean / largest * (o.lr / o.correction), {"exp_avg": mean, "exp_inf": largest}
+
+
+def options(group):
+    beta1, beta2 = group["betas"]
+    decay = float(group["weight_decay"])
+    return {"lr": learning_rate(group), "beta1": beta1, "beta2": beta2, "eps": float(group["eps"]), "decay": decay}
+
+
+def by_step(step, group):
+    return {"correction": 1 - group["betas"][0] ** step}
+
+
+made_up_adamax = elementwise(
+    "made_up_adamax", torch.optim.Adamax, lambda group: ("exp_avg", "exp_inf"), element, options, by_step
+)
 ''',
     "halfstep.lab.tasks": '''
 import torch
@@ -189,9 +202,9 @@ from halfstep.quant.masters import list_masters
 from halfstep.quant.scaling import get_scaling
 
 assert "made_up5" in halfstep.formats.names() and "made-up" in halfstep.recipe.list_recipes()
-assert "made_up_adagrad" in update_rules() and "made_up_rest" in list_masters() and "made_up_parity" in list_tasks()
+assert "made_up_adamax" in update_rules() and "made_up_rest" in list_masters() and "made_up_parity" in list_tasks()
 model = torch.nn.Sequential(torch.nn.Linear(8, 4))
-optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+optimizer = torch.optim.Adamax(model.parameters(), lr=0.1)
 model, optimizer, scaler = halfstep.prepare(model, optimizer, "made-up")
 before = halfstep.recipe.get_recipe("made-up").describe()
 for _ in range(3):
@@ -204,7 +217,41 @@ print(sorted(optimizer.state[model[0].weight]), float(loss))
 """
     done = run(start + code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("['made_up_rest', 'step', 'sum']")
+    assert done.stdout.startswith("['exp_avg', 'exp_inf', 'made_up_rest', 'step']")
+
+
+FUSED = """
+import torch
+from dataclasses import replace
+from halfstep.optim import convert, update_rules
+from halfstep.optim.rules.base import never
+from halfstep.recipe import get_recipe
+
+assert "made_up_adamax" in update_rules()
+found = []
+for fused in (True, False):
+    torch.manual_seed(0)
+    parameter, stock = (torch.nn.Parameter(torch.linspace(-1, 1, 3000)) for _ in range(2))
+    theirs = torch.optim.Adamax([stock], weight_decay=0.1)
+    optimizer = convert(torch.optim.Adamax([parameter], weight_decay=0.1), get_recipe("fp32"), {})
+    if not fused:
+        optimizer.rule = replace(optimizer.rule, fused=never)
+    for _ in range(3):
+        parameter.grad = torch.randn(3000)
+        stock.grad = parameter.grad.clone()
+        optimizer.step()
+        theirs.step()
+        assert [way.fused is not None for way in optimizer._together.ways] == [fused]
+    torch.testing.assert_close(parameter, stock, rtol=1e-6, atol=1e-6)
+    found.append([parameter.detach(), *optimizer.state[parameter].values()])
+assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+"""
+
+
+def test_a_rule_is_fused_without_another_line(start):
+    """Two moments: bit for bit its own formula on tensors, and torch's optimizer up to the order of roundings."""
+    done = run(start + FUSED)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

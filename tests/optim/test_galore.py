@@ -393,7 +393,7 @@ def test_a_model_without_linear_layers_is_refused():
 @pytest.mark.parametrize("build", [halfstep.optim.Lion, halfstep.optim.Lamb])
 def test_rules_whose_steps_hang_on_more_than_gradients_are_refused(build):
     model = mlp()
-    with pytest.raises(OptimizerError, match="Expected Adam, AdamW, NAdam, RMSprop or SGD"):
+    with pytest.raises(OptimizerError, match="Expected Adagrad, Adam, AdamW, NAdam, RMSprop or SGD"):
         halfstep.prepare(model, build(model.parameters()), "galore")
 
 

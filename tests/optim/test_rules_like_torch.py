@@ -48,6 +48,8 @@ NADAM = [
     {"betas": (0.5, 0.9), "eps": 1e-3, "maximize": True},
     {"lr": torch.tensor(0.02)},
 ]
+ADAGRAD = [{}, {"weight_decay": 0.1, "lr_decay": 0.1}, {"eps": 1e-3, "maximize": True}, {"foreach": True}]
+CASES += [(torch.optim.Adagrad, o) for o in ADAGRAD]
 CASES += [(torch.optim.RMSprop, o) for o in RMSPROP] + [(torch.optim.NAdam, o) for o in NADAM]
 
 
@@ -176,7 +178,7 @@ def test_a_subclass_that_overrides_something_is_refused(torch_class, name, base)
         rule_of(torch_class([torch.nn.Parameter(torch.ones(2))]))
 
 
-@pytest.mark.parametrize("torch_class", [torch.optim.Adadelta, Other, torch.optim.Adagrad])
+@pytest.mark.parametrize("torch_class", [torch.optim.Adadelta, Other, torch.optim.ASGD])
 def test_another_class_is_refused_and_the_known_ones_listed(torch_class):
     optimizer = torch_class([torch.nn.Parameter(torch.ones(2))])
     words = rf"{torch_class.__name__} cannot be expressed.*torch.optim.Adam\b.*torch.optim.AdamW.*torch.optim.SGD"
@@ -264,6 +266,6 @@ def test_rules_that_torch_lacks_are_their_papers(torch_class, equation, start, s
 
 def test_every_rule_serves_the_class_it_names():
     muon = ["muon"] if hasattr(torch.optim, "Muon") else []  # of torch 2.9
-    assert sorted(update_rules()) == ["adam", "adamw", "lamb", "lion", *muon, "nadam", "rmsprop", "sgd"]
+    assert sorted(update_rules()) == ["adagrad", "adam", "adamw", "lamb", "lion", *muon, "nadam", "rmsprop", "sgd"]
     for rule in update_rules().values():
         assert rule_of(rule.torch_class([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)) is rule

@@ -25,8 +25,8 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
     """
     if rule.decay is None:
         raise OptimizerError(
-            f"a projection of {rule.name}, whose step depends on norms or signs of the whole. Expected Adam, AdamW, "
-            "NAdam, RMSprop or SGD; for others take a recipe without a projection"
+            f"a projection of {rule.name}, whose step depends on norms or signs of the whole. Expected Adagrad, "
+            "Adam, AdamW, NAdam, RMSprop or SGD; for others take a recipe without a projection"
         )
     subspace = projection.subspace(shape)
     if subspace is None:

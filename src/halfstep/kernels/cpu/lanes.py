@@ -215,7 +215,7 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
 
             def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
                 vectorise_fully(builder.function)
-                traced = {name: _trace(builder, name, t, v) for (name, t), v in zip(given.items(), values, strict=True)}
+                traced = {name: trace(builder, name, t, v) for (name, t), v in zip(given.items(), values, strict=True)}
                 return body(**traced).value
 
             return returned(*arguments), code
@@ -241,14 +241,15 @@ def vectorise_fully(function: Any) -> None:
     set.add(function.attributes, '"prefer-vector-width"="512"')
 
 
-def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
+def trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
+    """An argument of that name as lanes."""
     if name == "like":
         return numba_type
     if isinstance(numba_type, types.NoneType):
         return None
     if isinstance(numba_type, types.BaseTuple):
         parts = list(numba_type)  # type: ignore[call-overload]
-        return [_trace(builder, "", part, builder.extract_value(value, i)) for i, part in enumerate(parts)]
+        return [trace(builder, "", part, builder.extract_value(value, i)) for i, part in enumerate(parts)]
     return Lane(builder, value, numba_type)
 
 

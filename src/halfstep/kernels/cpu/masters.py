@@ -62,17 +62,18 @@ def _strange_rest(found, weight, rest):
     return found | (_magnitude(rest) > limit).to(16)
 
 
-@lanes(types.uint16)
-def beside(weight, rest):
+def followed_rest(weight: Lane, rest: Lane) -> Lane:
     """`quant.masters.beside`, of bfloat16 bits."""
     limit = _magnitude(weight).max(0x3C0) - 0x380
     return (_magnitude(rest) <= limit).pick(rest, 0)
 
 
-@lanes(types.float32)
-def image_or_own(weight, master):
+def followed_master(weight: Lane, master: Lane) -> Lane:
     """The master, where the weight is its rounded image; else the weight."""
     return _is_image(weight, master).pick(master, bits_of(weight).float())
+
+
+beside, image_or_own = lanes(types.uint16)(followed_rest), lanes(types.float32)(followed_master)
 
 
 @lanes(types.uint16)

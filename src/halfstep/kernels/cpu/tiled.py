@@ -1,4 +1,4 @@
-"""Moments that are codes of a byte with a scale a tile, read and written by Adam's kernel a tile at a time.
+"""Moments that are codes of a byte with a scale a tile, read and written by the optimizer's kernel a tile at a time.
 
 Codes are decoded in the loop that updates the weight, and written as soon as the tile's maximum is known. A tile stays
 in the registers and in the nearest cache, and memory is read while other tiles are computed with. Decoding a whole
@@ -13,47 +13,29 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from halfstep.kernels.cpu import element_codes
-from halfstep.kernels.cpu.adam_lanes import decode, encode
 from halfstep.kernels.cpu.codebook import encode_block
 from halfstep.kernels.cpu.compiled import inner_overload
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
 from halfstep.kernels.cpu.divided import element, scaled
-from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.lanes import lanes
 
 
 def multiplier(kept: Any, start: Any, tile: Any, scale: Any, decoding: Any) -> Any:
-    """In kernels: what `number` multiplies the codes of a tile by; NaN where that would not give their values."""
+    """In kernels: what the codes of a tile are multiplied by; NaN where that would not give their values."""
     raise NotImplementedError
 
 
-def open_tile(kept: Any, start: Any, tile: Any, times: Any, decoding: Any, values: Any) -> Any:
-    """In kernels: before `number` is asked for those of a tile: what is looked up is so here, in a loop of its own."""
+def open_tile(kept: Any, start: Any, tile: Any, times: Any, decoding: Any, values: Any, place: Any) -> Any:
+    """In kernels: what is looked up is so here, in a loop of its own, to values from `place` on."""
     raise NotImplementedError
 
 
-def number(kept: Any, i: Any, values: Any, k: Any, times: Any, decoding: Any) -> Any:
-    """In kernels: number i as float32, of an array of numbers or, as k of its tile, of codes multiplied by `times`."""
-    raise NotImplementedError
-
-
-def keep_number(kept: Any, i: Any, values: Any, k: Any, new: Any) -> Any:
-    """In kernels: a new number, rounded, to place i of an array of numbers; of codes, to place k of a tile's values."""
-    raise NotImplementedError
-
-
-def encode_tile(values: Any, scale: Any, kept: Any, start: Any, tile: Any, numbers: Any, codes: Any) -> Any:
-    """In kernels: the values of a tile to codes, from `start` on."""
+def encode_tile(values: Any, place: Any, scale: Any, kept: Any, start: Any, tile: Any, numbers: Any, codes: Any) -> Any:
+    """In kernels: the values of a tile, from `place` on, to codes, from `start` on. Values before them may be lost."""
     raise NotImplementedError
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
-
-
-@lanes(types.float32)
-def _from_half(code, times, decoding):
-    return element_codes.half_of(code, Decoding(*decoding)) * times
 
 
 @lanes(types.float32)
@@ -62,43 +44,19 @@ def _from_table(value, scale):
 
 
 @inner_overload(open_tile, inlined=True)
-def _open_tile(kept, start, tile, times, decoding, values):
+def _open_tile(kept, start, tile, times, decoding, values, place):
     size = 1 << len(tile)
 
-    def looked_up(kept, start, tile, times, decoding, values):
+    def looked_up(kept, start, tile, times, decoding, values, place):
         for i in range(size):
-            values[i] = decoding[kept[start + i]]
+            values[place + i] = decoding[kept[start + i]]
         for i in range(size):
-            values[i] = _from_table(values[i], times)
+            values[place + i] = _from_table(values[place + i], times)
 
-    def nothing(kept, start, tile, times, decoding, values):
+    def nothing(kept, start, tile, times, decoding, values, place):
         pass
 
-    return looked_up if isinstance(decoding, types.Array) else nothing
-
-
-@inner_overload(number, inlined=True)
-def _number(kept, i, values, k, times, decoding):
-    if isinstance(decoding, types.NoneType):
-        return lambda kept, i, values, k, times, decoding: decode(kept[i])
-    if isinstance(decoding, types.Array):
-        return lambda kept, i, values, k, times, decoding: values[k]
-    return lambda kept, i, values, k, times, decoding: _from_half(kept[i], times, decoding)
-
-
-@inner_overload(keep_number, inlined=True)
-def _keep_number(kept, i, values, k, new):
-    if isinstance(values, types.NoneType):
-
-        def stored(kept, i, values, k, new):
-            kept[i] = encode(new, kept[i])
-
-        return stored
-
-    def beside(kept, i, values, k, new):
-        values[k] = new
-
-    return beside
+    return nothing if isinstance(decoding, types.BaseTuple) else looked_up
 
 
 @inner_overload(multiplier, inlined=True)
@@ -115,24 +73,25 @@ def _multiplier(kept, start, tile, scale, decoding):
     def own(kept, start, tile, scale, decoding):
         return scale
 
-    return own if isinstance(decoding, types.Array) else of_halves
+    return of_halves if isinstance(decoding, types.BaseTuple) else own
 
 
 # ---- encoding ------------------------------------------------------------------------------------------------------
 
 
 @inner_overload(encode_tile, inlined=True)
-def _encode_tile(values, scale, kept, start, tile, numbers, codes):
+def _encode_tile(values, place, scale, kept, start, tile, numbers, codes):
     size = 1 << len(tile)
 
-    def floats(values, scale, kept, start, tile, numbers, codes):
+    def floats(values, place, scale, kept, start, tile, numbers, codes):
         if scale > 0:
             for i in range(size):
-                kept[start + i] = element(values[i], scale, numbers, codes, None, None, i, kept[start + i])
+                kept[start + i] = element(values[place + i], scale, numbers, codes, None, None, i, kept[start + i])
         else:  # of zeros, or lost
-            kept[start : start + size] = 0
+            for i in range(size):
+                kept[start + i] = 0
 
-    def places(values, scale, kept, start, tile, numbers, codes):
-        encode_block(values, 0, size, scale, values.view(np.uint32), codes, kept, start)
+    def places(values, place, scale, kept, start, tile, numbers, codes):
+        encode_block(values, place, size, scale, values.view(np.uint32), codes, kept, start)
 
     return places if isinstance(numbers, types.NoneType) else floats

@@ -184,8 +184,8 @@ class UpdateRule:
         for option, reason in self.refused.items():
             if group.get(option) and not (option == CAPTURABLE and self._counts_on_gpu(group)):
                 raise OptimizerError(
-                    f"{self.torch_class.__name__} with {option}=True cannot be expressed: {reason}. "
-                    f"Build it with {option}=False"
+                    f"{self.torch_class.__name__} with {option}={group[option]!r} cannot be expressed: {reason}. "
+                    f"Build it with {option}={type(group[option])()!r}"
                 )
         if self.refusal is not None and (why := self.refusal(group)) is not None:
             raise OptimizerError(f"{self.torch_class.__name__}: {why}")

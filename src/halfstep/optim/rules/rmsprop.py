@@ -1,9 +1,13 @@
 """RMSprop: the gradient over the root of its decayed square, in torch.optim.RMSprop's form."""
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
-from halfstep.optim.rules.base import Group, Moments, UpdateRule
+import torch
+
+from halfstep.kernels.arithmetic import root, where
+from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules.elementwise import elementwise
 
 
 def _moments(group: Group) -> tuple[str, ...]:
@@ -19,7 +23,7 @@ def _kept_as(name: str, group: Group) -> str | None:
     return "exp_avg_sq" if name == "square_avg" else name
 
 
-def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
+def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tuple[Any, dict[str, Any]]:
     """w <- w - lr b with b <- momentum b + g / (sqrt(v - m^2) + eps), v and m the decayed means of g^2 and of g; m only
     if centered.
 
@@ -27,21 +31,27 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Gr
 
     Source: Tieleman and Hinton 2012, lecture 6.5; Graves 2013, arXiv 1308.0850 for the centered form.
     """
-    lr, alpha, momentum = float(group["lr"]), float(group["alpha"]), float(group["momentum"])
-    if group.get("maximize"):
-        grad = -grad
-    if group["weight_decay"]:
-        grad = grad + weight * float(group["weight_decay"])
-    new = {"square_avg": moments["square_avg"] * alpha + grad * grad * (1 - alpha)}
+    if o.l2 is not None:
+        grad = grad + weight * o.l2
+    new = {"square_avg": moments["square_avg"] * o.alpha + grad * grad * (1 - o.alpha)}
     variance = new["square_avg"]
-    if group["centered"]:
+    if o.centered:
         mean = moments["grad_avg"]
-        new["grad_avg"] = mean + (grad - mean) * (1 - alpha)
-        variance = (variance - new["grad_avg"] * new["grad_avg"]).clamp(min=0)
-    direction = grad / (torch.sqrt(variance) + float(group["eps"]))
-    if momentum > 0:
-        direction = new["momentum_buffer"] = moments["momentum_buffer"] * momentum + direction
-    return weight - direction * lr, new
+        new["grad_avg"] = mean + (grad - mean) * (1 - o.alpha)
+        variance = variance - new["grad_avg"] * new["grad_avg"]
+        variance = where(variance < 0.0, 0.0, variance)
+    direction = grad / (root(variance) + o.eps)
+    if o.momentum is not None:
+        direction = new["momentum_buffer"] = moments["momentum_buffer"] * o.momentum + direction
+    return weight - direction * o.lr, new
+
+
+def _options(group: Group) -> dict[str, Any]:
+    momentum = float(group["momentum"])
+    return {
+        "lr": learning_rate(group), "l2": float(group["weight_decay"]) or None, "alpha": float(group["alpha"]),
+        "eps": float(group["eps"]), "momentum": momentum if momentum > 0 else None, "centered": bool(group["centered"]),
+    }  # fmt: skip
 
 
 _REFUSED = {
@@ -49,7 +59,7 @@ _REFUSED = {
     "capturable": "the update reads its step count on the host",
 }
 
-rmsprop = UpdateRule(
-    "rmsprop", torch.optim.RMSprop, _moments, _update, _REFUSED, kept_as=_kept_as,
+rmsprop = elementwise(
+    "rmsprop", torch.optim.RMSprop, _moments, _element, _options, refused=_REFUSED, kept_as=_kept_as,
     decay=lambda group: (float(group["weight_decay"]), 1.0),
 )  # fmt: skip

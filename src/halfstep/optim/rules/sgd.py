@@ -1,38 +1,41 @@
 """Stochastic gradient descent with momentum, in torch.optim.SGD's form."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from torch import Tensor
 
+from halfstep.kernels.arithmetic import where
 from halfstep.kernels.gpu.kinds import Options
-from halfstep.optim.rules.base import Group, Moments, UpdateRule, learning_rate
+from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules.elementwise import elementwise
 
 
-def _moments(group: Group) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] else ()
-
-
-def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
+def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tuple[Any, dict[str, Any]]:
     """b <- momentum b + (1 - dampening) g, from b = g at the first step; w <- w - lr b.
 
     With Nesterov momentum w <- w - lr (g + momentum b).
 
     Source: Sutskever et al. 2013 for the momentum, in the form torch.optim.SGD documents.
     """
-    lr, momentum = float(group["lr"]), float(group["momentum"])
-    if group.get("maximize"):
-        grad = -grad
-    if group["weight_decay"]:
-        grad = grad + weight * float(group["weight_decay"])
-    if not momentum:
-        return weight - grad * lr, {}
-    buffer = grad
-    if step > 1:
-        buffer = moments["momentum_buffer"] * momentum + grad * (1 - float(group["dampening"]))
-    direction = grad + buffer * momentum if group["nesterov"] else buffer
-    return weight - direction * lr, {"momentum_buffer": buffer}
+    if o.l2 is not None:
+        grad = grad + weight * o.l2
+    if o.momentum is None:
+        return weight - grad * o.lr, {}
+    buffer = where(o.step > 1, moments["momentum_buffer"] * o.momentum + grad * (1 - o.dampening), grad)
+    direction = grad + buffer * o.momentum if o.nesterov else buffer
+    return weight - direction * o.lr, {"momentum_buffer": buffer}
 
 
-def _options(group: Group) -> Options:
+def _options(group: Group) -> dict[str, Any]:
+    return {
+        "lr": learning_rate(group), "l2": float(group["weight_decay"]) or None,
+        "momentum": float(group["momentum"]) or None, "dampening": float(group["dampening"]),
+        "nesterov": bool(group["nesterov"]),
+    }  # fmt: skip
+
+
+def _on_gpu(group: Group) -> Options:
     momentum, sign = float(group["momentum"]), -1.0 if group.get("maximize") else 1.0
     lr, decay, nesterov = learning_rate(group), float(group["weight_decay"]), bool(group["nesterov"])
     if not momentum:
@@ -40,9 +43,8 @@ def _options(group: Group) -> Options:
     return Options("momentum", lr, sign, momentum, 1 - float(group["dampening"]), l2=decay, nesterov=nesterov)
 
 
-_REFUSED = {"differentiable": "the update runs without autograd"}
-
-sgd = UpdateRule(
-    "sgd", torch.optim.SGD, _moments, _update, _REFUSED, decay=lambda group: (float(group["weight_decay"]), 1.0),
-    options=_options,
+sgd = elementwise(
+    "sgd", torch.optim.SGD, lambda group: ("momentum_buffer",) if group["momentum"] else (), _element, _options,
+    refused={"differentiable": "the update runs without autograd"},
+    decay=lambda group: (float(group["weight_decay"]), 1.0), options=_on_gpu,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The fused Adam is the torch reference bit for bit, for every storage, size and option."""
+"""The fused step of every rule is its formula on torch tensors bit for bit, for every storage, size and option."""
 
 import subprocess
 import sys
@@ -12,14 +12,16 @@ import torch
 
 from families import for_each, slow_unless
 from halfstep import round_to
-from halfstep.kernels.cpu import adam as kernel
-from halfstep.kernels.cpu.adam_update import update
+from halfstep.kernels.arithmetic import root, traced
+from halfstep.kernels.cpu import optimizer as kernel
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
-from halfstep.optim import convert
-from halfstep.optim.rules.adam import move
+from halfstep.kernels.cpu.optimizer_lanes import rule_of
+from halfstep.kernels.cpu.optimizer_loops import step_chunk
+from halfstep.optim import Lion, convert, update_rules
+from halfstep.optim.rules.adamw import adamw
 from halfstep.optim.rules.base import never
 from halfstep.quant import noise_bits
-from halfstep.recipe import DTYPES, Recipe, get_storage
+from halfstep.recipe import DTYPES, Recipe, get_recipe, get_storage
 from oracles.numbers import every_16_bit_value, same_bits
 
 
@@ -102,10 +104,18 @@ def run_arguments(n=64, dtype=torch.bfloat16):
     return [torch.randn(n).to(dtype), None, torch.randn(n).to(dtype), torch.zeros(n), torch.zeros(n)]
 
 
-def run(weight, master, kept, grad, moments, scalars, seed):
-    """One update."""
+GROUP = {"lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def run(weight, master, kept, grad, moments, seed, scale=1.0):
+    """The fourth update of AdamW."""
     rounding = "nearest_even" if seed is None or weight.dtype != torch.bfloat16 else "stochastic"
-    assert kernel.prepare(weight, master, kept, grad, moments, rounding)(grad, kernel.numbers_of(scalars), seed)
+    numbers = adamw.numbers(4, GROUP, scale)
+    assert kernel.prepare(numbers.program, weight, master, kept, grad, moments, rounding)(grad, numbers, seed)
+
+
+def prepared(*arguments):
+    return kernel.prepare(adamw.numbers(1, GROUP, 1.0).program, *arguments)
 
 
 def named(weight, master, grad, first, second):
@@ -168,6 +178,52 @@ def test_options(storage, torch_class, options):
     assert_equal_steps(storage, torch.randn(100), grads, torch_class, scale=3.0, **options)
 
 
+OTHERS = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "descent": (torch.optim.SGD, {"maximize": True}),
+    "nadam": (torch.optim.NAdam, {"weight_decay": 0.1}),
+    "decoupled": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "rmsprop": (torch.optim.RMSprop, {"weight_decay": 0.1}),
+    "centered": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1}),
+    "lion": (Lion, {"weight_decay": 0.1}),
+}
+RECIPES = ["fp32", "bf16-master", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-plus", "fp16-pure",
+           "fp8-adam", "adamw-8bit", "coat", "fp8-fishman"]  # fmt: skip
+IN_TURN = [("nesterov", "bf16-master"), ("nadam", "bf16-stochastic"), ("centered", "fp32"), ("lion", "adamw-8bit")]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), slow_unless(IN_TURN.__contains__, product(OTHERS, RECIPES)), ids=lambda value: value
+)
+def test_every_rule_under_every_recipe(name, recipe):
+    """Three steps of a tensor of some blocks and a rest, one with infinities; and it is the kernel that takes them."""
+    torch_class, options = OTHERS[name]
+    generator, found = torch.Generator().manual_seed(3), []
+    weight = torch.randn(4, 512, generator=generator)
+    grads = [torch.randn(4, 512, generator=generator) * 10.0**-k for k in range(3)]
+    grads[2][0, ::7] = torch.inf
+    for fused in (True, False):
+        own = get_recipe(recipe)
+        parameter = torch.nn.Parameter(weight.to(DTYPES[own.weights], copy=True))
+        masters = {parameter: weight.clone()} if own.master else {}
+        optimizer = convert(torch_class([parameter], lr=1e-2, **options), own, masters, generator=7)
+        if not fused:
+            optimizer.rule = replace(optimizer.rule, fused=never)
+        for grad in grads:
+            parameter.grad = grad.to(parameter.dtype)
+            optimizer.step()
+            assert [way.fused is not None for way in optimizer._together.ways] == [fused]
+        found.append({"weight": parameter.detach(), **optimizer.state[parameter]})
+    for key, tensor in found[1].items():
+        same_bits(found[0][key], tensor)
+
+
+def test_every_rule_but_lambs_is_fused():
+    assert [name for name, rule in update_rules().items() if rule.fused is never] == ["lamb"]
+
+
 @every_storage
 def test_it_moves(storage):
     weight = torch.randn(100)
@@ -179,12 +235,11 @@ def test_it_moves(storage):
 
 
 def test_it_is_the_equation():
-    """`run` beside `move` itself, with none of the optimizer between."""
+    """`run` beside the formula itself, with none of the optimizer between."""
     weight, _, grad, first, second = run_arguments(1000, torch.float32)
     first, second = torch.randn(1000), torch.rand(1000)
-    s = kernel.AdamScalars(0.5, 0.9, 0.99, 0.01, 0.999, 0.03, 1.5, 1e-6)
-    expected, moments = move(weight, grad, {"exp_avg": first, "exp_avg_sq": second}, s)
-    run(*named(weight, None, grad, first, second), s, None)
+    expected, moments = adamw.update(weight, grad * 0.5, {"exp_avg": first, "exp_avg_sq": second}, 4, GROUP)
+    run(*named(weight, None, grad, first, second), None, 0.5)
     same_bits(weight, expected)
     same_bits(first, moments["exp_avg"])
     same_bits(second, moments["exp_avg_sq"])
@@ -193,7 +248,7 @@ def test_it_is_the_equation():
 @numba.njit
 def one_chunk(*arguments):
     """What only kernels call has no way in from Python."""
-    update(*arguments)
+    step_chunk(*arguments)
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - CHUNK, 2**32, 5 * 2**32 + 3 * CHUNK, 2**46])
@@ -201,25 +256,13 @@ def one_chunk(*arguments):
 def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     """One chunk of a tensor of more than 2^32 elements, without the tensor."""
     n = 1000
-    weight, stored, zero = torch.randn(n), torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n)
-    # Both betas, the step size and eps are 1, the rest 0: what is rounded is 0 - (-w) / (0 + 1), w itself.
-    numbers = [np.float32(v) for v in (0, 1, 0, 1, 0, 0, 0, 1, 0, 1)]
-    arrays = zero.numpy(), (-weight).numpy(), zero.clone().numpy(), None
+    gradient, stored = torch.randn(n), torch.zeros(n, dtype=torch.bfloat16)
+    program = traced(lambda weight, grad, moments, options: (weight - grad, {}), [], [], [], {})
     one_chunk(
-        stored.view(torch.uint16).numpy(),
-        None,
-        None,
-        None,
-        None,
-        *arrays,
-        *numbers,
-        chunk_keys(seed_keys(seed), start // CHUNK),
-        0,
-        None,
-        None,
-        None,
-    )
-    bits = weight.view(torch.int32).long() & 0xFFFFFFFF
+        rule_of(program.element), stored.view(torch.uint16).numpy(), (None,) * 4, (-gradient).numpy(), (),
+        (np.float32(1),), chunk_keys(seed_keys(seed), start // CHUNK), 0, 0, n,
+    )  # fmt: skip
+    bits = gradient.view(torch.int32).long() & 0xFFFFFFFF
     rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)
     expected = torch.where(rounded >= 2**31, rounded - 2**32, rounded).to(torch.int32).view(torch.float32)
     same_bits(stored.float(), expected)
@@ -227,21 +270,17 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
 
 def test_stochastic_is_round_to_with_the_same_seed():
     weight, _, grad, first, second = run_arguments(CHUNK + 100)
-    wide, moments = move(
-        weight.float(), grad.float(), {"exp_avg": first, "exp_avg_sq": second}, s := kernel.AdamScalars(
-            1.0, 0.9, 0.99, 0.0, 1.0, 0.03, 1.0, 1e-6
-        ),
-    )  # fmt: skip
-    run(*named(weight, None, grad, first, second), s, 99)
+    wide, moments = adamw.update(weight.float(), grad.float(), {"exp_avg": first, "exp_avg_sq": second}, 4, GROUP)
+    run(*named(weight, None, grad, first, second), 99)
     same_bits(weight, round_to(wide, "bf16", "stochastic", "ieee", generator=99).bfloat16())
     same_bits(first, moments["exp_avg"])
 
 
 def test_supports_what_it_can_do():
     plain = named(*run_arguments())
-    assert kernel.prepare(*plain, "nearest_even")
-    assert kernel.prepare(*plain, "stochastic")
-    assert kernel.prepare(torch.nn.Parameter(plain[0]), *plain[1:], "nearest_even")
+    assert prepared(*plain, "nearest_even")
+    assert prepared(*plain, "stochastic")
+    assert prepared(torch.nn.Parameter(plain[0]), *plain[1:], "nearest_even")
 
 
 class Subclass(torch.Tensor):
@@ -265,7 +304,7 @@ class Subclass(torch.Tensor):
 )
 def test_supports_refuses_the_rest(change, rounding):
     tensors = [change.get(i, tensor) for i, tensor in enumerate(run_arguments())]
-    assert not kernel.prepare(*named(*tensors), rounding)
+    assert not prepared(*named(*tensors), rounding)
 
 
 def test_what_it_refuses_is_updated_by_the_reference():
@@ -282,12 +321,13 @@ def test_what_it_refuses_is_updated_by_the_reference():
 
 FORKED = """
 import os, numpy, torch
-from halfstep.kernels.cpu import adam as kernel
+from halfstep.kernels.cpu import optimizer as kernel
+from halfstep.optim.rules.adamw import adamw
 def run():  # numpy makes the tensors: torch's own threads do not survive a fork either
     weight, grad, first, second = (torch.from_numpy(numpy.ones(4 * kernel.CHUNK, numpy.float32)) for _ in range(4))
     moments = {"exp_avg": first, "exp_avg_sq": second}
-    numbers = kernel.numbers_of(kernel.AdamScalars(1, .9, .99, 0, 1, 1e-2, 1, 1e-8))
-    kernel.prepare(weight, "none", {}, grad, moments, "nearest_even")(grad, numbers, None)
+    numbers = adamw.numbers(1, {"lr": 1e-2, "betas": (.9, .99), "eps": 1e-8, "weight_decay": 0}, 1.0)
+    kernel.prepare(numbers.program, weight, "none", {}, grad, moments, "nearest_even")(grad, numbers, None)
     return weight[-1].item()
 first = run()
 if (child := os.fork()) == 0:
@@ -305,15 +345,11 @@ def test_a_forked_child_may_step_too():
 
 def test_the_reference_does_not_depend_on_length():
     """torch's float32 square root does on CPUs, where long tensors take another path than short ones."""
-    weight, grad, first, second = torch.zeros(4000), torch.zeros(4000), torch.ones(4000), torch.rand(4000)
-    s = kernel.AdamScalars(1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1e-8)
-    whole, _ = move(weight, grad, {"exp_avg": first, "exp_avg_sq": second}, s)
+    numbers = torch.rand(4000)
+    whole = root(numbers)
     for i in range(0, 4000, 40):
-        part = slice(i, i + 5)
-        moved, _ = move(weight[part], grad[part], {"exp_avg": first[part], "exp_avg_sq": second[part]}, s)
-        same_bits(moved, whole[part])
-    exact = -1 / (second.numpy() ** np.float32(0.5) + np.float32(1e-8))
-    same_bits(whole, torch.from_numpy(exact))
+        same_bits(root(numbers[i : i + 5]), whole[i : i + 5])
+    same_bits(whole, torch.from_numpy(np.sqrt(numbers.double().numpy()).astype(np.float32)))
 
 
 @pytest.mark.quick("1")
@@ -323,8 +359,7 @@ def test_torchs_number_of_threads_is_used_and_left_as_it_is(threads):
     torch.set_num_threads(threads)
     try:
         weight, _, grad, first, second = run_arguments(4 * CHUNK)
-        numbers = kernel.AdamScalars(1, 0.9, 0.99, 0, 1, 0.01, 1, 1e-8)
-        run(*named(weight, None, grad, first, second), numbers, 5)
+        run(*named(weight, None, grad, first, second), 5)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

@@ -1,0 +1,282 @@
+"""Arithmetic of one element, written once: on torch tensors, and traced into the programs that kernels are made of.
+
+A formula is a Python function that adds, multiplies, divides and compares, with the functions below. Called with
+tensors it is the reference. Called with `Traced` numbers it gives a `Program`, which `kernels.cpu` emits as LLVM
+instructions and `kernels.gpu` as Triton source. What all elements of a tensor share (a learning rate, a correction of
+bias) is float64, as Python's numbers are, and rounded to float32 where it meets an element, as torch does with those.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+# ---- functions of formulas -------------------------------------------------------------------------------------------
+
+
+def root(x: Any) -> Any:
+    """The square root, rounded once."""
+    if isinstance(x, Traced):
+        return x.trace.operation("sqrt", x)
+    # By way of float64: torch's float32 square root on CPUs is off by an ulp in 0.6 % of the elements of long tensors.
+    return torch.sqrt(x.double()).to(x.dtype) if isinstance(x, Tensor) else math.sqrt(x)
+
+
+def where(condition: Any, one: Any, other: Any) -> Any:
+    """`one` where the condition holds, else `other`; of two Python numbers only one."""
+    if isinstance(condition, Traced):
+        return condition.trace.operation("where", condition, one, other)
+    if isinstance(condition, Tensor):
+        return torch.where(condition, one, other)
+    taken, left = (one, other) if condition else (other, one)
+    return torch.full_like(left, taken) if isinstance(left, Tensor) and not isinstance(taken, Tensor) else taken
+
+
+def is_nan(x: Any) -> Any:
+    """Whether a number is NaN."""
+    return x.trace.operation("is_nan", x) if isinstance(x, Traced) else x != x
+
+
+def maximum(one: Any, other: Any) -> Any:
+    """The larger; NaN where either is."""
+    return where(is_nan(one), one, where(one > other, one, other))
+
+
+def double(x: Any) -> Any:
+    """A number that all elements share, in float64."""
+    if isinstance(x, Traced):
+        return x.trace.converted(x, "double")
+    return x.double() if isinstance(x, Tensor) else float(x)
+
+
+def single(x: Any) -> Any:
+    """A number in float32."""
+    if isinstance(x, Traced):
+        return x.trace.converted(x, "single")
+    return x.float() if isinstance(x, Tensor) else float(np.float32(x))
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """One operation: of places, or of constants."""
+
+    name: str
+    kind: str
+    """Of the result: double, single or truth."""
+    operands: tuple[int, ...]
+    """The places of earlier values."""
+
+
+class Part(NamedTuple):
+    """Operations. The first places are those of inputs, the next of constants; each operation has one more."""
+
+    inputs: int
+    constants: tuple[float, ...]
+    operations: tuple[Operation, ...]
+    results: tuple[int, ...]
+
+
+class Program(NamedTuple):
+    """A formula, in two parts: what all elements share, once a step and tensor; and one element."""
+
+    names: tuple[str, ...]
+    """The float64 numbers that it is given."""
+    shared: tuple[str, ...]
+    """Moments that are one number a tensor, float32."""
+    moments: tuple[str, ...]
+    """Moments of every element."""
+    scalars: Part
+    """From `names` and `shared` to the float32 numbers that elements take, and what `shared` becomes."""
+    element: Part
+    """From those numbers, weight, gradient and `moments` to the new weight and moments, in float32."""
+
+    def numbers(self, given: Sequence[float], shared: Sequence[float] = ()) -> tuple[tuple[Any, ...], ...]:
+        """The numbers that elements take of a step, as float32, and what `shared` becomes."""
+        values: list[Any] = [*map(np.float64, given), *map(np.float32, shared), *self.scalars.constants]
+        with np.errstate(all="ignore"):
+            for name, _, places in self.scalars.operations:
+                operands = list(map(values.__getitem__, places))
+                values.append(operands[2 - bool(operands[0])] if name == "where" else _ON_HOST[name](*operands))
+        found = tuple(map(values.__getitem__, self.scalars.results))
+        return tuple(map(np.float32, found[: len(found) - len(self.shared)])), found[len(found) - len(self.shared) :]
+
+
+_ON_HOST: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "abs": operator.abs, "sqrt": np.sqrt, "is_nan": np.isnan,
+    "single": np.float32, "double": np.float64,
+}  # fmt: skip
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """A number of a formula that is being traced."""
+
+    def __init__(self, trace: Trace, place: int, kind: str, shared: bool) -> None:
+        self.trace, self.place, self.kind, self.shared = trace, place, kind, shared
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a formula branches on a number, which is not known when kernels are compiled. Expected `where` of "
+            "halfstep.kernels.arithmetic, or an option that is None, True or False"
+        )
+
+    def __float__(self) -> float:
+        raise TypeError(
+            "a formula takes a number for Python's own. Expected options as floats already: convert them in `options`"
+        )
+
+    def __neg__(self) -> Traced:
+        return self * -1.0
+
+    def __abs__(self) -> Traced:
+        return self.trace.operation("abs", self)
+
+
+def _operator(name: str, turned: bool = False) -> Callable[[Traced, Any], Traced]:
+    def apply(self: Traced, other: Any) -> Traced:
+        return self.trace.operation(name, *((other, self) if turned else (self, other)))
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "lt", "le", "gt", "ge"):
+    setattr(Traced, f"__{_name}__", _operator("div" if _name == "truediv" else _name))
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(Traced, f"__r{_name}__", _operator("div" if _name == "truediv" else _name, turned=True))
+
+
+_TRUTHS = {"lt", "le", "gt", "ge", "is_nan"}
+
+
+class Trace:
+    """Operations as a formula asks for them, each once."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[Operation | float | None, bool]] = []
+        """None of an input, a float of a constant; and whether all elements share it."""
+        self._made: dict[Any, int] = {}
+
+    def given(self, kind: str, shared: bool) -> Traced:
+        """An input."""
+        self.values.append((None, shared))
+        return Traced(self, len(self.values) - 1, kind, shared)
+
+    def operation(self, name: str, *operands: Any) -> Traced:
+        """One operation more, of numbers brought to one kind: float32 where any is."""
+        traced = [o for o in operands if isinstance(o, Traced)]
+        shared = all(o.shared for o in traced)
+        numbers = [o for o in traced if o.kind != "truth"]
+        wide = shared and all(o.kind == "double" for o in numbers) and bool(numbers or name == "where")
+        kind = "double" if wide else "single"
+        places = [self._place(o, kind, shared) for o in operands]
+        return self._new(Operation(name, "truth" if name in _TRUTHS else kind, tuple(places)), shared)
+
+    def converted(self, x: Traced, kind: str) -> Traced:
+        """A number in another kind."""
+        if not x.shared and kind == "double":
+            raise TypeError("a formula takes an element to float64. Expected float32: only what all elements share is")
+        return x if x.kind == kind else self._new(Operation(kind, kind, (x.place,)), x.shared)
+
+    def _place(self, operand: Any, kind: str, shared: bool) -> int:
+        if not isinstance(operand, Traced):
+            return self.constant(float(operand) if kind == "double" else float(np.float32(operand))).place
+        if operand.kind != "truth":
+            return self.converted(operand, kind).place
+        if operand.shared and not shared:  # elements take numbers alone
+            one, zero, half = (self.constant(number).place for number in (1.0, 0.0, 0.5))
+            number = self._new(Operation("where", "single", (operand.place, one, zero)), True)
+            operand = self._new(Operation("gt", "truth", (number.place, half)), False)
+        return operand.place
+
+    def constant(self, number: float) -> Traced:
+        """A number that is known, of either kind."""
+        return self._once((number, math.copysign(1.0, number)), number, "single", True)
+
+    def _new(self, operation: Operation, shared: bool) -> Traced:
+        return self._once(operation, operation, operation.kind, shared)
+
+    def _once(self, key: Any, value: Operation | float, kind: str, shared: bool) -> Traced:
+        place = self._made.get(key)
+        if place is None:
+            self.values.append((value, shared))
+            place = self._made[key] = len(self.values) - 1
+        return Traced(self, place, kind, shared)
+
+    def part(self, inputs: Sequence[int], results: Sequence[int]) -> Part:
+        """The operations between inputs and results."""
+        needed = set(results)
+        for place in range(len(self.values) - 1, -1, -1):
+            operation = self.values[place][0]
+            if place in needed and place not in inputs and isinstance(operation, Operation):
+                needed.update(operation.operands)
+        between = [(place, self.values[place][0]) for place in sorted(needed - set(inputs))]
+        known = {place: value for place, value in between if isinstance(value, float)}
+        made = {place: value for place, value in between if isinstance(value, Operation)}
+        order = [*inputs, *known, *made]
+        at = dict(zip(order, range(len(order)), strict=True))
+        operations = [o._replace(operands=tuple(at[place] for place in o.operands)) for o in made.values()]
+        return Part(len(inputs), tuple(known.values()), tuple(operations), tuple(at[place] for place in results))
+
+
+def traced(
+    formula: Callable[[Any, Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]],
+    names: Sequence[str],
+    shared: Sequence[str],
+    moments: Sequence[str],
+    options: Mapping[str, Any],
+) -> Program:
+    """The program of a formula of weight, gradient, moments and options, which gives the new weight and moments.
+
+    Args:
+        names: the options that are numbers, float64.
+        shared: the moments that are one number a tensor.
+        options: the others, which are known when kernels are compiled.
+    """
+    trace = Trace()
+    scalars = {name: trace.given("double", True) for name in names}
+    kept = {name: trace.given("single", True) for name in shared}
+    weight, grad = trace.given("single", False), trace.given("single", False)
+    each = {name: trace.given("single", False) for name in moments}
+    moved, new = formula(weight, grad, {**kept, **each}, {**options, **scalars})
+    results = [moved, *(new[name] for name in moments)]
+    if any(not isinstance(one, Traced) or one.shared or one.kind != "single" for one in results):
+        raise TypeError(
+            "a formula gives numbers that no element has a part in. Expected a weight and moments of elements"
+        )
+    after = [_as_traced(trace, new[name]) for name in shared]
+    inputs = [one.place for one in (weight, grad, *each.values())]
+    places = [one.place for one in results]
+    numbers = _met(trace, places)
+    first = [one.place for one in (*scalars.values(), *kept.values())]
+    return Program(
+        tuple(names), tuple(shared), tuple(moments),
+        trace.part(first, [*numbers, *(one.place for one in after)]), trace.part([*numbers, *inputs], places),
+    )  # fmt: skip
+
+
+def _as_traced(trace: Trace, number: Traced) -> Traced:
+    return trace.converted(number, "single")
+
+
+def _met(trace: Trace, results: Sequence[int]) -> list[int]:
+    """The places of what all elements share that their operations take."""
+    needed, found = set(results), []
+    for place in range(len(trace.values) - 1, -1, -1):
+        operation, shared = trace.values[place]
+        if place in needed and shared and not isinstance(operation, float):
+            found.append(place)
+        elif place in needed and isinstance(operation, Operation):
+            needed.update(operation.operands)
+    return found[::-1]

@@ -1,0 +1,201 @@
+"""An optimizer's step of one tensor in one pass over memory, for any update rule that is a formula.
+
+Weights and gradients are fp32, bf16 or fp16, moments these or codes. Per element: decode to float32, update, round,
+store. The arithmetic is the formula's (`kernels.arithmetic`) operation by operation, so the results are equal bit for
+bit (no fast-math, no contraction). A tensor's dtype travels in its numpy type, as numpy has no bfloat16: float32 is
+itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are codes of 8 bits in tiles alike are read and
+written tile by tile (`kernels.cpu.tiled`), others chunk by chunk (`kernels.cpu.coded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.kernels.arithmetic import Program
+from halfstep.kernels.blank import blank
+from halfstep.kernels.cpu import coded, whole
+from halfstep.kernels.cpu.arrays import array
+from halfstep.kernels.cpu.coded import Coded
+from halfstep.kernels.cpu.compiled import CHUNK
+from halfstep.kernels.cpu.masters import KEPT, PLAIN
+from halfstep.kernels.cpu.noise import seed_keys
+from halfstep.kernels.cpu.optimizer_lanes import rule_of
+from halfstep.kernels.cpu.optimizer_loops import note_largest, step
+from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.tile import Tile
+
+
+Moment = Tensor | Coded
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step."""
+
+    program: Program
+    scale: Any
+    """What the stored gradient is multiplied by first, a float32: 1/S, the clipping coefficient, -1 to maximize."""
+    given: tuple[float, ...]
+    """By `program.names`."""
+    taken: tuple[Any, ...] | None
+    """What elements take; None where it depends on numbers of the tensor."""
+
+
+def numbers_of(program: Program, scale: Any, given: tuple[float, ...]) -> Numbers:
+    """The numbers of a step as `Update` takes them."""
+    return Numbers(program, scale, given, None if program.shared else program.numbers(given)[0])
+
+
+def prepare(
+    program: Program, weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor,
+    moments: Mapping[str, Moment], rounding: str,
+) -> Callable[[Tensor, Numbers, int | None], bool] | None:  # fmt: skip
+    """The update of a weight, what its master keeps and its moments, in place, for as long as they stay where they are:
+    a function of the gradient, the numbers of the step (`numbers_of`) and the seed that keys the noise of stochastic
+    rounding (`quant.noise_bits`; None rounds to nearest-even).
+
+    None unless all are dense contiguous CPU tensors, rounded to nearest (bf16: stochastic too). The function returns
+    False where a moment under one scale grew beyond what the kernel takes, or is not finite: then nothing was touched.
+
+    Args:
+        grad: one like those that the function will be given.
+    """
+    size, twice = weight.numel(), master == "none"
+    floats, codes, taken, shared = [weight, grad], [], {}, []
+    for name, moment in moments.items():
+        if name in program.shared and isinstance(moment, Tensor):
+            shared.append(moment)
+        elif isinstance(moment, Tensor):
+            floats.append(moment)
+            taken[name] = moment
+            twice = twice and name in program.moments  # moments without a rest can be formed for their size alone
+        elif name in program.moments:
+            codes.append(_in_rows(moment))
+            taken[name] = codes[-1]
+        else:
+            return None
+    if master not in KEPT or grad.is_neg():
+        return None
+    for t in floats:
+        if t.dtype not in _FLOATS:
+            return None
+    for t in (*floats, *kept.values()):
+        if (type(t) not in _PLAIN and not hasattr(t, "fake_mode")) or not t.is_cpu or t.layout != torch.strided:
+            return None
+        if not t.is_contiguous() or t.numel() != size:
+            return None
+    for one in shared:
+        if not one.is_cpu or one.dtype != torch.float32:
+            return None
+    if rounding != "nearest_even" and (rounding != "stochastic" or weight.dtype != torch.bfloat16):
+        return None
+    for moment in codes:
+        if not moment.supported or (moment.whole and not twice) or moment.parts["codes"].numel() != size:
+            return None
+    if hasattr(weight, "fake_mode"):
+        return lambda grad, numbers, seed: blank(grad, weight, *kept.values())
+    return Update(program, weight, kept, taken, shared)
+
+
+def _in_rows(moment: Coded) -> Coded:
+    """The same codes, in tiles no longer than a row, which kernels ask for: where a tile is longer, the row is all that
+    shares its scale."""
+    columns = moment.shape[-1] if moment.shape else 1
+    return moment._replace(quantizer=_with_tiles_in_rows(moment.quantizer, columns))
+
+
+@cache
+def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
+    scales = quantizer.scales
+    if scales is None or scales.tile.rows != 1 or not columns < (scales.tile.columns or 0):
+        return quantizer
+    return replace(quantizer, scales=replace(scales, tile=Tile(1, columns)))
+
+
+class Update:
+    """What `prepare` returns."""
+
+    def __init__(
+        self, program: Program, weight: Tensor, kept: Mapping[str, Tensor], moments: Mapping[str, Moment],
+        shared: list[Tensor],
+    ) -> None:  # fmt: skip
+        self._size, self._weight, self._shared = weight.numel(), array(weight, PLAIN[weight.dtype]), shared
+        self._kept = _NOTHING
+        if kept:
+            self._kept = tuple(
+                [array(kept[name], PLAIN[kept[name].dtype]) if name in kept else None for name in _BESIDE]
+            )
+        self._moments, self._rests, tiles, whole = {}, {}, set(), False
+        for name in program.moments:
+            self._moments[name], self._rests[name] = moments[name], moments.get(name + REST)
+            coded = self._moments[name]
+            tiles.add(coded.tile if isinstance(coded, Coded) else None)
+            whole = whole or (isinstance(coded, Coded) and coded.whole)
+        self._arguments = None if whole else self._taken({})
+        self._tile = tiles.pop() if len(tiles) == 1 else None
+
+    def __call__(self, grad: Tensor, numbers: Numbers, seed: int | None) -> bool:
+        gradient, rule, taken = array(grad, PLAIN[grad.dtype]), rule_of(numbers.program.element), numbers.taken
+        after: tuple[Any, ...] = ()
+        if taken is None:
+            taken, after = numbers.program.numbers(numbers.given, [one.item() for one in self._shared])
+        taken = (numbers.scale, *taken)
+        factors: dict[str, Tensor] = {}
+        moments = self._arguments
+        if moments is None:
+            found = self._factors(rule, gradient, taken)
+            if found is None:
+                return False
+            factors, moments = found, self._taken(found)
+        keys = None if seed is None else seed_keys(seed)
+        step(self._size, rule, self._weight, self._kept, gradient, moments, taken, keys, self._tile)
+        for name, factor in factors.items():
+            self._moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
+        for one, now in zip(self._shared, after, strict=True):
+            one.fill_(float(now))
+        return True
+
+    def _factors(self, rule: Any, grad: Any, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
+        """What new moments under one scale are multiplied by; None where they cannot be written."""
+        found = np.zeros((-(-self._size // CHUNK), len(self._moments)), np.uint32)
+        codes = {name: moment for name, moment in self._moments.items() if isinstance(moment, Coded)}
+        if not all(moment.supported for moment in codes.values()):  # a scale may be anything by now
+            return None
+        note_largest(self._size, rule, self._weight, grad, self._taken({}), taken, found)
+        factors: dict[str, Tensor] = {}
+        for name, amax in zip(self._moments, found.max(0, initial=0).view(np.float32), strict=True):
+            if name in codes and not np.isfinite(amax):
+                return None
+            if name in codes and codes[name].whole:
+                factor = whole.factor(codes[name].quantizer, amax)
+                if factor is None:
+                    return None
+                factors[name] = factor
+        return factors
+
+    def _taken(self, factors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """What the kernels take for the moments."""
+        taken = []
+        for name, moment in self._moments.items():
+            if isinstance(moment, Coded):
+                taken.append((*moment.arguments(float(factors.get(name, 1.0))), None))
+            else:
+                rest = self._rests[name]
+                beside = array(rest, PLAIN[rest.dtype]) if isinstance(rest, Tensor) else None
+                taken.append((array(moment, PLAIN[moment.dtype]), *coded.PLAIN, beside))
+        return tuple(taken)
+
+
+REST = "_residual"
+"""What the name of a moment's second number ends in."""
+_BESIDE = [name for name in KEPT.values() if name]
+_NOTHING = (None,) * len(_BESIDE)

@@ -1,0 +1,443 @@
+"""What an optimizer's step does to one element, in lanes: read, moved by the rule's formula, rounded and written.
+
+A tensor is an array, or a bare pointer: nothing counts who refers to it. A moment is a tuple of one of three kinds:
+(numbers, what they leave over or None, None); of codes that a chunk is decoded of (the chunk's values, None, what is
+not None); or of those read tile by tile (codes, what they are multiplied by, how they are decoded, where the tile's
+values begin).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
+
+from halfstep.kernels.arithmetic import Part
+from halfstep.kernels.cpu import element_codes
+from halfstep.kernels.cpu.element_codes import Decoding
+from halfstep.kernels.cpu.lanes import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    UPPER,
+    WIDTHS,
+    Lane,
+    bf16_of,
+    bits_of,
+    rounded_up_half,
+    stored_as,
+    trace,
+    vectorise_fully,
+)
+from halfstep.kernels.cpu.masters import followed_master, followed_rest
+from halfstep.kernels.cpu.noise import noise
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+class RuleType(types.Opaque):
+    """The type of a `Rule`: kernels are compiled for its operations."""
+
+    def __init__(self, element: Part) -> None:
+        self.element = element
+        super().__init__(f"rule {sha256(repr(element).encode()).hexdigest()[:32]}")
+
+
+class Rule:
+    """The operations of an update rule on one element, as kernels are given them."""
+
+    def __init__(self, element: Part) -> None:
+        self.type = RuleType(element)
+
+
+@cache
+def rule_of(element: Part) -> Rule:
+    """The same one for the same operations."""
+    return Rule(element)
+
+
+register_model(RuleType)(models.OpaqueModel)
+
+
+@typeof_impl.register(Rule)
+def _type_of(rule: Rule, context: Any) -> RuleType:
+    return rule.type
+
+
+@unbox(RuleType)
+def _unboxed(numba_type: Any, rule: Any, c: Any) -> Any:
+    return NativeValue(c.context.get_dummy_value())
+
+
+_OPERATIONS: Mapping[str, Callable[..., Lane]] = {
+    "add": Lane.__add__, "sub": Lane.__sub__, "mul": Lane.__mul__, "div": Lane.__truediv__, "lt": Lane.__lt__,
+    "le": Lane.__le__, "gt": Lane.__gt__, "ge": Lane.__ge__, "sqrt": Lane.sqrt, "is_nan": Lane.is_nan,
+    "where": Lane.pick, "abs": lambda x: (x.bits() & MAGNITUDE).float(),
+}  # fmt: skip
+
+
+def moved(element: Part, given: Sequence[Lane]) -> list[Lane]:
+    """The new weight and moments, of the step's numbers, weight, gradient and moments."""
+    values = [*given, *map(given[-1].constant, element.constants)]
+    for name, _, operands in element.operations:
+        values.append(_OPERATIONS[name](*[values[place] for place in operands]))
+    return [values[place] for place in element.results]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Spot:
+    """A place of an array, or beyond a bare pointer."""
+
+    def __init__(self, context: Any, builder: Any, numba_type: Any, value: Any, index: Any) -> None:
+        pointer = value
+        if isinstance(numba_type, types.Array):
+            pointer = context.make_array(numba_type)(context, builder, value).data
+        self.builder, self.stored, self.pointer = builder, numba_type.dtype, builder.gep(pointer, [index])
+
+    def read(self) -> Lane:
+        """The number there, as stored."""
+        return Lane(self.builder, self.builder.load(self.pointer), self.stored)
+
+    def number(self) -> Lane:
+        """Its float32 value."""
+        return bits_of(self.read()).float()
+
+    def write(self, value: Lane) -> None:
+        """Write a lane of the stored type."""
+        self.builder.store(value.value, self.pointer)
+
+    def keep(self, value: Lane) -> Lane:
+        """Write a computed float32, rounded to nearest-even; the number that it is now."""
+        half = self.stored == types.uint16
+        new = (rounded(value) >> 16).to(16) if half else stored_as(value.bits(), self.stored)
+        self.write(new)
+        return bits_of(Lane(self.builder, new.value, self.stored)).float()
+
+
+class Moment:
+    """A moment of one element, `k` of its chunk or tile, `i` of the tensor."""
+
+    def __init__(
+        self, context: Any, builder: Any, numba_type: Any, value: Any, tiles: tuple[Any, Any], i: Any, k: Any
+    ) -> None:
+        kinds = list(numba_type)
+        parts = [builder.extract_value(value, n) for n in range(len(kinds))]
+
+        def spot(part: int, index: Any) -> Spot:
+            return Spot(context, builder, kinds[part], parts[part], index)
+
+        self.rest, self.values = None, None
+        if len(kinds) == 3:
+            self.coded = not isinstance(kinds[2], types.NoneType)
+            self.place = spot(0, k if self.coded else i)
+            self.rest = None if isinstance(kinds[1], types.NoneType) else spot(1, i)
+            return
+        self.coded, self.place = True, spot(0, i)
+        self.values = Spot(context, builder, *tiles, builder.add(parts[3], k))
+        self._looked_up = not isinstance(kinds[2], types.BaseTuple)
+        if not self._looked_up:
+            self._times, self._decoding = (trace(builder, "", kinds[n], parts[n]) for n in (1, 2))
+
+    def read(self) -> Lane:
+        """Its value in float32."""
+        if self.values is not None:
+            if self._looked_up:
+                return self.values.number()
+            return element_codes.half_of(self.place.read(), Decoding(*self._decoding)) * self._times
+        number = self.place.number()
+        return number if self.rest is None else number + self.rest.number()
+
+    def keep(self, new: Lane) -> None:
+        """Write it, rounded; of codes, to the tile's values."""
+        if self.values is not None:
+            self.values.write(new)
+            return
+        kept = self.place.keep(new)
+        if self.rest is not None:
+            self.rest.keep(new - kept)
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+# A NaN that arithmetic returns is quiet: its upper half alone is one too, so it is enough not to round it.
+
+
+def rounded(value: Lane) -> Lane:
+    """Bits whose upper half is the bfloat16 nearest to a computed float32."""
+    bits = value.bits()
+    return value.is_nan().pick(bits, rounded_up_half(bits))
+
+
+def _nearest_bf16(value: Lane) -> Lane:
+    return (rounded(value) & UPPER).float()
+
+
+def _bf16(value: Lane) -> Lane:
+    """The nearest bfloat16, of a sum or difference of two: a NaN needs no care, since it is one of theirs or the
+    processor's own, whose lower half is zero, and nothing is carried."""
+    return (rounded_up_half(value.bits()) & UPPER).float()
+
+
+def _stochastic(value: Lane, drawn: Lane) -> Lane:
+    """A float32 rounded to bfloat16, up with the probability of the remainder: add 16 noise bits, then truncate."""
+    bits = value.bits()
+    infinite = (bits & MAGNITUDE).equals(INFINITY)
+    return bf16_of(bits, infinite.pick(bits, bits + (drawn >> 16)))
+
+
+# ---- masters ---------------------------------------------------------------------------------------------------------
+
+
+class Weight:
+    """A weight of one element and what its master keeps: (master, low, compensation, residual), or None for each."""
+
+    def __init__(self, context: Any, builder: Any, weight: Spot, numba_type: Any, value: Any, i: Any) -> None:
+        self._weight = weight
+        spots = [
+            None if isinstance(kind, types.NoneType)
+            else Spot(context, builder, kind, builder.extract_value(value, n), i)
+            for n, kind in enumerate(numba_type)
+        ]  # fmt: skip
+        self._master, self._low, self._compensation, self._residual = spots
+
+    def read(self) -> Lane:
+        """The float32 that the rule sees."""
+        weight = self._weight.read()
+        self._high = bits_of(weight).float()
+        full = self._high
+        if self._master is not None:
+            full = followed_master(weight, self._master.read())
+        elif self._low is not None:
+            upper = weight.to(32) << 16
+            both = (upper + (self._low.read().to(32) << 16).shift_signed(16)).float()
+            full = both.is_nan().pick(full, both)
+        elif self._residual is not None or self._compensation is not None:
+            beside = self._residual or self._compensation
+            assert beside is not None
+            rest = Lane(weight.builder, followed_rest(weight, beside.read()).value, types.uint16)
+            self._rest = bits_of(rest).float()
+            full = full + self._rest if self._residual is not None else full
+        self._full = full
+        return full
+
+    def keep(self, new: Lane, drawn: Lane | None) -> None:
+        """Write the weight and what is kept beside it, after the rule made `new` of what was read."""
+        if self._low is not None:  # the upper half with ties away; a NaN's payload may not carry
+            bits = new.bits()
+            self._low.write(bits.to(16))
+            self._weight.write((new.is_nan().pick(bits.constant(NAN), bits + 0x8000) >> 16).to(16))
+        elif self._compensation is not None:
+            rest = _bf16(self._rest + _nearest_bf16(new - self._full))
+            grown = _bf16(self._full + rest)
+            self._compensation.write(_half(_bf16(rest + _bf16(self._full - grown))))
+            self._weight.write(_half(grown))
+        elif self._residual is not None:
+            wanted = _nearest_bf16(new - self._full)
+            total = _bf16(self._high + wanted)
+            rest = _bf16(self._rest + _bf16(wanted - _bf16(total - self._high)))
+            grown = _bf16(total + rest)
+            self._residual.write(_half(_bf16(rest - _bf16(grown - total))))
+            self._weight.write(_half(grown))
+        else:
+            if self._master is not None:
+                self._master.write(new)
+            if drawn is None:
+                self._weight.keep(new)
+            else:
+                self._weight.write(_stochastic(new, drawn))
+
+
+def _half(value: Lane) -> Lane:
+    return (value.bits() >> 16).to(16)
+
+
+# ---- one element -----------------------------------------------------------------------------------------------------
+
+
+class _Element:
+    """One element of a step: its moments now and then, and how large those become."""
+
+    def __init__(self, context: Any, builder: Any, given: Mapping[str, tuple[Any, Any]]) -> None:
+        vectorise_fully(builder.function)
+        (rule, _), (numbers, values) = given["rule"], given["numbers"]
+        k, at = given["k"][1], given["at"][1]
+        self.index = builder.add(at, k)
+        kinds, tensors = given["moments"]
+        self.moments = [
+            Moment(context, builder, kind, builder.extract_value(tensors, n), given["values"], self.index, k)
+            for n, kind in enumerate(kinds)
+        ]
+        self.weight = Weight(
+            context, builder, Spot(context, builder, *given["weight"], self.index), *given["kept"], self.index
+        )
+        scale, *taken = trace(builder, "", numbers, values)
+        full, old = self.weight.read(), [moment.read() for moment in self.moments]
+        grad = Spot(context, builder, *given["grad"], self.index).number() * scale
+        self.new, *new = moved(rule.element, [*taken, full, grad, *old])
+        most = grad.bits().constant(0)
+        for moment, value in zip(self.moments, new, strict=True):
+            most = most.max(value.bits() & MAGNITUDE) if moment.coded else most
+        if any(moment.coded for moment in self.moments):  # the scale of codes is others' too
+            new = [(most < INFINITY).pick(one, other) for one, other in zip(new, old, strict=True)]
+        self.then, self._builder = new, builder
+
+    def most(self, numba_type: Any, before: Any) -> list[Any]:
+        """The bits of the largest magnitudes of the moments so far, these among them."""
+        found = []
+        for n, new in enumerate(self.then[: len(numba_type)]):
+            most = Lane(self._builder, self._builder.extract_value(before, n))
+            found.append(most.max(new.bits() & MAGNITUDE).value)
+        return found
+
+
+@intrinsic
+def advance(
+    typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, keys: Any,
+    begin: Any, at: Any, k: Any, most: Any,
+) -> Any:  # fmt: skip
+    """In kernels: step element at + k. `values` are those of tiles, `begin` is where the chunk that `keys` are for
+    begins. What comes back is `most`, raised to the bits of the new moments' magnitudes; () stays."""
+
+    def code(context: Any, builder: Any, signature: Any, llvm: Any) -> Any:
+        given = dict(zip(_ADVANCED, zip(signature.args, llvm, strict=True), strict=True))
+        element = _Element(context, builder, given)
+        drawn = trace(builder, "", *given["keys"])
+        if drawn is not None:
+            drawn = noise(drawn, Lane(builder, builder.sub(element.index, given["begin"][1])))
+        found = element.most(*given["most"])
+        for moment, new in zip(element.moments, element.then, strict=True):
+            moment.keep(new)
+        element.weight.keep(element.new, drawn)
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return most(rule, weight, kept, grad, moments, values, numbers, keys, begin, at, k, most), code
+
+
+_ADVANCED = ("rule", "weight", "kept", "grad", "moments", "values", "numbers", "keys", "begin", "at", "k", "most")
+
+
+@intrinsic
+def foresee(
+    typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, at: Any, k: Any,
+    most: Any,
+) -> Any:  # fmt: skip
+    """In kernels: the same, and nothing is written."""
+
+    def code(context: Any, builder: Any, signature: Any, llvm: Any) -> Any:
+        names = [name for name in _ADVANCED if name not in ("keys", "begin")]
+        given = dict(zip(names, zip(signature.args, llvm, strict=True), strict=True))
+        found = _Element(context, builder, given).most(*given["most"])
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return most(rule, weight, kept, grad, moments, values, numbers, at, k, most), code
+
+
+# ---- tuples of moments -----------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def zeros(typing: Any, moments: Any) -> Any:
+    """In kernels: for each moment the bits of 0."""
+    returned = types.UniTuple(types.uint32, len(moments))
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return context.make_tuple(builder, returned, [ir.Constant(WIDTHS[32], 0)] * len(moments))
+
+    return returned(moments), code
+
+
+@intrinsic
+def nothing(typing: Any, *given: Any) -> Any:
+    """In kernels: ()."""
+    returned = types.Tuple(())
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return context.make_tuple(builder, returned, [])
+
+    return returned(*given), code
+
+
+@intrinsic
+def readable(typing: Any, tiles: Any) -> Any:
+    """In kernels: whether what the codes of all these tiles are multiplied by is no NaN."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = ir.Constant(ir.IntType(1), 1)
+        for n in range(len(tiles)):
+            times = builder.extract_value(builder.extract_value(values[0], n), 1)
+            found = builder.and_(found, builder.fcmp_ordered("==", times, times))
+        return found
+
+    return types.boolean(tiles), code
+
+
+@intrinsic
+def bare(typing: Any, given: Any) -> Any:
+    """In kernels: a tuple, tuples within it too, with pointers in the place of arrays."""
+    returned = _bare_type(given)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _bare(context, builder, given, values[0])
+
+    return returned(given), code
+
+
+def _bare_type(numba_type: Any) -> Any:
+    if isinstance(numba_type, types.Array):
+        return types.CPointer(numba_type.dtype)
+    if isinstance(numba_type, types.BaseTuple):
+        return types.Tuple.from_types([_bare_type(part) for part in numba_type])  # type: ignore[attr-defined]
+    return numba_type
+
+
+def _bare(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
+    if isinstance(numba_type, types.Array):
+        return context.make_array(numba_type)(context, builder, value).data
+    if isinstance(numba_type, types.BaseTuple):
+        parts = [_bare(context, builder, part, builder.extract_value(value, n)) for n, part in enumerate(numba_type)]
+        return context.make_tuple(builder, _bare_type(numba_type), parts)
+    return value
+
+
+class Held(types.Type):
+    """A tuple of tuples as one value: loops over chunks take no tuples with others inside."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+        super().__init__(f"held {parts}")
+
+
+@register_model(Held)
+class _HeldModel(models.StructModel):
+    def __init__(self, manager: Any, numba_type: Held) -> None:
+        super().__init__(manager, numba_type, [("parts", numba_type.parts)])
+
+
+@intrinsic
+def held(typing: Any, parts: Any) -> Any:
+    """In kernels: a tuple as one value."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        struct = ir.Constant(context.get_value_type(signature.return_type), ir.Undefined)
+        struct = builder.insert_value(struct, values[0], 0)
+        return impl_ret_borrowed(context, builder, signature.return_type, struct)
+
+    return Held(parts)(parts), code
+
+
+@intrinsic
+def parts(typing: Any, held: Any) -> Any:
+    """In kernels: the tuple again."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return impl_ret_borrowed(context, builder, held.parts, builder.extract_value(values[0], 0))
+
+    return held.parts(held), code

@@ -1,0 +1,164 @@
+"""An optimizer's step in loops over the elements of a chunk, or of a tile, and the kernels that go over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from halfstep.kernels.cpu.coded import closed, opened
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
+from halfstep.kernels.cpu.noise import chunk_keys
+from halfstep.kernels.cpu.optimizer_lanes import advance, bare, foresee, held, nothing, parts, readable, zeros
+from halfstep.kernels.cpu.scales import absmax_scale
+from halfstep.kernels.cpu.tiled import encode_tile, multiplier, open_tile
+
+
+# ---- moments, one after the other ------------------------------------------------------------------------------------
+# A moment is (numbers or codes, scale, levels, decoding, scale_of, numbers, codes, what the numbers left over).
+
+
+def open_chunk(moments: Any, a: Any, b: Any) -> Any:
+    """In kernels: the numbers a to b of each moment."""
+    raise NotImplementedError
+
+
+def close_chunk(moments: Any, chunk: Any, a: Any, b: Any) -> Any:
+    """In kernels: what `open_chunk` gave, changed since, encoded again where it is codes."""
+    raise NotImplementedError
+
+
+def open_tiles(moments: Any, t: Any, tile: Any, values: Any, place: Any) -> Any:
+    """In kernels: of each moment tile `t`, with `values` from `place` on."""
+    raise NotImplementedError
+
+
+def close_tiles(moments: Any, t: Any, tile: Any, values: Any, place: Any, most: Any) -> Any:
+    """In kernels: the values of each moment to codes, with scales for these largest magnitudes."""
+    raise NotImplementedError
+
+
+@inner_overload(open_chunk, inlined=True)
+def _open_chunk(moments, a, b):
+    if not len(moments):
+        return lambda moments, a, b: ()
+    others = open_chunk if len(moments) > 1 else nothing
+
+    def codes(moments, a, b):
+        kept, scale, levels, decoding, _, _, _, _ = moments[0]
+        return ((opened(kept, scale, levels, decoding, a, b), None, scale), *others(moments[1:], a, b))
+
+    def numbers(moments, a, b):
+        return ((moments[0][0], moments[0][7], None), *others(moments[1:], a, b))
+
+    return numbers if isinstance(moments[0][1], types.NoneType) else codes
+
+
+@inner_overload(close_chunk, inlined=True)
+def _close_chunk(moments, chunk, a, b):
+    if not len(moments):
+        return lambda moments, chunk, a, b: None
+    others = close_chunk if len(moments) > 1 else nothing
+
+    def codes(moments, chunk, a, b):
+        kept, scale, levels, _, scale_of, numbers, codes, _ = moments[0]
+        closed(kept, scale, levels, scale_of, numbers, codes, chunk[0][0], a, b)
+        others(moments[1:], chunk[1:], a, b)
+
+    def numbers(moments, chunk, a, b):
+        others(moments[1:], chunk[1:], a, b)
+
+    return numbers if isinstance(moments[0][1], types.NoneType) else codes
+
+
+@inner_overload(open_tiles, inlined=True)
+def _open_tiles(moments, t, tile, values, place):
+    size, others = 1 << len(tile), open_tiles if len(moments) > 1 else nothing
+
+    def each(moments, t, tile, values, place):
+        kept, scale, _, decoding, _, _, _, _ = moments[0]
+        times = multiplier(kept, t * size, tile, scale[t], decoding)
+        open_tile(kept, t * size, tile, times, decoding, values, place)
+        return ((kept, times, decoding, place), *others(moments[1:], t, tile, values, place + size))
+
+    return each
+
+
+@inner_overload(close_tiles, inlined=True)
+def _close_tiles(moments, t, tile, values, place, most):
+    size, others = 1 << len(tile), close_tiles if len(moments) > 1 else nothing
+
+    def each(moments, t, tile, values, place, most):
+        kept, scale, _, _, scale_of, numbers, codes, _ = moments[0]
+        scale[t] = absmax_scale(most[0], scale_of)
+        encode_tile(values, place, scale[t], kept, t * size, tile, numbers, codes)
+        others(moments[1:], t, tile, values, place + size, most[1:])
+
+    return each
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@inner
+def step_chunk(rule, weight, kept, grad, chunk, numbers, keys, begin, at, size):
+    """Elements from `at` on of a chunk that begins at `begin`, whose moments are arrays of numbers."""
+    for k in range(size):
+        advance(rule, weight, kept, grad, chunk, None, numbers, keys, begin, at, k, ())
+
+
+@inner
+def _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, tile):
+    """A chunk whose moments are codes, a tile at a time (`tiled`), up to the first that this cannot read exactly.
+    Where that, or the end, is."""
+    size = 1 << len(tile)
+    pointers = bare(moments)  # a reference to an array would be counted for every tile
+    values = np.empty(len(moments) * size, np.float32)
+    for t in range(begin // size, end // size):
+        tiles = open_tiles(pointers, t, tile, values, 0)
+        if not readable(tiles):
+            return t * size
+        most = zeros(moments)
+        for k in range(size):
+            most = advance(rule, weight, kept, grad, tiles, values, numbers, keys, begin, t * size, k, most)
+        close_tiles(pointers, t, tile, values, 0, most)
+    return end
+
+
+@Kernel
+def step(rule, weight, kept, grad, every_moment, numbers, seed, tile):
+    all_ = held(every_moment)
+    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+        begin = chunk * CHUNK
+        end = min(begin + CHUNK, weight.size)
+        keys = chunk_keys(seed, chunk)
+        moments = parts(all_)
+        at = begin
+        if tile is not None:
+            at = _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, tile)
+        if at < end:
+            numbers_of = open_chunk(moments, at, end)
+            step_chunk(rule, weight, kept, grad, numbers_of, numbers, keys, begin, at, end - at)
+            close_chunk(moments, numbers_of, at, end)
+
+
+@inner
+def _largest(rule, weight, grad, chunk, numbers, at, size):
+    """The bits of the largest magnitudes of the new moments."""
+    most = zeros(chunk)
+    for k in range(size):
+        most = foresee(rule, weight, (None, None, None, None), grad, chunk, None, numbers, at, k, most)
+    return most
+
+
+@Kernel
+def note_largest(rule, weight, grad, moments, numbers, found):
+    all_ = held(moments)
+    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, weight.size)
+        most = _largest(rule, weight, grad, open_chunk(parts(all_), a, b), numbers, a, b - a)
+        for n in range(len(most)):
+            found[chunk, n] = most[n]

@@ -1,0 +1,127 @@
+"""Update rules of one element: a formula that is the reference on torch tensors, and from which kernels are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.kernels.arithmetic import Program, traced
+from halfstep.kernels.cpu import optimizer
+from halfstep.optim.rules.base import (
+    Fused,
+    Group,
+    Moments,
+    Step,
+    UpdateRule,
+    as_kept,
+    own_shape,
+)
+
+
+class Numbers:
+    """The options of a formula, as attributes."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.__dict__.update(options)
+
+
+Element = Callable[[Any, Any, Mapping[str, Any], Any], tuple[Any, dict[str, Any]]]
+ByStep = Callable[[int, Group], Mapping[str, float]]
+
+
+def nothing(step: int, group: Group) -> Mapping[str, float]:
+    """No numbers."""
+    return {}
+
+
+def elementwise(
+    name: str,
+    torch_class: type[torch.optim.Optimizer],
+    moments: Callable[[Group], tuple[str, ...]],
+    element: Element,
+    given: Callable[[Group], Mapping[str, Any]],
+    by_step: ByStep = nothing,
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = own_shape,
+    **more: Any,
+) -> UpdateRule:
+    """The update rule of a formula: `element(weight, grad, moments, o) -> (weight, moments)`, which kernels do in one
+    pass. Python's operators and the functions of `halfstep.kernels.arithmetic` make a formula; it may branch on options
+    that are None, True or False, and on none that are numbers. To maximize, the gradient comes negated.
+
+    Args:
+        moments, shape, more: as `UpdateRule`'s. Of a moment whose shape is () an element takes the one number.
+        given: what `o` has of a group: numbers, and what is known before kernels are compiled.
+        by_step: what it has of the step's number as well, from 1 on. That settles: beyond some step it stays.
+    """
+    formula = Formula(moments, element, given, by_step, shape)
+    return UpdateRule(
+        name, torch_class, moments, formula.update, fused=formula.fused, numbers=formula.numbers,
+        shape=shape, **more,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The formula of a rule, and what it is given."""
+
+    moments: Callable[[Group], tuple[str, ...]]
+    element: Element
+    options: Callable[[Group], Mapping[str, Any]]
+    by_step: ByStep
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]
+
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
+        """As `UpdateRule.update`."""
+        given = {name: float(o) if isinstance(o, Tensor) else o for name, o in self.options(group).items()}
+        given |= {"step": float(step), **self.by_step(step, group)}
+        return self.element(weight, -grad if group.get("maximize") else grad, moments, Numbers(given))
+
+    def program(self, group: Group, options: Mapping[str, Any], by_step: Mapping[str, float]) -> Program:
+        """What kernels do for a group's options."""
+        names, known = list(by_step), []
+        for name, option in options.items():
+            if option is None or isinstance(option, bool):
+                known.append((name, option))
+            else:
+                names.append(name)
+        return _program(self.element, tuple(names), self.moments(group), self.shape, tuple(known))
+
+    def numbers(self, number: int, group: Group, grad_scale: float) -> tuple[Any, ...]:
+        """As `UpdateRule.numbers`: what `kernels.cpu.optimizer.Update` takes."""
+        options, by_step = self.options(group), self.by_step(number, group)
+        program = self.program(group, options, by_step)
+        given = {**options, **by_step, "step": number}
+        scale = np.float32(-grad_scale if group.get("maximize") else grad_scale)
+        return optimizer.numbers_of(program, scale, tuple(map(float, map(given.__getitem__, program.names))))
+
+    def fused(self, step: Step) -> Fused | None:
+        """As `UpdateRule.fused`."""
+        master = step.master
+        if master.positions is not None:
+            return None
+        program = self.program(step.group, self.options(step.group), self.by_step(1, step.group))
+        moments = as_kept(step) if step.coded else dict(step.moments)
+        return optimizer.prepare(program, step.weight, master.name, step.kept, step.grad, moments, master.rounding)
+
+
+@lru_cache(maxsize=1024)
+def _program(
+    element: Element,
+    names: tuple[str, ...],
+    moments: tuple[str, ...],
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]],
+    known: tuple[tuple[str, Any], ...],
+) -> Program:
+    one = [name for name in moments if shape(name, (2,)) == ()]
+    each = [name for name in moments if name not in one]
+
+    def formula(weight: Any, grad: Any, kept: Any, options: Any) -> Any:
+        return element(weight, grad, kept, Numbers(options))
+
+    return traced(formula, ["step", *names], one, each, dict(known))
