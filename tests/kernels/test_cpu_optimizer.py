@@ -15,8 +15,8 @@ from halfstep import round_to
 from halfstep.kernels.arithmetic import root, traced
 from halfstep.kernels.cpu import optimizer as kernel
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
-from halfstep.kernels.cpu.optimizer_lanes import rule_of
 from halfstep.kernels.cpu.optimizer_loops import step_chunk
+from halfstep.kernels.cpu.optimizer_types import rule_of
 from halfstep.optim import Lion, convert, update_rules
 from halfstep.optim.rules.adamw import adamw
 from halfstep.optim.rules.base import never

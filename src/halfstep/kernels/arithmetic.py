@@ -138,7 +138,7 @@ class Traced:
         )
 
     def __neg__(self) -> Traced:
-        return self * -1.0
+        return self.trace.operation("mul", self, -1.0)
 
     def __abs__(self) -> Traced:
         return self.trace.operation("abs", self)
@@ -189,7 +189,7 @@ class Trace:
             raise TypeError("a formula takes an element to float64. Expected float32: only what all elements share is")
         return x if x.kind == kind else self._new(Operation(kind, kind, (x.place,)), x.shared)
 
-    def _place(self, operand: Any, kind: str, shared: bool) -> int:
+    def _place(self, operand: Traced | float, kind: str, shared: bool) -> int:
         if not isinstance(operand, Traced):
             return self.constant(float(operand) if kind == "double" else float(np.float32(operand))).place
         if operand.kind != "truth":
@@ -197,7 +197,7 @@ class Trace:
         if operand.shared and not shared:  # elements take numbers alone
             one, zero, half = (self.constant(number).place for number in (1.0, 0.0, 0.5))
             number = self._new(Operation("where", "single", (operand.place, one, zero)), True)
-            operand = self._new(Operation("gt", "truth", (number.place, half)), False)
+            return self._new(Operation("gt", "truth", (number.place, half)), False).place
         return operand.place
 
     def constant(self, number: float) -> Traced:

@@ -26,8 +26,8 @@ from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.kernels.cpu.masters import KEPT, PLAIN
 from halfstep.kernels.cpu.noise import seed_keys
-from halfstep.kernels.cpu.optimizer_lanes import rule_of
 from halfstep.kernels.cpu.optimizer_loops import note_largest, step
+from halfstep.kernels.cpu.optimizer_types import rule_of
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.tile import Tile
 

@@ -11,7 +11,8 @@ from numba import types
 from halfstep.kernels.cpu.coded import closed, opened
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.noise import chunk_keys
-from halfstep.kernels.cpu.optimizer_lanes import advance, bare, foresee, held, nothing, parts, readable, zeros
+from halfstep.kernels.cpu.optimizer_lanes import advance, foresee
+from halfstep.kernels.cpu.optimizer_types import bare, held, nothing, parts, readable, zeros
 from halfstep.kernels.cpu.scales import absmax_scale
 from halfstep.kernels.cpu.tiled import encode_tile, multiplier, open_tile
 

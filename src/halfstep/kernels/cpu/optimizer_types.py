@@ -1,0 +1,159 @@
+"""The types of an optimizer's kernel: a rule, known by its operations, and the tuples that moments come in."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
+
+from halfstep.kernels.arithmetic import Part
+from halfstep.kernels.cpu.lanes import WIDTHS
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+class RuleType(types.Opaque):
+    """The type of a `Rule`: kernels are compiled for its operations."""
+
+    def __init__(self, element: Part) -> None:
+        self.element = element
+        super().__init__(f"rule {sha256(repr(element).encode()).hexdigest()[:32]}")
+
+
+class Rule:
+    """The operations of an update rule on one element, as kernels are given them."""
+
+    def __init__(self, element: Part) -> None:
+        self.type = RuleType(element)
+
+
+@cache
+def rule_of(element: Part) -> Rule:
+    """The same one for the same operations."""
+    return Rule(element)
+
+
+register_model(RuleType)(models.OpaqueModel)
+
+
+@typeof_impl.register(Rule)
+def _type_of(rule: Rule, context: Any) -> RuleType:
+    return rule.type
+
+
+@unbox(RuleType)
+def _unboxed(numba_type: Any, rule: Any, c: Any) -> Any:
+    return NativeValue(c.context.get_dummy_value())
+
+
+# ---- tuples of moments -----------------------------------------------------------------------------------------------
+
+
+def _to_zeros(typing: Any, moments: Any) -> Any:
+    """In kernels: for each moment the bits of 0."""
+    returned = types.UniTuple(types.uint32, len(moments))
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return context.make_tuple(builder, returned, [ir.Constant(WIDTHS[32], 0)] * len(moments))
+
+    return returned(moments), code
+
+
+def _to_nothing(typing: Any, *given: Any) -> Any:
+    """In kernels: ()."""
+    returned = types.Tuple(())
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return context.make_tuple(builder, returned, [])
+
+    return returned(*given), code
+
+
+def _to_readable(typing: Any, tiles: Any) -> Any:
+    """In kernels: whether what the codes of all these tiles are multiplied by is no NaN."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = ir.Constant(ir.IntType(1), 1)
+        for n in range(len(tiles)):
+            times = builder.extract_value(builder.extract_value(values[0], n), 1)
+            found = builder.and_(found, builder.fcmp_ordered("==", times, times))
+        return found
+
+    return types.boolean(tiles), code
+
+
+def _to_bare(typing: Any, given: Any) -> Any:
+    """In kernels: a tuple, tuples within it too, with pointers in the place of arrays."""
+    returned = _bare_type(given)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _bare(context, builder, given, values[0])
+
+    return returned(given), code
+
+
+def _bare_type(numba_type: Any) -> Any:
+    if isinstance(numba_type, types.Array):
+        return types.CPointer(numba_type.dtype)
+    if isinstance(numba_type, types.BaseTuple):
+        return types.Tuple.from_types([_bare_type(part) for part in list(numba_type)])
+    return numba_type
+
+
+def _bare(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
+    if isinstance(numba_type, types.Array):
+        return context.make_array(numba_type)(context, builder, value).data
+    if isinstance(numba_type, types.BaseTuple):
+        parts = [
+            _bare(context, builder, part, builder.extract_value(value, n)) for n, part in enumerate(list(numba_type))
+        ]
+        return context.make_tuple(builder, _bare_type(numba_type), parts)
+    return value
+
+
+class Held(types.Type):
+    """A tuple of tuples as one value: loops over chunks take no tuples with others inside."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+        super().__init__(f"held {parts}")
+
+
+@register_model(Held)
+class _HeldModel(models.StructModel):
+    def __init__(self, manager: Any, numba_type: Held) -> None:
+        super().__init__(manager, numba_type, [("parts", numba_type.parts)])
+
+
+def _to_held(typing: Any, parts: Any) -> Any:
+    """In kernels: a tuple as one value."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        struct = ir.Constant(context.get_value_type(signature.return_type), ir.Undefined)
+        struct = builder.insert_value(struct, values[0], 0)
+        return impl_ret_borrowed(context, builder, signature.return_type, struct)
+
+    return Held(parts)(parts), code
+
+
+def _to_parts(typing: Any, held: Any) -> Any:
+    """In kernels: the tuple again."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return impl_ret_borrowed(context, builder, held.parts, builder.extract_value(values[0], 0))
+
+    return held.parts(held), code
+
+
+zeros: Any = intrinsic(_to_zeros)
+nothing: Any = intrinsic(_to_nothing)
+readable: Any = intrinsic(_to_readable)
+bare: Any = intrinsic(_to_bare)
+held: Any = intrinsic(_to_held)
+parts: Any = intrinsic(_to_parts)
