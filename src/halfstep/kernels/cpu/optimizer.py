@@ -70,7 +70,9 @@ def prepare(
         grad: one like those that the function will be given.
     """
     size, twice = weight.numel(), master == "none"
-    floats, codes, taken, shared = [weight, grad], [], {}, []
+    floats, shared = [weight, grad], []
+    codes: list[Coded] = []
+    taken: dict[str, Moment] = {}
     for name, moment in moments.items():
         if name in program.shared and isinstance(moment, Tensor):
             shared.append(moment)

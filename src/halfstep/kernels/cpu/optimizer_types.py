@@ -102,7 +102,8 @@ def _bare_type(numba_type: Any) -> Any:
     if isinstance(numba_type, types.Array):
         return types.CPointer(numba_type.dtype)
     if isinstance(numba_type, types.BaseTuple):
-        return types.Tuple.from_types([_bare_type(part) for part in list(numba_type)])
+        kinds: Any = numba_type
+        return types.Tuple.from_types([_bare_type(part) for part in kinds])
     return numba_type
 
 
@@ -110,9 +111,8 @@ def _bare(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
     if isinstance(numba_type, types.Array):
         return context.make_array(numba_type)(context, builder, value).data
     if isinstance(numba_type, types.BaseTuple):
-        parts = [
-            _bare(context, builder, part, builder.extract_value(value, n)) for n, part in enumerate(list(numba_type))
-        ]
+        kinds: Any = numba_type
+        parts = [_bare(context, builder, part, builder.extract_value(value, n)) for n, part in enumerate(kinds)]
         return context.make_tuple(builder, _bare_type(numba_type), parts)
     return value
 
