@@ -63,7 +63,7 @@ def test_it_is_the_reference(quantizer):
 ABSMAX = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("absmax")))
 
 
-@pytest.mark.slow  # each is compiled in parallel anew; test_cpu_cast.py and test_cpu_adam.py have threads
+@pytest.mark.slow  # each is compiled in parallel anew; test_cpu_cast.py and test_cpu_optimizer.py have threads
 @pytest.mark.parametrize(
     "quantizer", [get_quantizer("mxfp8"), ABSMAX, get_quantizer("nvfp4")], ids=["mxfp8", "absmax", "nvfp4"]
 )

@@ -112,7 +112,7 @@ def test_odd_sizes(tile, shape, rule, rounding):
         assert_rounds(x, quantizer_of(tile, rule, rounding), seed, BOTH if rounding == "nearest_even" else BOTH[:1])
 
 
-@pytest.mark.slow  # each is compiled in parallel anew; test_cpu_cast.py and test_cpu_adam.py have threads
+@pytest.mark.slow  # each is compiled in parallel anew; test_cpu_cast.py and test_cpu_optimizer.py have threads
 @pytest.mark.parametrize(
     ("rule", "rounding"), [("two_level", "nearest_even"), ("two_level_up", "stochastic"), ("rceil", "stochastic")]
 )

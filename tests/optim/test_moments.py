@@ -392,7 +392,7 @@ def test_unusual_tiles_advance_bit_for_bit(moments, base):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.slow  # seconds of compiling; tests/kernels/test_cpu_adam.py has threads
+@pytest.mark.slow  # seconds of compiling; tests/kernels/test_cpu_optimizer.py has threads
 def test_threads_change_no_bit_of_expanded_moments():
     """The parallel kernel is compiled apart, and takes fewer kinds of arguments."""
     found = []
