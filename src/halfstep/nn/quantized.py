@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,44 +86,50 @@ def quantize_model(
 def load_codes(
     model: nn.Module,
     recipe: Recipe,
-    codes: Mapping[str, Quantized],
+    codes: Mapping[str, Sequence[Quantized]],
     factors: Mapping[str, Mapping[str, Tensor]],
     adapters: bool = False,
 ) -> Plan:
-    """Make `model` the inference form that `quantize_model` made of another, from what that one kept: the linear layers
-    of those paths get those codes, whatever their weights are, and no other layer rounds.
+    """Make `model` the inference form that `quantize_model` made of another, from what that one kept: those parameters
+    get those codes, whatever their values are (on the meta device too), and no other layer rounds.
 
     Args:
         recipe: the other's.
-        codes: by path of a layer.
+        codes: by name of a parameter: of a linear layer one matrix (out, in), of a stack of experts one for each.
         factors: of a delayed scaling, by path and operand.
         adapters: as in `quantize_model`.
 
     Raises:
         RecipeError: adapters cannot be trained under the recipe.
-        ModelError: there is no linear layer of that path, or its weight has another shape or is another's too.
+        ModelError: there is no such parameter of a layer whose product rounds it, or it has another shape or is
+            another's too.
     """
     _check(model, recipe, None, adapters)
-    modules = dict(model.named_modules())
-    for path, made in codes.items():
-        module = modules.get(path)
-        found = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
-        if found != made.shape:
-            raise ModelError(
-                f"{path}: codes of a weight of shape {made.shape} for {'no linear layer' if found is None else found}; "
-                "the file is of another model"
-            )
+    kinds = match(model, recipe, None).kinds
+    known = {
+        f"{path}.{weight.name}": weight for path in kinds for weight in kinds[path].weights(model.get_submodule(path))
+    }
+    for name, made in codes.items():
+        found = None if name not in known else tuple(model.get_parameter(name).shape)
+        shape = made[0].shape[::-1] if name in known and known[name].transposed else made[0].shape
+        if found != ((len(made), *shape) if name in known and known[name].stacked else shape):
+            there = "no weight of a layer that rounds" if found is None else found
+            raise ModelError(f"{name}: codes of {len(made)} x {shape} for {there}; the file is of another model")
+    paths = {name.rpartition(".")[0] for name in codes}
 
     def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
         if whole:
             raise ModelError(f"{path}: codes for a weight that is another module's too; the file is of another model")
-        own_part(module).stored = {"weight": weights[0]}
-        number = place_codes(module, weights[0], [codes[path]])
+        own_part(module).stored = {weight.name: weight for weight in weights}
+        numbers = Counter[str]()
+        for weight in weights:
+            found = codes[f"{path}.{weight.name}"]
+            numbers[found[0].quantizer.format.name] += place_codes(module, weight, found)
         freeze(module, factors.get(path, {}))
         module.register_load_state_dict_pre_hook(check_before_loading)
-        return Counter({codes[path].quantizer.format.name: number})
+        return numbers
 
-    return _lay(model, recipe, lambda _, path: path in codes, store, adapters)
+    return _lay(model, recipe, lambda _, path: path in paths, store, adapters)
 
 
 _Store = Callable[[str, Any, tuple[Weight, ...], Collection[str]], Counter[str]]

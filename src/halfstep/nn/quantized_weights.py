@@ -116,10 +116,10 @@ def place_codes(module: Any, weight: Weight, found: Sequence[ops.Quantized]) -> 
     entry = Stored(weight, first.quantizer, first.shape, parameter.dtype, parts)
     delattr(module, weight.name)
     for part in parts:
-        whole = first.tensors[part] if parameter.dim() == 2 else torch.stack([q.tensors[part] for q in found])
+        whole = torch.stack([q.tensors[part] for q in found]) if weight.stacked else first.tensors[part]
         module.register_buffer(f"{weight.name}_{part}", whole)
     text = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
-    module.register_buffer(f"{weight.name}_format", text.to(parameter.device))
+    module.register_buffer(f"{weight.name}_format", text.to(first.codes.device))
     part_of(module).stored[weight.name] = entry
     extend(module, _Restoring(weight.name))
     return parameter.numel()

@@ -1,4 +1,4 @@
-"""Read an exported folder back into a quantised model: codes stay codes."""
+"""Read a folder of quantised weights into a model, our own or what others published: codes stay codes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from halfstep.ops import Quantized
 from halfstep.ops.part import part_of
 from halfstep.quant.description import DTYPES, MALFORMED, restore
 from halfstep.recipe import Recipe, from_data
+from halfstep.serving.published import published, says_quantized
 
 
 _FACTORS = ("input", "weight")
 
 
 def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
-    """The quantised model that `halfstep.export`, or its `save_pretrained`, wrote: the same codes, scales and factors,
-    so that it computes what the model computed that was written, bit for bit where `kept` named no layer and `dtype`
-    was not given.
+    """The model of a folder whose weights are quantised, with the codes and scales that lie there.
+
+    What `halfstep.export`, or its `save_pretrained`, wrote computes what the model computed that was written, bit for
+    bit where `kept` named no layer and `dtype` was not given. What others published in FP8, MXFP8, MXFP4 or NVFP4
+    (`serving.published.TAKEN`) rounds no activations, and everything that is not in codes is in bfloat16; its weights
+    are never held in 16 bits.
 
     Nothing in the folder is run: config.json names a class of transformers, weights are read as safetensors.
 
@@ -39,11 +43,13 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
         adapters: the model is to train adapters beside its codes (QLoRA), as in `halfstep.quantize_model`.
 
     Raises:
-        CheckpointError: there is no such folder; it was not written by halfstep; it is broken, or of another model;
-            adapters cannot be trained under its recipe.
-        MissingLibraryError: transformers is not installed.
+        CheckpointError: there is no such folder; its weights are in no codes that are known; it is broken, or of
+            another model; adapters cannot be trained under its recipe.
+        MissingLibraryError: transformers is not installed, or accelerate for what others published.
     """
     checkpoint = open_checkpoint(folder)
+    if KEY not in checkpoint.metadata and says_quantized(checkpoint.config):
+        return _published(Path(folder).expanduser(), checkpoint, adapters)
     said = _said(checkpoint)
     try:
         layout, recipe = get_layout(said["layout"]), _recipe(said["recipe"])
@@ -61,7 +67,7 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
     model = _stock(Path(folder).expanduser(), checkpoint)
     names = loaded_names(model, [f"{path}.weight" for path in codes])
     paths = {path: names.get(f"{path}.weight", path).removesuffix(".weight") for path in codes}
-    placed = {paths[path]: made for path, made in codes.items()}
+    placed = {f"{paths[path]}.weight": [made] for path, made in codes.items()}
     try:
         load_codes(model, recipe, placed, {paths[path]: found for path, found in factors.items()}, adapters)
     except HalfstepError as error:
@@ -71,12 +77,44 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
     return model
 
 
+def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Module:
+    """The model of weights that others quantised; those in codes never have memory for values."""
+    found = published(checkpoint, _read)
+    tensors = {tensor.name: tensor for tensor in checkpoint.tensors if tensor.name not in found.held}
+    try:
+        empty = import_module("accelerate").init_empty_weights
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, "accelerate") from None
+    with empty(include_buffers=False):
+        model: Any = _stock(folder, checkpoint)
+    names = loaded_names(model, found.codes)
+    if joined := sorted(found.codes.keys() - names.keys()):
+        raise CheckpointError(
+            f"{folder}: transformers joins {joined[0]} with others as it loads them (experts, one by one in the file), "
+            "and codes cannot be joined here. Load the weights in 16 bits with transformers, and call "
+            "halfstep.quantize_model(model, recipe, adapters=True)"
+        )
+    for module_path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and f"{module_path}.{name}".lstrip(".") not in names.values():
+                module._parameters[name] = nn.Parameter(
+                    torch.empty_like(parameter, dtype=torch.bfloat16, device="cpu"), parameter.requires_grad
+                )
+    model.tie_weights()
+    try:
+        load_codes(model, found.recipe, {names[name]: made for name, made in found.codes.items()}, {}, adapters)
+    except HalfstepError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    _load(model, tensors, str(folder))
+    return model  # type: ignore[no-any-return]
+
+
 def _said(checkpoint: Checkpoint) -> dict[str, Any]:
     text = checkpoint.metadata.get(KEY)
     if text is None or checkpoint.config is None:
         raise CheckpointError(
-            f"{checkpoint.path} has no config.json, or weights without {KEY!r} metadata: it was not written by "
-            "halfstep.export. Load it with transformers"
+            f"{checkpoint.path} has no config.json, or weights without {KEY!r} metadata and no quantization_config: "
+            "they are not quantised. Load it with transformers"
         )
     return parse_object(text.encode(), f"{checkpoint.path}: the metadata {KEY!r}")
 
@@ -166,7 +204,8 @@ def _in_codes(model: nn.Module, name: str) -> bool:
     """Whether a buffer holds codes, or what belongs to them."""
     path, _, last = name.rpartition(".")
     stored = part_of(model.get_submodule(path)).stored
-    return bool(stored) and last.startswith(("weight_", "_halfstep_"))
+    held = {f"{weight}_{part}" for weight, entry in stored.items() for part in (*entry.parts, "format")}
+    return last in held or (bool(stored) and last.startswith("_halfstep_"))
 
 
 def _read(stored: StoredTensor) -> Tensor:
