@@ -2,6 +2,9 @@
 
 import copy
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from torch.distributions import Categorical, kl_divergence
 
 import halfstep
 from halfstep.errors import DataError, ModelError, RecipeError
-from tiny import RECIPES, fast_and_every
+from halfstep.recipe import from_data, get_recipe, list_recipes
+from tiny import RECIPES, SMOOTH, Gated, fast_and_every
 
 
 class Causal(nn.Module):
@@ -92,7 +96,9 @@ def test_the_same_on_both_sides_is_nothing_and_fp16_is_nearer_than_bf16():
 
 ALONE = [{"rows": 1}, {"rows": 3}, {"padding": 5}, {"rows": 1, "padding": 9}]
 SHARED = {"fp8-current", "fp8-delayed", "fp8-delayed-megatron", "nvfp4", "coat", "fp4-wang"}
-"""What docs/mismatch.md names: a scale, or a clamp, of all tokens of a call. (fp8-amax's is a power of two.)"""
+"""What docs/mismatch.md names: a scale, or a clamp, of all tokens of a call."""
+POWERS = {"fp8-amax", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3"}
+"""Those whose scale of all tokens is a power of two, so that it changes little or nothing."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -106,6 +112,39 @@ def test_which_recipes_do_not_depend_on_the_batch(names):
         apart = [halfstep.mismatch(model, [x], recipe, recipe, **how).difference_most for how in ALONE]
         assert (max(apart) > 1e-3) is (recipe in SHARED), (recipe, apart)
         assert recipe in SHARED or max(apart) < 1e-5, (recipe, apart)
+        assert bool(get_recipe(recipe).shared_in_a_call) is (recipe in SHARED | POWERS)
+
+
+def test_the_page_names_the_recipes_under_which_rows_share_something():
+    page = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text().split("## Batch invariance")[1]
+    named = [row for row in page.splitlines() if row.startswith("| `")]
+    assert len(named) == 3
+    shared = {name for name in list_recipes() if get_recipe(name).shared_in_a_call}
+    assert set(re.findall(r"`([\w-]+)`", " ".join(row.split("|")[1] for row in named))) == shared
+
+
+@pytest.mark.parametrize("recipe", sorted(SMOOTH))
+def test_scales_of_a_gated_mlps_channels_are_shared(recipe):
+    model = nn.Sequential(nn.Embedding(48, 16), Gated(16), nn.Linear(16, 48))
+    model[0].weight.data[0] *= 30
+    x = tokens(6, 12)
+    x[1:][x[1:] == 0], x[0, 5:] = 1, 0
+    assert halfstep.mismatch(model, [x], recipe, recipe, rows=1).difference_most > 1e-4
+    assert any("gated MLPs" in why for why in get_recipe(recipe).shared_in_a_call)
+
+
+def test_a_recipe_that_is_to_be_batch_invariant():
+    made = replace(get_recipe("fp8-rowwise"), name="mine", batch_invariant=True)
+    assert "batch        no row's result depends on the other rows" in made.describe()
+    with pytest.raises(RecipeError, match=r"batch_invariant, and rows of a call share input of linear '\*': current"):
+        replace(get_recipe("fp8-current"), batch_invariant=True)
+    late = {"name": "late", "base": "fp8-rowwise", "stages": [{"recipe": "fp8-current", "start": 0.5}]}
+    assert from_data(late, get_recipe).shared_in_a_call
+    with pytest.raises(RecipeError, match="batch_invariant, and rows of a call share"):
+        from_data({**late, "batch_invariant": True}, get_recipe)
+    model = nn.Linear(4, 4)
+    halfstep.apply(model, "fp8-current")
+    assert "batch: rows of a call share: input of linear" in str(halfstep.plan_of(model))
 
 
 def test_masked_positions_do_not_count():

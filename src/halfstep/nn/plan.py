@@ -140,6 +140,7 @@ class Plan:
             yield from _filled(f"bytes a parameter: {self.bytes}, with {self.optimizer}")
         states = f"; scaling states: {self.states}" if self.states else ""
         yield from _filled(f"forward: {self.compute}; loss scale: {self.recipe.loss_scale or 'none'}{states}")
+        yield from _filled(f"batch: {self.recipe.batch_text}") if self.recipe.shared_in_a_call else ()
 
     @cached_property
     def _ways(self) -> list[tuple[tuple[tuple[str, ...], str], list[str]]]:

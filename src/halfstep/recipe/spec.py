@@ -17,6 +17,7 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.printable import shortened
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
+from halfstep.recipe.batch import shared_in_a_call
 from halfstep.recipe.communication import Communication
 from halfstep.recipe.products import AttentionSpec, linear_text
 from halfstep.recipe.projection import LARGEST, PROJECTOR, Projection, Shape
@@ -159,6 +160,8 @@ class Recipe:
     (`halfstep.distributed`)."""
     unit_scaled: bool = False
     """Whether the model must be unit-scaled (`halfstep.unit_scale`), since nothing here scales anything."""
+    batch_invariant: bool = False
+    """Whether a recipe is refused under which a row's result depends on the other rows of its call."""
     stages: tuple[Stage[Recipe], ...] = ()
     """Recipes that take over from this one while a model trains: the fields above are the first stage."""
     aliases: tuple[str, ...] = ()
@@ -224,6 +227,12 @@ class Recipe:
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
         check_stages(self, self.stages)
+        if self.batch_invariant and self.shared_in_a_call:
+            raise RecipeError(
+                f"recipe {self.name!r}: batch_invariant, and rows of a call share {'; '.join(self.shared_in_a_call)}. "
+                "Give operands scales of a row or of blocks of one ('fp8-rowwise', 'fp8-block', 'mxfp8' have such), or "
+                "leave batch_invariant out"
+            )
 
     @cached_property
     def by_stage(self) -> tuple[Recipe, ...]:
@@ -244,6 +253,12 @@ class Recipe:
     def keeps_states(self) -> bool:
         """Whether any scale depends on earlier steps."""
         return any(rule.linear.states for stage in self.by_stage for rule in stage.rules)
+
+    @cached_property
+    def shared_in_a_call(self) -> tuple[str, ...]:
+        """What makes a row's result depend on the other rows of a forward call, in any stage; () for nothing."""
+        stages = self.by_stage
+        return tuple(why for one in stages for why in shared_in_a_call(one.rules, one.attention, one.smooth_glu))
 
     @cached_property
     def _moments(self) -> tuple[tuple[str, str | Storage], ...]:
@@ -285,6 +300,12 @@ class Recipe:
             beside = prod(subspace.projector(shape)) * self.moment(PROJECTOR).bytes
             states = (sum(self.moment(name, low).bytes for name in moments) * low + beside) / prod(shape)
         return BytesPerParameter(weights, grads, master, states, transient=casts)
+
+    @property
+    def batch_text(self) -> str:
+        """Whether a row's results depend on the batch, in a line."""
+        shared = "; ".join(self.shared_in_a_call)
+        return f"rows of a call share: {shared}" if shared else "no row's result depends on the other rows"
 
     def _kept(self) -> list[tuple[str, str]]:
         """The rules that round nothing, a line each."""
@@ -349,6 +370,7 @@ class Recipe:
             *self._attention(),
             *[(f"from {stage.when}", f"{stage.recipe.name}: {stage.recipe.passes_text()}") for stage in self.stages],
             *([("projection", str(self.projection))] if self.projection else []),
+            ("batch", self.batch_text),
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
             *[("note", note) for note in self.notes],
