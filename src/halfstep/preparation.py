@@ -364,6 +364,10 @@ def _optimized(
         optimizer, recipe, masters, run.generator, reference, run.same_layers, trained.projections, run.recipe_change,
         trained.rule,
     )  # fmt: skip
+    for parameter in trained.parameters:
+        if hasattr(parameter, "device_mesh"):
+            noise.localize(model)
+            break
     _seed_noise(model, run)
     planned = _with_optimizer(applied.plan, optimizer, low_bit.rule)
     own_part(model).applied = replace(applied, plan=planned)

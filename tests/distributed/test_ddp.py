@@ -276,7 +276,9 @@ def test_what_error_feedback_keeps_is_saved_with_the_scaler(ranks, name):
         assert sum(float(value.abs().sum()) for value in kept.values()) > 0
 
 
-@pytest.mark.parametrize(("how", "recipe"), [("ddp", "fp16-mixed"), ("own", "bf16-megatron"), ("fsdp", "fp8-block")])
+@pytest.mark.parametrize(
+    ("how", "recipe"), [("ddp", "fp16-mixed"), ("own", "bf16-megatron"), ("fsdp", "fp8-block"), ("tp", "fp8-rowwise")]
+)
 def test_the_example_trains_under_torchrun(how, recipe):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import halfstep
 from halfstep import ops
 from halfstep.errors import ModelError
+from halfstep.kernels.cpu.arrays import array
 from halfstep.recipe import LinearSpec, get_recipe
-from tiny import RECIPES, batch, mlp, mostly_slow, prepared
+from tiny import RECIPES, assert_same, batch, mlp, mostly_slow, prepared
 
 
 ROUNDS = {name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)}
@@ -136,9 +138,26 @@ def test_a_sharded_weight_is_refused_where_it_would_be_rounded():
     weight = nn.Parameter(torch.randn(4, 8))
     weight.device_mesh = "a mesh"
     spec = get_recipe("fp8-current").rules[-1].linear
-    with pytest.raises(ModelError, match=r"a DTensor.* shard by fully_shard, keep these layers"):
+    weight.placements = ["Shard(0)"]
+    with pytest.raises(ModelError, match=r"spread over ranks as \['Shard\(0\)'\].* fully_shard, or module_filter"):
         ops.linear(torch.randn(3, 8), weight, None, spec)
+    with pytest.raises(ModelError, match=r"a DTensor.* shard by fully_shard, keep these layers"):
+        ops.rounded_weight(weight, spec, torch.float32)
     ops.linear(torch.randn(3, 8), weight, None, LinearSpec())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_collectives_result_that_is_under_way_is_waited_for(trained):
+    """As tensor parallelism hands over; it has no memory of its own, which a kernel would read."""
+    x, weight = torch.randn(3, 8, requires_grad=trained), torch.randn(4, 8)
+    spec, late = get_recipe("fp8-current").rules[-1].linear, AsyncCollectiveTensor(x)
+    with pytest.raises(ModelError, match=r"a AsyncCollectiveTensor of shape \(3, 8\) has no memory"):
+        array(late)
+    found = ops.linear(late, weight, None, spec)
+    assert_same(found.detach(), ops.linear(x.detach(), weight, None, spec))
+    if trained:
+        found.sum().backward()
+        assert torch.equal(late.grad, torch.ones(3, 4) @ ops.round_to(weight, "fp32"))
 
 
 torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")

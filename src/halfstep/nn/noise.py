@@ -73,6 +73,15 @@ def states_and_key(module: nn.Module, product: str = "") -> dict[str, Tensor]:
     return found
 
 
+def localize(model: nn.Module) -> None:
+    """Take back layers' states and keys as plain tensors: torch's parallelize_module makes DTensors of all buffers."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            own: Any = buffer
+            if name.startswith((PREFIX, ATTRIBUTE)) and hasattr(buffer, "device_mesh"):
+                module._buffers[name] = own.to_local()
+
+
 def tables(model: nn.Module) -> list[dict[str, Tensor | None]]:
     """The buffers of the modules that have keys."""
     return [module._buffers for module in model.modules() if module._buffers.get(ATTRIBUTE) is not None]

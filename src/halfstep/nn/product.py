@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from halfstep import ops
 from halfstep.nn.frozen import FrozenWeight, frozen_product
-from halfstep.nn.noise import states_and_key
+from halfstep.nn.noise import localize, states_and_key
 from halfstep.nn.quantized_weights import quantized_weight, rows_of
 from halfstep.ops.few_rows import StoredWeight
 from halfstep.ops.linear_passes import product_dtype
@@ -44,6 +44,8 @@ def product(
             return product(module, x, w, b, part, channels)
 
         return frozen_product(x, bias, weight, spec_of(module), key_of(module), forward)
+    if hasattr(weight, "device_mesh"):
+        localize(module)
     own, states = part_of(module), states_and_key(module, part)
     record, evaluates = (False, False) if own.following is None else own.following.modes(module)
     spec = own.linear or module.__dict__.get(MULTIPLIERS, _PLAIN)

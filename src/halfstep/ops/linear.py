@@ -16,12 +16,13 @@ from halfstep.ops.linear_passes import Rounded, RoundedWeight, States, product_d
 from halfstep.ops.native_linear import Native, native_layer
 from halfstep.ops.noise import seeds_of
 from halfstep.ops.operand import Operand, operand, signs_of
+from halfstep.ops.parallel import parallel_linear
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.product import forward_product
 from halfstep.ops.saved import Keeping
 from halfstep.ops.sides import Units, both_sides, side, units_of
 from halfstep.ops.snapshot import values_of
-from halfstep.ops.subclasses import check_plain, foreign
+from halfstep.ops.subclasses import arrived, check_plain, foreign
 from halfstep.recipe import LinearSpec, Matmul, linear_text
 
 
@@ -75,8 +76,18 @@ def linear(
     elif type(weight) not in _PLAIN:
         weight = values_of(weight)
     if spec.rounds:
-        if type(weight) not in _PLAIN or hasattr(weight, "device_mesh"):
+        if hasattr(weight, "device_mesh"):
+            beside = (
+                (channels, "scales of channels"),
+                (keeping, "operands kept in few bits"),
+                (once_for_all, "a weight rounded once"),
+            )
+            other = next((what for given, what in beside if given is not None), None)
+            return parallel_linear(x, weight, bias, spec, states or {}, record, other)
+        if type(weight) not in _PLAIN:
             check_plain(weight)
+        if type(x) is not Tensor:
+            x = arrived(x)
         keeping = keeping if keeping is not None and _keeps(keeping) else None
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype)

@@ -23,6 +23,14 @@ def foreign(tensor: Tensor) -> str | None:
     return None if f"{kind.__module__}.".startswith("torch.") else f"{kind.__module__.split('.')[0]}.{kind.__name__}"
 
 
+def arrived(tensor: Any) -> Tensor:
+    """The tensor itself, where torch has given a promise of a collective's result (AsyncCollectiveTensor), whose memory
+    no kernel finds."""
+    if type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor  # type: ignore[no-any-return]
+    return tensor.clone() if tensor.requires_grad else tensor.wait()  # type: ignore[no-any-return]
+
+
 def check_plain(tensor: Tensor) -> None:
     """Called before a tensor is rounded.
 
@@ -33,8 +41,8 @@ def check_plain(tensor: Tensor) -> None:
         return
     if name == "DTensor":
         raise ModelError(
-            "a recipe rounds the operands of a product with a sharded weight (a DTensor), and tensor parallelism does "
-            "not work with rules yet: shard by fully_shard, keep these layers by module_filter, or take a recipe "
+            "a recipe rounds the operands of a product with a sharded weight (a DTensor), and under tensor parallelism "
+            "those of nn.Linear alone: shard by fully_shard, keep these layers by module_filter, or take a recipe "
             "without rules, such as bf16-mixed"
         )
     raise ModelError(

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.errors import ModelError
+
 
 _VIEWS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """numpy has no bfloat16, so the dtype of an array says what its bits are (`lanes.bits_of`)."""
@@ -42,7 +44,7 @@ def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
     """
     assert dtype is None or dtype.itemsize == tensor.itemsize, f"{tensor.dtype} taken for {dtype}"
     kind = _BITS[tensor.dtype] if dtype is None else _TYPES[dtype]
-    place = (tensor.data_ptr() or _NOWHERE, False)
+    place = (tensor.data_ptr() or _nowhere(tensor), False)
     interface = {"version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": place}
     return np.asarray(SimpleNamespace(__array_interface__=interface, tensor=tensor))
 
@@ -50,9 +52,23 @@ def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
 def borrowed(tensor: Tensor) -> Any:
     """The same array, which does not keep the tensor: for a caller that asks each time whether its memory is still
     there."""
-    place = (tensor.data_ptr() or _NOWHERE, False)
+    place = (tensor.data_ptr() or _nowhere(tensor), False)
     interface = {"version": 3, "typestr": _BITS[tensor.dtype], "shape": (tensor.numel(),), "data": place}
     return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _nowhere(tensor: Tensor) -> int:
+    """The address of an empty tensor.
+
+    Raises:
+        ModelError: the tensor is not empty, and has no memory.
+    """
+    if tensor.numel():
+        raise ModelError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory that a kernel can read; expected "
+            "a plain tensor: to_local() of a DTensor, wait() of a collective's result"
+        )
+    return _NOWHERE
 
 
 def empty(size: int, dtype: torch.dtype) -> Any:
