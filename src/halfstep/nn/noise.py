@@ -7,7 +7,7 @@ numbers that a pass takes, so that nothing is drawn from a generator and nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn

@@ -60,9 +60,9 @@ def parallel_linear(
     cut = _Cut(group, None if colwise else 1, int(not colwise), 1 if colwise else None, dist.get_rank(group) == 0)
     own_x = x.to_local(grad_placements=[partial()] if colwise else None)
     own_bias = None if bias is None else bias.to_local()
-    y = _Parallel.apply(own_x, weight.to_local(), own_bias, spec, states, record, cut, product_dtype(own_x))[0]
+    y = _Parallel.apply(own_x, weight.to_local(), own_bias, spec, states, record, cut, product_dtype(own_x))[0]  # type: ignore[no-untyped-call]
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=y.dtype, device="meta").stride()
     placement = shard(len(shape) - 1) if colwise else partial()
     return type(x).from_local(y, mesh, [placement], run_check=False, shape=shape, stride=stride)  # type: ignore[no-any-return]
 
