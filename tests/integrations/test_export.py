@@ -378,7 +378,9 @@ def test_edited_folders_are_refused_in_words(tmp_path):
         with pytest.raises(CheckpointError, match=r"names the architecture|unexpected"):
             halfstep.from_pretrained(folder)
     llama().save_pretrained(tmp_path / "stock")
-    with pytest.raises(CheckpointError, match=r"no quantization_config: they are not quantised. Load it with transformers"):
+    with pytest.raises(
+        CheckpointError, match=r"no quantization_config: they are not quantised. Load it with transformers"
+    ):
         halfstep.from_pretrained(tmp_path / "stock")
 
 

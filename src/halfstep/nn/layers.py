@@ -285,14 +285,26 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
         return ()
     modules = model.named_modules()
     ours = DotProductAttention, Attention
-    found = tuple(path for path, m in modules if isinstance(m, ours) or kind_of(m) is attention)
+    found = tuple(path for path, m in modules if isinstance(m, ours) or kind_of(m) is attention or _is_hugging_faces(m))
     if not found:
         raise RecipeError(
             f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "
             "(nn.MultiheadAttention, halfstep.nn.DotProductAttention, halfstep.unit.Attention): a recipe does not see "
-            "functional calls. Form it with one of these, or leave `attention` out of the recipe"
+            "functional calls. Form it with one of these, give a model of transformers' "
+            f"attn_implementation={HUGGING_FACE!r} (halfstep.integrations.attention), or leave `attention` out of the "
+            "recipe"
         )
     return found
+
+
+HUGGING_FACE = "halfstep"
+"""The name of `integrations.attention` as an `attn_implementation` of transformers."""
+
+
+def _is_hugging_faces(module: nn.Module) -> bool:
+    """Whether the module hands its attention to that function: it has the scale that it passes."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) == HUGGING_FACE and "scaling" in vars(module)
 
 
 def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) -> tuple[tuple[str, ...], dict[str, str]]:
