@@ -254,6 +254,56 @@ def test_a_rule_is_fused_without_another_line(start):
     assert done.returncode == 0, done.stderr
 
 
+ON_A_GPU = """
+import sys
+
+sys.path[:0] = PATHS
+import torch
+from halfstep.optim import selftest_gpu
+
+make = lambda parameters: torch.optim.Adamax(parameters, weight_decay=0.1)
+selftest_gpu._OPTIMIZERS = (("made up", ("fp32",), make),)
+"""
+COMPILED = (
+    ON_A_GPU
+    + """
+import compiled
+
+for _, _, function, arguments, options in compiled.launches({"made up"}, True):
+    facts = compiled.facts(function, arguments, options, 90, False)
+    assert not any(facts[key] for key in ("contracted", "approximate", "spilled", "narrow")), facts
+    print(function.__name__, "compiles")
+"""
+)
+INTERPRETED = (
+    ON_A_GPU
+    + """
+from halfstep.kernels.selftest import compare
+
+for name, recipe, test in selftest_gpu.tests():
+    if name == "made up":
+        cases = list(test(recipe, torch.device("cpu")))
+        assert cases and not [case for case in cases if compare(*case)]
+        print(len(cases), "cases equal")
+"""
+)
+TRITON = ROOT / ".triton" / "3.7.1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "said"), [(COMPILED, "prepare compiles\nupdate compiles"), (INTERPRETED, "equal")])
+def test_a_rule_is_on_a_gpu_without_another_line(start, program, said, monkeypatch):
+    """Its kernels compile for a GPU that is not here, and are the formula bit for bit in Triton's interpreter."""
+    if not (TRITON / "triton").exists():
+        pytest.skip(f"no triton in {TRITON}: `make gpu-proofs` fetches it (Linux, x86)")
+    if program is INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    paths = repr([str(ROOT / "tests" / "gpu"), str(TRITON)])
+    done = run(start + program.replace("PATHS", paths))
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["format", "master", "recipe", "scaling", "task", "update_rule"])
 def test_its_conformance_tests_take_it(start, kind):

@@ -15,8 +15,7 @@ from torch import nn
 import halfstep
 from halfstep.errors import OptimizerError
 from halfstep.kernels.gpu import kinds, optimizer, table
-from halfstep.kernels.gpu.kinds import Options
-from halfstep.optim import convert
+from halfstep.optim import convert, rule_of
 from halfstep.optim.shards import positions, run_of
 from halfstep.optim.together import Together
 from halfstep.recipe import get_recipe
@@ -25,7 +24,8 @@ from halfstep.recipe import get_recipe
 @pytest.fixture
 def launches(monkeypatch):
     made = []
-    monkeypatch.setattr(optimizer, "functions", lambda name: SimpleNamespace(prepare="prepare", update="update"))
+    made_up = SimpleNamespace(prepare="prepare", update="update", moving=id, finding=lambda *program: id(program))
+    monkeypatch.setattr(optimizer, "functions", lambda name: made_up)
     monkeypatch.setattr(
         optimizer, "prepared", lambda kernel, *_, **__: lambda grid, *rest: made.append((kernel, grid, *rest))
     )
@@ -221,11 +221,12 @@ def test_learning_rates_and_betas_are_numbers_in_memory(launches):
     low.step()
     assert steps_of(low) is before
     assert before._table is rows
-    row = rows[1].tolist()
-    assert row[: table.EPS + 1] == [1.0, 0.5, 0.5, 0.75, 0.25, 0.0, 0.25, 0.5, 1e-8]
-    first, count = int(row[table.FIRST_AT]), int(row[table.FIRST_COUNT])
-    assert before._corrections[first : first + 3].tolist() == [0.5, 0.75, 0.875]
-    assert before._corrections[first + count - 1] == 1
+    sign, at, count, *given = rows[1].tolist()
+    assert sign == 1.0
+    assert given[:5] == [0.5, 0.5, 0.75, 0.25, 1e-8]
+    found = before._by_step[int(at) :][: 2 * int(count)].view(-1, 2)
+    assert found[:3, 0].tolist() == [0.5, 0.75, 0.875]
+    assert found[-1].tolist() == [1, 1]
 
 
 def test_an_option_that_changes_the_arithmetic_is_another_kind(launches):
@@ -234,7 +235,7 @@ def test_an_option_that_changes_the_arithmetic_is_another_kind(launches):
     low.param_groups[0]["weight_decay"] = 0.1
     low.step()
     assert steps_of(low) is not before
-    assert [kernel for kernel, *_ in launches] == ["prepare", "update", "prepare", "update", "update"]
+    assert [kernel for kernel, *_ in launches] == ["prepare", "update", "prepare", "prepare", "update", "update"]
 
 
 def test_a_gradient_whose_sign_is_a_flag_is_left_to_the_reference(launches):
@@ -285,23 +286,29 @@ def test_masters_follow_the_weights_that_somebody_wrote_to_and_no_others(launche
     assert [parameter is model[1].weight for parameter in followed] == [True]
 
 
+def options_of(make=torch.optim.AdamW, **options):
+    """What kernels on a GPU are given of a group."""
+    built = make([nn.Parameter(torch.ones(4))], **options)
+    return rule_of(built).options(built.param_groups[0])
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999])
 def test_corrections_are_those_of_the_host_at_every_step(beta):
-    first, second = optimizer._first_corrections(beta), optimizer._second_corrections(beta)
-    for step in [*range(1, 50), len(first) - 1, len(first), len(first) + 1, 10 * len(first), 2**24]:
+    rows = options_of(betas=(beta, beta)).rows
+    for step in [*range(1, 50), len(rows) - 1, len(rows), len(rows) + 1, 10 * len(rows), 2**24]:
         if step:
-            place = min(step, len(first)) - 1
-            assert first[place] == 1 - beta**step
-            assert second[place] == 1 / math.sqrt(1 - beta**step)
+            assert rows[min(step, len(rows)) - 1] == (1 - beta**step, 1 / math.sqrt(1 - beta**step))
 
 
 def test_a_beta_whose_corrections_never_end_is_left_to_the_reference():
     weight, number = torch.ones(4), torch.zeros(())
     tensors = kinds.Tensors(weight, weight, number, "none", {}, (weight, weight), None, "nearest_even", None, 0, 0, 0)
-    assert kinds.takes(tensors, Options("adam", 1e-3, beta1=0.9, beta2=0.9999))
-    assert not kinds.takes(tensors, Options("adam", 1e-3, beta1=0.9, beta2=1 - 1e-9))
-    assert not kinds.takes(tensors._replace(grad=torch.ones(8)[::2]), Options("adam", 1e-3, beta1=0.9, beta2=0.99))
-    assert not kinds.takes(tensors._replace(rounding="stochastic"), Options("adam", 1e-3, beta1=0.9, beta2=0.99))
+    usual = options_of(betas=(0.9, 0.99))
+    assert kinds.takes(tensors, options_of(betas=(0.9, 0.9999)))
+    assert not kinds.takes(tensors, options_of(betas=(0.9, 1 - 1e-9)))
+    assert not kinds.takes(tensors._replace(grad=torch.ones(8)[::2]), usual)
+    assert not kinds.takes(tensors._replace(rounding="stochastic"), usual)
+    assert not kinds.takes(tensors._replace(moments=(weight, weight, weight)), usual)
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -85,6 +85,10 @@ class Part(NamedTuple):
     results: tuple[int, ...]
 
 
+NOTHING = Part(0, (), (), ())
+"""No operations."""
+
+
 class Program(NamedTuple):
     """A formula, in two parts: what all elements share, once a step and tensor; and one element."""
 

@@ -211,6 +211,18 @@ def _lion(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Lion(_halves(parameters), lr=1e-2, weight_decay=0.1)
 
 
+def _nadam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(_halves(parameters), lr=1e-2, weight_decay=0.1)
+
+
+def _rmsprop(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(_halves(parameters), lr=1e-2, centered=True)
+
+
+def _adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(_halves(parameters), lr=1e-2, lr_decay=0.1, maximize=True)
+
+
 _OPTIMIZERS: tuple[tuple[str, tuple[str, ...], Make], ...] = (
     ("adamw", _RECIPES, _adamw),
     ("adam", _OTHERS, _adam),
@@ -218,4 +230,7 @@ _OPTIMIZERS: tuple[tuple[str, tuple[str, ...], Make], ...] = (
     ("nesterov", ("fp32",), _nesterov),
     ("descent", ("fp32",), _descent),
     ("lion", _OTHERS, _lion),
+    ("nadam", ("fp32", "adamw-8bit"), _nadam),
+    ("rmsprop", ("fp32", "adamw-8bit"), _rmsprop),
+    ("adagrad", ("fp32",), _adagrad),
 )

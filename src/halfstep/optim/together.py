@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
+from halfstep.kernels.arithmetic import NOTHING, Program
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, takes
 from halfstep.kernels.gpu.launch import plain
@@ -111,7 +112,7 @@ class Together:
         if grads is None or list(map(owner.varies, owner.param_groups)) != self._varies:
             return False
         options = _options(owner) if self._steps else []
-        if [own.kind for own in options] != self._kinds:
+        if [own.program for own in options] != self._kinds:
             return False
         for group in owner.param_groups:
             owner.rule.check(group)
@@ -159,7 +160,7 @@ class Together:
             on_gpu = known[number] and (self._anywhere or parameter.is_cuda)
             options = _options(owner) if on_gpu and not options else options
             way = owner.way(parameter, group, index, grad, self._varies[number], kernels and not on_gpu)
-            own = self._tensors(owner, way, grad, number) if on_gpu else None
+            own = self._tensors(owner, way, grad, number, options[number].program) if on_gpu else None
             if own is None or not takes(own, options[own.group]):
                 if group.get("capturable"):
                     raise OptimizerError(_NOT_CAPTURABLE.format(index, tuple(parameter.shape), parameter.dtype))
@@ -181,13 +182,13 @@ class Together:
             self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
         for device, tensors in by_device.items():
             self._steps[device] = Steps(tensors, options)
-        self._kinds = [own.kind for own in options] if self._steps else []
+        self._kinds = [own.program for own in options] if self._steps else []
         self._rule = owner.rule
         self._left = [-1] * len(self._followed)
         if read and kernels and not self._rounded and (self._steps or not hasattr(next(iter(read)), "fake_mode")):
             self._unmoved = Unmoved(owner.param_groups, owner.state, read, launched)
 
-    def _tensors(self, owner: Owner, way: Way, grad: Tensor, number: int) -> Tensors | None:
+    def _tensors(self, owner: Owner, way: Way, grad: Tensor, number: int, program: Program) -> Tensors | None:
         """What is read of a parameter; None where no kernel would."""
         rule, step, parameter, group = way.rule, way.step, way.parameter, way.group
         weight, codes = _numbers(step.weight), _numbers(grad)
@@ -196,7 +197,8 @@ class Together:
         lies = codes_of(weight)
         if not (self._anywhere or plain(lies, lies.dtype)):
             return None
-        names, moments, read = rule.moments(group), as_kept(step), owner.gradient(way, grad)
+        names, moments, read = program.moments, as_kept(step), owner.gradient(way, grad)
+        shared = [moments.pop(name) for name in program.shared]
         residual = moments.pop(f"{names[-1]}_residual", None) if names else None
         if moments.keys() != set(names) or not isinstance(residual, Tensor | None):
             return None
@@ -214,7 +216,7 @@ class Together:
         return Tensors(
             weight, codes if isinstance(codes, Coded) else read, way.count, master.name,
             kept, tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"],
-            way.index, number,
+            way.index, number, tuple(t for t in shared if isinstance(t, Tensor)),
         )  # fmt: skip
 
 
@@ -236,5 +238,5 @@ def _options(owner: Owner) -> list[Options]:
     return [_STILL if options is None else options(group) for options, group in made]
 
 
-_STILL = Options("descent", 0.0)
+_STILL = Options(Program((), (), (), NOTHING, NOTHING), 1.0, (), lambda step, settings: {}, ())
 """Of a group that no kernel steps, for its row of the table."""

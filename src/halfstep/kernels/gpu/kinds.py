@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.formats import Codebook, Float
+from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.masters import KEPT
-from halfstep.kernels.gpu import places, quantizers
+from halfstep.kernels.gpu import places, quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
 from halfstep.kernels.gpu.places import Bins
 from halfstep.kernels.gpu.quantizers import Rule
@@ -26,7 +27,7 @@ from halfstep.quant.tile import TENSOR
 
 
 LONGEST = 1 << 20
-"""Steps after which bias corrections must be 1: those of a beta of 0.99996 are."""
+"""Steps after which what follows from their number must stay: bias corrections of a beta of 0.99996 do."""
 
 _KEPT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16"}
 _SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -35,29 +36,35 @@ _BYTES = "uint8"
 
 
 class Options(NamedTuple):
-    """What a rule does with a group's tensors, in the words of torch.optim; all numbers are float64's."""
+    """What a formula is given of a group; all numbers are float64's."""
 
-    rule: str
-    """adam, lion, momentum, or descent."""
-    lr: float | Tensor
-    """A number, or a tensor on the GPU."""
-    sign: float = 1.0
-    """-1 to maximize."""
-    beta1: float = 0.0
-    rest1: float = 0.0
-    """1 - beta1; of momentum, 1 - dampening."""
-    beta2: float = 0.0
-    l2: float = 0.0
-    """Weight decay that is added to the gradient."""
-    decay: float = 0.0
-    """Weight decay that, times lr, is taken from the weight."""
-    eps: float = 0.0
-    nesterov: bool = False
+    program: Program
+    sign: float
+    """What gradients are multiplied by: -1 to maximize."""
+    numbers: tuple[float | Tensor, ...]
+    """The last of `program.names`; a tensor is on the GPU."""
+    by_step: Callable[[int, Mapping[str, Any]], Mapping[str, float]]
+    """The numbers of a step by its number and `settings`: the names after `step`. Beyond some step they stay."""
+    settings: tuple[tuple[str, Any], ...]
 
     @property
-    def kind(self) -> tuple[str, bool, bool]:
-        """What other functions are compiled for."""
-        return self.rule, bool(self.l2), self.nesterov
+    def rows(self) -> tuple[tuple[float, ...], ...] | None:
+        """What `by_step` gives from the first step on, until it stays; None where that takes too long."""
+        return _rows(self.by_step, self.settings)
+
+
+@lru_cache(maxsize=256)
+def _rows(by_step: Any, settings: tuple[tuple[str, Any], ...]) -> tuple[tuple[float, ...], ...] | None:
+    def row(step: int) -> tuple[float, ...]:
+        return tuple(by_step(step, dict(settings)).values())
+
+    last, below, at = row(1 << 40), 0, LONGEST
+    if row(at) != last:
+        return None
+    while at - below > 1:
+        middle = (at + below) // 2
+        below, at = (below, middle) if row(middle) == last else (middle, at)
+    return tuple(map(row, range(1, at + 1)))
 
 
 class Tensors(NamedTuple):
@@ -80,6 +87,8 @@ class Tensors(NamedTuple):
     """The run's one seed, of which each step makes its own for tensor number `number`."""
     number: int
     group: int
+    shared: Sequence[Tensor] = ()
+    """Moments that are one number of the tensor."""
 
     @property
     def all(self) -> tuple[Tensor, ...]:
@@ -96,9 +105,6 @@ def codes_of(numbers: Tensor | Coded) -> Tensor:
 class Kind(NamedTuple):
     """What one function is compiled for, beside how codes are read and written."""
 
-    rule: str
-    l2: bool
-    nesterov: bool
     weight: str
     grad: str
     master: str
@@ -149,10 +155,24 @@ def takes(tensors: Tensors, options: Options) -> bool:
         and all(lies_plain(t, *_KEPT) for t in tensors.kept.values() if isinstance(t, Tensor))
         and all(t.numel() == size and t.device == device for t in tensors.all)
         and all(_knows_one_scale(one) or _knows_tiles(one) for one in moments if isinstance(one, Coded))
-        and (tensors.residual is None or (lies_plain(tensors.residual) and isinstance(moments[-1], Tensor)))
+        and (tensors.residual is None or (lies_plain(tensors.residual) and _is_second(moments)))
         and (tensors.rounding == "nearest_even" or _is_noisy(tensors))
-        and (options.rule != "adam" or max(steps_to_one(options.beta1), steps_to_one(options.beta2)) <= LONGEST)
+        and len(moments) <= 2
+        and all(lies_plain(t, torch.float32) and t.numel() == 1 and t.device == device for t in tensors.shared)
+        and _fits(options)
     )
+
+
+def _is_second(moments: Sequence[Tensor | Coded]) -> bool:
+    return len(moments) == 2 and isinstance(moments[1], Tensor)
+
+
+def _fits(options: Options) -> bool:
+    """Whether the tables have room for what a formula is given."""
+    program = options.program
+    taken = len(program.scalars.results) - len(program.shared)
+    room = taken <= table.NUMBERS - table.TAKEN and len(options.numbers) <= table.OPTIONS - table.GIVEN
+    return room and len(program.shared) <= 1 and options.rows is not None
 
 
 def _is_noisy(tensors: Tensors) -> bool:
@@ -207,28 +227,20 @@ def _knows_format(format: Any) -> bool:
     return isinstance(format, Float) and format.bits == 8 and element_codes.knows(format)
 
 
-def steps_to_one(beta: float) -> int:
-    """After how many steps 1 - beta^t is 1."""
-    if not 0 <= beta < 1:
-        return LONGEST + 1
-    return 1 if beta == 0 else math.ceil(-54 / math.log2(beta)) + 1
-
-
 # ---- what functions are compiled for ---------------------------------------------------------------------------------
 
 
 def kind_of(t: Tensors, options: Options) -> tuple[Any, ...]:
-    """The kind of a tensor; and how its weight, master, gradient and its two moments are coded."""
+    """The program and kind of a tensor; and how its weight, master, gradient and its two moments are coded."""
     kept = next(iter(t.kept.values()), None)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in t.all)
     noisy = t.rounding == "stochastic"
-    rule, l2, nesterov = options.kind
     kind = Kind(
-        rule, l2, nesterov, _container(t.weight), _container(t.grad), t.master, None if kept is None else
+        _container(t.weight), _container(t.grad), t.master, None if kept is None else
         _container(kept), t.residual is not None, noisy, noisy and t.place is not None, aligned,
     )  # fmt: skip
     moments: list[Any] = [_kept(moment) or moment.dtype for moment in t.moments]  # type: ignore[union-attr]
-    return kind, _kept(t.weight), _kept(kept), _kept(t.grad), *[*moments, None, None][:2]
+    return options.program, kind, _kept(t.weight), _kept(kept), _kept(t.grad), *[*moments, None, None][:2]
 
 
 def _container(numbers: Tensor | Coded) -> str:
@@ -246,7 +258,7 @@ def _kept(numbers: Tensor | Coded | None) -> Any:
 
 def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """What a launch of that kind is given beside tables."""
-    kind, *kept = key
+    _, kind, *kept = key
     looked_up = tuple(
         places.table(one[0], device) if isinstance(one, tuple) and isinstance(one[0], Codebook) else None
         for one in kept[-2:]

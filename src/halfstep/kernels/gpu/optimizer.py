@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
+from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.gpu import table
-from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of, has_one_scale, kind_of, steps_to_one
+from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of, has_one_scale, kind_of
 from halfstep.kernels.gpu.launch import Launch, functions, prepared
 
 
@@ -22,19 +21,6 @@ BLOCK = 1024
 """Elements of a program."""
 TENSORS = 128
 """Tensors of a program that finds numbers."""
-# ---- bias corrections ------------------------------------------------------------------------------------------------
-
-
-@cache
-def _first_corrections(beta: float) -> tuple[float, ...]:
-    """1 - beta^t, from t = 1 until it is 1."""
-    return tuple(1 - beta**t for t in range(1, steps_to_one(beta) + 1))
-
-
-@cache
-def _second_corrections(beta: float) -> tuple[float, ...]:
-    """1 / sqrt(1 - beta^t), from t = 1 until it is 1."""
-    return tuple(1 / math.sqrt(1 - beta**t) for t in range(1, steps_to_one(beta) + 1))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -50,7 +36,7 @@ class Steps:
     def __init__(self, tensors: Sequence[Tensors], options: Sequence[Options]) -> None:
         self._device = codes_of(tensors[0].weight).device
         self._options: list[Options | None] = [None] * len(options)
-        self._betas: list[tuple[str, float, float]] = []
+        self._settings: list[Any] = []
         self._table = torch.empty(len(options), table.OPTIONS, dtype=torch.float64, device=self._device)
         self._grads = [codes_of(t.grad).data_ptr() for t in tensors]
         self._coded = [number for number, t in enumerate(tensors) if isinstance(t.grad, Coded)]
@@ -70,19 +56,28 @@ class Steps:
         for number, t in enumerate(tensors):
             places = kinds.setdefault(kind_of(t, options[t.group]), [])
             places += [(number, block) for block in range(-(-codes_of(t.weight).numel() // BLOCK))]
-        made = [(places, *constants_of(key, self._device)) for key, places in kinds.items()]
+        made = [(key[0], places, *constants_of(key, self._device)) for key, places in kinds.items()]
         self._most = None
         if any(has_one_scale(constants) for *_, constants in made):
             self._most = torch.empty(len(tensors), table.MOST, dtype=torch.int32, device=self._device)
-        self._prepare = prepared(functions("optimizer").prepare, self._device, B=TENSORS)
+        programs: dict[Program, list[int]] = {}
+        for number, t in enumerate(tensors):
+            programs.setdefault(options[t.group].program, []).append(number)
+        self._prepare: list[tuple[Launch, Tensor]] = []
+        for program, numbers in programs.items():
+            given = options[tensors[numbers[0]].group].numbers
+            find = functions("generated").finding(program, len(program.names) - 1 - len(given))
+            launch = prepared(functions("optimizer").prepare, self._device, FIND=find, B=TENSORS)
+            self._prepare.append((launch, self._sent(torch.tensor(numbers, dtype=torch.int32, device="cpu"))))
         self._kinds: list[tuple[Launch, int, tuple[Any, ...]]] = []
-        for places, elements, constants in made:
+        for program, places, elements, constants in made:
+            moved = functions("generated").moving(program)
             blocks = self._sent(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2))
             # One scale for a tensor follows from all of what is to be written.
             twice = has_one_scale(constants)
             arguments = (blocks, self._numbers, self._most if twice else None, *elements)
             for foresees in (True, False) if twice else (False,):
-                options_of = {**constants, "FORESEES": foresees, "B": BLOCK}
+                options_of = {**constants, "MOVED": moved, "FORESEES": foresees, "B": BLOCK}
                 launch = prepared(functions("optimizer").update, self._device, **options_of)
                 self._kinds.append((launch, len(places), arguments))
         self.set(options)
@@ -91,19 +86,18 @@ class Steps:
         """Take the options of groups as they are now: of the same `kind` as before."""
         if not all(map(_same, options, self._options)):
             self._check_capture("its options have changed")
-            betas = [(own.rule, own.beta1, own.beta2) for own in options]
-            if betas != self._betas:
-                self._places, corrections = _corrections(options)
-                self._betas, self._corrections = (
-                    betas,
-                    self._sent(torch.tensor(corrections, dtype=torch.float64, device="cpu")),
-                )
-            rows = [_numbers(own, places) for own, places in zip(options, self._places, strict=True)]
+            settings = [(own.by_step, own.settings) for own in options]
+            if settings != self._settings:
+                self._places, by_step = _by_step(options)
+                self._settings = settings
+                self._by_step = self._sent(torch.tensor(by_step, dtype=torch.float64, device="cpu"))
+            rows = [_given(own, place) for own, place in zip(options, self._places, strict=True)]
             self._table.copy_(self._pinned(torch.tensor(rows, dtype=torch.float64, device="cpu")), non_blocking=True)
             self._options = list(options)
         for group, own in enumerate(options):
-            if isinstance(own.lr, Tensor):
-                self._table[group, table.LR].copy_(own.lr)
+            for place, number in enumerate(own.numbers):
+                if isinstance(number, Tensor):
+                    self._table[group, table.GIVEN + place].copy_(number)
 
     def find(self, grads: list[int], scales: list[int]) -> None:
         """Take gradients of the same kinds from these addresses; those that are codes with scales from these."""
@@ -131,12 +125,12 @@ class Steps:
         """Take a step by gradients divided by `grad_scale`, unless `found_inf` is not 0: float32 scalars there."""
         if self._capturing:
             self.held = self._captured = True
-            self._kept += [self._rows, self._corrections]
-        count = self._host.shape[0]
-        self._prepare(
-            -(-count // TENSORS),
-            self._rows, self._table, self._corrections, self._numbers, self._most, grad_scale, found_inf, count,
-        )  # fmt: skip
+            self._kept += [self._rows, self._by_step]
+        for find, which in self._prepare:
+            find(
+                -(-which.numel() // TENSORS), self._rows, which, self._table, self._by_step, self._numbers, self._most,
+                grad_scale, found_inf, which.numel(),
+            )  # fmt: skip
         for launch, grid, arguments in self._kinds:
             launch(grid, self._rows, *arguments)
 
@@ -168,29 +162,28 @@ _CAPTURE = (
 
 
 def _same(one: Options, other: Options | None) -> bool:
-    """Whether options are the same numbers; which tensor has the learning rate does not matter."""
-    if other is None or isinstance(one.lr, Tensor) != isinstance(other.lr, Tensor):
-        return False
-    return one._replace(lr=0.0) == other._replace(lr=0.0) if isinstance(one.lr, Tensor) else one == other
+    """Whether options are the same numbers; which tensor has one does not matter."""
+    return other is not None and _without_tensors(one) == _without_tensors(other)
 
 
-def _corrections(options: Sequence[Options]) -> tuple[list[list[float]], list[float]]:
-    """For each group where its two bias corrections stand and how many there are, and all of them: 1 where none are."""
-    places, all_ = [], [1.0]
+def _without_tensors(own: Options) -> Options:
+    return own._replace(numbers=tuple([0.0 if isinstance(n, Tensor) else n for n in own.numbers]))
+
+
+def _by_step(options: Sequence[Options]) -> tuple[list[tuple[float, float]], list[float]]:
+    """For each group where its rows of what follows from a step's number stand, and how many there are; and all."""
+    places, all_ = [], [0.0]
     for own in options:
-        made = [_first_corrections(own.beta1), _second_corrections(own.beta2)] if own.rule == "adam" else []
-        place = []
-        for corrections in made:
-            place += [float(len(all_)), float(len(corrections))]
-            all_ += corrections
-        places.append(place or [0.0, 1.0, 0.0, 1.0])
+        rows = own.rows or ((),)
+        places.append((float(len(all_)), float(len(rows))))
+        all_ += [number for row in rows for number in row]
     return places, all_
 
 
-def _numbers(o: Options, places: list[float]) -> list[float]:
+def _given(own: Options, place: tuple[float, float]) -> list[float]:
     """A group's row."""
-    lr = 0.0 if isinstance(o.lr, Tensor) else o.lr
-    return [o.sign, o.beta1, o.rest1, o.beta2, 1 - o.beta2, o.l2, o.decay, lr, o.eps, *places]
+    numbers = [0.0 if isinstance(number, Tensor) else number for number in own.numbers]
+    return [own.sign, *place, *numbers, *[0.0] * (table.OPTIONS - table.GIVEN - len(numbers))]
 
 
 def _row(t: Tensors) -> list[int]:
@@ -211,6 +204,8 @@ def _row(t: Tensors) -> list[int]:
         for offset, part in enumerate(("codes", "scale", "exponent", "center")):
             row[at + offset] = parts[part].data_ptr() if part in parts else 0
     row[table.STEP] = t.step.data_ptr()
+    for shared in t.shared:
+        row[table.SHARED] = shared.data_ptr()
     row[table.RESIDUAL] = 0 if t.residual is None else t.residual.data_ptr()
     row[table.SIZE], row[table.INDEX], row[table.GROUP] = codes_of(t.weight).numel(), t.number, t.group
     row[table.START], row[table.RUN], row[table.STRIDE] = t.place or (0, 1, 1)

@@ -15,21 +15,22 @@ SIZE, START, RUN, STRIDE = 13, 14, 15, 16
 SEED, INDEX, GROUP = 17, 18, 19
 WEIGHT_SCALE, GRAD_SCALE, KEPT_SCALE = 20, 21, 22
 """Addresses of the scales of what is codes under one."""
-COLUMNS = 23
+SHARED = 23
+"""The address of a moment that is one number of the tensor."""
+COLUMNS = 24
 
-SIGN, BETA1, REST1, BETA2, REST2, L2, DECAY, LR, EPS = range(9)
-"""Options of a group, all float64."""
-FIRST_AT, FIRST_COUNT, SECOND_AT, SECOND_COUNT = 9, 10, 11, 12
-"""Where in the corrections those of the group's two betas stand, and how many there are: the last one stays."""
-OPTIONS = 13
+SIGN, AT, COUNT, GIVEN = 0, 1, 2, 3
+"""Of a group, all float64: what gradients are multiplied by; where in the table of what follows from the step's number
+its rows stand, and how many there are, of which the last one stays; and from GIVEN on its options."""
+OPTIONS = 16
 
-GO, AT_FIRST, LOW, HIGH = 0, 1, 2, 3
-"""Numbers of a tensor's step, 32 bits each: whether there is one, whether it is the first, and its seed's halves."""
-SCALE = 4
-"""From SCALE on, float32: the gradient's factor, beta1, rest1, beta2, rest2, l2, keep, step size, rescale and eps."""
-WEIGHT_OLD, GRAD_OLD, KEPT_OLD, FIRST_OLD, SECOND_OLD = 14, 15, 16, 17, 18
+GO, LOW, HIGH = 0, 1, 2
+"""Numbers of a tensor's step, 32 bits each: whether there is one, and its seed's halves."""
+WEIGHT_OLD, GRAD_OLD, KEPT_OLD, FIRST_OLD, SECOND_OLD = 3, 4, 5, 6, 7
 """Scales as they were before the step, float32."""
-NUMBERS = 19
+SCALE, TAKEN = 8, 9
+"""The gradient's factor, float32, and from TAKEN on the numbers that elements take."""
+NUMBERS = 24
 
 FIRST_MOST, SECOND_MOST, WEIGHT_MOST, MOST = 0, 1, 2, 3
 """Largest magnitudes that a step leaves, as int32 bits, where codes under one scale are to hold them."""

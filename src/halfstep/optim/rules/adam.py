@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import root
-from halfstep.kernels.gpu.kinds import Options
 from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, UpdateRule, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
@@ -64,15 +63,9 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         l2, taken = decays(group)
         return l2, 1 - float(group["lr"]) * taken
 
-    def on_gpu(group: Group) -> Options:
-        beta1, beta2 = map(float, group["betas"])
-        l2, taken = decays(group)
-        sign, eps = -1.0 if group.get("maximize") else 1.0, float(group["eps"])
-        return Options("adam", learning_rate(group), sign, beta1, 1 - beta1, beta2, l2, taken, eps)
-
     return elementwise(
         name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), element, options, by_step,
-        refused=REFUSED, refused_states=REFUSED_STATES, decay=decay, options=on_gpu,
+        refused=REFUSED, refused_states=REFUSED_STATES, decay=decay,
     )  # fmt: skip
 
 

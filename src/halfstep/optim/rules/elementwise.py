@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfstep.kernels.arithmetic import Program, traced
 from halfstep.kernels.cpu import optimizer
+from halfstep.kernels.gpu.kinds import Options
 from halfstep.optim.rules.base import (
     Fused,
     Group,
@@ -62,7 +63,7 @@ def elementwise(
     formula = Formula(moments, element, given, by_step, shape)
     return UpdateRule(
         name, torch_class, moments, formula.update, fused=formula.fused, numbers=formula.numbers,
-        shape=shape, **more,
+        options=formula.on_gpu, shape=shape, **more,
     )  # fmt: skip
 
 
@@ -100,6 +101,14 @@ class Formula:
         scale = np.float32(-grad_scale if group.get("maximize") else grad_scale)
         return optimizer.numbers_of(program, scale, tuple(map(float, map(given.__getitem__, program.names))))
 
+    def on_gpu(self, group: Group) -> Options:
+        """As `UpdateRule.options`."""
+        options = self.options(group)
+        program = self.program(group, options, self.by_step(1, group))
+        numbers = tuple([options[name] for name in program.names if name in options])
+        sign = -1.0 if group.get("maximize") else 1.0
+        return Options(program, sign, numbers, self.by_step, _settings(group))
+
     def fused(self, step: Step) -> Fused | None:
         """As `UpdateRule.fused`."""
         master = step.master
@@ -108,6 +117,17 @@ class Formula:
         program = self.program(step.group, self.options(step.group), self.by_step(1, step.group))
         moments = as_kept(step) if step.coded else dict(step.moments)
         return optimizer.prepare(program, step.weight, master.name, step.kept, step.grad, moments, master.rounding)
+
+
+def _settings(group: Group) -> tuple[tuple[str, Any], ...]:
+    """The options that are numbers, but the learning rate, which may change at every step."""
+    found: list[tuple[str, Any]] = []
+    for name, option in group.items():
+        several = option if isinstance(option, tuple | list) else (option,)
+        if name not in ("lr", "params") and all(isinstance(one, int | float | Tensor) for one in several):
+            numbers = tuple(map(float, several))
+            found.append((name, numbers if several is option else numbers[0]))
+    return tuple(found)
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.kernels.arithmetic import where
-from halfstep.kernels.gpu.kinds import Options
 from halfstep.optim.classes import Lion
 from halfstep.optim.rules.base import Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
@@ -30,10 +29,4 @@ def _options(group: Group) -> dict[str, Any]:
     return {"lr": learning_rate(group), "beta1": beta1, "beta2": beta2, "decay": float(group["weight_decay"])}
 
 
-def _on_gpu(group: Group) -> Options:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    sign = -1.0 if group["maximize"] else 1.0
-    return Options("lion", learning_rate(group), sign, beta1, 1 - beta1, beta2, decay=float(group["weight_decay"]))
-
-
-lion = elementwise("lion", Lion, lambda group: ("exp_avg",), _element, _options, options=_on_gpu)
+lion = elementwise("lion", Lion, lambda group: ("exp_avg",), _element, _options)

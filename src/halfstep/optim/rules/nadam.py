@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import double, root, single, where
-from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 
@@ -60,7 +60,7 @@ def _decay(group: Group) -> tuple[float, float]:
 
 _REFUSED = {
     "differentiable": "the update runs without autograd",
-    "capturable": "the update reads its step count on the host",
+    CAPTURABLE: ON_HOST,
 }
 
 nadam = elementwise(

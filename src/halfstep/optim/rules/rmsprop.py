@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import root, where
-from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 
@@ -56,7 +56,7 @@ def _options(group: Group) -> dict[str, Any]:
 
 _REFUSED = {
     "differentiable": "the update runs without autograd",
-    "capturable": "the update reads its step count on the host",
+    CAPTURABLE: ON_HOST,
 }
 
 rmsprop = elementwise(

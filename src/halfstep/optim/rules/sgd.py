@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import where
-from halfstep.kernels.gpu.kinds import Options
 from halfstep.optim.rules.base import Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
@@ -35,16 +34,8 @@ def _options(group: Group) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _on_gpu(group: Group) -> Options:
-    momentum, sign = float(group["momentum"]), -1.0 if group.get("maximize") else 1.0
-    lr, decay, nesterov = learning_rate(group), float(group["weight_decay"]), bool(group["nesterov"])
-    if not momentum:
-        return Options("descent", lr, sign, l2=decay)
-    return Options("momentum", lr, sign, momentum, 1 - float(group["dampening"]), l2=decay, nesterov=nesterov)
-
-
 sgd = elementwise(
     "sgd", torch.optim.SGD, lambda group: ("momentum_buffer",) if group["momentum"] else (), _element, _options,
     refused={"differentiable": "the update runs without autograd"},
-    decay=lambda group: (float(group["weight_decay"]), 1.0), options=_on_gpu,
+    decay=lambda group: (float(group["weight_decay"]), 1.0),
 )  # fmt: skip

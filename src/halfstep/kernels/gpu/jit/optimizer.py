@@ -8,7 +8,6 @@ from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
 from halfstep.kernels.gpu.jit.moments import address, close, is_lost, keep_scale, opened, read
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_anywhere, splitmix, widened
 from halfstep.kernels.gpu.jit.one_scale import codes, new_scale, note, values
-from halfstep.kernels.gpu.jit.rules import moved
 
 
 WEIGHT: tl.constexpr = tl.constexpr(table.WEIGHT)
@@ -31,23 +30,17 @@ KEPT_SCALE: tl.constexpr = tl.constexpr(table.KEPT_SCALE)
 FIRST_SCALE: tl.constexpr = tl.constexpr(table.FIRST_SCALE)
 SECOND_SCALE: tl.constexpr = tl.constexpr(table.SECOND_SCALE)
 COLUMNS: tl.constexpr = tl.constexpr(table.COLUMNS)
+SHARED: tl.constexpr = tl.constexpr(table.SHARED)
 SIGN: tl.constexpr = tl.constexpr(table.SIGN)
-BETA1: tl.constexpr = tl.constexpr(table.BETA1)
-REST1: tl.constexpr = tl.constexpr(table.REST1)
-BETA2: tl.constexpr = tl.constexpr(table.BETA2)
-REST2: tl.constexpr = tl.constexpr(table.REST2)
-L2: tl.constexpr = tl.constexpr(table.L2)
-DECAY: tl.constexpr = tl.constexpr(table.DECAY)
-LR: tl.constexpr = tl.constexpr(table.LR)
-EPS: tl.constexpr = tl.constexpr(table.EPS)
-FIRST_AT: tl.constexpr = tl.constexpr(table.FIRST_AT)
-SECOND_AT: tl.constexpr = tl.constexpr(table.SECOND_AT)
+AT: tl.constexpr = tl.constexpr(table.AT)
+COUNT: tl.constexpr = tl.constexpr(table.COUNT)
+GIVEN: tl.constexpr = tl.constexpr(table.GIVEN)
 OPTIONS: tl.constexpr = tl.constexpr(table.OPTIONS)
 GO: tl.constexpr = tl.constexpr(table.GO)
-AT_FIRST: tl.constexpr = tl.constexpr(table.AT_FIRST)
 LOW: tl.constexpr = tl.constexpr(table.LOW)
 HIGH: tl.constexpr = tl.constexpr(table.HIGH)
 SCALE: tl.constexpr = tl.constexpr(table.SCALE)
+TAKEN: tl.constexpr = tl.constexpr(table.TAKEN)
 WEIGHT_OLD: tl.constexpr = tl.constexpr(table.WEIGHT_OLD)
 GRAD_OLD: tl.constexpr = tl.constexpr(table.GRAD_OLD)
 KEPT_OLD: tl.constexpr = tl.constexpr(table.KEPT_OLD)
@@ -61,20 +54,6 @@ MOST: tl.constexpr = tl.constexpr(table.MOST)
 
 
 @triton.jit
-def option(options, NUMBER: tl.constexpr, inside):
-    """An option of each tensor's group, a float64."""
-    return tl.load(options + NUMBER, mask=inside, other=1.0)
-
-
-@triton.jit
-def correction(corrections, options, AT: tl.constexpr, number, inside):
-    """What a table of corrections has for each tensor's step: from its end on, the last entry."""
-    count = option(options, AT + 1, inside).to(tl.int64)
-    place = option(options, AT, inside).to(tl.int64) + tl.where(number < count, number, count) - 1
-    return tl.load(corrections + place, mask=inside, other=1.0)
-
-
-@triton.jit
 def put_aside(row, COLUMN: tl.constexpr, place, inside):
     """Write a scale as it is before the step to a place of the step's numbers; of many scales, the first."""
     scale = tl.load(row + COLUMN, mask=inside, other=0).to(tl.pointer_type(tl.float32))
@@ -82,21 +61,23 @@ def put_aside(row, COLUMN: tl.constexpr, place, inside):
 
 
 @triton.jit(do_not_specialize=["count"])
-def prepare(rows, groups, corrections, numbers, most, grad_scale, found_inf, count, B: tl.constexpr):
-    """Count a step of every tensor, unless there is an infinity somewhere; and find the numbers of that step. `most`
-    is None where nothing is codes under one scale."""
-    t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    inside = t < count
+def prepare(
+    rows, which, groups, by_step, numbers, most, grad_scale, found_inf, count, FIND: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """Count a step of every tensor of one rule, those that `which` names, unless there is an infinity somewhere; and
+    find the numbers of that step. `most` is None where nothing is codes under one scale."""
+    place = tl.program_id(0) * B + tl.arange(0, B)
+    inside = place < count
     go = inside
     if found_inf is not None:
-        go = t < tl.where(tl.load(found_inf) == 0.0, count, 0)
+        go = place < tl.where(tl.load(found_inf) == 0.0, count, 0)
+    t = tl.load(which + place, mask=inside, other=0).to(tl.int64)
     row, out = rows + t * COLUMNS, numbers + t * NUMBERS
     taken = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
     steps = tl.load(taken, mask=inside, other=0.0)
     tl.store(taken, steps + 1.0, mask=go)
     number = steps.to(tl.int64) + 1
     tl.store(out + GO, tl.where(go, 1.0, 0.0), mask=inside)
-    tl.store(out + AT_FIRST, tl.where(number == 1, 1.0, 0.0), mask=inside)
 
     seed = tl.load(row + SEED, mask=inside, other=0).to(tl.uint64, bitcast=True)
     seed = splitmix(splitmix(seed ^ seed, seed), number.to(tl.uint64, bitcast=True))
@@ -105,22 +86,15 @@ def prepare(rows, groups, corrections, numbers, most, grad_scale, found_inf, cou
     tl.store(out + HIGH, as_float((seed >> 32).to(tl.uint32)), mask=inside)
 
     group = groups + tl.load(row + GROUP, mask=inside, other=0) * OPTIONS
-    scale = option(group, SIGN, inside).to(tl.float32)
+    scale = tl.load(group + SIGN, mask=inside, other=1.0).to(tl.float32)
     if grad_scale is not None:
         scale = scale * tl.div_rn(1.0, tl.load(grad_scale))
     tl.store(out + SCALE, scale, mask=inside)
-    tl.store(out + SCALE + 1, option(group, BETA1, inside).to(tl.float32), mask=inside)
-    tl.store(out + SCALE + 2, option(group, REST1, inside).to(tl.float32), mask=inside)
-    tl.store(out + SCALE + 3, option(group, BETA2, inside).to(tl.float32), mask=inside)
-    tl.store(out + SCALE + 4, option(group, REST2, inside).to(tl.float32), mask=inside)
-    tl.store(out + SCALE + 5, option(group, L2, inside).to(tl.float32), mask=inside)
-    lr = option(group, LR, inside)
-    tl.store(out + SCALE + 6, (1.0 - lr * option(group, DECAY, inside)).to(tl.float32), mask=inside)
-    size = tl.fdiv(lr, correction(corrections, group, FIRST_AT, number, inside), ieee_rounding=True)
-    tl.store(out + SCALE + 7, size.to(tl.float32), mask=inside)
-    rescale = correction(corrections, group, SECOND_AT, number, inside)
-    tl.store(out + SCALE + 8, rescale.to(tl.float32), mask=inside)
-    tl.store(out + SCALE + 9, option(group, EPS, inside).to(tl.float32), mask=inside)
+    first = tl.load(group + AT, mask=inside, other=0.0).to(tl.int64)
+    rest = tl.load(group + COUNT, mask=inside, other=1.0).to(tl.int64)
+    settled = tl.where(number < rest, number, rest) - 1
+    shared = tl.load(row + SHARED, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    FIND(group + GIVEN, by_step + first, settled, number, shared, out + TAKEN, inside, go)
     if most is not None:
         put_aside(row, WEIGHT_SCALE, out + WEIGHT_OLD, inside)
         put_aside(row, GRAD_SCALE, out + GRAD_OLD, inside)
@@ -136,7 +110,7 @@ def prepare(rows, groups, corrections, numbers, most, grad_scale, found_inf, cou
 def update(
     rows, blocks, numbers, most, elements1, elements2,
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
-    HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
+    MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Move the tensors of one kind: each program a block of one of them, as `blocks` says. Or foresee what is moved:
     nothing is written but the largest magnitudes of what one scale is for."""
@@ -148,11 +122,13 @@ def update(
     size = tl.load(row + SIZE)
     if tl.load(step + GO) != 0.0:
         if (block + 1) * B <= size:
-            advance(row, step, most, block, size, None, elements1, elements2, K, W, X, G, M1, M2, HALF, FORESEES, B)
+            advance(
+                row, step, most, block, size, None, elements1, elements2, K, W, X, G, M1, M2, MOVED, HALF, FORESEES, B
+            )
         else:
             advance(
                 row, step, most, block, size, block * B + tl.arange(0, B) < size, elements1, elements2,
-                K, W, X, G, M1, M2, HALF, FORESEES, B,
+                K, W, X, G, M1, M2, MOVED, HALF, FORESEES, B,
             )  # fmt: skip
 
 
@@ -160,7 +136,7 @@ def update(
 def advance(
     row, step, most, block, size, inside, elements1, elements2,
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
-    HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
+    MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One block, read and moved; and written, or foreseen."""
     # Told on, what a tuple holds has to be a constant of its own (triton 3.6).
@@ -170,9 +146,6 @@ def advance(
     MASTER: tl.constexpr = K.master
     ALIGNED: tl.constexpr = K.aligned
     NOISY: tl.constexpr = K.noisy
-    RULE: tl.constexpr = K.rule
-    WITH_L2: tl.constexpr = K.l2
-    NESTEROV: tl.constexpr = K.nesterov
     index = tl.arange(0, B)
     weight = address(row, WEIGHT, block * B, KIND, ALIGNED) + index
     stored = read(weight, inside)
@@ -205,7 +178,7 @@ def advance(
         second = second + as_float(widened(read(rest, inside), KIND2))
 
     first_old, second_old = first, second
-    updated, first, second = moved(full, grad, first, second, step, RULE, WITH_L2, NESTEROV)
+    updated, first, second = MOVED(full, grad * tl.load(step + SCALE), first, second, step + TAKEN)
     if M1 is not None:
         lost = is_lost(first, M1)
         if M2 is not None:

@@ -1,0 +1,72 @@
+"""Triton source of an update rule, made of its program (`kernels.arithmetic`): readable, and run as it stands."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from halfstep.kernels.arithmetic import Part, Program
+
+
+_TEXT = {
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}",
+    "ge": "{} >= {}", "abs": "tl.abs({})", "is_nan": "{0} != {0}", "where": "tl.where({}, {}, {})",
+    "single": "{}.to(tl.float32)", "double": "{}.to(tl.float64)",
+}  # fmt: skip
+_ROUNDED_ONCE = {
+    ("div", "single"): "tl.div_rn({}, {})", ("div", "double"): "tl.fdiv({}, {}, ieee_rounding=True)",
+    ("sqrt", "single"): "tl.sqrt_rn({})", ("sqrt", "double"): "tl.sqrt({})",
+}  # fmt: skip
+
+
+def _lines(part: Part, inputs: list[str]) -> tuple[list[str], list[str]]:
+    """Assignments for the operations, and the names of the results."""
+    names = [*inputs, *map(_constant, part.constants)]
+    lines: list[str] = []
+    for operation in part.operations:
+        text = _TEXT.get(operation.name) or _ROUNDED_ONCE[operation.name, operation.kind]
+        lines.append(f"v{len(lines)} = " + text.format(*[names[place] for place in operation.operands]))
+        names.append(f"v{len(lines) - 1}")
+    return lines, [names[place] for place in part.results]
+
+
+def _constant(number: float) -> str:
+    if number != number or abs(number) == np.inf:
+        return f'float("{number}")'
+    return repr(number) if float(np.float32(number)) == number else f"tl.full((), {number!r}, tl.float64)"
+
+
+def moving(program: Program) -> str:
+    """A function `moved(weight, grad, first, second, numbers)` of one element: the weight and both moments after a
+    step; a moment that the rule does not have comes back as it is."""
+    moments = ["first", "second"]
+    own = moments[: len(program.moments)]
+    taken = [f"n{number}" for number in range(len(program.scalars.results) - len(program.shared))]
+    loads = [f"{name} = tl.load(numbers + {place})" for place, name in enumerate(taken)]
+    lines, results = _lines(program.element, [*taken, "weight", "grad", *own])
+    return _function("moved", "weight, grad, first, second, numbers", [*loads, *lines,
+        f"return {', '.join([*results, *moments[len(own):]])}"])  # fmt: skip
+
+
+def finding(program: Program, by_step: int) -> str:
+    """A function `found(...)` that writes the numbers of a step of each tensor to `out`.
+
+    Args:
+        by_step: how many of the program's names follow from the step's number: those after `step`.
+    """
+    names = [f"{name}_" for name in program.names]
+    loads = [f"{names[0]} = number.to(tl.float64)"]
+    for place, name in enumerate(names[1 : by_step + 1]):
+        loads.append(f"{name} = tl.load(by_step + settled * {by_step} + {place}, mask=inside, other=1.0)")
+    for place, name in enumerate(names[by_step + 1 :]):
+        loads.append(f"{name} = tl.load(given + {place}, mask=inside, other=1.0)")
+    one = [f"{name}_" for name in program.shared]
+    loads += [f"{name} = tl.load(shared, mask=inside, other=1.0)" for name in one]
+    lines, results = _lines(program.scalars, [*names, *one])
+    count = len(results) - len(one)
+    stores = [f"tl.store(out + {place}, {name}, mask=inside)" for place, name in enumerate(results[:count])]
+    stores += [f"tl.store(shared, {name}, mask=go)" for name in results[count:]]
+    return _function("found", "given, by_step, settled, number, shared, out, inside, go", [*loads, *lines, *stores])
+
+
+def _function(name: str, parameters: str, lines: list[str]) -> str:
+    return "\n".join(["@triton.jit", f"def {name}({parameters}):", *(f"    {line}" for line in lines), ""])

@@ -1,0 +1,150 @@
+"""Formulas: traced once, they are the same numbers on the host, in LLVM, and as Triton source."""
+
+import ast
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.kernels.arithmetic import double, is_nan, maximum, root, single, traced, where
+from halfstep.kernels.gpu import source
+from halfstep.optim import convert, update_rules
+from halfstep.optim.rules.elementwise import elementwise
+from halfstep.recipe import get_recipe
+from oracles.numbers import same_bits
+
+
+GROUPS = {
+    "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam,
+    "rmsprop": lambda p, **o: torch.optim.RMSprop(p, centered=True, **o),
+    "sgd": lambda p, **o: torch.optim.SGD(p, momentum=0.9, nesterov=True, **o),
+}  # fmt: skip
+
+
+def shared(formula, *given):
+    """What a formula's numbers, of options a, b, ..., are for the elements."""
+    names = "abcdefgh"[: len(given)]
+    program = traced(
+        lambda weight, grad, moments, o: (weight * formula(*(o[name] for name in names)), {}), names, [], [], {}
+    )
+    (found,), _ = program.numbers(given)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("formula", "given"),
+    [
+        (lambda a, b: 1 - a * b, (0.1, 0.3)),
+        (lambda a, b: a / (1 - b), (0.1, 0.999)),
+        (lambda a, b: (2 - a) / 3 + -abs(b), (0.1, -0.7)),
+        (lambda a, b: where(a > 1, b, 0.1) * a, (0.1, 0.3)),
+        (lambda a, b: where(a < 1, b, 0.1) * root(a), (0.1, 0.3)),
+        (lambda a, b: double(single(a)) * b, (0.1, 0.3)),
+        (lambda a, b: maximum(a, b) + 0.1, (0.1, 0.3)),
+        (lambda a, b: where(is_nan(a), b, a), (math.nan, 0.3)),
+    ],
+)
+def test_what_all_elements_share_is_float64_rounded_once(formula, given):
+    same_bits(torch.tensor(shared(formula, *given)), torch.tensor(np.float32(formula(*given))))
+
+
+def test_a_division_by_zero_is_an_infinity():
+    assert shared(lambda a, b: a / b, 1.0, 0.0) == math.inf
+
+
+def test_what_meets_an_element_is_float32():
+    """0.1 in float64 is not 0.1 in float32, times which torch multiplies too."""
+    program = traced(lambda w, g, m, o: (w * (o["a"] * 3), {}), ["a"], [], [], {})
+    assert program.numbers([0.1])[0] == (np.float32(0.1 * 3),)
+    assert [operation.name for operation in program.element.operations] == ["mul"]
+
+
+def test_an_operation_is_traced_once():
+    program = traced(lambda w, g, m, o: ((g * g + w) + g * g, {}), [], [], [], {})
+    assert len(program.element.operations) == 3
+
+
+@pytest.mark.parametrize(
+    ("formula", "words"),
+    [
+        (lambda w, g, m, o: (w if o["a"] > 0 else g, {}), "branches on a number.*Expected `where`"),
+        (lambda w, g, m, o: (w * float(o["a"]), {}), "for Python's own. Expected options as floats"),
+        (lambda w, g, m, o: (single(double(w) * 2), {}), "takes an element to float64. Expected float32"),
+        (lambda w, g, m, o: (single(o["a"]), {}), "no element has a part in. Expected a weight"),
+        (lambda w, g, m, o: (0.0, {}), "no element has a part in. Expected a weight"),
+    ],
+)
+def test_what_is_no_formula_is_said(formula, words):
+    with pytest.raises(TypeError, match=words):
+        traced(formula, ["a"], [], [], {})
+
+
+def options_of(rule):
+    make = GROUPS.get(rule.name) or rule.torch_class
+    group = make([torch.nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.1).param_groups[0]
+    return rule.options(group)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in update_rules().values() if rule.options], ids=lambda rule: rule.name)
+def test_triton_source_is_exact_and_python(rule):
+    """No division or root but those that round once; and as many operations as the program has."""
+    options = options_of(rule)
+    texts = source.moving(options.program), source.finding(options.program, 1)
+    for text in texts:
+        nodes = list(ast.walk(ast.parse(text)))
+        assert not any(isinstance(node, ast.Div) for node in nodes)
+        called = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        assert not called & {"sqrt", "exp", "exp2", "log", "log2", "rsqrt", "fma"}
+    assert texts[0].count("v") >= len(options.program.element.operations)
+
+
+def test_the_source_of_a_rule_can_be_read():
+    rule = update_rules()["sgd"]
+    group = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9).param_groups[0]
+    assert source.moving(rule.options(group).program) == (
+        "@triton.jit\n"
+        "def moved(weight, grad, first, second, numbers):\n"
+        "    n0 = tl.load(numbers + 0)\n"
+        "    n1 = tl.load(numbers + 1)\n"
+        "    n2 = tl.load(numbers + 2)\n"
+        "    n3 = tl.load(numbers + 3)\n"
+        "    v0 = first * n0\n"
+        "    v1 = grad * n1\n"
+        "    v2 = v0 + v1\n"
+        "    v3 = n2 > 0.5\n"
+        "    v4 = tl.where(v3, v2, grad)\n"
+        "    v5 = v4 * n3\n"
+        "    v6 = weight - v5\n"
+        "    return v6, v4, second\n"
+    )
+
+
+def test_a_formula_that_changes_changes_both_targets():
+    """The CPU's kernel and the GPU's source are made of it, and of nothing else."""
+    found = []
+    for factor in (1.0, 3.0):
+        rule = elementwise(
+            "made_up", torch.optim.SGD, lambda group: (),
+            lambda weight, grad, moments, o, factor=factor: (weight - grad * factor * o.lr, {}),
+            lambda group: {"lr": float(group["lr"])},
+        )  # fmt: skip
+        parameter = torch.nn.Parameter(torch.zeros(20))
+        optimizer = convert(torch.optim.SGD([parameter], lr=0.5), get_recipe("fp32"), {})
+        optimizer.rule = replace(optimizer.rule, fused=rule.fused, numbers=rule.numbers)
+        parameter.grad = torch.ones(20)
+        optimizer.step()
+        assert optimizer._together.ways[0].fused is not None
+        found.append((parameter[0].item(), source.moving(rule.options(optimizer.param_groups[0]).program)))
+    assert [value for value, _ in found] == [-0.5, -1.5]
+    assert [text.count("* 3.0") for _, text in found] == [0, 1]
+
+
+def test_formulas_take_python_numbers_and_tensors():
+    tensor = torch.tensor([1.0, torch.nan, 4.0])
+    same_bits(maximum(tensor, torch.tensor([2.0, 1.0, torch.nan])), torch.tensor([2.0, torch.nan, torch.nan]))
+    same_bits(where(True, 2.0, tensor), torch.full((3,), 2.0))
+    same_bits(where(tensor > 2, 0.0, tensor), torch.tensor([1.0, torch.nan, 0.0]))
+    assert (root(4.0), double(0.5), single(0.1)) == (2.0, 0.5, float(np.float32(0.1)))
+    assert double(torch.ones(1)).dtype == torch.float64
