@@ -26,8 +26,9 @@ def reduce_gradients(
     *,
     process_group: Any = None,
     scaler: LossScaler | None = None,
-) -> None:
-    """Replace every gradient by its mean over the ranks, as the model's recipe says they cross.
+) -> Reduction:
+    """Replace every gradient by its mean over the ranks, as the model's recipe says they cross; the model's reduction,
+    whose `exchange.sent` counts bytes.
 
         loss.backward()                                  # as often as wanted
         halfstep.distributed.reduce_gradients(model)     # once a step, on all ranks
@@ -55,6 +56,7 @@ def reduce_gradients(
         values = torch.cat([_grad(p).flatten() for p in bucket])
         state.begin(values, bucket, lambda bucket=bucket, values=values: _write(bucket, values))  # type: ignore[misc]
     state.finish()
+    return state
 
 
 def _with_gradients(parameters: Sequence[Tensor], state: Reduction) -> list[Tensor]:
