@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from halfstep.recipe import Recipe, get_recipe, list_recipes
     from halfstep.serving.export import export
     from halfstep.serving.load import from_pretrained
+    from halfstep.tracking.log import track
 
 _HOME = {
     "CUDAGraph": "halfstep.quant",
@@ -93,6 +94,7 @@ _HOME = {
     "get_quantizer": "halfstep.quant",
     "round_to": "halfstep.ops",
     "save_quantized": "halfstep.ops",
+    "track": "halfstep.tracking",
 }
 
 _ROOMS = (
@@ -153,6 +155,7 @@ __all__ = [
     "revert",
     "round_to",
     "save_quantized",
+    "track",
     "tracking",
     "unit",
     "unit_scale",

@@ -5,6 +5,7 @@ from halfstep.tracking.amaxes import Amaxes, amaxes
 from halfstep.tracking.descent import Arrival, Arrivals, arrival, arrivals
 from halfstep.tracking.gradients import activation_gradients, activation_gradients_by_module
 from halfstep.tracking.histogram import exponents
+from halfstep.tracking.log import Log, scalars, track
 from halfstep.tracking.nonfinite import first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors, saturated_share
 from halfstep.tracking.saved import SavedBytes, SavedRow, saving
@@ -18,6 +19,7 @@ __all__ = [
     "Arrival",
     "Arrivals",
     "ExponentHistogram",
+    "Log",
     "OperandError",
     "SavedBytes",
     "SavedRow",
@@ -35,8 +37,10 @@ __all__ = [
     "operand_errors",
     "saturated_share",
     "saving",
+    "scalars",
     "share_lost",
     "share_zeroed",
+    "track",
     "vanished_states",
     "zeros",
 ]

@@ -17,7 +17,7 @@ from halfstep.quant import Quantizer, rotate
 from halfstep.quant.quantizer import as_rows
 from halfstep.recipe import LinearSpec, Matmul
 from halfstep.tracking.nonfinite import tensors_in
-from halfstep.tracking.operands import saturated_share
+from halfstep.tracking.operands import shares
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Amaxes:
     """The largest magnitude; infinite where there is a NaN."""
     saturated: dict[str, float] = field(default_factory=dict)
     """Of what a recipe rounds, the share beyond the format's largest value, after scaling."""
+    underflowed: dict[str, float] = field(default_factory=dict)
+    """Of the same, the share of what is not zero that becomes zero."""
 
 
 @contextmanager
@@ -78,8 +80,9 @@ def _watch(found: Amaxes, path: str, module: nn.Module) -> Any:
         if product is not None and quantizer is not None:
             matrix = as_rows(tensor.detach())
             matrix = matrix if product.hadamard is None else rotate(matrix, product.hadamard.still.signs(matrix.device))
-            share = saturated_share(matrix, quantizer, states_of(module).get(operand))
-            found.saturated[name] = max(found.saturated.get(name, 0.0), share)
+            saturated, underflowed = shares(matrix, quantizer, states_of(module).get(operand))
+            found.saturated[name] = max(found.saturated.get(name, 0.0), saturated)
+            found.underflowed[name] = max(found.underflowed.get(name, 0.0), underflowed)
 
     def after_forward(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in tensors_in(args):

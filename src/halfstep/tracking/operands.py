@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import quant
+from halfstep.bits.limits import limits_of
 from halfstep.nn.scaling import states_of
 from halfstep.ops import amax_of, values_of
 from halfstep.ops.part import part_of
@@ -58,8 +59,18 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
 
 def saturated_share(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> float:
     """The share of elements beyond the format's largest value, after scaling, of a matrix (rows, columns)."""
-    ratio = _scaled(as_rows(x.detach()).float(), quantizer, state)[2]
-    return int((ratio.abs() > quantizer.format.max).sum()) / max(ratio.numel(), 1)
+    return shares(x, quantizer, state)[0]
+
+
+def shares(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> tuple[float, float]:
+    """The same, and the share of non-zero elements that rounding to nearest makes zero, found by comparing."""
+    magnitudes, limits = (
+        _scaled(as_rows(x.detach()).float(), quantizer, state)[2].abs(),
+        limits_of(quantizer.format, False),
+    )
+    count, nonzero = max(magnitudes.numel(), 1), int(torch.count_nonzero(magnitudes))
+    zeroed = limits.zeroed(magnitudes, magnitudes.numel() - nonzero)
+    return int(torch.count_nonzero(magnitudes > quantizer.format.max)) / count, zeroed / max(nonzero, 1)
 
 
 def _scaled(wide: Tensor, quantizer: Quantizer, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,48 @@
+"""The numerics log of `halfstep.track` in transformers' Trainer, and in whatever inherits from it.
+
+Trainer(model=model, args=args, train_dataset=data, callbacks=[NumericsCallback(every=100, to="numerics.jsonl")])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfstep.errors import MissingLibraryError
+from halfstep.tracking import Log, track
+
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    raise MissingLibraryError.of(error, "trainer") from None
+
+
+__all__ = ["NumericsCallback"]
+
+
+class NumericsCallback(TrainerCallback):
+    """Tracks a Trainer's model and optimizer from the first step to the last; `log` has the rows."""
+
+    def __init__(self, every: int = 100, to: Any = "numerics.jsonl") -> None:
+        self.log: Log | None = None
+        self._every, self._to = every, to
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin, on the first rank alone."""
+        if state.is_world_process_zero:
+            self.log = track(kwargs["model"], kwargs["optimizer"], self._every, self._to)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note the loss that the Trainer logs."""
+        loss = (kwargs.get("logs") or {}).get("loss")
+        if self.log is not None and loss is not None:
+            self.log.note(float(loss))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End; the rows stay."""
+        if self.log is not None:
+            self.log.remove()
