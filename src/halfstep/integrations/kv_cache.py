@@ -1,0 +1,133 @@
+"""transformers' KV cache in 8 or 4 bits, with scales for each head of each token.
+
+from halfstep.integrations.kv_cache import LowBitCache
+
+model.generate(tokens, past_key_values=LowBitCache(model.config, "int8"))
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import formats, ops
+from halfstep.errors import MissingLibraryError, ModelError, QuantizationError, unknown
+from halfstep.quant import Quantized, Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.quantizer import layout
+from halfstep.quant.scaling import get_scaling
+
+
+try:
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+except ModuleNotFoundError as error:
+    raise MissingLibraryError.of(error, "hf") from None
+
+
+def _scaled(format: str, columns: int, rule: str) -> Quantizer:
+    return Quantizer(formats.get(format), scales=Scales(Tile(1, columns), get_scaling(rule)))
+
+
+KINDS = {
+    "int8": _scaled("int8", 0, "absmax"),
+    "e4m3fn": _scaled("e4m3fn", 0, "absmax"),
+    "mxfp8": get_quantizer("mxfp8_e4m3"),
+    "int4": _scaled("int4", 32, "absmax_bf16"),
+    "mxfp4": get_quantizer("mxfp4"),
+}
+"""Ways of keeping keys and values, by name: a scale a head of a token, or one for 32 numbers of it."""
+
+
+class LowBitCache(DynamicCache):
+    """A DynamicCache that keeps keys and values as codes: each head of each token is rounded by itself, once.
+
+    What attention takes is decoded at every call, of the prompt too, so that a prompt in one call and token by token
+    leave the same codes. Beam search, cropping and selecting samples move codes and round nothing again.
+
+    Args:
+        config: of the model.
+        keys: how keys are kept: a name of `KINDS`, or a Quantizer whose scales are of a row or of parts of one.
+        values: the same of values; None is as the keys.
+
+    Raises:
+        QuantizationError: there is no such name, or a quantizer whose scales are over several rows.
+        ModelError: a layer of the model does not keep all of its keys and values (sliding windows, linear attention).
+    """
+
+    def __init__(self, config: Any, keys: str | Quantizer = "int8", values: str | Quantizer | None = None) -> None:
+        super().__init__(config=config)
+        kinds = _kind(keys), _kind(keys if values is None else values)
+        for number, layer in enumerate(self.layers):
+            if type(layer) is not DynamicLayer:
+                raise ModelError(
+                    f"layer {number} of this {type(config).__name__} has a {type(layer).__name__}; expected one of "
+                    "full attention, whose keys and values all stay. Generate with transformers' own cache"
+                )
+        self.layers = [_Layer(*kinds) for _ in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all codes and scales."""
+        layers: list[Any] = [layer for layer in self.layers if isinstance(layer, _Layer) and layer.is_initialized]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values as bytes, (batch, heads, tokens, bytes): of each row its codes, then what its scales are."""
+
+    def __init__(self, keys: Quantizer, values: Quantizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kinds = keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.sizes = key_states.shape[-1], value_states.shape[-1]
+        self.keys, self.values = (torch.tensor([], dtype=torch.uint8, device=self.device) for _ in range(2))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        kinds = self.kinds
+        given = (_packed(kind, x) for kind, x in zip(kinds, (key_states, value_states), strict=True))
+        kept = super().update(*given, *args, **kwargs)
+        keys, values = (_unpacked(*each, self.dtype) for each in zip(kinds, kept, self.sizes, strict=True))
+        return keys, values
+
+
+def _kind(given: str | Quantizer) -> Quantizer:
+    if isinstance(given, str):
+        if given not in KINDS:
+            raise QuantizationError(unknown("kind of KV cache", given, KINDS))
+        return KINDS[given]
+    scales = given.scales
+    if (
+        scales is None or scales.tile.rows != 1 or scales.rule.two_level or given.stateful
+        or given.clamp is not None or given.outliers is not None
+    ):  # fmt: skip
+        raise QuantizationError(
+            f"a KV cache kept as {given.format.name} ({scales or 'no scales'}): a token is rounded when it comes, by "
+            f"itself. Expected scales of 1 x so many numbers, without clamp and outliers, or one of {', '.join(KINDS)}"
+        )
+    return given
+
+
+def _packed(kind: Quantizer, x: Tensor) -> Tensor:
+    """Bytes of each row."""
+    made = ops.quantize(x.detach(), kind).tensors
+    rows = prod(x.shape[:-1])
+    parts = [made[name].reshape(rows, -1).view(torch.uint8) for name in layout(kind, tuple(x.shape), x.dtype)]
+    return torch.cat(parts, -1).view(*x.shape[:-1], -1)
+
+
+def _unpacked(kind: Quantizer, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """The values that bytes stand for."""
+    shape, first = (*rows.shape[:-1], columns), 0
+    made: dict[str, Tensor] = {}
+    for name, (own, (_, size)) in layout(kind, shape, dtype).items():
+        assert size is not None
+        last = first + size * own.itemsize
+        made[name] = rows[..., first:last].contiguous().view(own).view(-1, size)
+        first = last
+    return Quantized(kind, shape, dtype, made).dequantize()
