@@ -72,8 +72,8 @@ def prepare(
     Args:
         model: any module with parameters, before DDP, FSDP or torch.compile. One that is quantised under this recipe
             (`quantize_model(..., adapters=True)`) trains what was put beside its codes.
-        optimizer: torch.optim.AdamW, Adam, NAdam, RMSprop or SGD, or a subclass that overrides nothing, or a
-            `halfstep.optim` one (Lion, Lamb), over parameters of the model.
+        optimizer: torch.optim.AdamW, Adam, NAdam, RMSprop, Adagrad, SGD or Muon, or a subclass that overrides nothing;
+            `halfstep.optim`'s Lion or Lamb; or several of these as one (`halfstep.optim.Combined`).
         recipe: a name or a `Recipe`.
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
