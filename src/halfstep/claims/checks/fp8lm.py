@@ -12,12 +12,13 @@ import halfstep
 from halfstep import formats, memory, tracking
 from halfstep.claims.checks.base import Numbers, check
 from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.mean import mean_steps
-from halfstep.distributed.simulated import run
+from halfstep.distributed.mean import Steps, mean_steps
+from halfstep.distributed.message import Message
+from halfstep.distributed.simulated import Simulated, run
 from halfstep.quant import Quantizer, Scales, round_to
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
-from halfstep.recipe import FP8, Codes, get_recipe
+from halfstep.recipe import FP8, Codes, Storage, get_recipe, get_storage
 
 
 _E4M3 = formats.get("e4m3fn")
@@ -96,6 +97,29 @@ def all_reduce() -> Numbers:
     steps = controlled(g, 40)
     own = {f"own_{ranks}": snr(by_halfstep(shards(ranks)), shards(ranks).mean(0)) for ranks in (2, 16)}
     return {**fixed, "worst": min(decibels for _, decibels in steps[4:]), "mu": steps[-1][0], **own}
+
+
+@check("fp8lm-traffic")
+def traffic() -> Numbers:
+    """The bytes that a rank of 8 sends of an element whose gradient goes to the rank that has it, and whose weight is
+    gathered from there, as the collectives count them; and what 8 bits save of it."""
+    size, ranks = 2**18, 8
+
+    def sent(*formats: str | Storage) -> float:
+        gradients, weights = (Message(get_storage(format), size // ranks) for format in formats)
+
+        def steps(to: Simulated) -> Steps:
+            given = torch.zeros(ranks, gradients.bytes, dtype=torch.uint8, device="cpu")
+            yield to.all_to_all(torch.empty_like(given), given)
+            own = torch.zeros(weights.bytes, dtype=torch.uint8, device="cpu")
+            yield to.all_gather(own.new_empty(ranks, weights.bytes), own)
+
+        return run(steps, ranks)[0].sent / size
+
+    assert FP8.gradients is not None
+    few = sent(FP8.gradients, FP8.gradients)
+    wide, half = sent("fp32", "bf16"), sent("bf16", "bf16")
+    return {"fp8": few, "fp32_bf16": wide, "bf16": half, "saved_fp32": 1 - few / wide, "saved_bf16": 1 - few / half}
 
 
 @check("fp8lm-pre-and-post")
