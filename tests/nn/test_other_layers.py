@@ -1,5 +1,7 @@
 """Layers that are no `nn.Linear`: Conv1D, fused experts, and those that a rule matches and nothing rounds."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -165,3 +167,51 @@ def test_what_no_adapter_sees_is_named_with_the_reason():
         "rnn": "its forward is not torch's",
     }
     assert halfstep.apply(nn.ModuleDict({"linear": nn.Linear(8, 8), "own": Own()}), "bf16-mixed").kept == {}
+
+
+PER_EXPERT = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8")
+
+
+def routed(*experts):
+    """Every token to those experts, equally."""
+    index = torch.tensor(experts).repeat(8, 1)
+    return index, torch.full(index.shape, 1 / len(experts))
+
+
+@pytest.mark.parametrize("name", PER_EXPERT)
+def test_an_experts_scales_are_its_own(name):
+    """One with weights 2^20 times as large, in the same call, takes no bit from another."""
+    torch.manual_seed(0)
+    model, x, grad = Mixture(), torch.randn(8, 8), torch.randn(8, 8)
+    wide = copy.deepcopy(model)
+    with torch.no_grad():
+        wide.experts.gate_up_proj[1] *= 2.0**20
+        wide.experts.down_proj[1] *= 2.0**20
+    found = []
+    for each in (model, wide):
+        halfstep.apply(each, name)
+        with halfstep.following(each):
+            alone = each.experts(x, *routed(0))
+            (each.experts(x, *routed(0, 1)) * grad).sum().backward()
+        found.append((alone, each.experts.down_proj.grad[0], each.experts.gate_up_proj.grad[0]))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", [*PER_EXPERT, "fp8-delayed"])
+def test_an_expert_without_tokens_poisons_nothing(name):
+    """Its weights are not finite: no other expert's scale, state or gradient sees them."""
+    torch.manual_seed(0)
+    model, x = Mixture(), torch.randn(8, 8)
+    with torch.no_grad():
+        model.experts.gate_up_proj[3] = torch.inf
+    model, optimizer, scaler = prepared(name, model)
+    for _ in range(3):
+        with halfstep.following(model):
+            loss = model.experts(x, *routed(0, 2)).float().square().mean()
+            scaler.scale(loss).backward()
+        assert loss.isfinite()
+        assert model.experts.gate_up_proj.grad[:3].isfinite().all()
+        optimizer.zero_grad()
+    states = [buffer for key, buffer in model.named_buffers() if "scaling" in key]
+    assert all(state.isfinite().all() for state in states)
