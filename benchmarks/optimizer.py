@@ -96,6 +96,48 @@ def stepping(recipe: str | Recipe | None) -> Step:
     return Step(lambda: optimizer)
 
 
+MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, **how),
+    "NAdam": lambda parameters, **how: torch.optim.NAdam(parameters, lr=1e-4, **how),
+    "RMSprop": lambda parameters, **how: torch.optim.RMSprop(parameters, lr=1e-4, **how),
+    "Adagrad": lambda parameters, **how: torch.optim.Adagrad(parameters, lr=1e-4, **how),
+    "Lion": lambda parameters: halfstep.optim.Lion(parameters, lr=1e-4),
+}
+"""The other update rules, by name."""
+
+
+def of_rule(name: str) -> Step:
+    """The step of a rule under fp32."""
+    model = Weights()
+    _, optimizer, _ = halfstep.prepare(model, MAKES[name](model.parameters()), "fp32")
+    model.with_gradients()
+    return Step(lambda: optimizer)
+
+
+class ForeachLion(torch.optim.Optimizer):
+    """Lion as torch's optimizers are written, an operation on all tensors at a time: torch has none."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """One step."""
+        weights = self.param_groups[0]["params"]
+        grads = [weight.grad for weight in weights]
+        means = [self.state[weight].setdefault("exp_avg", torch.zeros_like(weight)) for weight in weights]
+        blend = torch._foreach_mul(means, 0.9)
+        torch._foreach_add_(blend, grads, alpha=0.1)
+        torch._foreach_sign_(blend)
+        torch._foreach_add_(weights, blend, alpha=-1e-4)
+        torch._foreach_lerp_(means, grads, 0.01)
+
+
+def of_torch(name: str) -> Step:
+    """The step of torch's optimizer: the fused one for SGD, else an operation on all tensors at a time."""
+    parameters = Weights().with_gradients().parameters()
+    if name == "Lion":
+        return Step(lambda: ForeachLion(parameters, {}))
+    return Step(lambda: MAKES[name](parameters, **{"fused" if name == "SGD" else "foreach": True}))
+
+
 def theirs(module: str, name: str) -> Step:
     """The step of an AdamW by its name."""
     return Step(lambda: getattr(import_module(module), name)(Weights().with_gradients().parameters(), lr=1e-4))
@@ -143,6 +185,10 @@ def main() -> None:
     for name in ("GaLoreAdamW", "GaLoreAdamW8bit"):
         ours = projected("halfstep.optim", name)
         contenders += [Contender(name, ours, fused), Contender(f"{name}, to galore-torch's", ours, galore)]
+    for name in MAKES:
+        peer = f"torch {'fused' if name == 'SGD' else 'foreach'} {name}"
+        contenders.append(Contender(peer, of_torch(name), fused, is_peer=True))
+        contenders.append(Contender(f"{name}, to torch's", of_rule(name), peer, 1.1 if name == "SGD" else 1.0))
     size = TENSORS * SHAPE[0] * SHAPE[1] / 2**20
     rows = race(contenders, ROUNDS)
     steps = {contender.name: contender.run for contender in contenders}

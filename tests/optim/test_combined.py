@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,14 +182,15 @@ def test_what_cannot_be_combined_is_refused():
 
 
 def test_a_subspace_is_refused():
-    with pytest.raises(OptimizerError, match=r"a projection of muon.*Expected Adam"):
+    with pytest.raises(OptimizerError, match=r"a projection of muon.*Expected Adagrad, Adam"):
         combined(wide(), "galore")
 
 
 def test_on_a_gpu_the_groups_that_kernels_know_are_launched(monkeypatch):
     """The launches are written down and not made: AdamW's, and none of Muon's, which is stepped by torch."""
     made = []
-    monkeypatch.setattr(on_gpu, "functions", lambda name: type("F", (), {"prepare": "prepare", "update": "update"}))
+    made_up = SimpleNamespace(prepare="prepare", update="update", moving=id, finding=lambda *program: id(program))
+    monkeypatch.setattr(on_gpu, "functions", lambda name: made_up)
     monkeypatch.setattr(on_gpu, "prepared", lambda kernel, *_, **__: lambda grid, *rest: made.append((kernel, grid)))
     model, optimizer, _ = combined(nn.Linear(8, 2000))
     optimizer._together = Together(anywhere=True)
