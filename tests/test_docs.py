@@ -257,6 +257,7 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
         ("distributed.md", "reductions", "table", "reductions.json"),
         ("memory.md", "memory_page", "section", "memory.json finetune.json"),
         ("using.md", "muon", "table", "muon.json"),
+        ("inference.md", "kv_cache", "table", "kv_cache.json"),
     ],
 )
 def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures, monkeypatch):
