@@ -63,7 +63,7 @@ def test_without_its_states_a_resumed_run_would_differ(name):
 def test_they_are_saved_under_one_extra_key(name):
     _, _, scaler = prepared(name)
     assert list(scaler.state_dict()) == ["halfstep"]
-    assert list(scaler.state_dict()["halfstep"]) == ["recipe", "scaling"]
+    assert list(scaler.state_dict()["halfstep"]) == ["recipe", "steps", "scaling"]
     assert len(scaler.state_dict()["halfstep"]["scaling"]) == 6
 
 

@@ -62,8 +62,8 @@ RecipeRates = Annotated[
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        help="An update rule: adamw if left out; adam, nadam, rmsprop, sgd, lion, lamb, muon (and AdamW). Each wants "
-        "an --lr of its own. Adam, NAdam, RMSprop and SGD train without weight decay."
+        help="An update rule: adamw if left out; adam, nadam, rmsprop, adagrad, sgd, lion, lamb, muon (and AdamW). "
+        "Each wants an --lr of its own. Adam, NAdam, RMSprop and SGD train without weight decay."
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="The run folder; left out: a new one under runs/.")]

@@ -132,18 +132,18 @@ class Kernel:
         return result
 
 
-SOURCES = ("formats", "quant", "kernels/cpu")
-"""The rooms whose functions and numbers kernels are made of."""
+SOURCES = ("formats", "quant", "kernels/cpu", "kernels/arithmetic")
+"""The rooms, and the file, whose functions and numbers kernels are made of."""
 
 _KEPT = 8  # folders of compiled code in the user's cache; the least recently used go
 
 
 def source_hash(folders: Iterable[Path]) -> str:
-    """Names the state of all Python files in folders, and of the compiler."""
+    """Names the state of all Python files in folders, or of a file (named without .py), and of the compiler."""
     digest = hashlib.sha256(f"numba {numba.__version__}, llvmlite {llvmlite.__version__}".encode())
     for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+        for file in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
+            digest.update(str(file.relative_to(folder.parent)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

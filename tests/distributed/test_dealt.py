@@ -1,0 +1,99 @@
+"""Whole tensors dealt to ranks: the same weights as where every rank has all states, and a share of their bytes."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import halfstep
+from halfstep.distributed import Dealt, reduce_gradients
+from halfstep.errors import ModelError
+from halfstep.recipe import FP8_LM
+from ranks import on_ranks
+from tiny import assert_same
+
+
+pytestmark = pytest.mark.slow
+NAMES = (
+    "fp32", "bf16-master", "fp16-mixed", "adamw-8bit", "fp8-delayed", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3",
+    "bf16-stochastic",
+)  # fmt: skip
+SENT = (None, FP8_LM)
+
+
+def trained(name, communication, deals):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 32))
+    dealt = Dealt(model) if deals else None
+    parameters = dealt.parameters if deals else model.parameters()
+    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(parameters, lr=1e-2), name, generator=3)
+    if deals:
+        dealt.share()
+    for step in range(4):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        scaler.scale((model(x) - x).square().mean()).backward()
+        reduce_gradients(model, communication)
+        scaler.step(optimizer)
+        scaler.update()
+        if deals:
+            dealt.share()
+        optimizer.zero_grad()
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    kept = sum(value.nbytes for value in states if value.dim())
+    left = sum(p.grad is not None for p in model.parameters())
+    weights = {n: p.detach().clone().float() for n, p in model.named_parameters()}
+    count = sum(p.numel() for p in model.parameters())
+    return weights, kept / count, left, 0.0 if dealt is None else dealt.exchange.sent / (5 * count)
+
+
+def everything(rank):
+    found = {
+        (name, i): [trained(name, sent, deals) for deals in (True, False)]
+        for name in NAMES
+        for i, sent in enumerate(SENT)
+    }
+    try:
+        Dealt(nn.Linear(2, 2, bias=False))
+        found["few"] = ""
+    except ModelError as error:
+        found["few"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"), world=3)
+
+
+@pytest.mark.parametrize("sent", range(len(SENT)))
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_of_ranks_that_keep_everything(ranks, name, sent):
+    dealt = [rank[name, sent][0] for rank in ranks]
+    for each in dealt[1:]:
+        assert_same(each[0], dealt[0][0])
+    if name != "bf16-stochastic":  # whose noise follows a parameter's number in its optimizer
+        assert_same(dealt[0][0], ranks[0][name, sent][1][0])
+    assert [each[2] for each in dealt] == [0, 0, 0], "no gradient is left"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_are_shared_out(ranks, name):
+    """Largest first: of 6144, 3072 and 2048 numbers, and biases, no rank has more than the largest and what fits."""
+    whole = ranks[0][name, 0][1][1]
+    parts = [rank[name, 0][0][1] for rank in ranks]
+    assert sum(parts) == pytest.approx(whole, rel=0.02)  # scales of whole tensors aside
+    assert max(parts) <= 0.6 * whole
+
+
+def test_weights_in_codes_cross_as_codes(ranks):
+    """One byte a number of fp8lm-o3, where float32 has four: to each of two others, as the longest share is long."""
+    sent = {name: [rank[name, 0][0][3] for rank in ranks] for name in ("fp32", "fp8lm-o3")}
+    for few, many in zip(sent["fp8lm-o3"], sent["fp32"], strict=True):
+        assert few < 0.3 * many
+
+
+def test_fewer_tensors_than_ranks_are_told(ranks):
+    assert [bool(rank["few"]) for rank in ranks] == [False, True, True]
+    assert "1 tensors for 3 ranks: rank 1 has none to step on" in ranks[1]["few"]
