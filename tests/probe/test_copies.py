@@ -1,0 +1,67 @@
+"""What probes and mismatch run are copies: none of them computes with the weights of the model that it is a copy of."""
+
+import functools
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import ModelError
+from halfstep.probe.aside import copied
+
+
+class Wrapper:
+    """As accelerate's: it calls what it was given."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, *args):
+        return self.forward(*args)
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def doubled(self, x):
+    return 2 * type(self).forward(self, x)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda forward: functools.wraps(forward)(lambda *args: forward(*args)),
+        lambda forward: lambda x, call=forward: call(x),
+    ],
+    ids=["closure", "default"],
+)
+@pytest.mark.parametrize("path", ["", "1"])
+def test_a_forward_that_calls_the_original_is_refused(wrap, path):
+    whole = model()
+    part = whole.get_submodule(path)
+    part.forward = wrap(part.forward)
+    with pytest.raises(ModelError, match=rf"{path or 'the model'} has a forward that was set on the instance"):
+        copied(whole)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda m: MethodType(doubled, m),
+        lambda m: functools.partial(doubled, m),
+        lambda m: Wrapper(m.forward),
+        lambda m: lambda x: 2 * x,
+    ],
+    ids=["method", "partial", "object", "function"],
+)
+def test_a_forward_that_is_copied_with_the_model_computes_with_the_copy(give):
+    whole = model()
+    whole.forward = give(whole)
+    other = copied(whole)
+    x, before = torch.ones(1, 2), whole(torch.ones(1, 2))
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.fill_(9.0)
+    assert torch.equal(other(x), before)
