@@ -74,6 +74,13 @@ def test_an_operation_is_traced_once():
         (lambda w, g, m, o: (single(double(w) * 2), {}), "takes an element to float64. Expected float32"),
         (lambda w, g, m, o: (single(o["a"]), {}), "no element has a part in. Expected a weight"),
         (lambda w, g, m, o: (0.0, {}), "no element has a part in. Expected a weight"),
+        (lambda w, g, m, o: (where(g == 0, w, g), {}), "uses __eq__. Expected .*x == 0 is abs"),
+        (lambda w, g, m, o: (w - g**2, {}), r"uses __pow__. Expected .*x\*\*2 is x \* x"),
+        (lambda w, g, m, o: (w - 2**g, {}), "uses __rpow__. Expected"),
+        (lambda w, g, m, o: (w - torch.sqrt(g), {}), "uses torch's sqrt. Expected .*root"),
+        (lambda w, g, m, o: (w - g.sign(), {}), "uses .sign. Expected"),
+        (lambda w, g, m, o: (where((g > 0) & (w > 0), w, g), {}), "uses __and__. Expected"),
+        (lambda w, g, m, o: (w - g, {"other": g}), r"gives the moments \['other'\]. Expected \[\]"),
     ],
 )
 def test_what_is_no_formula_is_said(formula, words):

@@ -141,6 +141,13 @@ class Traced:
             "a formula takes a number for Python's own. Expected options as floats already: convert them in `options`"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        raise (AttributeError if name.startswith("__") else TypeError)(_beyond(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise TypeError(_beyond(f"torch's {function.__name__}"))
+
     def __neg__(self) -> Traced:
         return self.trace.operation("mul", self, -1.0)
 
@@ -155,10 +162,26 @@ def _operator(name: str, turned: bool = False) -> Callable[[Traced, Any], Traced
     return apply
 
 
+def _beyond(found: str) -> str:
+    return (
+        f"a formula uses {found}. Expected + - * / < <= > >=, abs, and root, where, maximum and is_nan of "
+        "halfstep.kernels.arithmetic (x**2 is x * x; x == 0 is abs(x) <= 0), or a rule with an `update` of its own"
+    )
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def apply(self: Traced, *_: Any) -> Any:
+        raise TypeError(_beyond(name))
+
+    return apply
+
+
 for _name in ("add", "sub", "mul", "truediv", "lt", "le", "gt", "ge"):
     setattr(Traced, f"__{_name}__", _operator("div" if _name == "truediv" else _name))
 for _name in ("add", "sub", "mul", "truediv"):
     setattr(Traced, f"__r{_name}__", _operator("div" if _name == "truediv" else _name, turned=True))
+for _name in ("eq", "ne", "pow", "rpow", "mod", "floordiv", "and", "or", "xor", "invert"):
+    setattr(Traced, f"__{_name}__", _refused(f"__{_name}__"))
 
 
 _TRUTHS = {"lt", "le", "gt", "ge", "is_nan"}
@@ -254,6 +277,8 @@ def traced(
     weight, grad = trace.given("single", False), trace.given("single", False)
     each = {name: trace.given("single", False) for name in moments}
     moved, new = formula(weight, grad, {**kept, **each}, {**options, **scalars})
+    if new.keys() != kept.keys() | each.keys():
+        raise TypeError(f"a formula gives the moments {sorted(new)}. Expected {sorted(kept.keys() | each.keys())}")
     results = [moved, *(new[name] for name in moments)]
     if any(not isinstance(one, Traced) or one.shared or one.kind != "single" for one in results):
         raise TypeError(
