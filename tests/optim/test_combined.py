@@ -173,6 +173,8 @@ def test_what_cannot_be_combined_is_refused():
         Combined(torch.optim.Muon([parameter]), torch.optim.AdamW([parameter]))
     with pytest.raises(OptimizerError, match=r"LBFGS cannot be expressed"):
         Combined(torch.optim.LBFGS([parameter]))
+    with pytest.raises(OptimizerError, match=r"list cannot be expressed.*halfstep\.optim\.Combined"):
+        halfstep.prepare(nn.ParameterList([parameter]), [torch.optim.Muon([parameter])], "fp32")
     both = Combined(torch.optim.Muon([parameter]))
     with pytest.raises(OptimizerError, match=r"hand it to halfstep\.prepare"):
         both.step()

@@ -70,7 +70,10 @@ _AROUND = (
     "call halfstep.apply(model, recipe) with a recipe of float32 weights ('bf16-mixed', 'fp16-mixed', 'fp8-current'), "
     "build it on model.parameters(), and step it in the loop, with halfstep.LossScaler where the recipe scales its loss"
 )
+_SEVERAL = "Make several optimizers one: halfstep.optim.Combined(*optimizers)"
 _INSTEAD = {
+    "list": _SEVERAL,
+    "tuple": _SEVERAL,
     "Adafactor": (
         "It keeps row and column means in the place of second moments. For moments in little memory take "
         "torch.optim.AdamW under 'adamw-8bit' (2 bytes a parameter) or 'galore' (a subspace); for Adafactor "
