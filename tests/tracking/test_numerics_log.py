@@ -113,7 +113,19 @@ def test_spikes_and_what_is_not_finite_are_named():
     _, log = trained("bf16-mixed", 4, every=4, to=lambda row: None, batches=batches)
     assert log.rows[0]["gradients"]["first_nonfinite"] is None
     assert log.rows[1]["gradients"]["first_nonfinite"] == "0.weight"
+    assert log.rows[1]["first_nonfinite"] == "input of 0"
     assert len(log.rows[1]["spikes"]) == 2
+
+
+def test_steps_that_the_scaler_left_out_are_counted_and_what_broke_them_is_named():
+    batches = [torch.ones(8, 16) for _ in range(5)]
+    batches[1] = torch.full((8, 16), math.inf)
+    _, log = trained("fp16-mixed", 5, every=2, to=lambda row: None, batches=batches)
+    assert [row["step"] for row in log.rows] == [1, 2, 4]
+    assert [row["skipped"] for row in log.rows] == [0, 1, 0]
+    assert [row["first_nonfinite"] for row in log.rows] == [None, "input of 0", None]
+    assert scalars(log.rows[1])["nonfinite"] == 1
+    assert log.rows[1]["gradients"]["first_nonfinite"] is None  # those of the step that was made
 
 
 def test_a_stock_optimizer_and_a_compiled_model_say_what_is_left_out():
@@ -133,6 +145,10 @@ def test_bad_input_is_told(tmp_path):
         halfstep.track(model, optimizer, every=0)
     with pytest.raises(HalfstepError, match=r"to = 7: expected a path for JSON lines, a function of a row"):
         halfstep.track(model, optimizer, to=7)
+    with pytest.raises(HalfstepError, match=r"model is a SGD; expected track\(model, optimizer\)"):
+        halfstep.track(optimizer, model)
+    with pytest.raises(HalfstepError, match="this SGD steps no parameter of this Linear"):
+        halfstep.track(nn.Linear(2, 2), optimizer)
     with pytest.raises(HalfstepError, match="there is no folder"):
         halfstep.track(model, optimizer, to=tmp_path / "nowhere" / "x.jsonl")
 

@@ -46,8 +46,10 @@ def track(
 
     Of the step that is looked at, a row has: the largest magnitudes of each layer's input, weight and gradient; of what
     the recipe rounds, the shares that saturate and that become zero; the share of gradients that are zero, and the
-    first that is not finite; of a `prepare`d optimizer the share of updates that are lost, and how much of the update
-    arrives (`Arrival.quality`); the loss scale; and losses beyond twice the median since the last row.
+    first that is not finite; the first tensor in the order of computing that is not finite; of a `prepare`d optimizer
+    the share of updates that are lost, and how much of the update arrives (`Arrival.quality`); the loss scale; how many
+    steps a halfstep scaler left out since the last row; and losses beyond twice the median since then. The passes of
+    steps that were left out right before it are part of what is seen, and no step.
 
     Args:
         model: that trains, with `prepare`d optimizer or a stock one; what wraps it (DDP) will do.
@@ -58,7 +60,8 @@ def track(
         scaler: a loss scaler whose scale stands in the rows.
 
     Raises:
-        HalfstepError: `every` is no whole number above 0; `to` is none of these.
+        HalfstepError: `every` is no integer above 0; `to` is none of these; the optimizer steps none of the model's
+            parameters.
     """
     return Log(model, optimizer, every, to, scaler)
 
@@ -69,13 +72,21 @@ class Log:
     def __init__(self, model: nn.Module, optimizer: Any, every: int, to: Any, scaler: Any) -> None:
         if type(every) is not int or every < 1:
             raise HalfstepError(f"every = {every!r}; expected a number of optimizer steps from 1 on, such as 100")
+        if not isinstance(model, nn.Module):
+            raise HalfstepError(f"model is a {type(model).__name__}; expected track(model, optimizer)")
         several = to if isinstance(to, (list, tuple)) else [to]
         self._sinks: list[Sink] = [_sink(one) for one in several]
         self.rows: list[Row] = []
         self._model, self._scaler, self._every = weakref.ref(model), scaler, every
         self._optimizer = unwrapped(optimizer)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._step, self._losses = 0, list[Tensor]()
+        groups = self._optimizer.param_groups
+        if not any(parameter in self._names for group in groups for parameter in group["params"]):
+            raise HalfstepError(
+                f"this {type(self._optimizer).__name__} steps no parameter of this {type(model).__name__}; track "
+                "the model that it was built on, after whatever replaces parameters (fully_shard, to_empty)"
+            )
+        self._step, self._skipped, self._losses = 0, self._skips() or 0, list[Tensor]()
         self._looks = ExitStack()
         self._amaxes, self._arrivals = Amaxes(), Arrivals()
         self._gradients: Row = {}
@@ -134,12 +145,23 @@ class Log:
         self._step += 1
         self._look_at_next()
 
+    def _skips(self) -> int | None:
+        """How many steps the scaler has left out, where it counts them."""
+        return getattr(self._scaler, "skipped_steps", None)
+
     def _row(self) -> Row:
-        whole = self._arrivals.model
+        whole, before, skips = self._arrivals.model, self._skipped, self._skips()
+        self._skipped = skips or 0
+        amaxes = dict(self._amaxes.amaxes)
+        broken = [name for name, amax in amaxes.items() if not math.isfinite(amax)]
+        if (gradient := self._gradients["first_nonfinite"]) is not None:
+            broken.append(f"gradient of {gradient}")
         row: Row = {
             "step": self._step + 1,
             "loss_scale": None if self._scaler is None else float(self._scaler.get_scale()),
-            "amax": dict(self._amaxes.amaxes),
+            "skipped": None if skips is None else skips - before,
+            "first_nonfinite": next(iter(broken), None),
+            "amax": amaxes,
             "saturated": _some(self._amaxes.saturated),
             "underflowed": _some(self._amaxes.underflowed),
             "gradients": self._gradients,
@@ -202,7 +224,7 @@ def _plain(value: Any) -> Any:
 def scalars(row: Row) -> dict[str, float]:
     """The numbers of a row for a plot: of amaxes and shares the largest of all layers."""
     found: dict[str, float] = {}
-    for name in ("loss_scale", "lost_updates", "arrived"):
+    for name in ("loss_scale", "skipped", "lost_updates", "arrived"):
         if row[name] is not None:
             found[name] = row[name]
     for name in ("amax", "saturated", "underflowed"):
@@ -212,7 +234,7 @@ def scalars(row: Row) -> dict[str, float]:
                 found[f"{name}/{kind}"] = max(of)
     if row["gradients"].get("zero") is not None:
         found["gradients/zero"] = row["gradients"]["zero"]
-    found["gradients/nonfinite"] = float(row["gradients"].get("first_nonfinite") is not None)
+    found["nonfinite"] = float(row["first_nonfinite"] is not None)
     found["spikes"] = float(len(row["spikes"]))
     return found
 
@@ -232,8 +254,8 @@ class _Live:
         table = Table("numerics", f"step {row['step']}", box=None)
         for name, value in scalars(row).items():
             table.add_row(name, f"{value:.4g}")
-        if (broken := row["gradients"].get("first_nonfinite")) is not None:
-            table.add_row("first gradient that is not finite", broken)
+        if (broken := row["first_nonfinite"]) is not None:
+            table.add_row("first that is not finite", broken)
         if not self._live.is_started:
             self._live.start()
         self._live.update(table, refresh=True)
