@@ -19,24 +19,33 @@ NAMES = (
     "bf16-stochastic",
 )  # fmt: skip
 SENT = (None, FP8_LM)
+CLIPPED = [
+    ("fp16-mixed", "halfstep", None), ("fp16-mixed", "torch", None), ("bf16-master", "halfstep", None),
+    ("fp16-mixed", None, 2), ("fp16-mixed", "halfstep", 1),
+]  # fmt: skip
 
 
-def trained(name, communication, deals):
+def trained(name, communication, deals, clip=None, overflow=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 32))
     dealt = Dealt(model) if deals else None
     parameters = dealt.parameters if deals else model.parameters()
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(parameters, lr=1e-2), name, generator=3)
     if deals:
-        dealt.share()
+        dealt.attach(optimizer)
     for step in range(4):
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         scaler.scale((model(x) - x).square().mean()).backward()
+        if step == overflow and dist.get_rank() == 1:
+            model[0].weight.grad[0, 0] = torch.inf
         reduce_gradients(model, communication)
+        if clip == "halfstep":
+            scaler.clip_grad_norm_(optimizer, 0.02)
+        elif clip == "torch":
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.02)
         scaler.step(optimizer)
         scaler.update()
-        if deals:
-            dealt.share()
         optimizer.zero_grad()
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
@@ -54,11 +63,21 @@ def everything(rank):
         for name in NAMES
         for i, sent in enumerate(SENT)
     }
-    try:
-        Dealt(nn.Linear(2, 2, bias=False))
-        found["few"] = ""
-    except ModelError as error:
-        found["few"] = str(error)
+    for name, clip, overflow in CLIPPED:
+        found[name, clip, overflow] = [trained(name, None, deals, clip, overflow) for deals in (True, False)]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    dealt = Dealt(model)
+    wrong = {
+        "few": lambda: Dealt(nn.Linear(2, 2, bias=False)),
+        "stock": lambda: dealt.attach(torch.optim.SGD(dealt.parameters, lr=0.1)),
+        "all": lambda: dealt.attach(halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")[1]),
+    }
+    for name, what in wrong.items():
+        found[name] = ""
+        try:
+            what()
+        except ModelError as error:
+            found[name] = str(error)
     return found
 
 
@@ -92,6 +111,20 @@ def test_weights_in_codes_cross_as_codes(ranks):
     sent = {name: [rank[name, 0][0][3] for rank in ranks] for name in ("fp32", "fp8lm-o3")}
     for few, many in zip(sent["fp8lm-o3"], sent["fp32"], strict=True):
         assert few < 0.3 * many
+
+
+@pytest.mark.parametrize("case", CLIPPED)
+def test_norms_and_overflows_are_those_of_the_whole_model(ranks, case):
+    for rank in ranks:
+        dealt, whole = rank[case]
+        assert_same(dealt[0], whole[0])
+
+
+def test_optimizers_of_other_tensors_are_refused(ranks):
+    for rank in ranks:
+        assert "a SGD was given; expected the optimizer that halfstep.prepare gives back" in rank["stock"]
+        assert "steps 4 tensors, of which" in rank["all"]
+        assert "build it on dealt.parameters" in rank["all"]
 
 
 def test_fewer_tensors_than_ranks_are_told(ranks):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from halfstep.distributed.collectives import Exchange
 from halfstep.errors import ModelError
 from halfstep.ops import CodeTensor
+from halfstep.optim import LowBit
+from halfstep.optim.unscaling import unwrapped
 
 
 class Dealt:
@@ -19,15 +21,15 @@ class Dealt:
         dealt = halfstep.distributed.Dealt(model)
         optimizer = torch.optim.AdamW(dealt.parameters, lr=1e-3)      # of this rank's tensors
         model, optimizer, scaler = halfstep.prepare(model, optimizer, "fp8lm-o2")
-        dealt.share()                                                 # a weight with a master is rounded from that
+        dealt.attach(optimizer)                                       # sends them, now and after each step
         ...
         scaler.scale(loss).backward()
         halfstep.distributed.reduce_gradients(model)
-        scaler.step(optimizer); scaler.update()
-        dealt.share()                                                 # on all ranks, once a step
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
 
     Masters and moments are then 1/N of the model's a rank. Tensors are not cut, so that one with a scale of its own has
-    one: as codes and that scale they are sent. Save and load the optimizer on every rank.
+    one: as codes and that scale they are sent. Gradients are whole on every rank: they are checked, unscaled, clipped
+    and zeroed together. Save and load the optimizer on every rank.
 
     Args:
         model: the same on every rank, before or after `prepare`.
@@ -55,16 +57,39 @@ class Dealt:
             held[rank] += parameter.numel()
             self._of[rank].append(parameter)
         self.parameters = self._of[self.exchange.rank]
+        self._trained = trained
         if not self.parameters:
             raise ModelError(
                 f"{len(trained)} tensors for {self.exchange.ranks} ranks: rank {self.exchange.rank} has none to step "
                 "on. Deal them to fewer ranks (process_group=...)"
             )
 
+    def attach(self, optimizer: LowBit) -> None:
+        """Give every rank each tensor as its own rank stores it, now and after each step of the optimizer, which clips
+        and zeroes the gradients of the whole model from here on. Call it on all ranks, once, after `prepare`.
+
+        Raises:
+            ModelError: the optimizer is not `prepare`'s, or steps other tensors than this rank's; a rank failed.
+        """
+        optimizer = unwrapped(optimizer)
+        if not isinstance(optimizer, LowBit) or optimizer.per_layer is not None:
+            raise ModelError(
+                f"a {type(optimizer).__name__} was given; expected the optimizer that halfstep.prepare gives back, "
+                "stepped after the backward pass"
+            )
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if held != set(self.parameters):
+            raise ModelError(
+                f"this optimizer steps {len(held)} tensors, of which {len(held & set(self.parameters))} are among the "
+                f"{len(self.parameters)} of this rank; build it on dealt.parameters"
+            )
+        optimizer.reduced = self._trained
+        optimizer.register_step_post_hook(lambda *_: self.share())
+        self.share()
+
     @torch.no_grad()
     def share(self) -> None:
-        """Give every rank each tensor as its own rank stores it, and drop the gradients of other ranks' tensors, which
-        no optimizer here zeroes.
+        """Give every rank each tensor as its own rank stores it. `attach` does so after each step.
 
         Raises:
             ModelError: a rank failed; it is named.
@@ -81,7 +106,6 @@ class Dealt:
             _put(memory[rank], everyone[rank])
             for parameter in own:
                 torch.autograd.graph.increment_version(parameter)
-                parameter.grad = None
 
 
 def _memory(parameter: Tensor) -> Sequence[Tensor]:

@@ -20,17 +20,19 @@ NO_GRADIENT = 2.0
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Its parameters, in order."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    """The parameters whose gradients it has, in order: its own, or of all ranks (`distributed.Dealt`)."""
+    of_all_ranks: Sequence[Tensor] = getattr(optimizer, "reduced", ())
+    return iter(of_all_ranks or [parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 
 def names_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
-    """The names of all of its parameters, in order."""
-    return tuple(
-        names.get(parameter, f"parameter {p} of group {g}")
+    """The names of `parameters_of`, in order."""
+    found: dict[Any, str] = {
+        parameter: f"parameter {p} of group {g}"
         for g, group in enumerate(optimizer.param_groups)
         for p, parameter in enumerate(group["params"])
-    )
+    }
+    return tuple(map((found | dict(names)).__getitem__, parameters_of(optimizer)))
 
 
 def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import itemgetter
@@ -55,6 +55,8 @@ class LowBit(Stepping):
     """Refuses parameters of the model that the recipe stores otherwise than they come, as it says of all of them."""
     check_reduced: Callable[[], None] | None = None
     """Refuses gradients that ranks have not averaged as the recipe says, before each step."""
+    reduced: Sequence[Tensor] = ()
+    """All parameters whose gradients are here, where other ranks step some of them (`distributed.Dealt`)."""
     awaits_scaler = False
     """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
@@ -272,6 +274,10 @@ class LowBit(Stepping):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
         super().zero_grad(set_to_none)
+        held = {parameter for group in self.param_groups for parameter in group["params"]} if self.reduced else ()
+        for parameter in self.reduced:
+            if parameter not in held:
+                parameter.grad = None
         narrow_all(self)
         if self.per_layer is not None:
             self.per_layer.drop()
