@@ -26,7 +26,8 @@ def only(monkeypatch, kernel):
 @pytest.mark.slow  # it compiles every kernel; the tests of each kernel are the fast ones
 def test_every_kernel_is_the_reference_here(run):
     code, out, err = run("doctor", "fp8-current", "mxfp8", "fp32", "--json")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("testing every kernel: minutes where they are not compiled yet")
     data = json.loads(out)
     assert data["passed"]
     assert {test["kernel"] for test in data["kernels"]} == {

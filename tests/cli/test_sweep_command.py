@@ -8,7 +8,7 @@ from halfstep.lab.sweep.folder import SweepFolder
 from halfstep.law import KUMAR
 
 
-SMALL = ["--steps", "4", "--batch", "2", "--context", "16", "--model", "tiny_models:model", "--data", "text.txt"]
+SMALL = ["--steps", "4", "--batch", "2", "--context", "16", "--model", "sweep_models:model", "--data", "text.txt"]
 GRID = ["--grid", "lr=1e-3,1e-2", "--grid", "warmup=1", "--seeds", "2", "--jobs", "1"]
 MODEL = """
 from torch import nn
@@ -27,7 +27,7 @@ def widest():
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny_models.py").write_text(MODEL)
+    (tmp_path / "sweep_models.py").write_text(MODEL)
     (tmp_path / "text.txt").write_text("some text to learn from\n" * 200)
     return tmp_path
 
@@ -69,7 +69,7 @@ def test_a_sweep_from_its_grid_to_its_report(place, run):
         (["--retry", "--out", "x"], "--retry needs --resume"),
         (["--resume", "--out", "nothing"], "expected the folder of a sweep, with sweep.json; found none"),
         (["--executor", "slurm"], "unknown executor 'slurm'"),
-        (["--grid", "model=tiny_models:model,tiny_models:none"], "at model-tiny_models_none: "),
+        (["--grid", "model=sweep_models:model,sweep_models:none"], "at model-sweep_models_none: "),
     ],
 )
 def test_what_cannot_be_swept_is_said(place, run, given, said):
@@ -86,7 +86,7 @@ def test_status_of_something_else_is_said(place, run):
 
 @pytest.mark.slow
 def test_a_law_from_a_sweep(place, run):
-    grid = ["--grid", "model=tiny_models:model,tiny_models:wider,tiny_models:widest", "--grid", "steps=4,8,16"]
+    grid = ["--grid", "model=sweep_models:model,sweep_models:wider,sweep_models:widest", "--grid", "steps=4,8,16"]
     recipes = "fp32,weights-int2,weights-int3,weights-int4"
     shared = ["--batch", "2", "--context", "16", "--data", "text.txt", "--lr", "0.03", "--seeds", "2", "--jobs", "1"]
     code, _, errors = run("sweep", "--recipes", recipes, *grid, *shared, "--out", "sizes")
