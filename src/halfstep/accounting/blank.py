@@ -71,7 +71,7 @@ def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tens
 def _workspace(args: tuple[Any, ...]) -> int:
     """The bytes that oneDNN keeps of an LSTM's layer for its backward pass, which torch takes for none without memory.
 
-    They hang on the processor, and are asked of oneDNN itself: a layer of zeros of the same sizes runs, with 64 steps
+    They depend on the processor, and are asked of oneDNN itself: a layer of zeros of the same sizes runs, with 64 steps
     of time at most. Each step beyond them is one more of as many bytes.
     """
     steps = int(args[0].shape[0])

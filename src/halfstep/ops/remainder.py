@@ -14,7 +14,7 @@ from halfstep.quant import Clamp
 class Remainder:
     """A matrix (rows, columns) with few numbers, in float32: those of each row follow each other.
 
-    In a traced graph, whose shapes may not hang on values, and where no kernel reads sparse rows, it is the whole
+    In a traced graph, whose shapes may not depend on values, and where no kernel reads sparse rows, it is the whole
     matrix: `columns` and `starts` are None.
     """
 

@@ -276,8 +276,8 @@ class Recipe:
         """The bytes of one parameter by role, for an optimizer with those moments; scales of tiles count as if all
         tiles were whole.
 
-        With a `projection` they hang on the matrix: those of one of that `shape`; without a shape, those of a parameter
-        that is not projected, which are the most.
+        With a `projection` they depend on the matrix: those of one of that `shape`; without a shape, those of a
+        parameter that is not projected, which are the most.
 
         With `codes`, of a weight that rules round, but for the scale of its tensor. Autocast keeps one compute copy
         of each fp32 weight that a product uses, dropped when the forward ends: that is `transient`, and at most its

@@ -77,7 +77,7 @@ def checker(base: KnowledgeBase) -> dict[str, Any]:
 
 
 def _said(verdict: Verdict, texts: dict[str, int]) -> _Said:
-    """What the entries say; the page adds the reports of failures, which hang on the name."""
+    """What the entries say; the page adds the reports of failures, which depend on the name."""
     own = [reason for reason in verdict.reasons if reason.entry is not None] or list(verdict.reasons)
     lines = map(because, own)
     numbers = tuple(texts.setdefault(printable(line), len(texts)) for line in dict.fromkeys(lines))

@@ -88,7 +88,7 @@ def calibrate(
 
 
 def _gradients(output: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Those of the leaves for an output gradient of N(0, 1); None for one that the output does not hang on."""
+    """Those of the leaves for an output gradient of N(0, 1); None for one that the output does not depend on."""
     if not leaves or not output.requires_grad:
         return (None,) * len(leaves)
     return torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)

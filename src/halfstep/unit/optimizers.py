@@ -54,7 +54,7 @@ def optimizer_kind(optimizer: type[torch.optim.Optimizer] | str) -> OptimizerKin
         if (kind := _KNOWN.get(name.lower())) is not None:
             return kind
     raise OptimizerError(
-        f"{unknown('optimizer', names[0], _KNOWN)}. The learning-rate rules hang on how it follows a gradient: give "
+        f"{unknown('optimizer', names[0], _KNOWN)}. The learning-rate rules depend on how it follows a gradient: give "
         "optimizer='adamw' if its step stays when the gradient is multiplied by a constant and its decay multiplies "
         "the weight by 1 - lr decay; 'adam' if that decay is added to the gradient; 'sgd' if the step is multiplied too"
     )

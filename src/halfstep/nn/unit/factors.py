@@ -2,7 +2,7 @@
 
 Every value carries its expected mean square from the model's inputs on. Operations that are scaled bring it to about 1,
 additions to 1 exactly; those between carry it along. An operation that is not known makes it unknown, which is refused
-where a residual addition would hang on it, and reported otherwise.
+where a residual addition would depend on it, and reported otherwise.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def _line(value: Value) -> set[Value]:
 
 
 def _elements(value: Value) -> set[Value]:
-    """The values whose single elements this one's hang on; parts of a split tensor are apart."""
+    """The values whose single elements this one's depend on; parts of a split tensor are apart."""
     parts = ("chunk", "split", "__getitem__", "unbind", "tensor_split", "split_with_sizes")
     return _walk(value, lambda n: n.kind not in _MIXES and n.function not in parts)
 

@@ -139,7 +139,7 @@ def _multipliers(node: Node) -> LinearSpec:
 
 
 def _short(factor: float) -> float:
-    """The factor without its last bits, which hang on the order in which it was computed."""
+    """The factor without its last bits, which depend on the order in which it was computed."""
     return float(f"{factor:.12g}")
 
 
