@@ -73,14 +73,16 @@ class Exchange:
         self._pairwise = dist.get_backend(group) == "gloo"
 
     def all_to_all(self, out: Tensor, given: Tensor) -> Pending:
-        """Row r of `given` goes to rank r, whose row comes into row r of `out`."""
+        """Row r of `given` goes to rank r, whose row comes into row r of `out`, where this rank's own row is."""
         self.sent += given[0].nbytes * (self.ranks - 1)
         if self._pairwise:
             return self._between_pairs("all-to-all", out, list(given))
+        given[self.rank] = out[self.rank]
         return self._begin("all-to-all", lambda: [_later(dist.all_to_all_single, out, given, self.group)])
 
-    def all_gather(self, out: Tensor, given: Tensor) -> Pending:
-        """Every rank's tensor, as rows of `out`."""
+    def all_gather(self, out: Tensor) -> Pending:
+        """Every rank's row of `out`, where this rank's own row is."""
+        given = out[self.rank]
         self.sent += given.nbytes * (self.ranks - 1)
         if self._pairwise:
             return self._between_pairs("all-gather", out, [given] * self.ranks)
@@ -92,7 +94,6 @@ class Exchange:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
 
         def begin() -> list[Any]:
-            out[self.rank].copy_(given[self.rank])
             receiving = [dist.irecv(out[rank], group_src=rank, group=self.group) for rank in others]
             return [*receiving, *(dist.isend(given[rank], group_dst=rank, group=self.group) for rank in others)]
 

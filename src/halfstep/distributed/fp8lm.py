@@ -40,14 +40,14 @@ def fp8lm_steps(
     scaled = torch.cat([piece.float() * each for piece, each in pieces])
     share = -(-size // ranks)
     sent = torch.stack([encode(piece, format) for piece in shares(scaled, ranks, share)])
-    got = torch.empty_like(sent)
+    got = sent.clone()
     yield exchange.all_to_all(got, sent)
     total = decode(got[0], format)
     for other in got[1:]:
         total = round_to(total + decode(other, format), format)
-    everyone = torch.empty_like(sent)
-    yield exchange.all_gather(everyone, encode(total, format))
-    mean = decode(everyone.view(-1)[:size], format)
+    sent[exchange.rank] = encode(total, format)
+    yield exchange.all_gather(sent)
+    mean = decode(sent.view(-1)[:size], format)
     parts = mean.split_with_sizes(list(lengths))
     if adapts:
         full = torch.stack([(part.abs() == format.max).float().mean() for part in parts])
@@ -60,8 +60,8 @@ def _factors(values: Tensor, lengths: Sequence[int], quantizer: Quantizer, excha
     assert quantizer.scales is not None
     amax = torch.stack([amax_of(piece).float() for piece in values.split_with_sizes(list(lengths))])
     amax = torch.where(amax.isnan(), torch.inf, amax)  # a NaN is lost in some backends' maximum
-    everyone = torch.empty(exchange.ranks, len(lengths), dtype=torch.float32, device=values.device)
-    yield exchange.all_gather(everyone, amax)
+    everyone = amax.repeat(exchange.ranks, 1)
+    yield exchange.all_gather(everyone)
     factor = quantizer.scales.rule.factor(everyone.amax(0), quantizer.format)
     assert factor is not None
     return torch.where(everyone.amax(0) == 0, 1.0, factor)

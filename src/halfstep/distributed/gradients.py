@@ -62,8 +62,8 @@ def reduce_gradients(
 def _with_gradients(parameters: Sequence[Tensor], state: Reduction) -> list[Tensor]:
     """The parameters that have a gradient on any rank; where this one has none, it is zero."""
     here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    everyone = here.new_empty(state.exchange.ranks, len(parameters))
-    state.exchange.all_gather(everyone, here).wait()
+    everyone = here.repeat(state.exchange.ranks, 1)
+    state.exchange.all_gather(everyone).wait()
     found = []
     for parameter, somewhere in zip(parameters, everyone.amax(0).tolist(), strict=True):
         if somewhere and parameter.grad is None:

@@ -34,36 +34,45 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
     share = -(-size // (ranks * unit)) * unit
     message = Message(storage, share)
     whole = values if residual is None else residual + values  # float32, and apart from both
-    sent, got = (exchange.buffers.take((ranks, message.bytes), torch.uint8, values.device) for _ in range(2))
+    got, everyone = (exchange.buffers.take((ranks, message.bytes), torch.uint8, values.device) for _ in range(2))
+    sent = everyone if residual is None else exchange.buffers.take((ranks, message.bytes), torch.uint8, values.device)
     for rank, piece in enumerate(shares(whole, ranks, share)):
-        message.encode(piece, sent[rank])
+        message.encode(piece, got[rank] if rank == exchange.rank else sent[rank])
     yield exchange.all_to_all(got, sent)
-    total = mean_of(got, message, exchange.buffers)
-    own = got[0]
-    message.encode(total, own)
-    everyone = sent if residual is None else torch.empty_like(sent)
-    yield exchange.all_gather(everyone, own)
+    total = None if residual is None else exchange.buffers.take((share,), torch.float32, values.device)
+    mean_of(got, message, exchange.buffers, everyone[exchange.rank], total)
+    yield exchange.all_gather(everyone)
     for rank, piece in enumerate(shares(values, ranks, share)):
         message.decode(everyone[rank], piece)
         start = rank * share
         if start < size < start + share:
             values[start:] = piece[: size - start]
-    if residual is not None and all(end.isfinite() for end in torch.aminmax(values)):  # of a NaN they are NaN
-        _feed_back(residual, whole, sent, message, (total, own, exchange.rank))
-    exchange.buffers.give(sent, got, total)
+    if residual is not None and total is not None:
+        if all(end.isfinite() for end in torch.aminmax(values)):  # of a NaN they are NaN
+            sent[exchange.rank] = got[exchange.rank]
+            _feed_back(residual, whole, sent, message, (total, everyone[exchange.rank], exchange.rank))
+        exchange.buffers.give(sent, total)
+    exchange.buffers.give(got, everyone)
 
 
-def mean_of(messages: Tensor, message: Message, buffers: Buffers) -> Tensor:
-    """The mean of one message of each rank: in float32, in rank order; memory of the buffers."""
-    total = buffers.take((message.length,), torch.float32, messages.device)
-    message.decode(messages[0], total)
-    if len(messages) > 1:
-        part = buffers.take((message.length,), torch.float32, messages.device)
-        for each in messages[1:]:
-            message.decode(each, part)
-            total += part
-        buffers.give(part)
-    return total.div_(len(messages))
+def mean_of(
+    messages: Tensor, message: Message, buffers: Buffers, out: Tensor | None = None, total: Tensor | None = None
+) -> None:
+    """Form the mean of one message of each rank, in float32 and in rank order: as a message to `out`, and as values to
+    `total`."""
+    if message.mean(messages, out, total):
+        return
+    found, part = (buffers.take((message.length,), torch.float32, messages.device) for _ in range(2))
+    message.decode(messages[0], found)
+    for each in messages[1:]:
+        message.decode(each, part)
+        found += part
+    found.div_(len(messages))
+    if out is not None:
+        message.encode(found, out)
+    if total is not None:
+        total.copy_(found)
+    buffers.give(found, part)
 
 
 def shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:

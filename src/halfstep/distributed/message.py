@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from halfstep.kernels.cpu import means
 from halfstep.ops.casts import Quantized, quantize
 from halfstep.recipe import Storage
 
@@ -58,6 +59,15 @@ class Message:
         if found is not out:
             limit = torch.finfo(out.dtype).max
             out.copy_(found.clamp_(-limit, limit))
+
+    def mean(self, messages: Tensor, out: Tensor | None, total: Tensor | None) -> bool:
+        """Whether a kernel wrote the mean of messages, one a row, summed in float32 in their order: encoded to `out`,
+        and as values to `total`."""
+        quantizer, codes = self._storage.quantizer, self._parts["codes"]
+        known = self._storage.dtype is None and codes[1][0] == 1 and means.supports(messages, quantizer, self.length)
+        if known:
+            means.run(messages, quantizer, self.length, self._parts["codes_scale"][2], out, total)
+        return known
 
     def _views(self, message: Tensor) -> dict[str, Tensor]:
         parts = self._parts.items()

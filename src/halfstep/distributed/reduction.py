@@ -110,8 +110,8 @@ class Reduction:
         given = communication.gradients if communication is not None else None
         storage = given or get_storage(FORMATS[values.dtype])
         if communication is not None and communication.reduce != "all_to_all":
-            return self._by_fp8lm(values, parameters, storage, communication.reduce == "fp8lm")
-        if communication is not None and communication.feeds_back:
+            return self._by_fp8lm(values, parameters, storage)
+        if self._feeds_back:
             return self._fed_back(values, parameters, storage)
         return self._plain(values, lengths, storage)
 
@@ -124,7 +124,7 @@ class Reduction:
         """With what rounding took from these parameters' last gradients, which is kept without the loss scale."""
         lengths, rows = [parameter.numel() for parameter in parameters], self.exchange.ranks
         scale = 1.0 if self._scale is None else self._scale()
-        own = [self._of(p, lambda p=p: p.new_zeros(p.numel(), dtype=torch.float32)) for p in parameters]  # type: ignore[misc]
+        own = [self._of(p) for p in parameters]
         taken = torch.cat(own).mul_(scale)
         laid, residual = (spread(each, lengths, storage, rows) for each in (values, taken))
         yield from mean_steps(laid, storage, self.exchange, residual)
@@ -133,40 +133,59 @@ class Reduction:
         for mine, each in zip(own, taken.div_(scale).split_with_sizes(lengths), strict=True):
             mine.copy_(each)
 
-    def _by_fp8lm(self, values: Tensor, parameters: Sequence[Tensor], storage: Storage, adapts: bool) -> Steps:
-        start = 1.0 if adapts else self.exchange.ranks**-0.5
-        own = [self._of(p, lambda p=p: p.new_full((), start, dtype=torch.float32)) for p in parameters]  # type: ignore[misc]
+    def _by_fp8lm(self, values: Tensor, parameters: Sequence[Tensor], storage: Storage) -> Steps:
+        own = [self._of(p) for p in parameters]
         mu, lengths = torch.stack(own), [parameter.numel() for parameter in parameters]
-        yield from fp8lm_steps(values, lengths, storage.quantizer, self.exchange, mu, adapts)
+        yield from fp8lm_steps(values, lengths, storage.quantizer, self.exchange, mu, self._adapts)
         for mine, each in zip(own, mu, strict=True):
             mine.copy_(each)
 
-    def _of(self, parameter: Tensor, start: Callable[[], Tensor]) -> Tensor:
-        """What is kept of a parameter: what was saved of it, or a start."""
+    def _of(self, parameter: Tensor) -> Tensor:
+        """What is kept of a parameter: what was saved of it, or a start. Of error feedback float32 numbers, of FP8-LM
+        mu."""
         if parameter not in self._kept:
+            if self._feeds_back:
+                kept = parameter.new_zeros(parameter.numel(), dtype=torch.float32)
+            else:
+                start = 1.0 if self._adapts else self.exchange.ranks**-0.5
+                kept = parameter.new_full((), start, dtype=torch.float32)
             saved = self._saved.get(self._names.get(parameter, ""))
-            self._kept[parameter] = start() if saved is None else start().copy_(saved)
+            self._kept[parameter] = kept if saved is None else kept.copy_(saved)
         return self._kept[parameter]
+
+    @property
+    def _feeds_back(self) -> bool:
+        return self.communication is not None and self.communication.feeds_back
+
+    @property
+    def _adapts(self) -> bool:
+        return self.communication is not None and self.communication.reduce == "fp8lm"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # ranks do not multiply: a copy of a model is reduced by what is called for it
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers from step to step: of error feedback what rounding took, of FP8-LM mu.
+        """What is remembered from step to step: of error feedback what this rank's rounding took, under a name that
+        says whose it is, so that a distributed checkpoint has that of every rank; of FP8-LM mu.
 
         Raises:
             RecipeError: a parameter has no name.
         """
-        if not self._kept:
+        if not (self._feeds_back or self._adapts):
             return {}
         if not self._kept.keys() <= self._names.keys():
             raise RecipeError(
                 "what a reduction keeps is saved by the parameters' names, and this Reduction was given none: "
                 "Reduction(..., names={p: n for n, p in model.named_parameters()})"
             )
-        kept = {self._names[parameter]: each.clone() for parameter, each in self._kept.items()}
-        own = {"rank": self.exchange.rank, "ranks": self.exchange.ranks, "communication": str(self.communication)}
-        return {**own, "kept": kept}
+        kept = {name: self._of(p).clone() for p, name in self._names.items() if p.requires_grad}
+        return {"communication": str(self.communication), self._whose: kept} if kept else {}
+
+    @property
+    def _whose(self) -> str:
+        if not self._feeds_back:
+            return "mu"
+        return f"rounding errors of rank {self.exchange.rank} of {self.exchange.ranks}"
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """Load it; what cannot be used, to be told.
@@ -174,18 +193,18 @@ class Reduction:
         With error feedback each rank has its own: of another rank's, or another number of ranks', it starts over.
         """
         self._kept, self._saved = {}, {}
-        if not saved:
+        if not (self._feeds_back or self._adapts) and not saved:
             return []
-        if saved["communication"] != str(self.communication):
+        if saved.get("communication", str(self.communication)) != str(self.communication):
             return [f"what was kept of {saved['communication']} is dropped: gradients are sent as {self.communication}"]
-        found = saved["rank"], saved["ranks"]
-        feeds_back = self.communication is not None and self.communication.feeds_back
-        if found == (self.exchange.rank, self.exchange.ranks) or not feeds_back:
-            self._saved = saved["kept"]
+        if self._whose in saved:
+            self._saved = saved[self._whose]
             return []
+        found = ", ".join(sorted(saved.keys() - {"communication"})) or "nothing"
         return [
-            f"the rounding errors that error feedback keeps are rank {found[0]}'s of {found[1]}, and this is rank "
-            f"{self.exchange.rank} of {self.exchange.ranks}: they start over (save the scaler's state on each rank)"
+            f"gradients are sent as {self.communication}, and of what that keeps from step to step the scaler's state "
+            f"has {found}, and not the {self._whose}: it starts over (save the scaler's state on each rank, and load "
+            "it on as many)"
         ]
 
 

@@ -72,10 +72,12 @@ class Scatter(_Allocates):
         message = Message(self.storage, -(-share // unit) * unit)
         size = exchange.ranks, message.bytes
         sent, got = (exchange.buffers.take(size, torch.uint8, input_tensor.device) for _ in range(2))
-        for row, own in zip(input_tensor.view(exchange.ranks, share), sent, strict=True):
-            message.encode(shares(row, 1, message.length)[0], own)
+        for rank, row in enumerate(input_tensor.view(exchange.ranks, share)):
+            to = got if rank == exchange.rank else sent
+            message.encode(shares(row, 1, message.length)[0], to[rank])
         exchange.all_to_all(got, sent).wait()
-        mean = mean_of(got, message, exchange.buffers)
+        mean = exchange.buffers.take((message.length,), torch.float32, input_tensor.device)
+        mean_of(got, message, exchange.buffers, total=mean)
         if op == dist.ReduceOp.SUM:
             mean *= exchange.ranks
         output_tensor.copy_(mean[:share])
@@ -104,12 +106,12 @@ class Gather(_Allocates):
         exchange = self.state.exchange_of(group)
         parts = self._parts(input_tensor)
         ends = list(accumulate((message.bytes for _, _, message in parts), initial=0))
-        own = torch.empty(ends[-1], dtype=torch.uint8, device=input_tensor.device)
+        everyone = torch.empty(exchange.ranks, ends[-1], dtype=torch.uint8, device=input_tensor.device)
+        own = everyone[exchange.rank]
         for (start, size, message), begin, end in zip(parts, ends, ends[1:], strict=False):
             piece = input_tensor[start : start + size]
             message.encode(shares(piece, 1, message.length)[0], own[begin:end])
-        everyone = own.new_empty(exchange.ranks, len(own))
-        exchange.all_gather(everyone, own).wait()
+        exchange.all_gather(everyone).wait()
         for row, given in zip(output_tensor.view(exchange.ranks, -1), everyone, strict=True):
             for (start, size, message), begin, end in zip(parts, ends, ends[1:], strict=False):
                 target = row[start : start + size]

@@ -242,7 +242,8 @@ class Steps:
         elif saved:
             told = [
                 "the scaler state holds what gradients' reduction remembers, and this model has none yet: it starts "
-                "over. To resume exactly, call halfstep.distributed.compress(ddp) before scaler.load_state_dict"
+                "over. To resume exactly, call halfstep.distributed.compress(ddp), or reduce_gradients(model, ...) "
+                "before there are gradients, and then scaler.load_state_dict"
             ]
         for each in told:
             warnings.warn(each, stacklevel=4)

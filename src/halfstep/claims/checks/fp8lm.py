@@ -110,9 +110,9 @@ def traffic() -> Numbers:
 
         def steps(to: Simulated) -> Steps:
             given = torch.zeros(ranks, gradients.bytes, dtype=torch.uint8, device="cpu")
-            yield to.all_to_all(torch.empty_like(given), given)
+            yield to.all_to_all(given.clone(), given)
             own = torch.zeros(weights.bytes, dtype=torch.uint8, device="cpu")
-            yield to.all_gather(own.new_empty(ranks, weights.bytes), own)
+            yield to.all_gather(own.repeat(ranks, 1))
 
         return run(steps, ranks)[0].sent / size
 

@@ -1,0 +1,124 @@
+"""The mean of several messages of codes in blocks whose scales are powers of two: decoded, added up in order, divided,
+and encoded, a piece at a time, which stays in the nearest caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from torch import Tensor
+
+from halfstep.kernels.cpu import blocks, dequantize, element_codes, packing
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
+from halfstep.kernels.cpu.dequantize import powers_piece, values_piece
+from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.packing import pack, place, unpack
+from halfstep.kernels.cpu.scales import block_maxima, power_scalars, power_scales
+from halfstep.quant.quantizer import Quantizer
+
+
+def supports(messages: Tensor, quantizer: Quantizer, size: int) -> bool:
+    """Whether `run` can form the mean: CPU memory, whole blocks, powers of two that take a byte, rounded to nearest."""
+    return (
+        plain(messages, messages.dtype)
+        and blocks.knows(quantizer, size)
+        and quantizer.scales is not None
+        and quantizer.scales.rule.exact
+        and quantizer.rounding == "nearest_even"
+    )
+
+
+def run(
+    messages: Tensor, quantizer: Quantizer, size: int, scales: int, out: Tensor | None, total: Tensor | None
+) -> None:
+    """Write the mean of messages, one a row of bytes, as a message to `out`, and in float32 to `total`.
+
+    Args:
+        size: elements of a message, whose codes come first.
+        scales: where the bytes of its scales begin.
+    """
+    assert quantizer.scales is not None
+    format, count = quantizer.format, len(messages)
+    inverse = np.float32(0 if count & count - 1 else 1 / count)  # of a power of two, by which a product is the quotient
+    numbers, codes = element_codes.scalars(format, "nearest_even", "saturate")
+    read = dequantize.meaning(format), packing.shifts(format), blocks.levels(quantizer.scales.tile)
+    written = power_scalars(format, quantizer.scales.rule), numbers, codes
+    own = None if out is None else array(out), None if total is None else array(total)
+    _mean(size * count, array(messages), size, scales, np.float32(count), inverse, *read, *written, *own)
+
+
+@inner
+def _add(total, part):
+    for i in range(total.size):
+        total[i] += part[i]
+
+
+@inner
+def _divide(total, count, inverse):
+    if inverse > 0:
+        for i in range(total.size):
+            total[i] *= inverse
+    else:
+        for i in range(total.size):
+            total[i] /= count
+
+
+def _place(total: Any, a: Any, b: Any) -> Any:
+    """In kernels: where the float32 bits of the elements a to b are summed."""
+    raise NotImplementedError
+
+
+@inner_overload(_place)
+def _place_overload(total, a, b):
+    if isinstance(total, types.NoneType):
+        return lambda total, a, b: np.empty(b - a, np.uint32)
+    return lambda total, a, b: total[a:b]
+
+
+def _encode(values: Any, out: Any, a: Any, b: Any, scales: Any, levels: Any, rule: Any, numbers: Any, codes: Any,
+            shifts: Any) -> Any:  # fmt: skip
+    """In kernels: write the values of the elements a to b into a message, where there is one."""
+    raise NotImplementedError
+
+
+@inner
+def _into_message(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
+    amax = block_maxima(values, len(levels))
+    bits = np.empty(amax.size, np.uint32)
+    first = scales + (a >> len(levels))
+    power_scales(amax, out[first : first + amax.size], bits, rule)
+    part = place(out, a, b, shifts)
+    divided(values, bits, levels, part, numbers, codes, None, None)
+    pack(part, out, a, b, shifts)
+
+
+@inner_overload(_encode)
+def _encode_overload(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
+    if isinstance(out, types.NoneType):
+        return lambda values, out, a, b, scales, levels, rule, numbers, codes, shifts: None
+    return lambda values, out, a, b, scales, levels, rule, numbers, codes, shifts: _into_message(
+        values, out, a, b, scales, levels, rule, numbers, codes, shifts
+    )
+
+
+@Kernel
+def _mean(messages, size, scales, count, inverse, meaning, shifts, levels, rule, numbers, codes, out, total):
+    stride = messages.size // int(count)
+    for chunk in numba.prange((size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, size)
+        summed, part = _place(total, a, b), np.empty(b - a, np.uint32)
+        bits = np.empty((b - a) >> len(levels), np.uint32)
+        first = scales + (a >> len(levels))
+        for start in range(0, messages.size, stride):
+            message = messages[start : start + stride]
+            powers_piece(message[first : first + bits.size], bits)
+            into = part if start else summed
+            values_piece(unpack(message, a, b, shifts), bits.view(np.float32), levels, into, meaning)
+            if start:
+                _add(summed.view(np.float32), part.view(np.float32))
+        _divide(summed.view(np.float32), count, inverse)
+        _encode(summed, out, a, b, scales, levels, rule, numbers, codes, shifts)
