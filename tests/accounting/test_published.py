@@ -1,6 +1,7 @@
 """Accounts against tables of papers and of other calculators, where those are right."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from torch import nn
 
 from families import slow_unless
 from halfstep.accounting import Account, Batch, Subject, account, architectures, check_ranks, load_subject, share
+from halfstep.distributed.reduction import Reduction
+from halfstep.distributed.simulated import run
 from halfstep.errors import AccountError
 from halfstep.memory import StepBytes
-from halfstep.recipe import FP4, FP8, PROJECTOR, Projection, Recipe
+from halfstep.recipe import FP4, FP8, FP8_LM, PROJECTOR, Projection, Recipe, get_recipe
 from halfstep.recipe.named.adamw_8bit import MAPS
 
 
@@ -140,6 +143,26 @@ def test_what_is_sent_in_a_step_is_what_collectives_send():
     for zero, each in enumerate((2 * 0.53125, 0.53125 + 129 / 128, 0.53125 + 129 / 128, 0.53125 + 2 * 129 / 128)):
         assert share(few, 8, zero).sent == pytest.approx(each * psi * 7 / 8, abs=3)
     assert share(few, 8).communication == share(whole, 8).communication + 4 * psi  # what error feedback keeps
+
+
+@pytest.mark.parametrize("communication", [None, FP8, FP4, FP8_LM], ids=["none", "FP8", "FP4", "FP8-LM"])
+def test_what_is_sent_in_a_step_is_what_reductions_count(communication):
+    """Of a model of several matrices and biases, by the collectives of a reduction of our own: up to 1% more, since
+    each parameter begins with a block, and FP8-LM's ranks send a maximum of each."""
+    shapes = [(256, 1024), (1024,), (1024, 256), (256,), (300, 70)]
+    subject = Subject("matrices", lambda: nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes))
+    made = account(subject, replace(get_recipe("bf16-mixed"), name="own", communication=communication))
+    parameters = list(subject.build().parameters())
+    for ranks in (2, 3, 8):
+        counted = [to.sent for to in run(lambda to: _steps(communication, to, parameters), ranks)]
+        assert share(made, ranks).sent <= max(counted) <= 1.01 * share(made, ranks).sent
+
+
+def _steps(communication, exchange, parameters):
+    """The reduction of all gradients on one of several ranks."""
+    with patch("halfstep.distributed.reduction.Exchange", lambda group: exchange):
+        state = Reduction(communication)
+    return state._steps(torch.cat([p.detach().flatten() for p in parameters]), parameters)
 
 
 def test_buckets_are_no_larger_than_deepspeeds():

@@ -83,6 +83,14 @@ def states(model, optimizer):
     return {"model": weights, "optimizer": states}
 
 
+def subclasses(value):
+    """The classes of tensors, but torch's own, that a state is stored in, by its parts on this rank."""
+    if isinstance(value, dict):
+        return set().union(*map(subclasses, value.values()))
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return {type(local)} - {torch.Tensor, nn.Parameter} if isinstance(local, torch.Tensor) else set()
+
+
 def leg(name, world, first, folder):
     """Two steps after those that were saved before, and all that a run has then."""
     from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -94,6 +102,7 @@ def leg(name, world, first, folder):
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     steps(trained, first, first + 2)
     now = states(model, optimizer)
+    assert not subclasses(now | {"scaler": scaler.state_dict()})
     if world:
         checkpoint.save(now | {"scaler": scaler}, checkpoint_id=f"{folder}/{name}-{first + 2}")
     return whole(now | {"scaler": scaler.state_dict()})

@@ -8,10 +8,15 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import torch
+from torch.distributed.tensor.placement_types import Shard
+
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from halfstep.distributed.sharded import shared
+from halfstep.errors import OptimizerError
+from halfstep.optim.states import kind_of
 from halfstep.recipe import get_recipe, list_recipes
 from marked import Marked
 
@@ -24,15 +29,33 @@ TABLE = Marked(
 )
 
 
+class Spread(torch.Tensor):
+    """What stands for a weight of 256 rows that lie on two ranks."""
+
+    placements, device_mesh = (Shard(0),), torch.zeros(2)
+
+
+def refuses_adam(recipe):
+    """Whether no rank can keep its part of Adam's moments as the recipe says."""
+    try:
+        for name in ("exp_avg", "exp_avg_sq"):
+            kind_of(recipe, name, (256, 256), torch.zeros(256, 256).as_subclass(Spread))
+    except OptimizerError:
+        return True
+    return False
+
+
 def render():
     """A line for all recipes that are alike."""
     refused = json.loads((ROOT / "tests" / "uses" / "outcomes.json").read_text())["FSDP2"]
-    rows, left_out = defaultdict(list), []
+    rows, left_out, without_adam = defaultdict(list), [], []
     for name in list_recipes():
         recipe = get_recipe(name)
         if name in refused:
             left_out.append(name)
             continue
+        if refuses_adam(recipe):
+            without_adam.append(name)
         codes = sorted({q.format.name for rule in recipe.rules if (q := shared(rule.linear)) is not None})
         gathered = f"{', '.join(codes)} codes, no number changes" if codes else f"{recipe.weights}"
         beside = "none, the shard is the master" if recipe.weights == "fp32" else recipe.master or "none"
@@ -40,6 +63,8 @@ def render():
     lines = ["| shard | master of it | gradients | gathered with `OPERANDS` as | recipes |", "| --- |" + " --- |" * 4]
     lines += [f"| {' | '.join(row)} | {', '.join(f'`{name}`' for name in names)} |" for row, names in rows.items()]
     lines += ["", f"Refused under fully_shard ([why](using.md)): {', '.join(f'`{name}`' for name in left_out)}."]
+    few = ", ".join(f"`{name}`" for name in without_adam)
+    lines += [f"Refused with Adam alone, whose moments need whole tensors there: {few}."]
     return "\n".join(lines) + "\n"
 
 

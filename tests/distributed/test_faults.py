@@ -45,19 +45,26 @@ def backward(model):
 
 
 def killed(rank, kind):
-    model, optimizer, _ = prepared("bf16-mixed")
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    from torch.distributed.fsdp import fully_shard
+
+    if kind == "fsdp":
+        model = model_of()
+        halfstep.apply(model, "bf16-mixed")
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        wrapped = compress(model, replace(FP8, weights=FP8.gradients)) and model
+        optimizer, _ = halfstep.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    else:
+        model, optimizer, _ = prepared("bf16-mixed")
+        wrapped = model if kind == "own" else DistributedDataParallel(model, bucket_cap_mb=0.001)
     if kind == "ddp":
-        compress(ddp, FP8)
+        compress(wrapped, FP8)
 
     def work():
         for step in range(4):
             if rank == 1 and step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "ddp":
-                backward(ddp)
-            else:
-                backward(model)
+            backward(wrapped)
+            if kind == "own":
                 reduce_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -139,7 +146,7 @@ def by_hand(rank):
     return times, said(lambda: backward(ddp))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "own"])
+@pytest.mark.parametrize("kind", ["ddp", "own", "fsdp"])
 def test_a_rank_that_was_killed_is_named(kind, tmp_path):
     found = on_ranks(killed, tmp_path, kind, world=3, killed=(1,))
     for rank in (0, 2):

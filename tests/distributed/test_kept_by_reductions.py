@@ -56,8 +56,9 @@ def saved(rank, folder):
         trained = built(sent)
         steps(trained, rank, 0, HALF)
         checkpoint.save(state_of(trained), checkpoint_id=f"{folder}/{sent}")
+        then = copied(trained)
         steps(trained, rank, HALF, WHOLE)
-        found[sent] = copied(trained)
+        found[sent] = then, copied(trained)
     return found
 
 
@@ -67,11 +68,12 @@ def loaded(rank, folder):
         trained = built(sent)
         try:
             checkpoint.load(state_of(trained), checkpoint_id=f"{folder}/{sent}")
-            steps(trained, rank, HALF, WHOLE)
         except checkpoint.CheckpointException as error:
             found[sent] = str(error)
         else:
-            found[sent] = copied(trained)
+            then = copied(trained)
+            steps(trained, rank, HALF, WHOLE)
+            found[sent] = then, copied(trained)
     return found
 
 
@@ -108,16 +110,13 @@ def test_a_distributed_checkpoint_has_every_ranks_rounding_errors(tmp_path):
     again = on_ranks(loaded, folders[2], folder)
     for before, after in zip(whole, again, strict=True):
         assert_same(after, before)
-    errors = [rank["FP4"][1]["halfstep"]["communication"] for rank in whole]
-    names = [f"rounding errors of rank {rank} of 2" for rank in (0, 1)]
-    own = [kept[name]["0.weight"] for kept, name in zip(errors, names, strict=True)]
+    kept = [rank["FP4"][0][1]["halfstep"]["communication"] for rank in whole]
+    own = [each[f"rounding errors of rank {rank} of 2"]["0.weight"] for rank, each in enumerate(kept)]
     assert not torch.equal(*own)
-    three = on_ranks(loaded, folders[3], folder, world=3)
-    assert "rounding errors of rank 0 of 3" in three[0]["FP4"]
-    for rank in three:
-        mu = rank["FP8-LM"][1]["halfstep"]["communication"]["mu"]
-        assert_same(mu, three[0]["FP8-LM"][1]["halfstep"]["communication"]["mu"])
-        assert all(float(each) > 2 ** (3.5 / 1000) for each in mu.values())  # from the three steps on two ranks on
+    for rank in on_ranks(loaded, folders[3], folder, world=3):
+        assert "rounding errors of rank" in rank["FP4"]
+        assert "of 3" in rank["FP4"]
+        assert_same(rank["FP8-LM"][0], whole[0]["FP8-LM"][0])  # mu is that of all ranks
 
 
 def test_what_another_rank_kept_is_not_taken(tmp_path):
