@@ -1,5 +1,7 @@
-"""The mean of several messages of codes in blocks whose scales are powers of two: decoded, added up in order, divided,
-and encoded, a piece at a time, which stays in the nearest caches."""
+"""The mean of several messages of codes in blocks whose scales are powers of two.
+
+They are decoded, added up in order, divided and encoded a piece at a time, which stays in the nearest caches.
+"""
 
 from __future__ import annotations
 
