@@ -97,8 +97,8 @@ class Dealt:
         memory = [[part for parameter in own for part in _memory(parameter)] for own in self._of]
         sizes = [sum(part.nbytes for part in parts) for parts in memory]
         everyone = torch.zeros(self.exchange.ranks, max(sizes), dtype=torch.uint8, device=memory[0][0].device)
-        own = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
-        torch.cat([_bytes(part) for part in memory[self.exchange.rank]], out=own)
+        given = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
+        torch.cat([_bytes(part) for part in memory[self.exchange.rank]], out=given)
         self.exchange.all_gather(everyone).wait()
         for rank, own in enumerate(self._of):
             if rank == self.exchange.rank:
