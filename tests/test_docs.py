@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 README, DOCS, BENCHMARKS = ROOT / "README.md", ROOT / "docs", ROOT / "benchmarks"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)  # and what it prints
+TRL = (pytest.mark.slow, pytest.mark.filterwarnings("ignore"))  # its import takes seconds, and warns
 LONG = ("integrations.md", "export.md")  # they train with five libraries, and load in a sixth
 SERVERS = ("vllm", "llama_cpp")  # programs for these run where they are installed
 COMMAND = typer.main.get_command(app)
@@ -258,6 +259,9 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
         ("memory.md", "memory_page", "section", "memory.json finetune.json"),
         ("using.md", "muon", "table", "muon.json"),
         ("inference.md", "kv_cache", "table", "kv_cache.json"),
+        ("recipes.md", "experts", "table", "experts.json"),
+        ("recipes.md", "experts", "trained", "moe.json"),
+        pytest.param("mismatch.md", "grpo", "table", "grpo.json", marks=TRL),
     ],
 )
 def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures, monkeypatch):

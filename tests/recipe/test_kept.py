@@ -16,7 +16,8 @@ from tiny import ALL
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-TABLE, KEPT = PAGE.split("## What they keep")
+TABLE, rest = PAGE.split("## What they keep")
+KEPT = rest.split("\n## ")[0]
 ROUNDING = [name for name in ALL if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 
 

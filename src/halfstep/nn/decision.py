@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -112,10 +113,11 @@ class Decision:
         dtype, device = recipe.autocast or DTYPES[recipe.weights], next(model.parameters()).device
         if device.type == "meta":
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        layers = {
-            path: PlannedLayer(type(model.get_submodule(path)).__name__, spec, dtype, device)
-            for path, spec in found.specs.items()
-        }
+        layers = {}
+        for path, spec in found.specs.items():
+            module: Any = model.get_submodule(path)
+            experts = module.num_experts if found.weights[path][0].stacked else 0
+            layers[path] = PlannedLayer(type(module).__name__, spec, dtype, device, experts)
         kept = {**self.kept, **matched.kept, **dict.fromkeys(found.widened, "computes in float32")}
         if recipe.saved is not None and not found.savers:
             kept[type(model).__name__] = (

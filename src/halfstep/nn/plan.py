@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -30,6 +31,8 @@ class PlannedLayer:
     dtype: torch.dtype
     """What the results are rounded to."""
     device: torch.device
+    experts: int = 0
+    """How many matrices each of its parameters holds, of as many experts, where it is a stack of them."""
 
     @property
     def matmuls(self) -> tuple[str, ...]:
@@ -107,7 +110,12 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         layers = {
-            path: {"kind": self.layers[path].kind, "matmuls": matmuls, "computed": computed}
+            path: {
+                "kind": self.layers[path].kind,
+                "experts": self.layers[path].experts,
+                "matmuls": matmuls,
+                "computed": computed,
+            }
             for (matmuls, computed), paths in self._ways
             for path in paths
         }
@@ -147,7 +155,7 @@ class Plan:
         """How matmuls round their operands and what computes them, with the layers that do so."""
         alike: dict[PlannedLayer, list[str]] = {}
         for path, layer in self.layers.items():
-            alike.setdefault(replace(layer, kind=""), []).append(path)
+            alike.setdefault(replace(layer, kind="", experts=0), []).append(path)
         return [((layer.matmuls, layer.computed), paths) for layer, paths in alike.items()]
 
     def _modules(self) -> Iterator[str]:
@@ -156,6 +164,9 @@ class Plan:
             for matmul in matmuls:
                 yield from _filled(matmul, "    ")
             yield from _listed(paths)
+            stacks = [layer for path in paths if (layer := self.layers[path]).experts]
+            for experts, count in Counter(layer.experts for layer in stacks).items():
+                yield from _filled(f"stacks of {experts} experts ({count}): {_scales(stacks[0].spec)}", "    ")
         for said, these in (
             ("attention's two matmuls round their operands", self.attention),
             ("gated product smoothed", self.smoothed),
@@ -169,6 +180,13 @@ class Plan:
         for reason, paths in _by_value(self.kept).items():
             yield from _filled(f"kept as it was: {reason}")
             yield from _listed(paths)
+
+
+def _scales(spec: LinearSpec) -> str:
+    """What experts of a stack share."""
+    if spec.states:
+        return "all experts share a scaling state for each operand"
+    return "every expert's operands are rounded by themselves, with scales of their own"
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:

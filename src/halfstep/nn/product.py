@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from halfstep.nn.frozen import FrozenWeight, frozen_product
 from halfstep.nn.noise import localize, states_and_key
 from halfstep.nn.quantized_weights import quantized_weight, rows_of
 from halfstep.ops.few_rows import StoredWeight
+from halfstep.ops.grouped import grouped_linear, supports_grouped
 from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.noise import key_of
 from halfstep.ops.operand import Operand
@@ -52,6 +55,21 @@ def product(
     return ops.linear(x, weight, bias, spec, states, record, channels, own.keeping, evaluates)
 
 
+def grouped_product(
+    module: Any, name: str, x: Tensor, bias: Tensor | None, counts: Sequence[int], transposed: bool
+) -> Tensor | None:
+    """The products of experts, whose matrices that parameter holds, each with its own rows of x, where one call forms
+    all of them (`ops.grouped_linear`); None elsewhere."""
+    own, spec = part_of(module), spec_of(module)
+    if own.stored or own.keeping is not None or not supports_grouped(spec, x):
+        return None
+    weight = ops.values_of(getattr(module, name))
+    if type(weight) not in (Tensor, Parameter):
+        return None
+    evaluates = own.following is not None and own.following.modes(module)[1]
+    return grouped_linear(x, weight.mT if transposed else weight, bias, counts, spec, evaluates)
+
+
 def spec_of(module: Any) -> LinearSpec:
     """How the layer's products round their operands, and what they are multiplied by."""
     return part_of(module).linear or module.__dict__.get(MULTIPLIERS, _PLAIN)
@@ -63,19 +81,27 @@ def records(module: Any) -> bool:
     return following is not None and following.modes(module)[0]
 
 
-def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
-    """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`, or a
-    `StoredWeight`) where the layer is quantised for inference."""
-    own = part_of(module)
-    if own.stored:
-        if own.adapts and torch.is_grad_enabled():
-            like = x.new_empty(0, dtype=product_dtype(x))
-            return FrozenWeight(lambda: _decoded(quantized_weight(module, name, like, expert)), rows_of(module, name))
-        return quantized_weight(module, name, x, expert)
+def weight_of(module: Any, name: str, x: Tensor) -> Any:
+    """The layer's parameter of that name for a product with x; rounded already (an `Operand`, or a `StoredWeight`)
+    where the layer is quantised for inference."""
+    if part_of(module).stored:
+        return _stored(module, name, x)
     weight = getattr(module, name)
-    if expert is None and type(weight) is Parameter:
-        return weight
-    return ops.values_of(weight if expert is None else weight[expert])
+    return weight if type(weight) is Parameter else ops.values_of(weight)
+
+
+def weights_of(module: Any, name: str, x: Tensor, experts: int) -> Sequence[Callable[[], Any]]:
+    """`weight_of` for each of several experts, whose matrices the parameter holds: made when they are called for."""
+    if part_of(module).stored:
+        return [partial(_stored, module, name, x, expert) for expert in range(experts)]
+    return [partial(ops.values_of, matrix) for matrix in ops.values_of(getattr(module, name)).unbind()]
+
+
+def _stored(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
+    if part_of(module).adapts and torch.is_grad_enabled():
+        like = x.new_empty(0, dtype=product_dtype(x))
+        return FrozenWeight(lambda: _decoded(quantized_weight(module, name, like, expert)), rows_of(module, name))
+    return quantized_weight(module, name, x, expert)
 
 
 def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.nn.product import product, weight_of
+from halfstep.nn.product import grouped_product, product, weights_of
 from halfstep.nn.quantized_weights import Weight
+from halfstep.ops.function import no_autocast
+from halfstep.ops.untraced import untraced
 
 
 NAME = "fused experts"
@@ -50,21 +52,56 @@ def weights(module: Any) -> tuple[Weight, ...]:
 
 
 def forward(stock: Any, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert's two products on the tokens that were sent to it, weighed and added up."""
+    """Each expert's two products on the tokens that were sent to it, weighed and added up in the order of experts.
+
+    torch.compile breaks its graph here, as how many tokens an expert gets is not known in it.
+    """
+    return untraced(_forward, module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+
+
+def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     up, down = weights(module)
-    total = torch.zeros_like(hidden_states)
-    for expert in torch.unique(top_k_index).tolist():
-        if expert >= module.num_experts:
-            continue
-        token, place = torch.where(top_k_index == expert)
-        inner = _product(module, up, expert, hidden_states[token])
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        output = _product(module, down, expert, inner)
-        total = total.index_add(0, token, (output * top_k_weights[token, place, None]).to(total.dtype))
+    experts, slot = top_k_index.sort(dim=-1, descending=True, stable=True)
+    experts, row = experts.flatten().sort(stable=True)  # by expert, and by token within each
+    counts = torch.bincount(experts, minlength=module.num_experts).tolist()[: module.num_experts]
+    row = row[: sum(counts)]  # without those of experts elsewhere
+    inner = _products(module, up, _sent(hidden_states, row, slot.shape[-1]), counts)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    output = _products(module, down, inner, counts)
+    weight = top_k_weights.gather(-1, slot).flatten().index_select(0, row)
+    return _returned((output * weight[:, None]).to(hidden_states.dtype), row, len(hidden_states), slot.shape[-1])
+
+
+def _sent(tokens: Tensor, row: Tensor, slots: int) -> Tensor:
+    """The token of each row; a row's number is its token's times `slots`, plus its slot's."""
+    with no_autocast(tokens):  # whose lists refuse to stack bf16 under fp16
+        # The gradient adds up slot by slot: from the last expert to the first, as that of a loop over them does.
+        return torch.stack([tokens] * slots, 1).flatten(0, 1).index_select(0, row)
+
+
+def _returned(output: Tensor, row: Tensor, tokens: int, slots: int) -> Tensor:
+    """What each token's experts made of it, added up from the first expert to the last."""
+    width = output.shape[-1]
+    with no_autocast(output):
+        spread = output.new_zeros(tokens * slots, width).index_copy(0, row, output)
+    total = output.new_zeros(tokens, width)
+    for each in reversed(spread.view(tokens, slots, width).unbind(1)):
+        total = total + each
     return total
 
 
-def _product(module: Any, weight: Weight, expert: int, x: Tensor) -> Tensor:
-    matrix = weight_of(module, weight.name, x, expert)
-    bias = getattr(module, f"{weight.name}_bias")[expert] if module.has_bias else None
-    return product(module, x, matrix.t() if weight.transposed else matrix, bias, weight.product)
+def _products(module: Any, weight: Weight, x: Tensor, counts: list[int]) -> Tensor:
+    """The product of each expert's rows of x, of which each has so many, one expert's after another's."""
+    biases = getattr(module, f"{weight.name}_bias") if module.has_bias else None
+    made = grouped_product(module, weight.name, x, biases, counts, weight.transposed)
+    if made is not None:
+        return made
+    matrices = weights_of(module, weight.name, x, len(counts))
+    pieces = []
+    for expert, (rows, matrix) in enumerate(zip(x.split_with_sizes(counts), matrices, strict=True)):
+        if len(rows):
+            own, bias = matrix(), None if biases is None else biases[expert]
+            pieces.append(product(module, rows, own.t() if weight.transposed else own, bias, weight.product))
+    if pieces:
+        return torch.cat(pieces)
+    return x.new_zeros(0, getattr(module, weight.name).shape[2 if weight.transposed else 1])
