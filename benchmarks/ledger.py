@@ -21,9 +21,9 @@ from halfstep import formats
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.languages import SOURCE_WORDS, TARGET_WORDS
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.tasks import experiment_for
+from halfstep.lab.tasks.translation import SOURCE_WORDS, TARGET_WORDS
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR

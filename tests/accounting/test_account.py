@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 import halfstep
 from families import in_turn, slow_unless
 from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, inference, load_subject
-from halfstep.accounting.blank import Blank
+from halfstep.accounting.account import Blank
 from halfstep.accounting.checkpointing import checkpointed
 from halfstep.accounting.subject import loss_of
 from halfstep.errors import AccountError, ModelError, RecipeError
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
-from halfstep.lab.models.llama import Llama
+from halfstep.lab.tasks.lm import Llama
 from halfstep.memory import measure, measure_step
 from halfstep.quant.cast import shared_range
 from halfstep.quant.family import table

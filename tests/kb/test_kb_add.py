@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from families import for_each
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb import load, lookup
-from halfstep.kb.add import add_entry, slug
+from halfstep.kb.add import add_entry, dump_entry, dump_failure, slug, toml_string
 from halfstep.kb.reader import data_files, package_folder, parse, text_of
-from halfstep.kb.toml import dump_entry, dump_failure, toml_string
 
 
 GOOD = {

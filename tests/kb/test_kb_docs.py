@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from halfstep.kb import load
-from halfstep.kb.rules import validate
+from halfstep.kb.add import validate
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "knowledge_base.md").read_text(encoding="utf-8")

@@ -6,9 +6,9 @@ import pytest
 
 from families import for_each
 from halfstep.kb import check, load, lookup
+from halfstep.kb.add import validate
 from halfstep.kb.casts import table
 from halfstep.kb.reader import package_folder
-from halfstep.kb.rules import validate
 from halfstep.kb.schema import schema, uses, words
 from halfstep.kb.verdict import judge
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from halfstep.lab.digits import load_digits
-from halfstep.lab.languages import END, LONGEST, SOURCE_WORDS, TARGET_WORDS, sentences
 from halfstep.lab.measures.detection import Found, Truth, iou, mean_average_precision, suppress
-from halfstep.lab.measures.distance import Space, frechet_distance
-from halfstep.lab.measures.ranking import auc
 from halfstep.lab.measures.sentences import bleu, edit_distance, error_rate
-from halfstep.lab.speech import BINS, FRAMES, speak
 from halfstep.lab.tasks.detection import Detection
+from halfstep.lab.tasks.gan import Space, frechet_distance
+from halfstep.lab.tasks.recommender import auc
+from halfstep.lab.tasks.speech import BINS, FRAMES, speak
+from halfstep.lab.tasks.translation import END, LONGEST, SOURCE_WORDS, TARGET_WORDS, sentences
 
 
 def test_auc_is_scikit_learns():

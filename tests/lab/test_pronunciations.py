@@ -5,8 +5,8 @@ import importlib.machinery
 import pytest
 
 from halfstep.errors import DataError
-from halfstep.lab import pronunciations
-from halfstep.lab.pronunciations import END, LETTERS, LONGEST, PAD, PHONEMES, START, load_pronunciations
+from halfstep.lab.tasks import pronunciation as pronunciations
+from halfstep.lab.tasks.pronunciation import END, LETTERS, LONGEST, PAD, PHONEMES, START, load_pronunciations
 
 
 LINES = "halfstep HH AE1 F S T EH2 P # made up\nhalf HH AE1 F\nhalf(2) HH AA1 F\nx-ray EH1 K S R EY2\n"

@@ -9,10 +9,10 @@ import pytest
 from scipy import stats
 
 from halfstep.lab.spikes import Spike, spikes
-from halfstep.lab.sweep.best import best_rates
 from halfstep.lab.sweep.counts import compared, fisher, power, runs_to_tell, wilson
 from halfstep.lab.sweep.folder import CellState
 from halfstep.lab.sweep.outcome import outcome
+from halfstep.lab.sweep.report import best_rates
 
 
 def curve(steps=400, noise=0.02, seed=0):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.nn.groups import grouped
+from halfstep.nn.plan import grouped
 from halfstep.ops.part import part_of
 from tiny import ALL, UNIT, adamw, assert_same, batch, copied, mlp, model_for, mostly_slow, prepared
 

@@ -9,8 +9,7 @@ import halfstep
 import planted
 from halfstep.errors import DataError, FormatError, ModelError
 from halfstep.probe.batch import loss_of
-from halfstep.probe.inputs import tensor_batches, text_batches
-from halfstep.probe.load import Loaded, load_model
+from halfstep.probe.inputs import Loaded, load_model, tensor_batches, text_batches
 from planted import tokens
 
 

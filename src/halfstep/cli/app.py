@@ -10,7 +10,7 @@ import typer
 import halfstep
 from halfstep.cli.audit import SETTINGS, audit
 from halfstep.cli.claims import claims
-from halfstep.cli.compare import compare
+from halfstep.cli.compare import compare, train
 from halfstep.cli.diff import diff
 from halfstep.cli.doctor import doctor
 from halfstep.cli.export import export
@@ -26,7 +26,6 @@ from halfstep.cli.scales import scales
 from halfstep.cli.site import site
 from halfstep.cli.sweep import sweep
 from halfstep.cli.terminal import fail
-from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
 
 

@@ -1,4 +1,4 @@
-"""`halfstep compare`: train one model under several recipes, side by side."""
+"""`halfstep compare` and `halfstep train`: train one model under several recipes, side by side, or under one."""
 
 from __future__ import annotations
 
@@ -60,3 +60,31 @@ def compare(
 ) -> None:
     """Train one model under several recipes: the same first weights, the same batches; then say what each broke."""
     train_all(ctx, "compare", out, resume, as_json, jobs)
+
+
+def train(
+    ctx: typer.Context,
+    recipes: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            help="A recipe: a name (see `halfstep recipes`), my.toml, module:name, or one after another: 'fp8-current "
+            "until 90%, then bf16-mixed'.",
+        ),
+    ] = "bf16-mixed",
+    task: Task = None,
+    data: Data = None,
+    steps: Steps = None,
+    seeds: Seeds = None,
+    margin: Margin = None,
+    model: Model = None,
+    batch: Batch = None,
+    context: Context = None,
+    lr: Rate = None,
+    optimizer: Optimizer = None,
+    out: Out = None,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model under one recipe; fp32's cached baseline, where there is one, judges it."""
+    train_all(ctx, "train", out, resume, as_json)

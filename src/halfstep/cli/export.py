@@ -48,7 +48,7 @@ def export(
         check_new_folder(output.expanduser())
     with stages() as progress:
         progress("loading torch and the model")
-        from halfstep.probe.load import load_model
+        from halfstep.probe.inputs import load_model
         from halfstep.serving import export as write
 
         loaded = load_model(model).model

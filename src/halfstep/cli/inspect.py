@@ -73,7 +73,7 @@ def inspect(
 
             _save(html, to_html(report).encode())
         if plot is not None:
-            from halfstep.inspection.plot import png
+            from halfstep.inspection.page import png
 
             _save(plot, png(report))
     except KeyboardInterrupt:

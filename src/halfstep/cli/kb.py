@@ -142,8 +142,8 @@ def validate(
     ] = None,
 ) -> None:
     """Check entries against the schema and the rules. Exit code 1 if one breaks them."""
+    from halfstep.kb.add import validate as problems
     from halfstep.kb.reader import data_files, load, package_folder, read
-    from halfstep.kb.rules import validate as problems
     from halfstep.printable import printable
 
     if folder is not None and not data_files(folder):

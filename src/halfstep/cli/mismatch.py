@@ -43,7 +43,7 @@ def mismatch(
     with stages() as progress:
         progress("loading torch and the model")
         from halfstep.probe import mismatch as measured
-        from halfstep.probe.load import load_model
+        from halfstep.probe.inputs import load_model
         from halfstep.recipe import get_recipe
         from halfstep.serving import from_pretrained
 

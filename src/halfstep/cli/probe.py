@@ -59,7 +59,7 @@ def probe(
         with stages() as progress:
             progress("loading torch and the model")
             from halfstep.probe import probe_model
-            from halfstep.probe.load import load_model
+            from halfstep.probe.inputs import load_model
             from halfstep.probe.target import target
 
             target(to, loss_scale)  # a wrong name is said before the model is loaded

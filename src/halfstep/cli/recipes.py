@@ -2,13 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.cost import cost
 from halfstep.cli.terminal import show_json, show_table, stages
 from halfstep.printable import printable
+
+
+if TYPE_CHECKING:
+    from halfstep.accounting import Cost
+
+
+def cost(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, my.toml, or module:name.")],
+    model: Annotated[
+        str, typer.Option(help="What `halfstep memory` takes: llama2-7b, config.json or its folder, module:function.")
+    ],
+    speeds: Annotated[
+        str, typer.Option(help="Multiply-adds in the same time, by the width of the wider operand.")
+    ] = "fp16=1,fp8=2,fp4=4",
+    batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 1,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in an example. Left out: what the model takes, at most 2048.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Of the run, for a recipe whose stages begin at a step.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: multiply-adds.")] = False,
+) -> None:
+    """The theoretical speed-up of RECIPE over training in 16 bits, from its products alone; nothing is measured."""
+    with stages() as progress:
+        progress("loading torch and the model")
+        from halfstep.accounting import HEAD, load_subject, sent_a_parameter, speeds_from
+        from halfstep.accounting import cost as cost_of
+        from halfstep.recipe import get_recipe
+
+        given, subject = speeds_from(speeds), load_subject(model)
+        made = cost_of(subject, recipe, given, batch=batch, sequence=seq, total_steps=steps)
+        sent = {name: sent_a_parameter(get_recipe(recipe), zero) for name, zero in (("ddp", 0), ("fsdp", 3))}
+    body = made.without(HEAD)
+    tokens = seq or subject.sequence
+    if as_json:
+        whole = {"model": model, "recipe": made.recipe, "batch": batch, "sequence": tokens, "speeds": given}
+        parts = {"all": made, "without_head": body}
+        found = {name: {"share": part.share, "speed_up": part.speed_up} for name, part in parts.items() if part.works}
+        whole |= {"sent": sent}
+        show_json({**whole, "remarks": subject.remarks, "products": [asdict(work) for work in made.works], **found})
+        return
+    examples = f"a batch of {batch}" + (f" x {tokens} tokens" if tokens else "")
+    count = f"{made.multiply_adds:.3g} multiply-adds a step"
+    typer.echo(
+        f"{printable(subject.name)}, {examples}: {count}; {printable(made.recipe)} at {printable(speeds)}; "
+        f"each of N devices sends {sent['ddp']:.4g} bytes a parameter under DDP, {sent['fsdp']:.4g} where weights are "
+        "sharded (ZeRO 3), times (N - 1) / N"
+    )
+    _show(made, body)
+    for remark in subject.remarks:
+        typer.echo(printable(remark))
+
+
+def _show(made: Cost, body: Cost) -> None:
+    from halfstep.accounting import PASSES
+
+    kinds = dict.fromkeys(work.kind for work in made.works)
+    rows = [_row(kind, made, [work for work in made.works if work.kind == kind]) for kind in kinds]
+    totals = {"all": made, "without the head": body} if body.works and body.works != made.works else {"all": made}
+    for name, part in totals.items():
+        of_all = part.multiply_adds / made.multiply_adds
+        rows.append((name, f"{of_all:.1%}", "", "", "", f"{part.share:.1%}", f"{part.speed_up:.2f}"))
+    show_table(["products", "share", *PASSES, "time", "speed-up"], rows, right=["share", "time", "speed-up"])
+
+
+def _row(kind: str, made: Cost, works: list[Any]) -> tuple[str, ...]:
+    """A line of one kind of products: its share of the multiply-adds, the bits in each pass, its time."""
+    from halfstep.accounting import OVERHEADS, PASSES, Cost
+
+    part = Cost(made.recipe, made.speeds, tuple(works))
+    bits = [sorted({work.bits for work in works if work.step == step}) for step in PASSES]
+    widths = [", ".join(f"{width} bits" for width in each) or "-" for each in bits]
+    if kind in OVERHEADS:
+        return (kind, "", *widths, f"{part.time / made.base:.1%}", "")
+    share = part.multiply_adds / made.multiply_adds
+    return (kind, f"{share:.1%}", *widths, f"{part.share:.1%}", f"{part.speed_up:.2f}")
 
 
 recipes = typer.Typer(

@@ -176,7 +176,7 @@ def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _
     """What a function returns: a model, with the inputs that come with it, or random tokens."""
     import torch
 
-    from halfstep.probe.load import load_model
+    from halfstep.probe.inputs import load_model
 
     torch.manual_seed(seed)
     loaded = load_model(name)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
+from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 from halfstep.bits.sentences import percent
 from halfstep.errors import CheckpointError
-from halfstep.inspection import plot
-from halfstep.inspection.report import Inspection, TensorReport
+from halfstep.inspection.report import Inspection, RoleReport, TensorReport
 from halfstep.printable import printable
 
 
@@ -36,7 +38,7 @@ def to_html(report: Inspection) -> str:
         policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'",
         outliers=_outliers(report),
         copies=[tensor for tensor in report.tensors if tensor.tied_to or tensor.duplicate_of],
-        picture=base64.b64encode(plot.png(report)).decode() if counted else None,
+        picture=base64.b64encode(png(report)).decode() if counted else None,
     )
 
 
@@ -49,3 +51,99 @@ def _outliers(report: Inspection) -> list[TensorReport]:
 
 def _part(name: str) -> str:
     return files("halfstep.inspection").joinpath(name).read_text(encoding="utf-8")
+
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+except ModuleNotFoundError as error:
+    raise CheckpointError(
+        f"plots are drawn with {error.name}, which is not installed; install it with pip install 'halfstep[lab]', or "
+        "ask for --json"
+    ) from error
+
+
+_INK, _FAINT, _BARS, _ZERO, _SUBNORMAL = "#1d2228", "#6b737c", "#4f83b6", "#f6d5cf", "#fdf0d2"
+_SETTINGS: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.usetex": False,
+    "text.parse_math": False,
+}
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_LOWEST, _HIGHEST = -60, 24  # exponents drawn; what lies beyond is drawn at the edge, and said
+
+
+def figure(report: Inspection) -> Figure:
+    """A panel for each role with floating-point values: the share of values by binary exponent.
+
+    Raises:
+        CheckpointError: no role has values that were counted.
+    """
+    roles = [role for role in report.roles if role.statistics is not None and role.statistics.nonzero]
+    if not roles:
+        raise CheckpointError("nothing to draw: no floating-point values were counted (a quick look counts none)")
+    with rc_context(_SETTINGS):
+        drawn = Figure(figsize=(7.2, 0.6 + 1.25 * len(roles)), dpi=160, layout="constrained")
+        low, high = _ends(roles)
+        panels = drawn.subplots(len(roles), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, role in zip(panels, roles, strict=True):
+            _draw(axes, role, low, high)
+        panels[-1].set_xlabel("magnitude; red: fp16 makes it zero or infinite; yellow: subnormal in fp16")
+        panels[-1].xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        panels[-1].xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: "2" + str(int(value)).translate(_SUPERSCRIPT))
+        )
+    return drawn
+
+
+def png(report: Inspection) -> bytes:
+    """The figure as PNG."""
+    buffer = io.BytesIO()
+    with rc_context(_SETTINGS):
+        FigureCanvasAgg(figure(report)).print_png(buffer, metadata={"Software": None})  # type: ignore[no-untyped-call]
+    return buffer.getvalue()
+
+
+def _ends(roles: Sequence[RoleReport]) -> tuple[int, int]:
+    found = [role.statistics for role in roles if role.statistics is not None]
+    low = min(min(one.lowest_exponent for one in found), -26)
+    high = max(max(one.highest_exponent for one in found) + 1, 2)
+    return max(low, _LOWEST), min(high, _HIGHEST)
+
+
+def _draw(axes: Axes, role: RoleReport, low: int, high: int) -> None:
+    found = role.statistics
+    assert found is not None
+    shares = dict.fromkeys(range(low, high), 0.0)
+    for place, count in enumerate(found.exponents, found.lowest_exponent):
+        shares[min(max(place, low), high - 1)] += count / found.nonzero
+    axes.axvspan(low, max(low, -25), color=_ZERO, linewidth=0, zorder=0)
+    axes.axvspan(max(low, -25), -14, color=_SUBNORMAL, linewidth=0, zorder=0)
+    if high > 16:
+        axes.axvspan(16, high, color=_ZERO, linewidth=0, zorder=0)
+    drawn = {place: 100 * share for place, share in shares.items() if share}
+    axes.bar(
+        list(drawn),
+        list(drawn.values()),
+        width=1,
+        align="edge",
+        color=_BARS,
+        edgecolor="white",
+        linewidth=0.4,
+        zorder=3,
+    )
+    beyond = sum(n for e, n in enumerate(found.exponents, found.lowest_exponent) if e < low or e >= high)
+    more = f"; {percent(beyond / found.nonzero)} beyond, at the edge" if beyond else ""
+    text = f"{role.role}: {role.numel:,} values{more}"
+    axes.set_title(text, loc="left", fontsize=9, fontweight="bold", color=_INK)
+    subnormal = percent(found.fp16_subnormal / found.nonzero)
+    lost = percent((found.fp16_below + found.fp16_above) / found.nonzero)
+    axes.set_title(f"fp16: {subnormal} subnormal, {lost} out of range", loc="right", fontsize=8.5, color=_FAINT)
+    axes.set_xlim(low, high)
+    axes.set_ylabel("%")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

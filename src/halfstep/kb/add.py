@@ -1,17 +1,18 @@
-"""Write a new entry into the user's own folder, in the form of a pull request."""
+"""Write a new entry into the user's own folder, in the form of a pull request; the rules that all entries keep."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.resources.abc import Traversable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import KnowledgeBaseError
-from halfstep.kb.entry import entry_from
-from halfstep.kb.reader import DEFAULT_OVERLAY, file_problems, load, parse, text_of
-from halfstep.kb.rules import pair_problems, validate
-from halfstep.kb.toml import dump_entry, toml_string
+from halfstep.errors import KnowledgeBaseError, unknown
+from halfstep.kb.entry import Entry, entry_from, matches
+from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, data_files, file_problems, load, parse, read, text_of
 
 
 def slug(text: str) -> str:
@@ -60,3 +61,163 @@ def _write(target: Path, text: str, before: str | None) -> None:
         else:
             target.write_text(before, encoding="utf-8")
         raise KnowledgeBaseError("\n".join(found))
+
+
+_OFFICIAL = {"paper", "report", "config", "code", "readme", "card", "doc", "logbook"}
+_WEAK = {"secondary", "inferred_hardware", "wiki_unreferenced"}
+
+
+def validate(folder: Traversable, under: KnowledgeBase | None = None) -> list[str]:
+    """Everything that a folder of data files violates, one message each; an empty list when all is well.
+
+    `under` is the package's knowledge base when the folder is an overlay: its entries may then be named in conflicts
+    and in failure reports.
+    """
+    found: list[str] = []
+    for file in data_files(folder):
+        try:
+            found += file_problems(file.name, parse(text_of(file), file.name))
+        except KnowledgeBaseError as error:
+            found.append(str(error))
+    if found:
+        return found
+    base = read(folder, overlay=under is not None, check=False)
+    return [*rule_problems(base, under.entries if under else ())]
+
+
+def rule_problems(base: KnowledgeBase, others: tuple[Entry, ...] = ()) -> Iterator[str]:
+    """What the entries of a knowledge base violate, `others` being entries that they may refer to."""
+    known = {entry.id: entry for entry in (*others, *base.entries)}
+    for entry in base.entries:
+        yield from (f"{entry.origin}: entry {entry.id!r}: {message}" for message in _alone(entry))
+        yield from (f"{entry.origin}: entry {entry.id!r}: {message}" for message in _conflict(entry, known, others))
+    for one, other in combinations(base.entries, 2):
+        yield from pair_problems(one, other)
+    for number, report in enumerate(base.failures):
+        place = f"{report.origin}: failure {report.id!r}"
+        if any(report.id == earlier.id for earlier in base.failures[:number]):
+            yield f"{place}: another report has this id; give each its own"
+        for name in report.entries:
+            if name not in known:
+                yield f"{place}: {unknown('entry', name, known)}"
+
+
+def _alone(entry: Entry) -> Iterator[str]:
+    if not entry.model_ids and not entry.aliases:
+        yield "names no model; expected model_ids or aliases"
+    if not entry.official and not any(reference.kind in _OFFICIAL for reference in entry.references):
+        yield (
+            "nothing shows that this is an official model: expected a reference of kind "
+            f"{', '.join(sorted(_OFFICIAL))}, or `official`, the address of its paper, report or official repository"
+        )
+    if entry.tier == "definitive" and entry.evidence_kind in _WEAK:
+        yield (
+            f'evidence of kind {entry.evidence_kind!r} cannot be definitive; expected tier = "inferred", or a '
+            "first-hand source that states the precision"
+        )
+    if (entry.train_precision == "mixed_by_part") != bool(entry.parts):
+        yield 'train_precision = "mixed_by_part" and [entry.parts] go together; give both or neither'
+    for use in entry.safe.keys() & entry.risky.keys():
+        yield f"{use} stands in both [entry.safe] and [entry.risky]; keep the one that the references bear out"
+    for reference in entry.references:
+        if reference.commit and "github.com" in reference.url and reference.commit not in reference.url:
+            yield f"reference {reference.url!r} does not contain its commit {reference.commit!r}; link to that commit"
+    covered = {name.casefold() for name in entry.model_ids}
+    for name in entry.id_confirmed:
+        if name.casefold() not in covered or "*" in name:
+            yield f"id_confirmed has {name!r}, which is not one of model_ids; confirm only ids that stand there in full"
+    for name in entry.except_ids:
+        if not any(matches(glob, name) for glob in entry.globs):
+            yield f"except_ids has {name!r}, which no glob of model_ids would match; take it out"
+
+
+def _conflict(entry: Entry, known: dict[str, Entry], others: tuple[Entry, ...]) -> Iterator[str]:
+    if entry.conflict_with is None:
+        return
+    other = known.get(entry.conflict_with)
+    if other is None:
+        yield f"conflict_with: {unknown('entry', entry.conflict_with, known)}"
+    elif other.conflict_with != entry.id and other not in others:
+        yield (
+            f"conflict_with names {other.id!r}, which does not name this entry back; "
+            f'add conflict_with = "{entry.id}" to {other.origin}'
+        )
+
+
+def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
+    """What two entries violate together."""
+    place = f"{other.origin}: entry {other.id!r}"
+    if one.id == other.id:
+        yield f"{place}: an entry of this id stands in {one.origin} already; give each its own id"
+        return
+    if _declared(one, other):
+        return
+    shared = _claims(one) & _claims(other)
+    if shared:
+        yield (
+            f"{place}: {', '.join(sorted(shared))} stands in entry {one.id!r} ({one.origin}) already. One entry per "
+            "model: give its ids to one of the two, or declare the conflict with conflict_with"
+        )
+    same = one.family == other.family and one.train_precision == other.train_precision
+    if same and not (one.reason or other.reason):
+        yield (
+            f"{place}: family {one.family!r} has entry {one.id!r} with the same precision, {one.train_precision}. "
+            "Join them, or say in `reason` why they stand apart"
+        )
+    for wide, narrow in ((one, other), (other, one)):
+        for name in narrow.model_ids:
+            for glob in wide.globs_over(name):
+                yield (
+                    f"{wide.origin}: entry {wide.id!r}: the glob {glob!r} swallows {name!r} of entry "
+                    f"{narrow.id!r} ({narrow.origin}); narrow the glob, or list the id in except_ids"
+                )
+
+
+def _declared(one: Entry, other: Entry) -> bool:
+    """Whether one names the conflict with the other; that the other has to name it back is for `_conflict` to say."""
+    return one.conflict_with == other.id or other.conflict_with == one.id
+
+
+def _claims(entry: Entry) -> set[str]:
+    return {name.casefold() for name in (entry.id, *entry.model_ids, *entry.aliases)}
+
+
+_WIDTH = 116
+
+
+def dump_entry(data: Mapping[str, Any]) -> str:
+    """An [[entry]] table: plain fields first, then the sub-tables, then the references."""
+    plain = {key: value for key, value in data.items() if key != "references" and not isinstance(value, Mapping)}
+    lines = ["[[entry]]", *_lines(plain)]
+    for name, table in data.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[entry.{name}]", *_lines(table)]
+    for reference in data["references"]:
+        lines += ["", "[[entry.references]]", *_lines(reference)]
+    return "\n".join(lines) + "\n"
+
+
+def dump_failure(data: Mapping[str, Any]) -> str:
+    """A [[failure]] table."""
+    return "\n".join(["[[failure]]", *_lines(data)]) + "\n"
+
+
+def toml_string(text: str) -> str:
+    """A TOML basic string: JSON's escapes are TOML's, except that TOML also wants DEL escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(key)} = {_value(value, len(key) + 3)}" for key, value in table.items()]
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else toml_string(key)
+
+
+def _value(value: Any, indent: int) -> str:
+    if isinstance(value, list | tuple):
+        items = [toml_string(item) for item in value]
+        line = f"[{', '.join(items)}]"
+        return line if indent + len(line) <= _WIDTH else "[\n" + "".join(f"  {item},\n" for item in items) + "]"
+    return toml_string(value) if isinstance(value, str) else str(value)

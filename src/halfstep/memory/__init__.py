@@ -1,9 +1,8 @@
 """What training keeps in memory, by role, and what a model does; measured from live tensors."""
 
-from halfstep.memory.law import activation_bytes
 from halfstep.memory.live import Live, parts_of
 from halfstep.memory.measure import measure, stored_bytes
-from halfstep.memory.step import StepBytes, measure_persistent, measure_step, measure_update
+from halfstep.memory.step import StepBytes, activation_bytes, measure_persistent, measure_step, measure_update
 
 
 __all__ = [

@@ -24,7 +24,7 @@ from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
 from halfstep.nn.ranks import under_ddp, uneven
-from halfstep.nn.recomputation import Recomputation
+from halfstep.nn.schedule import Recomputation
 from halfstep.ops.part import own_part, part_of, parts_of
 
 

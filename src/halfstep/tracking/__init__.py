@@ -10,8 +10,7 @@ from halfstep.tracking.nonfinite import first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors, saturated_share
 from halfstep.tracking.saved import SavedBytes, SavedRow, saving
 from halfstep.tracking.sharpness import logit_sharpness
-from halfstep.tracking.vanished import Zeros, vanished_states, zeros
-from halfstep.tracking.zeroed import share_lost, share_zeroed
+from halfstep.tracking.vanished import Zeros, share_lost, share_zeroed, vanished_states, zeros
 
 
 __all__ = [

@@ -5,7 +5,6 @@ from halfstep.unit.activations import gated_silu, gelu, relu, sigmoid, silu, sof
 from halfstep.unit.attention import scaled_dot_product_attention
 from halfstep.unit.calibration import Calibration, calibrate
 from halfstep.unit.constraint import geometric_mean, get_constraint, none, to_grad_input, to_output
-from halfstep.unit.decay import decouple_decay
 from halfstep.unit.groups import parameter_groups
 from halfstep.unit.layers import add, dropout, embedding, layer_norm, residual_add, residual_split, rms_norm
 from halfstep.unit.losses import cross_entropy, mse_loss
@@ -35,6 +34,7 @@ from halfstep.unit.modules import (
     multipliers_of,
     square_root_attention,
 )
+from halfstep.unit.optimizers import decouple_decay
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization, list_parametrizations
 from halfstep.unit.products import conv1d, conv2d, linear, linear_readout, matmul
 from halfstep.unit.residual import equal_shares, fixed, running_mean

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from numpy.typing import NDArray
 
 from halfstep.lab.folder import write_json
-from halfstep.lab.interval import LEVEL, paired
-from halfstep.lab.report.style import SETTINGS, png
-from halfstep.lab.sweep.best import best_rates
+from halfstep.lab.interval import LEVEL, Interval, paired
+from halfstep.lab.report.style import SETTINGS, looks, new_figure, plain, png
 from halfstep.lab.sweep.counts import compared, share
 from halfstep.lab.sweep.folder import DIVERGED, FAILED, SweepFolder, counts
 from halfstep.lab.sweep.grid import Sweep
 from halfstep.lab.sweep.outcome import Outcome, outcome, rule
-from halfstep.lab.sweep.picture import picture
 
 
 BASELINES = ("fp32", "bf16-mixed")
@@ -141,3 +143,90 @@ def _tests(what: str, recipes: Sequence[str], found: Sequence[Outcome]) -> dict[
             if hits[recipe][1] and hits[base][1]
         ],
     }
+
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Best:
+    """A recipe's best learning rate, by the mean loss over the seeds."""
+
+    lr: float
+    loss: float
+    """At it, the mean over the seeds."""
+    interval: Interval
+    """Of that loss, the rate chosen again in every resample: the chance of choosing counts too."""
+    rates: Mapping[float, float]
+    """By learning rate, the share of the resamples in which it is the best."""
+    gap: float | None = None
+    """The loss at its best rate less the baseline's at the baseline's, relative to the latter; positive is worse."""
+    gap_interval: Interval | None = None
+    other_rate: float | None = None
+    """The share of the resamples in which its best rate is not the baseline's."""
+
+
+def best_rates(
+    losses: Mapping[str, Sequence[Sequence[float]]], rates: Sequence[float], baseline: str | None
+) -> dict[str, Best]:
+    """The best rate of each recipe that has one.
+
+    Args:
+        losses: by recipe, the final losses, (rates, seeds), inf for a run without one. Seeds are the same for all
+            recipes and rates, and are drawn together.
+    """
+    drawn = {}
+    generator = np.random.default_rng(0)
+    seeds = len(next(iter(losses.values()))[0])
+    picks = generator.integers(0, seeds, size=(RESAMPLES, seeds))
+    for recipe, table in losses.items():
+        values = np.asarray(table, dtype=np.float64)
+        if np.isfinite(values.mean(1)).any():
+            means = values[:, picks].mean(2)  # (rates, resamples)
+            drawn[recipe] = int(values.mean(1).argmin()), float(values.mean(1).min()), means.argmin(0), means.min(0)
+    found = {}
+    for recipe, (place, loss, places, lowest) in drawn.items():
+        shares = {rate: float((places == i).mean()) for i, rate in enumerate(rates)}
+        best: dict[str, Any] = {"lr": rates[place], "loss": loss, "interval": _interval(lowest), "rates": shares}
+        if baseline in drawn and recipe != baseline:
+            _, other, their_places, their_lowest = drawn[baseline]
+            best["gap"] = loss / other - 1
+            best["gap_interval"] = _interval(lowest / their_lowest - 1)
+            best["other_rate"] = float((places != their_places).mean())
+        found[recipe] = Best(**best)
+    return found
+
+
+def _interval(values: NDArray[np.float64]) -> Interval:
+    low, high = np.quantile(values[np.isfinite(values)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(low), float(high))
+
+
+def picture(summary: dict[str, Any]) -> Figure:
+    """A figure with one panel for each setting of the other axes; a band is the 95% interval of the mean over seeds."""
+    settings = summary["settings"]
+    figure = new_figure(2.9 * len(settings) + 0.6, "Final validation loss by peak learning rate")
+    table = looks(summary["sweep"]["experiment"]["recipes"])
+    for panel, (name, setting) in zip(
+        figure.subplots(len(settings), 1, squeeze=False)[:, 0], settings.items(), strict=True
+    ):
+        rates = sorted({at["lr"] for curve in setting["recipes"].values() for at in curve})
+        for recipe, curve in setting["recipes"].items():
+            look, known = table[recipe], [at for at in curve if at["mean"] is not None]
+            x = [at["lr"] for at in known]
+            panel.plot(x, [at["mean"] for at in known], look.line, color=look.colour, marker=look.marker, markersize=4,
+                       linewidth=1.4, label=plain(recipe))  # fmt: skip
+            banded = [at for at in known if at["interval"]]
+            low, high = ([at["interval"][end] for at in banded] for end in ("low", "high"))
+            panel.fill_between([at["lr"] for at in banded], low, high, color=look.colour, alpha=0.12, linewidth=0)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(FixedLocator(rates))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.set_xlabel("peak learning rate")
+        panel.set_ylabel("validation loss")
+        panel.grid(axis="y")
+        panel.legend(fontsize=8, ncols=2)
+        if len(settings) > 1:
+            panel.set_title(plain(name, 60), loc="left", fontsize=10)
+    return figure

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +16,7 @@ from halfstep.lab.digits import Digits, load_digits
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures.detection import Found, Truth, iou, mean_average_precision, suppress
-from halfstep.lab.models.ssd import SSD
-from halfstep.lab.scenes import SIZE, Glyphs, Scenes, compose
+from halfstep.lab.models.cnn import conv_block
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 
@@ -172,3 +174,113 @@ detection = TaskSpec(
     ),
     open=_open,
 )
+
+
+class SSD(nn.Module):
+    """Images (batch, 1, size, size) -> class logits (batch, anchors, classes) and box offsets (batch, anchors, 4).
+
+    Three feature maps with strides 4, 8 and 16, a 3x3 convolution on each for `per_place` anchors at every place.
+
+    Source: Liu et al. 2016 (single shot, several maps); Lin et al. 2017 (one sigmoid a class, its first bias).
+    """
+
+    def __init__(self, classes: int, per_place: int, width: int, norm: bool = True) -> None:
+        super().__init__()
+        self.classes, self.per_place = classes, per_place
+        block = conv_block if norm else _plain_block
+        self.stem = nn.Sequential(block(1, width, 2), block(width, 2 * width))
+        widths = [2 * width, 3 * width, 4 * width, 4 * width]
+        self.stages = nn.ModuleList(nn.Sequential(block(a, b, 2), block(b, b)) for a, b in pairwise(widths))
+        self.heads = nn.ModuleList(nn.Conv2d(w, per_place * (classes + 4), 3, padding=1) for w in widths[1:])
+        for head in self.heads:
+            assert isinstance(head, nn.Conv2d)
+            assert head.bias is not None
+            nn.init.normal_(head.weight, std=0.01)
+            nn.init.zeros_(head.bias)
+            with torch.no_grad():  # every anchor starts as background with probability 0.99
+                head.bias.view(per_place, classes + 4)[:, :classes] = -math.log(99)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and offsets, the finest map's anchors first, row by row."""
+        x = self.stem(images)
+        outputs = []
+        for stage, head in zip(self.stages, self.heads, strict=True):
+            x = stage(x)
+            y = head(x).permute(0, 2, 3, 1)
+            outputs.append(y.reshape(len(y), -1, self.classes + 4))
+        joined = torch.cat(outputs, 1)
+        return joined[..., : self.classes], joined[..., self.classes :]
+
+
+def _plain_block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1)
+    nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+    return nn.Sequential(convolution, nn.ReLU())
+
+
+SIZE = 48
+MOST = 4  # digits in a picture
+_SIZES = [(h, round(h * stretch)) for h in (9, 12, 16, 20, 26) for stretch in (0.8, 1.0, 1.25)]
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """Pictures (count, 1, 48, 48) float32; boxes (count, 4, 4) in pixels; classes (count, 4), -1 where no digit is."""
+
+    images: Tensor
+    boxes: Tensor
+    classes: Tensor
+
+
+class Glyphs:
+    """Digits in every size, with the box (left, top, right, bottom) of their ink."""
+
+    def __init__(self, digits: Digits) -> None:
+        self.classes: list[int] = digits.classes.tolist()
+        self.images = [F.interpolate(digits.images[:, None], size, mode="bilinear")[:, 0] for size in _SIZES]
+        self.boxes = [_ink(images).tolist() for images in self.images]
+
+
+def _ink(images: Tensor) -> Tensor:
+    columns, rows = ((images > 0.2).any(d).int() for d in (1, 2))
+    low = [side.argmax(1) for side in (columns, rows)]
+    high = [side.shape[1] - side.flip(1).argmax(1) for side in (columns, rows)]
+    return torch.stack([*low, *high], 1)
+
+
+def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Scenes:
+    """Pictures of one to four digits that do not touch; a box is the digit's ink, not its frame."""
+    images = 0.15 * torch.rand(count, 1, SIZE, SIZE, generator=generator, dtype=torch.float32, device="cpu")
+    boxes: list[list[list[int]]] = []
+    classes: list[list[int]] = []
+    drawn = torch.rand(count, MOST, 6, generator=generator, dtype=torch.float64, device="cpu").tolist()
+    for image, attempts in zip(images[:, 0], drawn, strict=True):
+        placed: list[list[int]] = []
+        shown: list[int] = []
+        for a, b, c, d, contrast, often in attempts:
+            if placed and often < 0.25:
+                continue
+            which, size = int(a * len(glyphs.classes)), int(b * len(_SIZES))
+            height, width = _SIZES[size]
+            left, top = int(c * (SIZE - width + 1)), int(d * (SIZE - height + 1))
+            x1, y1, x2, y2 = glyphs.boxes[size][which]
+            box = [left + x1, top + y1, left + x2, top + y2]
+            if any(_touch(box, other) for other in placed):
+                continue
+            place = image[top : top + height, left : left + width]
+            torch.maximum(place, (0.5 + 0.5 * contrast) * glyphs.images[size][which], out=place)
+            placed.append(box)
+            shown.append(glyphs.classes[which])
+        missing = MOST - len(placed)
+        boxes.append(placed + [[0, 0, 0, 0]] * missing)
+        classes.append(shown + [-1] * missing)
+    return Scenes(
+        images,
+        torch.tensor(boxes, dtype=torch.float32, device="cpu"),
+        torch.tensor(classes, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _touch(a: list[int], b: list[int]) -> bool:
+    """Whether two boxes come within two pixels of each other."""
+    return a[0] < b[2] + 2 and b[0] < a[2] + 2 and a[1] < b[3] + 2 and b[1] < a[3] + 2

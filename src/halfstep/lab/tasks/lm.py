@@ -11,15 +11,150 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError
+from halfstep import unit
+from halfstep.errors import ModelError, unknown
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import GPT
-from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.moe import MoE
-from halfstep.lab.models.unit_gpt import UnitGPT
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.ops import attention
+
+
+_THETA = 10000.0
+"""The longest wavelength of the positions, over 2 pi."""
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention on (batch, time, width), queries and keys turned by their positions."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend to the present and the past."""
+        batch, time, width = x.shape
+        q, k, v = (
+            project(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = attention(rotated(q), rotated(k), v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
+
+
+def rotated(x: Tensor) -> Tensor:
+    """x (batch, heads, time, d), each pair (x_i, x_{i + d/2}) turned by the angle position * theta^(-2i / d)."""
+    time, size = x.shape[-2:]
+    rates = _THETA ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.int64).float() / size)
+    angles = torch.arange(time, device=x.device, dtype=torch.int64).float()[:, None] * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The gated product, projected back."""
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(width, eps=1e-6)
+        self.self_attn = Attention(width, heads)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-6)
+        self.mlp = MLP(width, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One block of the residual stream."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """Tokens (batch, time) int64 -> logits (batch, time, vocabulary)."""
+
+    def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
+        """`context` is GPT's: rotary positions have no table to size."""
+        super().__init__()
+        inner = -(-8 * width // 24) * 8  # two thirds of 4 * width: as many weights as an MLP of two matrices
+        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width, heads, inner) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:  # GPT-2's: the residual branches' last layers start smaller
+                branch = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if branch else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the next token at each position."""
+        x = self.embed_tokens(tokens)
+        for block in self.layers:
+            x = block(x)
+        return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def _umup(head: int) -> dict[str, Any]:
+    return {"residual": unit.equal_shares()}
+
+
+def _munit(head: int) -> dict[str, Any]:
+    # 0.4 is what the paper has for its models of 4 layers; tau falls with depth.
+    return {"residual": unit.fixed(0.4), "place": "res-post", "constraint": unit.SAME, "mult": head**0.5}
+
+
+_FAMILIES = {"umup": _umup, "munit": _munit}
+
+
+class UnitGPT(nn.Module):
+    """Tokens (batch, time) int64 -> logits (batch, time, vocabulary), as `gpt.GPT`, with weights of unit variance.
+
+    The gradient that arrives at the logits is brought to unit scale, as `unit.cross_entropy` would, so that any mean
+    cross-entropy may follow: its 1 / positions and the softmax of logits near zero are taken out.
+
+    Args:
+        parametrization: `umup`: norms at the start of each branch, u-muP's residual scheme; `munit`: norms at its end,
+            a fixed tau, stock logits of attention and one factor in both directions.
+    """
+
+    def __init__(
+        self, vocabulary: int, context: int, layers: int, width: int, heads: int, parametrization: str = "umup"
+    ) -> None:
+        super().__init__()
+        if parametrization not in _FAMILIES:
+            raise ModelError(unknown("parametrization of a UnitGPT", parametrization, _FAMILIES))
+        options = _FAMILIES[parametrization](width // heads)
+        readout = unit.SAME if parametrization == "munit" else "none"
+        self.parametrization = parametrization
+        self.token = unit.Embedding(vocabulary, width)
+        self.position = unit.Embedding(context, width)
+        self.blocks = unit.TransformerStack(layers, width, heads, norm="layer", mlp="gelu", is_causal=True, **options)
+        self.norm = unit.LayerNorm(width)
+        self.head = unit.LinearReadout(width, vocabulary, constraint=readout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the next token at each position."""
+        places = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
+        x = self.blocks(unit.add(self.token(tokens), self.position(places)))
+        logits: Tensor = self.head(self.norm(x))
+        classes = logits.shape[-1]
+        return unit.scale_backward(logits, tokens.numel() * classes / (classes - 1) ** 0.5)
 
 
 _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers, width, heads

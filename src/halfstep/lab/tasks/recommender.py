@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.measures.ranking import auc
-from halfstep.lab.models.factors import NeuralFactors
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 
@@ -77,3 +75,43 @@ recommender = TaskSpec(
     ),
     open=_open,
 )
+
+
+class NeuralFactors(nn.Module):
+    """Users (batch,) and items (batch,), int64 -> logits (batch,).
+
+    Source: He et al. 2017, Neural Collaborative Filtering (NeuMF).
+    """
+
+    def __init__(self, users: int, items: int, width: int) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, 2 * width), nn.Embedding(items, 2 * width)
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=0.1)
+        self.mlp = nn.Sequential(nn.Linear(2 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width), nn.ReLU())
+        self.head = nn.Linear(2 * width, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """How likely each user likes the item beside it, as a logit."""
+        user_product, user_mlp = self.users(users).chunk(2, -1)
+        item_product, item_mlp = self.items(items).chunk(2, -1)
+        deep = self.mlp(torch.cat([user_mlp, item_mlp], -1))
+        return self.head(torch.cat([user_product * item_product, deep], -1)).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def auc(scores: Tensor, labels: Tensor) -> float:
+    """The chance that a random positive scores above a random negative, ties counting half; scores and labels (n,).
+
+    From the rank sum of the positives (Mann and Whitney 1947). NaN where one of the classes is missing.
+
+    >>> auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
+    0.75
+    """
+    _, places, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    counts = counts.double()
+    ranks = (counts.cumsum(0) - (counts - 1) / 2)[places]  # the mean rank of equal scores
+    positive = labels > 0
+    n, m = int(positive.sum()), int((~positive).sum())
+    if not n or not m:
+        return float("nan")
+    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
