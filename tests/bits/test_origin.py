@@ -9,11 +9,11 @@ import torch
 import halfstep
 from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import origin, stored_format
-from halfstep.bits.quick import quick_origin
 from halfstep.bits.scan import scan
 from halfstep.bits.sentences import Evidence
 from halfstep.bits.statistics import statistics
 from halfstep.bits.verdict import verdict
+from halfstep.inspection.inspector import quick_origin
 
 
 def scanned(tensor):

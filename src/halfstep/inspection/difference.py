@@ -15,9 +15,8 @@ from halfstep.bits.sentences import percent
 from halfstep.bits.values import Values
 from halfstep.inspection.difference_text import count, grouped, listed, sentence, values
 from halfstep.inspection.gguf_blocks import UNREAD
-from halfstep.inspection.matching import match
+from halfstep.inspection.matching import match, permuted
 from halfstep.inspection.opening import open_checkpoint
-from halfstep.inspection.permuted import permuted
 from halfstep.inspection.roles import role_of
 from halfstep.inspection.stored import Checkpoint
 from halfstep.inspection.tensor_difference import Single, TensorDifference

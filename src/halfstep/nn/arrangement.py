@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
+from halfstep import ops
 from halfstep.kernels import carried
-from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, norm, spectral, wide
-from halfstep.nn.adopt import adopt, forward_owner, owner_of
+from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, nonlinear, norm, spectral, wide
+from halfstep.nn.adopt import Forward, adopt, forward_owner, owner_of
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.quantized_weights import Weight
-from halfstep.nn.savers import Savers, adopt_savers, find
 from halfstep.nn.scaling import attach
 from halfstep.ops.part import own_part
-from halfstep.recipe import DTYPES, LinearSpec, Recipe
+from halfstep.recipe import DTYPES, LinearSpec, Recipe, Saved
 from halfstep.unit import multipliers_of
 
 
@@ -113,3 +113,33 @@ def arranged(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | Non
 def _within(path: str, places: Iterable[str]) -> bool:
     """Whether a path is one of those, or inside of one."""
     return any(path == place or path.startswith(f"{place}.") for place in places)
+
+
+Savers = Mapping[str, Forward | None]
+"""By path, the forward that keeps what a module saves in few bits; None where its own knows how."""
+
+
+def find(
+    model: nn.Module, saved: Saved, specs: Mapping[str, LinearSpec], smoothed: Collection[str]
+) -> dict[str, Forward | None]:
+    """The savers of a model of which nothing is adopted yet, whose layers follow these specs."""
+    found: dict[str, Forward | None] = {}
+    for path, module in model.named_modules():
+        if path in specs:
+            if saved.operands and specs[path].input_codes is not None:
+                found[path] = None
+        elif saved.nonlinear is not None and nonlinear.fits(module):
+            found[path] = nonlinear.forward
+        elif saved.nonlinear is not None and gated.resembles(module) and gated.refusal(module) is None:
+            found[path] = None if path in smoothed else gated.kept
+    return found
+
+
+def adopt_savers(model: nn.Module, saved: Saved, savers: Savers) -> None:
+    """Give them what they keep it by: one for all, so that two of them keep one tensor once."""
+    keeping = ops.Keeping(saved)
+    for path, forward in savers.items():
+        module = model.get_submodule(path)
+        own_part(module).keeping = keeping
+        if forward is not None:
+            adopt(module, forward)

@@ -20,9 +20,7 @@ from halfstep.nn.adopt import OnCopy, adopt
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.averages import Copied
 from halfstep.nn.clock import Clock
-from halfstep.nn.device import device_type_of
-from halfstep.nn.functions import Float32Functions
-from halfstep.nn.outputs import to_float32
+from halfstep.nn.functions import Float32Functions, device_type_of, to_float32
 from halfstep.nn.ranks import under_ddp, uneven
 from halfstep.nn.schedule import Recomputation
 from halfstep.ops.part import own_part, part_of, parts_of

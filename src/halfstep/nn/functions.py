@@ -1,14 +1,17 @@
-"""Functions that compute in float32 under autocast: a recipe's own list, where autocast's differs by device."""
+"""Functions that compute in float32 under autocast, by a recipe's own list; and a model's outputs in float32."""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
@@ -67,3 +70,47 @@ def _says_where(kwargs: Mapping[str, Any]) -> bool:
 
 def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def to_float32(output: Any) -> Any:
+    """The same structure with every 16-bit floating tensor in float32: tuples, named tuples, lists, dicts, dataclasses,
+    torch.distributions.
+
+    A loss on the outputs is then computed in float32. Other objects (a key-value cache, say) pass untouched.
+    """
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*map(to_float32, output))
+    if isinstance(output, (tuple, list)):
+        return type(output)(map(to_float32, output))
+    if isinstance(output, MutableMapping):  # Hugging Face's ModelOutput, also a dataclass, keeps both views in step
+        result = copy.copy(output)
+        for key, value in output.items():
+            result[key] = to_float32(value)
+        return result
+    if isinstance(output, Mapping):
+        return type(output)({key: to_float32(value) for key, value in output.items()})  # type: ignore[call-arg]
+    if is_dataclass(output) and not isinstance(output, type):
+        widened = copy.copy(output)
+        for field in fields(output):
+            object.__setattr__(widened, field.name, to_float32(getattr(output, field.name)))
+        return widened
+    if isinstance(output, Distribution):  # made of tensors, and of other distributions
+        same: Any = copy.copy(output)
+        vars(same).update({name: to_float32(value) for name, value in vars(output).items()})
+        return same
+    return output
+
+
+def device_type_of(module: nn.Module) -> str:
+    """The type of the device of its first parameter, or of its first buffer where it has none."""
+    for held in ("_parameters", "_buffers"):
+        waiting = [module]
+        while waiting:  # torch finds names too, which takes longer than a layer
+            inner = waiting.pop()
+            for tensor in getattr(inner, held).values():
+                if tensor is not None:
+                    return str(tensor.device.type)
+            waiting += [child for child in reversed(inner._modules.values()) if child is not None]
+    raise ModelError(f"{type(module).__name__} has neither parameters nor buffers, and so no device")

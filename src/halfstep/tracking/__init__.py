@@ -3,10 +3,9 @@
 from halfstep.bits.histogram import ExponentHistogram
 from halfstep.tracking.amaxes import Amaxes, amaxes
 from halfstep.tracking.descent import Arrival, Arrivals, arrival, arrivals
-from halfstep.tracking.gradients import activation_gradients, activation_gradients_by_module
 from halfstep.tracking.histogram import exponents
 from halfstep.tracking.log import Log, scalars, track
-from halfstep.tracking.nonfinite import first_nonfinite, magnitude
+from halfstep.tracking.nonfinite import activation_gradients, activation_gradients_by_module, first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors, saturated_share
 from halfstep.tracking.saved import SavedBytes, SavedRow, saving
 from halfstep.tracking.sharpness import logit_sharpness

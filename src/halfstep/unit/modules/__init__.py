@@ -2,13 +2,19 @@
 
 from halfstep.unit.modules.activations import GELU, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from halfstep.unit.modules.attention import Attention, square_root_attention
-from halfstep.unit.modules.convolution import Conv1d, Conv2d
-from halfstep.unit.modules.embedding import Embedding
-from halfstep.unit.modules.linear import MULTIPLIERS, SAME, Linear, LinearReadout, multipliers_of
+from halfstep.unit.modules.linear import (
+    MULTIPLIERS,
+    SAME,
+    Conv1d,
+    Conv2d,
+    Embedding,
+    Linear,
+    LinearReadout,
+    multipliers_of,
+)
 from halfstep.unit.modules.mlp import MLP, GatedMLP
 from halfstep.unit.modules.norms import LayerNorm, RMSNorm
-from halfstep.unit.modules.stack import Stack, TransformerStack
-from halfstep.unit.modules.transformer import TransformerLayer
+from halfstep.unit.modules.transformer import Stack, TransformerLayer, TransformerStack
 
 
 __all__ = [
