@@ -61,13 +61,10 @@ def prepare(
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
 
-    The model is changed in place and returned (see `halfstep.apply`). The optimizer that comes back continues the one
-    given: it shares its parameter groups, so schedulers built before or after work, and takes over its moments and step
-    counts. Master copies are taken before the weights are rounded. What each tensor then is, really:
-    `print(halfstep.audit(model, optimizer, scaler))`.
-
-    Where something has to happen to the model in between (fully_shard, accelerate, Lightning), take the two steps that
-    this is: `halfstep.apply(model, recipe)`, and later `halfstep.optimize(model, optimizer)`.
+    The model is changed in place and returned (see `halfstep.apply`). The optimizer that comes back shares the
+    parameter groups of the one given, so schedulers built before or after work, and takes over its moments and step
+    counts. Masters are taken before the weights are rounded. `halfstep.audit(model, optimizer, scaler)` shows each
+    tensor. Where fully_shard, accelerate or Lightning comes in between: `halfstep.apply`, later `halfstep.optimize`.
 
     Args:
         model: any module with parameters, before DDP, FSDP or torch.compile. One that is quantised under this recipe
@@ -92,9 +89,8 @@ def prepare(
     """
     recipe = get_recipe(recipe)
     if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model is a {type(model).__name__}, expected a module: halfstep.prepare(model, optimizer, recipe)"
-        )
+        wanted = "expected a module: halfstep.prepare(model, optimizer, recipe)"
+        raise ModelError(f"model is a {type(model).__name__}, {wanted}")
     run = _Run(generator, process_group, amax_group, total_steps, recipe_change)
     if adapts(model, recipe):
         return model, *_optimize(model, optimizer, run, {})

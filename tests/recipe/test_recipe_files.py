@@ -262,7 +262,7 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         ('name = "mine"\n[communication]\ngradients = "bf16"\nreduce = "ring"\n', 4, "unknown reduce 'ring'"),
         (
             'name = "mine"\n[saved]\nnonlinear = {format = "bf16", residual = true}\n',
-            2,
+            3,
             "are for what an optimizer keeps",
         ),
     ],

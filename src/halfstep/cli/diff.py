@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from halfstep.cli.terminal import reading, show_json, show_table
+from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
@@ -51,10 +53,8 @@ def diff(
 
 
 def _show(found: Difference, layers: bool, tensors: bool) -> None:
-    from rich.console import Console
 
     from halfstep.inspection.difference_text import grouped
-    from halfstep.printable import printable
 
     lines = Console(soft_wrap=True, highlight=False, markup=False)
     for text in found.files:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.errors import CheckpointError
 
 
 def export(
@@ -68,7 +69,6 @@ def export(
 
 def _stored(folder: Path | None) -> str | None:
     """The dtype that a folder's config.json names, where it is one of those that weights are stored in."""
-    from halfstep.errors import CheckpointError
     from halfstep.layouts.folder import dtype_of
 
     if folder is None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from halfstep.cli.terminal import reading, show_json
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, KnowledgeBaseError
+from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
@@ -109,13 +111,9 @@ def _save(path: Path, data: bytes) -> None:
 
 def _known(path: Path, overlay: Path | None) -> Known | None:
     """What the knowledge base says of the model that the folder names as its base; None where it says nothing."""
-    from rich.console import Console
-
-    from halfstep.errors import KnowledgeBaseError
     from halfstep.inspection.declared import Known
     from halfstep.kb import DEFAULT_OVERLAY, load
     from halfstep.kb.resolve import in_folder
-    from halfstep.printable import printable
 
     folder = path if path.is_dir() else path.parent
     known = load(overlay or DEFAULT_OVERLAY)

@@ -13,6 +13,7 @@ import typer
 from halfstep.cli.kb_add import add
 from halfstep.cli.terminal import fail, show_json, show_table, write_text
 from halfstep.errors import KnowledgeBaseError, unknown
+from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
@@ -144,7 +145,6 @@ def validate(
     """Check entries against the schema and the rules. Exit code 1 if one breaks them."""
     from halfstep.kb.add import validate as problems
     from halfstep.kb.reader import data_files, load, package_folder, read
-    from halfstep.printable import printable
 
     if folder is not None and not data_files(folder):
         raise KnowledgeBaseError(
@@ -186,7 +186,6 @@ def _load(overlay: Path | None) -> KnowledgeBase:
 
 def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
     from halfstep.kb.export.plain import entry_data
-    from halfstep.printable import printable
 
     if as_json:
         show_json([entry_data(entry) for entry in entries])
@@ -216,8 +215,6 @@ def _counted(entries: Any) -> str:
 
 def _measure(context: typer.Context, model: str) -> list[str]:
     """How to find out by measuring, with the commands that this halfstep has."""
-    from halfstep.printable import printable
-
     commands = getattr(context.find_root().command, "commands", {})
     model = printable(model)
     known = {

@@ -9,6 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
+from halfstep.errors import KnowledgeBaseError
+
+
+_QUESTIONS = {
+    "--model-id": "Hub id (organisation/name)",
+    "--family": "Model family",
+    "--year": "Year of release",
+    "--precision": "Trained in (such as bf16_mixed)",
+    "--evidence": "Evidence (paper, config, author_statement ...)",
+    "--says": "What the reference says, in your own words",
+    "--reference": "Reference (KIND URL WHERE)",
+}
+"""What is asked for at the terminal where an option that an entry needs is missing."""
+
 
 def add(
     model_id: Annotated[list[str] | None, typer.Option("--model-id", help="A hub id; repeat for more.")] = None,
@@ -42,16 +56,9 @@ def add(
     from halfstep.kb.add import add_entry, slug
     from halfstep.kb.reader import DEFAULT_OVERLAY
 
-    given: dict[str, Any] = {
-        "--model-id": model_id or alias,
-        "--family": family,
-        "--year": year,
-        "--precision": precision or ("mixed_by_part" if part else None),
-        "--evidence": evidence,
-        "--says": says,
-        "--reference": reference,
-    }
-    given = _completed(given)
+    stated = precision or ("mixed_by_part" if part else None)
+    answers = model_id or alias, family, year, stated, evidence, says, reference
+    given = _completed(dict(zip(_QUESTIONS, answers, strict=True)))
     names = given["--model-id"]
     data = {
         "id": entry_id or slug(names[0].rsplit("/", 1)[-1]),
@@ -79,8 +86,6 @@ def add(
 
 def _completed(given: dict[str, Any]) -> dict[str, Any]:
     """The options, with answers asked for at the terminal for those that are missing."""
-    from halfstep.errors import KnowledgeBaseError
-
     missing = [flag for flag, value in given.items() if not value]
     if not missing:
         return given
@@ -89,25 +94,14 @@ def _completed(given: dict[str, Any]) -> dict[str, Any]:
             f"an entry needs {', '.join(missing)}. Every entry cites what it rests on, as "
             '--reference "paper https://arxiv.org/abs/1910.10683 section 2.1"'
         )
-    questions = {
-        "--model-id": "Hub id (organisation/name)",
-        "--family": "Model family",
-        "--year": "Year of release",
-        "--precision": "Trained in (such as bf16_mixed)",
-        "--evidence": "Evidence (paper, config, author_statement ...)",
-        "--says": "What the reference says, in your own words",
-        "--reference": "Reference (KIND URL WHERE)",
-    }
     for flag in missing:
-        answer = typer.prompt(questions[flag], type=int if flag == "--year" else str)
+        answer = typer.prompt(_QUESTIONS[flag], type=int if flag == "--year" else str)
         given[flag] = [answer] if flag in ("--model-id", "--reference") else answer
     return given
 
 
 def _reference(text: str) -> dict[str, str]:
     """A reference from "KIND URL WHERE"; the commit is read off a GitHub address."""
-    from halfstep.errors import KnowledgeBaseError
-
     kind, url, where = (*text.split(maxsplit=2), "", "", "")[:3]
     if not where:
         raise KnowledgeBaseError(
@@ -119,8 +113,6 @@ def _reference(text: str) -> dict[str, str]:
 
 
 def _part(text: str) -> tuple[str, str]:
-    from halfstep.errors import KnowledgeBaseError
-
     name, mark, precision = text.partition("=")
     if not (name and mark and precision):
         raise KnowledgeBaseError(f"part {text!r}: expected NAME=PRECISION, such as language_model=bf16_mixed")

@@ -86,15 +86,10 @@ def memory(
         recipes = [get_recipe(name) for name in recipe or ["bf16-mixed"]]
         check_ranks(dp, zero)
         if per_layer and dp > 1:
-            raise AccountError(
-                "--per-layer steps on a gradient as it arrives, before devices have added theirs up; leave --dp out"
-            )
+            raise AccountError("--per-layer steps on a gradient before devices have added theirs up; leave --dp out")
         subject = load_subject(model)
         plan = _Plan(batch, seq, optimizer, checkpointing, per_layer, dp, zero, limit)
-        if inference:
-            found = [_inference(subject, each, plan, progress) for each in recipes]
-        else:
-            found = [_training(subject, each, plan, progress) for each in recipes]
+        found = [(_inference if inference else _training)(subject, each, plan, progress) for each in recipes]
     if plot is not None:
         _draw(plot, subject, found, limit, inference)
     if as_json:

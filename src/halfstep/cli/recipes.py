@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.errors import AccountError
 from halfstep.printable import printable
 
 
@@ -141,7 +142,6 @@ def plan(
         progress("loading torch and the model")
         from halfstep.accounting import load_subject
         from halfstep.accounting.account import blank
-        from halfstep.errors import AccountError
         from halfstep.preparation import plan as plan_for
 
         subject = load_subject(model)

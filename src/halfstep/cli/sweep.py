@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from halfstep.cli.terminal import show_json, show_table
@@ -27,14 +27,13 @@ from halfstep.cli.training import (
     Task,
     asked_fields,
     fresh_folder,
+    resumable,
 )
 from halfstep.errors import RunError
 from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfstep.lab.sweep.grid import Sweep
     from halfstep.lab.sweep.run import Cells
 
@@ -97,8 +96,6 @@ def run(
 
     A run that fails is a result. A sweep that was killed goes on with --resume, bit for bit.
     """
-    from rich.console import Console
-
     console = Console(stderr=True)
     if resume and out is None:
         raise RunError("--resume needs --out: the folder of the sweep to continue")
@@ -113,14 +110,9 @@ def run(
     at_once = jobs or max(1, len(os.sched_getaffinity(0)) // wanted.threads)
     place = get_executor(executor, at_once)
     cells = open_sweep(wanted, path, resume)
-    command = shlex.join(["halfstep", "sweep", "run", "--out", str(path), "--resume", "--executor", executor])
-    try:
+    command = ["halfstep", "sweep", "run", "--out", str(path), "--resume", "--executor", executor]
+    with resumable(path, command, console):
         run_sweep(cells, place, _Watch(cells, place.at_once, console), retry)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}. Mend that, then go on: {command}") from error
-    except KeyboardInterrupt:
-        console.print(f"\nstopped; nothing is lost. To continue:\n  {command}", markup=False, soft_wrap=True)
-        raise typer.Exit(130) from None
     report(path, as_json)
 
 

@@ -8,6 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
 from halfstep.errors import HalfstepError
 from halfstep.printable import printable
 
@@ -17,9 +22,6 @@ _WIDEST = 10_000
 
 def fail(message: str) -> None:
     """Print an error, as text: nothing in it is taken for markup, or moves the cursor."""
-    from rich.console import Console
-    from rich.markup import escape
-
     Console(stderr=True).print(f"[bold red]error:[/] {escape(printable(message))}", highlight=False, soft_wrap=True)
 
 
@@ -42,8 +44,6 @@ def show_json(data: Any) -> None:
 
 def line_width(most: int) -> int:
     """How long lines of text may be: on a terminal no longer than it is wide, though of 40 characters at least."""
-    from rich.console import Console
-
     console = Console()
     return max(40, min(most, console.width)) if console.is_terminal else most
 
@@ -53,11 +53,6 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
 
     On a terminal other cells are folded to fit, but the first of a row; elsewhere lines are as long as they need.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.measure import Measurement
-    from rich.table import Table
-
     numeric = set(right)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
@@ -79,7 +74,6 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
 @contextmanager
 def reading(total: int) -> Iterator[Callable[[int], None] | None]:
     """A bar of the bytes read, of `total`, on standard error, where that is a terminal; it is told each piece's."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
@@ -95,8 +89,6 @@ def reading(total: int) -> Iterator[Callable[[int], None] | None]:
 @contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
     """Shows what is being done, on a terminal; elsewhere nothing."""
-    from rich.console import Console
-
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda stage: None

@@ -6,10 +6,13 @@ import dataclasses
 import re
 import shlex
 import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from halfstep.cli.terminal import line_width, show_json, show_table
 from halfstep.errors import RunError
@@ -73,9 +76,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 
 def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_json: bool, jobs: int = 1) -> None:
     """Open the experiment that the command's options say, train what is left of it, write the report, print it."""
-    from rich.console import Console
-    from safetensors import SafetensorError
-
     from halfstep.cli.live import Live
 
     if resume and out is None:
@@ -95,22 +95,31 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
         torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     comparison = open_experiment(experiment, path, resume)
     aside = ["--jobs", str(jobs)] if jobs > 1 else []
-    command = shlex.join(["halfstep", name, "--out", str(path), "--resume", *aside])
-    try:
+    with resumable(path, ["halfstep", name, "--out", str(path), "--resume", *aside], console):
         with Live(comparison.experiment, console, comparison.folder.facts()) as live:
             comparison.run(live.update, jobs)
         page = write_report(comparison.folder)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be written: {error}. Mend that, then go on: {command}") from error
-    except KeyboardInterrupt:
-        console.print(f"\nstopped; nothing is lost. To continue:\n  {command}", markup=False, soft_wrap=True)
-        raise typer.Exit(130) from None
     summary = read_json(comparison.folder.path / "summary.json")
     if as_json:
         show_json({**summary, "folder": str(path), "report": str(page)})
     else:
         _show(summary)
     console.print(f"\nreport: {page}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def resumable(path: Path, command: Sequence[str], console: Console) -> Iterator[None]:
+    """Within it, a run that is interrupted, or whose folder cannot be written, says by which command it goes on."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be written: {error}. Mend that, then go on: {shlex.join(command)}") from error
+    except KeyboardInterrupt:
+        said = f"\nstopped; nothing is lost. To continue:\n  {shlex.join(command)}"
+        console.print(said, markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
 
 
 def _asked(ctx: typer.Context) -> dict[str, Any]:

@@ -93,10 +93,6 @@ def _identical(group: Sequence[TensorDifference]) -> str:
     return "the same bytes"
 
 
-def _equal(group: Sequence[TensorDifference]) -> str:
-    return f"equal values, stored as {_types(group)}"
-
-
 def _roundings(group: Sequence[TensorDifference]) -> str:
     """Those that explain all tensors of a group; of a few values several may, and not all have ties."""
     sets = [one.relation.rounded.roundings for one in group if one.relation.rounded is not None]
@@ -117,14 +113,6 @@ def _cast_to(group: Sequence[TensorDifference]) -> str:
     return f"rounded to {through}{rounded.format}, {_roundings(group)}{beyond}"
 
 
-def _cast(group: Sequence[TensorDifference]) -> str:
-    return f"B is A {_cast_to(group)}"
-
-
-def _uncast(group: Sequence[TensorDifference]) -> str:
-    return f"A is B {_cast_to(group)}"
-
-
 def _near(group: Sequence[TensorDifference]) -> str:
     rounded = group[0].relation.rounded
     assert rounded is not None
@@ -134,10 +122,6 @@ def _near(group: Sequence[TensorDifference]) -> str:
         f"every value of B is one of the two {rounded.format} neighbours of A's, {percent(nearest / telling)} the "
         "nearer one, by no rounding that is known: a cast of values near A's fits"
     )
-
-
-def _alike(group: Sequence[TensorDifference]) -> str:
-    return f"no farther apart than two roundings of the same values ({_types(group)})"
 
 
 def _multiple(group: Sequence[TensorDifference]) -> str:
@@ -167,28 +151,27 @@ def _merged(group: Sequence[TensorDifference]) -> str:
     return f"B less A has {rank}, up to rounding: a merged LoRA fits, or a few steps of plain SGD; {figures(group)}"
 
 
-def _changed(group: Sequence[TensorDifference]) -> str:
-    return f"changed, {figures(group)}"
-
-
-def _unrelated(group: Sequence[TensorDifference]) -> str:
-    return f"values that have nothing in common, cosine {cosine(_change(group).cosine)}"
-
-
-def _unread(group: Sequence[TensorDifference]) -> str:
-    return f"not compared, for they are no plain numbers ({_types(group)}): decode them first"
-
-
 def _shape(group: Sequence[TensorDifference]) -> str:
     shapes = [f"{one.name} {written(one.shapes[0])} and {written(one.shapes[1])}" for one in group]
     return f"other shapes, so that no values belong together: {listed(shapes)}"
 
 
 _SAID: dict[str, Callable[[Sequence[TensorDifference]], str]] = {
-    "identical": _identical, "equal": _equal, "cast": _cast, "uncast": _uncast, "near": _near, "alike": _alike,
-    "multiple": _multiple, "average": _average, "quantised": _quantised, "merged": _merged, "changed": _changed,
-    "unrelated": _unrelated, "unread": _unread, "shape": _shape,
-}  # fmt: skip
+    "identical": _identical,
+    "equal": lambda group: f"equal values, stored as {_types(group)}",
+    "cast": lambda group: f"B is A {_cast_to(group)}",
+    "uncast": lambda group: f"A is B {_cast_to(group)}",
+    "near": _near,
+    "alike": lambda group: f"no farther apart than two roundings of the same values ({_types(group)})",
+    "multiple": _multiple,
+    "average": _average,
+    "quantised": _quantised,
+    "merged": _merged,
+    "changed": lambda group: f"changed, {figures(group)}",
+    "unrelated": lambda group: f"values that have nothing in common, cosine {cosine(_change(group).cosine)}",
+    "unread": lambda group: f"not compared, for they are no plain numbers ({_types(group)}): decode them first",
+    "shape": _shape,
+}
 
 
 def named(found: Relation) -> str:

@@ -76,13 +76,7 @@ class Float32(StoredScales):
         return rule.holds == "float32"
 
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
-        scales = made.quantizer.scales
-        grid = (
-            torch.ones(1, 1, dtype=torch.float32, device="cpu")
-            if scales is None
-            else scales.rule.multiplier(made.tensors, made.quantizer.format)
-        )
-        moved = move(_finite(grid.float()))
+        moved = move(_grid(made))
         return {self.name: moved.view(1) if self.flat else moved}
 
     def stored(
@@ -114,13 +108,7 @@ class Exponents(StoredScales):
         return rule.holds == "float8_e8m0fnu"
 
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
-        scales = made.quantizer.scales
-        grid = (
-            torch.ones(1, 1, dtype=torch.float32, device="cpu")
-            if scales is None
-            else scales.rule.multiplier(made.tensors, made.quantizer.format)
-        )
-        return {self.name: move(_exponents(_finite(grid.float())))}
+        return {self.name: move(_exponents(_grid(made)))}
 
     def stored(
         self, tensors: Mapping[str, Tensor], quantizer: Quantizer, grid: tuple[int, int], move: Move, note: Any
@@ -189,6 +177,14 @@ def _exponents(scale: Tensor) -> Tensor:
     if bool((fraction != 0.5).any()) or bool(((power < -126) | (power > 128)).any()):
         raise LayoutError("a scale is no power of two from 2^-127 to 2^127; expected powers of two, as the layout has")
     return (power + 126).to(torch.uint8)
+
+
+def _grid(made: Quantized) -> Tensor:
+    """What the codes of each tile are multiplied by, in float32."""
+    scales = made.quantizer.scales
+    if scales is None:
+        return torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    return _finite(scales.rule.multiplier(made.tensors, made.quantizer.format).float())
 
 
 def _finite(scale: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
+from functools import partial
 from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
@@ -94,85 +95,34 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII) is not None
 
 
-def _loss_scale(data: Any) -> LossScale | None:
+def _record(name: str, kind: type, data: Any) -> Any:
+    """A record of that kind from its table at `name`; None where it says "none".
+
+    A storage among its fields is a format's name or a table, and "none" leaves it out.
+    """
     if data == "none":
         return None
-    table = _optional(data, "loss_scale")
-    hints = typing.get_type_hints(LossScale)
-    check_keys(table, tuple(hints), "key of loss_scale", "loss_scale")
-    given = {key: typed(value, hints[key], "loss_scale", key) for key, value in table.items()}
-    try:
-        return LossScale(**given)
-    except RecipeError as error:
-        raise At(str(error), "loss_scale", *[key for key in given if f" {key} =" in str(error)][:1]) from error
-
-
-def _projection(data: Any) -> Projection | None:
-    if data == "none":
-        return None
-    table = _optional(data, "projection")
-    hints = typing.get_type_hints(Projection)
-    check_keys(table, tuple(hints), "key of projection", "projection")
-    given = {key: typed(value, hints[key], "projection", key) for key, value in table.items()}
-    try:
-        return Projection(**given)
-    except RecipeError as error:
-        raise At(str(error), "projection", *[key for key in given if f" {key}" in str(error)][:1]) from error
-
-
-def _codes(data: Any) -> Codes | None:
-    if data == "none":
-        return None
-    table = _optional(data, "codes")
-    roles = tuple(field.name for field in fields(Codes))
-    check_keys(table, roles, "key of codes", "codes")
-    if "weights" not in table:
-        raise At("codes without weights; expected how they are kept, such as weights = 'mxfp8_e4m3'", "codes")
-    kinds = {role: None if kind == "none" else storage(kind, "codes", role) for role, kind in table.items()}
-    try:
-        return Codes(**kinds)  # type: ignore[arg-type]
-    except RecipeError as error:
-        raise At(str(error), "codes", *[role for role in table if f"codes {role} =" in str(error)]) from error
-
-
-def _saved(data: Any) -> Saved | None:
-    if data == "none":
-        return None
-    table = _optional(data, "saved")
-    check_keys(table, tuple(field.name for field in fields(Saved)), "key of saved", "saved")
-    given: Data = {"operands": typed(table.get("operands", False), bool, "saved", "operands")}
-    if table.get("nonlinear", "none") != "none":
-        given["nonlinear"] = storage(table["nonlinear"], "saved", "nonlinear")
-    try:
-        return Saved(**given)
-    except RecipeError as error:
-        raise At(str(error), "saved") from error
-
-
-def _communication(data: Any) -> Communication | None:
-    if data == "none":
-        return None
-    table = _optional(data, "communication")
-    hints = typing.get_type_hints(Communication)
-    check_keys(table, tuple(hints), "key of communication", "communication")
-    roles = {role: table[role] for role in ("gradients", "weights") if table.get(role, "none") != "none"}
-    given: Data = {
-        role: kind if (role, kind) == ("weights", OPERANDS) else storage(kind, "communication", role)
-        for role, kind in roles.items()
-    }
-    for key in ("reduce", "error_feedback") & table.keys():
-        given[key] = typed(table[key], hints[key], "communication", key)
-    try:
-        return Communication(**given)
-    except RecipeError as error:
-        named = [key for key in table if f" {key}" in str(error)]
-        raise At(str(error), "communication", *named[:1]) from error
-
-
-def _optional(data: Any, name: str) -> Data:
     if not isinstance(data, dict):
         raise At(f"{name} = {data!r} found; expected a table or 'none'", name)
-    return data
+    hints = typing.get_type_hints(kind)
+    check_keys(data, tuple(hints), f"key of {name}", name)
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in data:
+            wanted = f"expected how they are kept, such as {field.name} = 'mxfp8_e4m3'"
+            raise At(f"{name} without {field.name}; {wanted}", name)
+    given = {key: _field(value, hints[key], name, key) for key, value in data.items()}
+    try:
+        return kind(**given)
+    except RecipeError as error:
+        named = [key for key in given if re.search(rf"{name} {key} =|unknown {key} ", str(error))]
+        raise At(str(error), name, *named) from error
+
+
+def _field(value: Any, expected: Any, *path: str) -> Any:
+    kinds = (expected, *typing.get_args(expected))
+    if Storage not in kinds:
+        return typed(value, expected, *path)
+    return value if value == OPERANDS and str in kinds else None if value == "none" else storage(value, *path)
 
 
 def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
@@ -240,11 +190,11 @@ def _attention(data: Any) -> AttentionSpec | None:
 
 
 _TABLES: dict[str, Callable[[Any], Any]] = {
-    "loss_scale": _loss_scale,
-    "codes": _codes,
-    "projection": _projection,
-    "saved": _saved,
-    "communication": _communication,
+    "loss_scale": partial(_record, "loss_scale", LossScale),
+    "codes": partial(_record, "codes", Codes),
+    "projection": partial(_record, "projection", Projection),
+    "saved": partial(_record, "saved", Saved),
+    "communication": partial(_record, "communication", Communication),
     "moments": _moments,
     "attention": _attention,
 }

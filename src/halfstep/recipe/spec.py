@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -170,62 +170,9 @@ class Recipe:
     """Where the source and this recipe differ, for `recipes show`."""
 
     def __post_init__(self) -> None:
-        for role in ("weights", "grads", "compute"):
-            if (name := getattr(self, role)) is not None and name not in DTYPES:
-                raise RecipeError(f"recipe {self.name!r}: {role} = {name!r}; tensors are stored as {', '.join(DTYPES)}")
-        for name, _ in self._moments:
-            try:
-                self.moment(name)
-            except RecipeError as error:
-                raise RecipeError(f"recipe {self.name!r}: moments: {error}") from error
-        for name in self.float32_functions:
-            if not any(callable(getattr(module, name, None)) for module in (torch, torch.nn.functional)):
-                raise RecipeError(
-                    f"recipe {self.name!r}: {unknown('function of torch', name, dir(torch.nn.functional))}"
-                )
-        if self.float32_functions and self.compute == "fp32":
-            raise RecipeError(
-                f"recipe {self.name!r}: float32_functions with compute = 'fp32', where all functions are: "
-                "name a 16-bit compute dtype, or leave them out"
-            )
         check_rounding(self.update_rounding)
-        if self.update_rounding != "nearest_even" and self.weights == "fp32":
-            raise RecipeError(
-                f"recipe {self.name!r}: update_rounding = {self.update_rounding!r} with fp32 weights, which an "
-                "update in float32 never rounds; store the weights in bf16 or fp16, or drop it"
-            )
-        if self.master is not None:
-            try:
-                get_master(self.master)
-            except RecipeError as error:
-                raise RecipeError(f"recipe {self.name!r}: {error}") from error
-        if self.master is not None and self.weights == "fp32":
-            raise RecipeError(f"recipe {self.name!r}: fp32 weights are their own master; set master to None")
-        if self.weights not in get_master(self.master).weights:
-            beside = " or ".join(get_master(self.master).weights)
-            raise RecipeError(
-                f"recipe {self.name!r}: master = {self.master!r} stands beside {beside} weights, not {self.weights}"
-            )
-        if self.smooth_glu is not None and self.smooth_glu not in SMOOTH_GLU:
-            raise RecipeError(f"recipe {self.name!r}: {unknown('smooth_glu', self.smooth_glu, SMOOTH_GLU)}")
-        if self.codes is not None and (self.weights != "fp32" or not any(rule.linear.rounds for rule in self.rules)):
-            raise RecipeError(
-                f"recipe {self.name!r}: codes = {self.codes.weights} stores the weights that rules round, beside "
-                f"others in fp32; found {len(self.rules)} rules and weights in {self.weights}"
-            )
-        if self.projection is not None and (self.codes is not None or self.moment(PROJECTOR).dtype is None):
-            raise RecipeError(
-                f"recipe {self.name!r}: projection, with codes = {self.codes} and moments: {PROJECTOR} kept as "
-                f"{self.moment(PROJECTOR)}; expected no codes, and vectors in fp32, bf16 or fp16, said first"
-            )
-        if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
-            raise RecipeError(
-                f"recipe {self.name!r}: saved = {{operands = true}} keeps the codes that products round their inputs "
-                "to, with one scale a tensor and alike in both products that take the input, and no rule rounds them "
-                "so: give such a rule (as fp8-current has), or set operands to false"
-            )
-        if self.grads == self.weights:
-            raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
+        for fault in self._faults():
+            raise RecipeError(f"recipe {self.name!r}: {fault}")
         check_stages(self, self.stages)
         if self.batch_invariant and self.shared_in_a_call:
             raise RecipeError(
@@ -233,6 +180,58 @@ class Recipe:
                 "Give operands scales of a row or of blocks of one ('fp8-rowwise', 'fp8-block', 'mxfp8' have such), or "
                 "leave batch_invariant out"
             )
+
+    def _faults(self) -> Iterator[str]:
+        """What of the fields does not exist, or means nothing beside the others."""
+        for role in ("weights", "grads", "compute"):
+            if (name := getattr(self, role)) is not None and name not in DTYPES:
+                yield f"{role} = {name!r}; tensors are stored as {', '.join(DTYPES)}"
+        for name, _ in self._moments:
+            try:
+                self.moment(name)
+            except RecipeError as error:
+                yield f"moments: {error}"
+        for name in self.float32_functions:
+            if not any(callable(getattr(module, name, None)) for module in (torch, torch.nn.functional)):
+                yield unknown("function of torch", name, dir(torch.nn.functional))
+        if self.float32_functions and self.compute == "fp32":
+            yield (
+                "float32_functions with compute = 'fp32', where all functions are: name a 16-bit compute dtype, or "
+                "leave them out"
+            )
+        if self.update_rounding != "nearest_even" and self.weights == "fp32":
+            yield (
+                f"update_rounding = {self.update_rounding!r} with fp32 weights, which an update in float32 never "
+                "rounds; store the weights in bf16 or fp16, or drop it"
+            )
+        try:
+            beside = get_master(self.master).weights
+        except RecipeError as error:
+            yield str(error)
+        if self.master is not None and self.weights == "fp32":
+            yield "fp32 weights are their own master; set master to None"
+        if self.weights not in beside:
+            yield f"master = {self.master!r} stands beside {' or '.join(beside)} weights, not {self.weights}"
+        if self.smooth_glu is not None and self.smooth_glu not in SMOOTH_GLU:
+            yield unknown("smooth_glu", self.smooth_glu, SMOOTH_GLU)
+        if self.codes is not None and (self.weights != "fp32" or not any(rule.linear.rounds for rule in self.rules)):
+            yield (
+                f"codes = {self.codes.weights} stores the weights that rules round, beside others in fp32; found "
+                f"{len(self.rules)} rules and weights in {self.weights}"
+            )
+        if self.projection is not None and (self.codes is not None or self.moment(PROJECTOR).dtype is None):
+            yield (
+                f"projection, with codes = {self.codes} and moments: {PROJECTOR} kept as {self.moment(PROJECTOR)}; "
+                "expected no codes, and vectors in fp32, bf16 or fp16, said first"
+            )
+        if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
+            yield (
+                "saved = {operands = true} keeps the codes that products round their inputs to, with one scale a "
+                "tensor and alike in both products that take the input, and no rule rounds them so: give such a rule "
+                "(as fp8-current has), or set operands to false"
+            )
+        if self.grads == self.weights:
+            yield f"grads = {self.grads!r} is the weights' format; leave it out"
 
     @cached_property
     def by_stage(self) -> tuple[Recipe, ...]:

@@ -76,8 +76,7 @@ def parameter_groups(
         for factor, parameters in split.items():
             own = rate * factor
             decays = {"weight_decay": strength if meaning == "coupled" else strength / float(own)}
-            if meaning == "decoupled":
-                decays["decay_per_step"] = strength
+            decays |= {"decay_per_step": strength} if meaning == "decoupled" else {}
             made.append({"params": parameters, "lr": own, **decays, **options})
     return made
 

@@ -31,6 +31,13 @@ def multipliers_of(module: nn.Module) -> LinearSpec:
     return module.__dict__.get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
 
 
+def _reset(layer: Any) -> None:
+    """Weights from N(0, 1), biases zero."""
+    nn.init.normal_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 class Linear(nn.Linear):
     """y = fan_in^-1/2 x w^T + b with w ~ N(0, 1) and b = 0; no bias unless asked for.
 
@@ -61,9 +68,7 @@ class Linear(nn.Linear):
         if role == "readout":
             setattr(self, READOUT, constraint)
 
-    def reset_parameters(self) -> None:
-        """Weights from N(0, 1), biases zero."""
-        reset(self)
+    reset_parameters = _reset
 
     def extra_repr(self) -> str:
         """torch's, and the constraint."""
@@ -91,13 +96,6 @@ class LinearReadout(Linear):
         constraint: str = "none",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype, constraint=constraint, role="readout")
-
-
-def reset(layer: Any) -> None:
-    """Weights from N(0, 1), biases zero."""
-    nn.init.normal_(layer.weight)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
 
 
 def _multipliers(constraint: str, readout: bool) -> LinearSpec:
@@ -135,9 +133,7 @@ class _Conv(nn.modules.conv._ConvNd):
         setattr(self, MULTIPLIERS, factors.linear(constraint))
         set_tag(self, "weight", Tag(role))
 
-    def reset_parameters(self) -> None:
-        """Weights from N(0, 1), biases zero."""
-        reset(self)
+    reset_parameters = _reset
 
     def _convolved(self, function: Any, x: Tensor) -> Tensor:
         padding: Any = self.padding
