@@ -19,7 +19,7 @@ from halfstep.bits.memory import InMemory
 from halfstep.bits.scan import scan
 from halfstep.errors import QuantizationError
 from halfstep.inspection.declared import Known
-from halfstep.inspection.reading import read
+from halfstep.inspection.opening import read
 
 
 ROOT = Path(__file__).parents[2]

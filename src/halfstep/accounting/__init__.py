@@ -3,10 +3,9 @@
 from halfstep.accounting.account import OPTIMIZERS, Account, account
 from halfstep.accounting.checkpointing import CHECKPOINTING
 from halfstep.accounting.cost import cost
-from halfstep.accounting.fit import bytes_from, largest
 from halfstep.accounting.inference import InferenceBytes, inference
 from halfstep.accounting.models import architectures, load_subject, named
-from halfstep.accounting.sharing import Share, check_ranks, sent_a_parameter, share
+from halfstep.accounting.sharing import Share, bytes_from, check_ranks, largest, sent_a_parameter, share
 from halfstep.accounting.subject import Batch, Subject
 from halfstep.accounting.works import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, speeds_from
 

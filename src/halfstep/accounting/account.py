@@ -241,17 +241,16 @@ def _workspace(args: tuple[Any, ...]) -> int:
 
     def kept(length: int) -> int:
         first = args[0].new_empty((length, *args[0].shape[1:]))
-        given = [x if not isinstance(x, Tensor) else _zeros(x) for x in (first, *args[1:])]
+        given = [
+            x if not isinstance(x, Tensor) else torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+            for x in (first, *args[1:])
+        ]
         return int(_aten.mkldnn_rnn_layer.default(*given)[-1].numel())
 
     if steps <= _STEPS:
         return kept(steps)
     most = kept(_STEPS)
     return most + (steps - _STEPS) * (most - kept(_STEPS // 2)) // (_STEPS - _STEPS // 2)
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -150,7 +150,12 @@ def _built(name: str, kind: Any, config: Any, remarks: tuple[str, ...] = ()) -> 
     if getattr(kind, "main_input_name", "") == "pixel_values":
         image = getattr(config, "image_size", IMAGE)
         shape = (getattr(config, "num_channels", 3), *(image if isinstance(image, (list, tuple)) else (image, image)))
-        return Subject(name, lambda: _new(kind, config), lambda m, b, s: _pixels(b, shape), remarks=remarks)
+        return Subject(
+            name,
+            lambda: _new(kind, config),
+            lambda m, b, s: Batch(named=(("pixel_values", torch.zeros(b, *shape, dtype=torch.float32, device="cpu")),)),
+            remarks=remarks,
+        )
     labels = kind.__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(kind.forward).parameters
     more = ("labels",) if labels else ("decoder_input_ids",) if config.is_encoder_decoder else ()
 
@@ -165,10 +170,6 @@ def _new(kind: Any, config: Any) -> nn.Module:
     config.use_cache = False  # a training run keeps none
     model: nn.Module = kind(config)
     return model.train()
-
-
-def _pixels(examples: int, shape: tuple[int, ...]) -> Batch:
-    return Batch(named=(("pixel_values", torch.zeros(examples, *shape, dtype=torch.float32, device="cpu")),))
 
 
 # ---- a checkpoint's header ------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Change:
     @property
     def relative(self) -> float:
         """|B - A| / |A|, Euclidean norms; infinite where A is zero and B is not."""
-        return _ratio(self.squares, self.squares_a)
+        return math.sqrt(self.squares / self.squares_a) if self.squares_a else math.inf if self.squares else 0.0
 
     @property
     def cosine(self) -> float:
@@ -121,10 +121,6 @@ class Change:
 
     def __add__(self, other: Change) -> Change:
         return Change(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Change)))
-
-
-def _ratio(squares: float, of: float) -> float:
-    return math.sqrt(squares / of) if of else math.inf if squares else 0.0
 
 
 def change(pair: Pair) -> Change:

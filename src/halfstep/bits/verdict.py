@@ -71,7 +71,7 @@ def _read(group: Sequence[Evidence]) -> PrecisionVerdict:
         texts.append(f"{len(order) - _SHOWN} other kinds{_part(rest, total, len(order))}")
     if silent:
         texts.append(f"{_tensors(silent)} with too little to tell{_hushed(group)}")
-    sure = bounded(_least(kinds[order[0]]), _told(group))
+    sure = bounded(max(kinds[order[0]], key=lambda one: one.numel).confidence, _told(group))
     return PrecisionVerdict("; ".join(texts), sure, tuple(" ".join(key) for key in order))
 
 
@@ -93,11 +93,6 @@ def _part(same: Sequence[Evidence], total: int, kinds: int) -> str:
 
 def _tensors(count: int) -> str:
     return f"{count} tensor{'s' if count != 1 else ''}"
-
-
-def _least(same: Sequence[Evidence]) -> str:
-    """The confidence of most values of one kind: that of its largest tensor."""
-    return max(same, key=lambda one: one.numel).confidence
 
 
 def whole(by_role: Mapping[str, PrecisionVerdict], everything: Sequence[Evidence]) -> PrecisionVerdict:

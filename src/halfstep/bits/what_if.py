@@ -228,10 +228,8 @@ def _together(name: str, casts: list[tuple[str, Cast, Errors]]) -> WhatIf:
     errors = Errors(sum(columns[0]), sum(columns[1]), sum(columns[2]), sum(columns[3]), max(columns[4]))
     every = [cast for _, cast, _ in casts]
     total = _cast(name, errors, sum(c.values for c in every), sum(c.nbytes for c in every), sum(c.saved for c in every))
-    hurt = sorted(((tensor, cast) for tensor, cast, _ in casts), key=lambda item: _badness(item[1]))
+    hurt = sorted(
+        ((tensor, cast) for tensor, cast, _ in casts),
+        key=lambda item: (-item[1].overflowing, math.inf if item[1].sqnr is None else item[1].sqnr),
+    )
     return WhatIf(total, tuple(hurt[:WORST]))
-
-
-def _badness(cast: Cast) -> tuple[int, float]:
-    """Overflowing tensors first, then by SQNR."""
-    return (-cast.overflowing, math.inf if cast.sqnr is None else cast.sqnr)

@@ -211,12 +211,6 @@ def _draw(path: str, subject: Subject, found: list[dict[str, Any]], limit: int |
         raise AccountError(
             "--plot draws the step of a model that trains; leave --inference out, or give a model that runs"
         )
-    roles = {
-        name: {k: v for k, v in row["bytes"].items() if k != "persistent"} for name, row in _by_name(found).items()
-    }
+    roles = {row["recipe"]: {k: v for k, v in row["bytes"].items() if k != "persistent"} for row in found}
     save(figure(subject.name, {name: Share(**sizes) for name, sizes in roles.items()}, limit), path)
     typer.echo(f"wrote {path}", err=True)
-
-
-def _by_name(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {row["recipe"]: row for row in found}

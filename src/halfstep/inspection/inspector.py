@@ -24,8 +24,7 @@ from halfstep.inspection.declared import Known, contradictions, disagreements
 from halfstep.inspection.described import described
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import Layers, find_layers
-from halfstep.inspection.opening import open_checkpoint
-from halfstep.inspection.reading import read
+from halfstep.inspection.opening import open_checkpoint, read
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor

@@ -159,11 +159,10 @@ def _look(model: nn.Module, values: bool = False) -> dict[int, _Seen]:
 def _differ(before: dict[int, _Seen], now: dict[int, _Seen]) -> bool:
     """Whether a weight that is in both has changed."""
     pairs = ((before[key], now[key]) for key in before.keys() & now.keys())
-    return any(a.version != b.version or not _equal(a.values, b.values) for a, b in pairs)
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is None or b is None or torch.equal(a, b)
+    return any(
+        a.version != b.version or not (a.values is None or b.values is None or torch.equal(a.values, b.values))
+        for a, b in pairs
+    )
 
 
 @torch.no_grad()

@@ -44,7 +44,8 @@ class Float32Functions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in self.names and not _says_where(kwargs):
+        says_where = kwargs.get("dtype") is not None or kwargs.get("out") is not None
+        if getattr(func, "__name__", "") in self.names and not says_where:
             if self._grad and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._check_recomputed(func)
             args, kwargs = tree_map_only(Tensor, _widened, (args, dict(kwargs)))
@@ -62,10 +63,6 @@ class Float32Functions(TorchFunctionMode):
                     "halfstep.following(model)), or checkpoint a module that calls it"
                 )
             frame = frame.f_back
-
-
-def _says_where(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("dtype") is not None or kwargs.get("out") is not None
 
 
 def _widened(x: Tensor) -> Tensor:

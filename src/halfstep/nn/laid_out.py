@@ -129,7 +129,10 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
         "quantizers": [describe(quantizer, (1, 1), torch.float32) for quantizer in quantizers],
     }
     ignored = tuple(dict.fromkeys(path for path in (*linear, *kept) if path not in notes))
-    plain = {name: _cast(tensor, dtype) for name, tensor in rest.items()}
+    plain = {
+        name: tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
+        for name, tensor in rest.items()
+    }
     return LaidOut(layout, codes, plain, tuple(notes), kept, ignored, notes, described)
 
 
@@ -214,7 +217,3 @@ def without_codes(model: Any, entries: Entries) -> dict[str, Tensor]:
             found[name] = tensor
         seen.add(place)
     return {name: found[name] for name in tensors if name in found}
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)

@@ -195,7 +195,7 @@ def _whole(module: Any, weight: Weight, path: str, owners: Mapping[int, list[str
         return "its forward product takes the weight as it is"
     if weight.whole:
         return weight.whole
-    others = [owner for owner in owners[id(getattr(module, name))] if owner != _join(path, name)]
+    others = [owner for owner in owners[id(getattr(module, name))] if owner != f"{path}.{name}".lstrip(".")]
     return f"its {name} is also {others[0]}, so it stays whole and is rounded at every call" if others else None
 
 
@@ -205,10 +205,6 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
     return found
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFilter:

@@ -147,11 +147,10 @@ def check_before_loading(module: Any, state_dict: Mapping[str, Any], prefix: str
 def matrices_of(module: Any, entry: Stored) -> list[ops.Quantized]:
     """The codes and scales of each of a parameter's matrices (out, in)."""
     codes = getattr(module, f"{entry.weight.name}_codes")
-    return [_quantized(module, entry, expert) for expert in ([None] if codes.dim() < 3 else range(len(codes)))]
-
-
-def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Quantized:
-    return ops.Quantized(entry.quantizer, entry.shape, entry.dtype, _tensors(module, entry, expert))
+    return [
+        ops.Quantized(entry.quantizer, entry.shape, entry.dtype, _tensors(module, entry, expert))
+        for expert in ([None] if codes.dim() < 3 else range(len(codes)))
+    ]
 
 
 def _tensors(module: Any, entry: Stored, expert: int | None = None) -> dict[str, Tensor]:

@@ -209,7 +209,11 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     data: Data = {"format": format.name if _is_named(quantizer) else format.key, "rounding": quantizer.rounding}
     data |= {"overflow": quantizer.overflow}
     records = {name: getattr(quantizer, name) for name in _RECORDS}
-    data |= {name: _record_data(record) for name, record in records.items() if record is not None}
+    data |= {
+        name: {key: "none" if value is None else value for key, value in asdict(record).items()}
+        for name, record in records.items()
+        if record is not None
+    }
     if quantizer.scales is None:
         return data
     tile = quantizer.scales.tile
@@ -220,10 +224,6 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
     data |= {"scale": name, **options}
     return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}
-
-
-def _record_data(record: Clamp | Estimator) -> Data:
-    return {name: "none" if value is None else value for name, value in asdict(record).items()}
 
 
 def hadamard_data(hadamard: Hadamard) -> Data:

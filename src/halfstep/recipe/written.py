@@ -9,7 +9,6 @@ from halfstep.recipe.communication import Communication
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.operands import Data, accumulator_data, hadamard_data, quantizer_data, storage_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
-from halfstep.recipe.projection import Projection
 from halfstep.recipe.rule import Rule
 from halfstep.recipe.saved import Saved
 from halfstep.recipe.storage import Codes, Storage, get_storage
@@ -29,7 +28,11 @@ def to_data(recipe: Any) -> Data:
     data: Data = {name: _plain(getattr(recipe, name)) for name in plain}
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
-    data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
+    data["projection"] = (
+        "none"
+        if recipe.projection is None
+        else {field.name: _plain(getattr(recipe.projection, field.name)) for field in fields(recipe.projection)}
+    )
     data |= {"saved": _saved_data(recipe.saved), "communication": _communication_data(recipe.communication)}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
@@ -42,10 +45,6 @@ def to_data(recipe: Any) -> Data:
 
 def _plain(value: Any) -> Any:
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
-
-
-def _plain_fields(record: Projection) -> Data:
-    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
 
 
 def _codes_data(codes: Codes | None) -> str | Data:

@@ -7,7 +7,6 @@ from typing import Any
 
 from halfstep.kb.casts import table
 from halfstep.kb.descriptions import because
-from halfstep.kb.entry import FailureReport
 from halfstep.kb.reader import KnowledgeBase
 from halfstep.kb.schema import uses
 from halfstep.kb.verdict import Verdict, judge, most_careful
@@ -23,7 +22,9 @@ def facts(base: KnowledgeBase) -> dict[str, Any]:
     return {
         "entries": sorted(base.entries, key=lambda entry: (-entry.year, entry.family.casefold(), entry.id)),
         "failures": base.failures,
-        "reports": {entry.id: _reports(base, entry.id) for entry in base.entries},
+        "reports": {
+            entry.id: [report for report in base.failures if entry.id in report.entries] for entry in base.entries
+        },
         "counts": base.counts(),
         "precisions": Counter(kind for entry in base.entries for kind in entry.computes),
         "evidence": Counter(entry.evidence_kind for entry in base.entries),
@@ -82,7 +83,3 @@ def _said(verdict: Verdict, texts: dict[str, int]) -> _Said:
     lines = map(because, own)
     numbers = tuple(texts.setdefault(printable(line), len(texts)) for line in dict.fromkeys(lines))
     return most_careful(own), numbers, tuple(printable(part) for part in verdict.keep_in_fp32)
-
-
-def _reports(base: KnowledgeBase, entry_id: str) -> list[FailureReport]:
-    return [report for report in base.failures if entry_id in report.entries]

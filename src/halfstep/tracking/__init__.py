@@ -1,9 +1,8 @@
 """Look at the numbers of a training step. This room only reads."""
 
 from halfstep.bits.histogram import ExponentHistogram
-from halfstep.tracking.amaxes import Amaxes, amaxes
+from halfstep.tracking.amaxes import Amaxes, amaxes, exponents
 from halfstep.tracking.descent import Arrival, Arrivals, arrival, arrivals
-from halfstep.tracking.histogram import exponents
 from halfstep.tracking.log import Log, scalars, track
 from halfstep.tracking.nonfinite import activation_gradients, activation_gradients_by_module, first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors, saturated_share

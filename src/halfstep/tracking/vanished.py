@@ -51,15 +51,13 @@ def vanished_states(optimizer: LowBit, gradients: Mapping[Tensor, Tensor]) -> di
             if taken is not None and "step" in state:
                 plan = optimizer.plan(parameter, group)
                 found[parameter] = {
-                    name: _missing(read(kind, name, state, plan.shapes[name]), taken)
+                    name: Zeros(
+                        int(((read(kind, name, state, plan.shapes[name]) == 0) & taken).sum()), int(taken.sum())
+                    )
                     for name, kind in plan.kinds.items()
                     if plan.rule is optimizer.rule
                 }
     return found
-
-
-def _missing(value: Tensor, taken: Tensor) -> Zeros:
-    return Zeros(int(((value == 0) & taken).sum()), int(taken.sum()))
 
 
 def share_zeroed(tensors: Iterable[Tensor], format: Format) -> float:

@@ -56,9 +56,17 @@ def to_markdown(base: KnowledgeBase) -> str:
     entries = [
         (
             *map(
-                escaped, (entry.id, entry.family, str(entry.year), _precision(entry), entry.tier, entry.evidence_kind)
+                escaped,
+                (
+                    entry.id,
+                    entry.family,
+                    str(entry.year),
+                    "; ".join(f"{part}: {word}" for part, word in entry.parts.items()) or entry.train_precision,
+                    entry.tier,
+                    entry.evidence_kind,
+                ),
             ),
-            _joined(entry.model_ids + entry.aliases),
+            "<br>".join(map(escaped, entry.model_ids + entry.aliases)),
             escaped(entry.paraphrase),
             "<br>".join(f"[{escaped(reference.locator)}](<{reference.url}>)" for reference in entry.references),
         )
@@ -95,14 +103,6 @@ def escaped(text: str) -> str:
     a \| \<b\> \*c\*
     """
     return re.sub(r"([\\`*_\[\]<>|#&~!])", r"\\\1", text)
-
-
-def _precision(entry: Entry) -> str:
-    return "; ".join(f"{part}: {word}" for part, word in entry.parts.items()) or entry.train_precision
-
-
-def _joined(names: Iterable[str]) -> str:
-    return "<br>".join(map(escaped, names))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

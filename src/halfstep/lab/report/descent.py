@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -33,7 +32,10 @@ def descents(results: Results) -> list[Descent]:
     """The data of the plot, a recipe at a time; a step in which nothing was wanted (skipped ones) is left out."""
     found = []
     for recipe, runs in results.runs.items():
-        looks = [[row for row in rows if _says(row)] for rows in runs.values()]
+        looks = [
+            [row for row in rows if row["kind"] == "statistics" and row.get("descent", {}).get("quality") is not None]
+            for rows in runs.values()
+        ]
         first = next(iter(looks), [])
         if first:
             layers = first[len(first) // 2]["descent"]["layers"]
@@ -49,11 +51,6 @@ def descents(results: Results) -> list[Descent]:
                 )
             )
     return found
-
-
-def _says(row: Mapping[str, Any]) -> bool:
-    """Whether a row of a run says what became of its updates."""
-    return row["kind"] == "statistics" and row.get("descent", {}).get("quality") is not None
 
 
 def picture(results: Results) -> Picture:

@@ -88,15 +88,17 @@ def _best(
     if not seeds:
         return {}
     table = {
-        recipe: [[next(_loss(o) for o in cells[recipe, rate] if o.seed == seed) for seed in seeds] for rate in rates]
+        recipe: [
+            [
+                next(math.inf if o.loss is None else o.loss for o in cells[recipe, rate] if o.seed == seed)
+                for seed in seeds
+            ]
+            for rate in rates
+        ]
         for recipe in recipes
     }
     baseline = next((name for name in BASELINES if name in recipes), None)
     return {recipe: asdict(best) for recipe, best in best_rates(table, rates, baseline).items()}
-
-
-def _loss(outcome: Outcome) -> float:
-    return math.inf if outcome.loss is None else outcome.loss
 
 
 def _at_rate(rate: float, cells: Sequence[Outcome]) -> dict[str, Any]:

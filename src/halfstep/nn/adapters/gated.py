@@ -5,6 +5,7 @@ Their forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -56,18 +57,21 @@ def kept(stock: Any, module: Any, x: Tensor) -> Tensor:
 
 def by_channel(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward with a power of two a channel before the down-projection, which divides by it once rounded."""
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    with nullcontext() if torch.compiler.is_compiling() else around(module, gate):
-        hidden, scale = ops.smooth_channels(gate, up, module.act_fn)
+    hidden, scale = _smoothed(module, x, ops.smooth_channels)
     return module.down_proj(hidden, channels=scale)  # type: ignore[no-any-return]
 
 
 def by_token(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward with a scale a token before the down-projection, whose output is multiplied by it."""
+    hidden, scale = _smoothed(module, x, ops.smooth_tokens)
+    return module.down_proj(hidden, tokens=scale)  # type: ignore[no-any-return]
+
+
+def _smoothed(module: Any, x: Tensor, smooth: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What goes into the down-projection, and the scale taken out of it."""
     gate, up = module.gate_proj(x), module.up_proj(x)
     with nullcontext() if torch.compiler.is_compiling() else around(module, gate):
-        hidden, scale = ops.smooth_tokens(gate, up, module.act_fn)
-    return module.down_proj(hidden, tokens=scale)  # type: ignore[no-any-return]
+        return smooth(gate, up, module.act_fn)
 
 
 FORWARDS = {"channel": by_channel, "token": by_token}

@@ -61,7 +61,11 @@ class UnitReport:
 
 def operations(graph: Graph) -> tuple[Operation, ...]:
     """Those that are scaled."""
-    shown = (node for node in graph.living() if node.kind not in SOURCES and (node.rule or _is_scaled(node)))
+    shown = (
+        node
+        for node in graph.living()
+        if node.kind not in SOURCES and (node.rule or node.alpha != 1 or any(beta != 1 for beta in node.betas))
+    )
     return tuple(_operation(node) for node in shown)
 
 
@@ -70,10 +74,6 @@ def unseen(graph: Graph) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(node.place for node in graph.living() if node.facts.get("unseen") or node.kind == "unknown")
     )
-
-
-def _is_scaled(node: Node) -> bool:
-    return node.alpha != 1 or any(beta != 1 for beta in node.betas)
 
 
 def _operation(node: Node) -> Operation:
