@@ -75,7 +75,7 @@ def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
 def watch_clones(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> None:
     """Warn, should clones of 16-bit weights become their average, as in diffusers' EMAModel and in torch_ema.
 
-    Such clones are plain tensors, which nothing tells of. So before a few steps of this optimizer all live tensors are
+    Such clones are plain tensors, which no hook reports. So before a few steps of this optimizer all live tensors are
     looked through for those of the shape of its largest parameter of the model, in 16 bits and near its values. Clones
     of codes are in float32. An optimizer that steps on no such parameter is left alone.
     """

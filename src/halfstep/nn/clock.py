@@ -33,7 +33,7 @@ class Clock:
     def __init__(self, moves: str = "scaling states have") -> None:
         self.moves = moves
         self.listens = True
-        """Whether no optimizer tells of its steps, so that gradients say whether there may be any."""
+        """Whether no optimizer reports its steps, so that gradients say whether there may be any."""
         # What was found of the gradients of each step: a scalar above 0 says that it was none.
         self._steps: WeakKeyDictionary[torch.optim.Optimizer, list[Tensor | None]] = WeakKeyDictionary()
         self._advanced = False
@@ -88,7 +88,7 @@ class Clock:
     # ---- what an optimizer tells --------------------------------------------------------------------------------
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on that optimizer tells of its steps, and weights are not asked."""
+        """From now on that optimizer reports its steps, and weights are not compared."""
         self._steps[optimizer] = []
         self.listens = False
 
@@ -109,7 +109,7 @@ class Clock:
 
     def in_eval(self, model: nn.Module) -> bool:
         """Whether an optimizer has stepped since the last `end`, after forwards in eval() alone. A graph of
-        torch.compile tells of none: there the mode is the one that the model is in."""
+        torch.compile records no forwards: there the mode is the one that the model is in."""
         if (self._modes or {model.training}) != {False}:
             return False
         now = {} if self._steps else _look(model, values=not self._advanced)

@@ -47,7 +47,7 @@ class Following:
     """The hook that looks at optimizers' first steps (`nn.stock_steps`); copies have none."""
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_root": _nobody, "_calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
+        own = {"_root": _no_root, "_calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
         return {**vars(self), **own, "watch": None, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
@@ -280,5 +280,5 @@ def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented" or "forward" in vars(module)
 
 
-def _nobody() -> None:
+def _no_root() -> None:
     """The root of a part that was copied without it."""

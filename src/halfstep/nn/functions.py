@@ -52,7 +52,7 @@ class Float32Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_recomputed(self, func: Callable[..., Any]) -> None:
-        """Nobody tells a mode that it runs under torch's reentrant checkpointing: only who called says so."""
+        """Refuse a call under torch's reentrant checkpointing, which a mode can see in the call stack alone."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self._part:
             if frame.f_code is CheckpointFunction.forward.__code__:

@@ -209,7 +209,7 @@ def warn_of_missed(model: nn.Module, recipe: Recipe, matched: Matched) -> None:
 
 
 def _size(model: nn.Module, path: str, is_adapter: Callable[[str], bool]) -> int:
-    """How many numbers a module's own matrices hold, without adapters; tables and addends are told by name."""
+    """How many numbers a module's own matrices hold, without adapters; tables and addends are known by their names."""
     return sum(
         p.numel()
         for name, p in model.get_submodule(path)._parameters.items()

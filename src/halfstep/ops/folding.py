@@ -58,7 +58,7 @@ def folded(
 
 
 def rest_of(used: Any, is_kept: bool) -> Rest:
-    """What is kept of an operand's remainder for the backward pass."""
+    """The tensors of an operand's remainder that the backward pass needs; three None where it needs none."""
     return used.remainder.parts if is_kept and used.remainder is not None else (None, None, None)
 
 

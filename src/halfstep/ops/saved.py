@@ -99,7 +99,7 @@ class Keeping:
 
 
 class _Entry:
-    """What is kept of a tensor, as long as it and the tensor's memory are there: memory that is given away and taken
+    """The codes of a saved tensor, valid while they and the tensor's memory exist: memory that is freed and allocated
     again holds other numbers. (A weak reference to a storage also keeps its address from becoming another's.)"""
 
     __slots__ = ("kept", "source")

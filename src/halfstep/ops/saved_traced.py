@@ -33,7 +33,7 @@ def layer_norm(
 
 
 def _kept(x: Tensor, storage: Storage) -> Tensor:
-    """What is kept of x; the gradient passes."""
+    """x rounded as it is stored for the backward pass, which passes the gradient through."""
     if storage.dtype is not None:
         return x.to(storage.dtype).to(x.dtype)
     return fake_quantize(x.reshape(storage.matrix(tuple(x.shape))), storage.quantizer).view(x.shape)

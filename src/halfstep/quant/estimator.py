@@ -56,7 +56,7 @@ class Estimator:
 
     @cached_property
     def text(self) -> str:
-        """Its fields, as operators of a traced graph are told of them: of numbers `torch.compile(dynamic=True)` makes
+        """Its fields as text, for operators of a traced graph: of numbers `torch.compile(dynamic=True)` makes
         inputs of the graph."""
         return json.dumps(asdict(self))
 

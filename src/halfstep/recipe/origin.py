@@ -86,5 +86,5 @@ class Origin:
             f"{what} was saved under {other}, and this run follows {self.recipe.name!r}. Resume under the one that it "
             "was saved under; or, to change recipes on purpose, say recipe_change='allow' where the recipe is given "
             "(halfstep.prepare, halfstep.optimize, HalfstepTrainer, HalfstepPrecision): what is then rounded, dropped "
-            "or started over is told. Nothing was changed"
+            "or started over is printed. Nothing was changed"
         )

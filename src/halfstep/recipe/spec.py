@@ -222,7 +222,7 @@ class Recipe:
         if self.projection is not None and (self.codes is not None or self.moment(PROJECTOR).dtype is None):
             yield (
                 f"projection, with codes = {self.codes} and moments: {PROJECTOR} kept as {self.moment(PROJECTOR)}; "
-                "expected no codes, and vectors in fp32, bf16 or fp16, said first"
+                "expected no codes, and vectors in fp32, bf16 or fp16: list them before `*`"
             )
         if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
             yield (

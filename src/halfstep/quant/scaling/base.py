@@ -64,7 +64,7 @@ class Scaling(ABC):
         return 1.0
 
     def __init_subclass__(cls) -> None:
-        """What kernels are told of a `scale` holds of that method: a class with another one says its own."""
+        """Reset what kernels read of `scale` in a class that overrides it, unless the class sets it too."""
         super().__init_subclass__()
         if "scale" in vars(cls):
             for name in {"quotient", "narrow", "reciprocal", "two_level", "power"} - vars(cls).keys():

@@ -27,7 +27,7 @@ class Ray:
     def run(
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
-        """As `Executor.run` says; `watch` is told when a cell has ended."""
+        """As `Executor.run` says; `watch` is called when a cell has ended."""
         task = ray.remote(num_cpus=train.sweep.threads, max_retries=ATTEMPTS - 1)(_train)
         shared, left = ray.put(train), list(cells)
         running: dict[Any, Cell] = {}

@@ -30,7 +30,7 @@ class Submitit:
     def run(
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
-        """As `Executor.run` says; `watch` is told when a cell has ended."""
+        """As `Executor.run` says; `watch` is called when a cell has ended."""
         here = self.partition == "local"
         place = submitit.AutoExecutor(train.folder.path / "submitit", cluster="local" if here else "slurm")
         place.update_parameters(name="halfstep-sweep", cpus_per_task=train.sweep.threads, timeout_min=_MINUTES)
