@@ -73,7 +73,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
 
 @contextmanager
 def reading(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar of the bytes read, of `total`, on standard error where that is a terminal; call it with the bytes of a piece."""
+    """A bar of the bytes read, of `total`, on standard error where that is a terminal; call it with a piece's bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
