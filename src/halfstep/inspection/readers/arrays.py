@@ -182,13 +182,9 @@ def _header(data: bytes, what: str) -> tuple[int, dict[str, Any]]:
     return 8 + width + length, header
 
 
-def _is_npy(path: Path) -> bool:
-    return head(path, 6) == MAGIC
-
-
-def _is_npz(path: Path) -> bool:
-    return head(path, 4) == b"PK\3\4" and any(name.endswith(".npy") for name in members(File.of(path)))
-
-
-npy = Reader("numpy array", _is_npy, open_npy)
-npz = Reader("numpy archive", _is_npz, open_npz)
+npy = Reader("numpy array", lambda path: head(path, 6) == MAGIC, open_npy)
+npz = Reader(
+    "numpy archive",
+    lambda path: head(path, 4) == b"PK\3\4" and any(name.endswith(".npy") for name in members(File.of(path))),
+    open_npz,
+)

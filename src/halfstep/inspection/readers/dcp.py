@@ -203,8 +203,4 @@ def open_dcp(path: Path) -> Checkpoint:
     return Checkpoint(path, "torch DCP", tuple(file.path for file in folder.files.values()), tensors)
 
 
-def _recognises(path: Path) -> bool:
-    return (path / ".metadata").is_file()
-
-
-reader = Reader("torch DCP", _recognises, open_dcp)
+reader = Reader("torch DCP", lambda path: (path / ".metadata").is_file(), open_dcp)

@@ -237,8 +237,4 @@ def _check_places(file: File, alignment: int, entries: list[_Entry], tensors: tu
         end = entry.offset + tensor.nbytes
 
 
-def _recognises(path: Path) -> bool:
-    return head(path, 4) == MAGIC
-
-
-reader = Reader("GGUF", _recognises, open_gguf)
+reader = Reader("GGUF", lambda path: head(path, 4) == MAGIC, open_gguf)

@@ -27,8 +27,6 @@ def refuse(path: Path) -> Checkpoint:
     )
 
 
-def _recognises(path: Path) -> bool:
-    return head(path, 2) in _PROTOCOLS and not torch_legacy.reader.recognises(path)
-
-
-reader = Reader("bare pickle", _recognises, refuse)
+reader = Reader(
+    "bare pickle", lambda path: head(path, 2) in _PROTOCOLS and not torch_legacy.reader.recognises(path), refuse
+)

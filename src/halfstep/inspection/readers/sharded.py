@@ -105,8 +105,4 @@ def _short(value: Any) -> bool:
     return isinstance(value, str | float) or (type(value) is int and abs(value) < 1 << 64)
 
 
-def _recognises(path: Path) -> bool:
-    return path.is_file() and path.name.endswith(".index.json")
-
-
-reader = Reader("sharded index", _recognises, open_index)
+reader = Reader("sharded index", lambda path: path.is_file() and path.name.endswith(".index.json"), open_index)

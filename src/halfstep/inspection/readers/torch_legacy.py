@@ -76,8 +76,4 @@ def _regions(file: File, at: int, keys: object, found: dict[str, Storage], order
     return regions
 
 
-def _recognises(path: Path) -> bool:
-    return head(path, len(MAGIC)) == MAGIC
-
-
-reader = Reader("torch legacy", _recognises, open_legacy)
+reader = Reader("torch legacy", lambda path: head(path, len(MAGIC)) == MAGIC, open_legacy)

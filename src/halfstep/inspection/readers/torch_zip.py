@@ -98,8 +98,8 @@ def open_torch_zip(path: Path) -> Checkpoint:
     return Checkpoint(path, "torch zip", (path,), tuple(tensors), remarks=passed_over(arrays))
 
 
-def _recognises(path: Path) -> bool:
-    return head(path, 4) == b"PK\3\4" and not any(name.endswith(".npy") for name in members(File.of(path)))
-
-
-reader = Reader("torch zip", _recognises, open_torch_zip)
+reader = Reader(
+    "torch zip",
+    lambda path: head(path, 4) == b"PK\3\4" and not any(name.endswith(".npy") for name in members(File.of(path))),
+    open_torch_zip,
+)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.digits import load_digits
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import Block
 from halfstep.lab.task import Batch, Task, TaskSpec
@@ -91,10 +90,6 @@ def _named(batch: Batch) -> Batch:
     }
 
 
-def _open(experiment: Experiment) -> Captioning:
-    return Captioning(Vision(*load_digits(), experiment.batch))
-
-
 captioning = TaskSpec(
     name="captioning",
     summary="a small vision-language model that spells the names of scikit-learn's digits (real images)",
@@ -103,7 +98,7 @@ captioning = TaskSpec(
         unit="images",
         defaults={"model": "captioner", "steps": 400, "batch": 64, "lr": 5e-3, "warmup": 40, "validations": 5},
     ),
-    open=_open,
+    open=lambda experiment: Captioning(Vision(*load_digits(), experiment.batch)),
 )
 
 

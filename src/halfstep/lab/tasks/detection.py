@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.digits import Digits, load_digits
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures.detection import Found, Truth, iou, mean_average_precision, suppress
 from halfstep.lab.models.cnn import conv_block
@@ -150,10 +149,6 @@ class Detection(Task):
         return found
 
 
-def _open(experiment: Experiment) -> Detection:
-    return Detection(*load_digits(), experiment.batch)
-
-
 detection = TaskSpec(
     name="detection",
     summary="a single-shot detector with 1701 anchors finds digits on a canvas (real digits, composed pictures)",
@@ -172,7 +167,7 @@ detection = TaskSpec(
             "weight_decay": 0.05,
         },
     ),
-    open=_open,
+    open=lambda experiment: Detection(*load_digits(), experiment.batch),
 )
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from halfstep.lab.digits import Digits, load_digits
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
@@ -66,10 +65,6 @@ class Generation(Task):
         return frechet_distance(self.space.features(model(noise).flatten(1)), self.real)
 
 
-def _open(experiment: Experiment) -> Generation:
-    return Generation(*load_digits(), experiment.batch)
-
-
 gan = TaskSpec(
     name="gan",
     summary="a generator and a discriminator on scikit-learn's digits (real images); judged by a Frechet distance",
@@ -87,7 +82,7 @@ gan = TaskSpec(
             "clip": 10.0,
         },
     ),
-    open=_open,
+    open=lambda experiment: Generation(*load_digits(), experiment.batch),
 )
 
 

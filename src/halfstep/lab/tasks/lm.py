@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from halfstep import unit
 from halfstep.errors import ModelError, unknown
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.moe import MoE
@@ -235,15 +234,12 @@ class LanguageModelling(Task):
         return self.corpus.digest
 
 
-def _open(experiment: Experiment) -> LanguageModelling:
-    corpus = load_corpus(experiment.data, experiment.context)
-    return LanguageModelling(corpus, experiment.batch, experiment.context)
-
-
 lm = TaskSpec(
     name="lm",
     summary="a small GPT on bytes: text of your own, or the Python standard library",
     facts=Facts(metric=Metric("bits/byte", higher_is_better=False, best=0.0)),
-    open=_open,
+    open=lambda experiment: LanguageModelling(
+        load_corpus(experiment.data, experiment.context), experiment.batch, experiment.context
+    ),
     options=("data", "context"),
 )

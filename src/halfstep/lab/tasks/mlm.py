@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError, ModelError
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 from halfstep.nn import DotProductAttention
@@ -124,11 +123,6 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _open(experiment: Experiment) -> MaskedLanguageModelling:
-    corpus = load_corpus(experiment.data, experiment.context)
-    return MaskedLanguageModelling(corpus, experiment.batch, experiment.context)
-
-
 mlm = TaskSpec(
     name="mlm",
     summary="a small BERT that fills in masked bytes: text of your own, or the Python standard library",
@@ -136,7 +130,9 @@ mlm = TaskSpec(
         metric=Metric("masked accuracy", higher_is_better=True, best=1.0, form="{:.1%}"),
         defaults={"model": "bert-tiny"},
     ),
-    open=_open,
+    open=lambda experiment: MaskedLanguageModelling(
+        load_corpus(experiment.data, experiment.context), experiment.batch, experiment.context
+    ),
     options=("data", "context"),
 )
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures.sentences import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
@@ -87,10 +86,6 @@ def _phonemes(row: Tensor) -> list[int]:
     return phonemes[: phonemes.index(END)] if END in phonemes else phonemes
 
 
-def _open(experiment: Experiment) -> Pronunciation:
-    return Pronunciation(*load_pronunciations(), experiment.batch)
-
-
 pronunciation = TaskSpec(
     name="pronunciation",
     summary="a transformer from the letters of English words to their phonemes, on CMU's dictionary (real)",
@@ -99,7 +94,7 @@ pronunciation = TaskSpec(
         unit="words",
         defaults={"model": "transformer", "steps": 400, "batch": 64, "lr": 3e-3, "warmup": 40, "validations": 5},
     ),
-    open=_open,
+    open=lambda experiment: Pronunciation(*load_pronunciations(), experiment.batch),
 )
 
 

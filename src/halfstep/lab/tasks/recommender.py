@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
@@ -61,10 +60,6 @@ class Recommender(Task):
         return auc(model(batch["users"], batch["items"]), batch["liked"])
 
 
-def _open(experiment: Experiment) -> Recommender:
-    return Recommender(experiment.batch)
-
-
 recommender = TaskSpec(
     name="recommender",
     summary="embeddings and an MLP on made ratings (synthetic)",
@@ -73,7 +68,7 @@ recommender = TaskSpec(
         unit="ratings",
         defaults={"model": "neumf", "steps": 400, "batch": 512, "lr": 5e-3, "warmup": 20, "betas": (0.9, 0.99)},
     ),
-    open=_open,
+    open=lambda experiment: Recommender(experiment.batch),
 )
 
 

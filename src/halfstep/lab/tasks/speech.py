@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures.sentences import error_rate
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
@@ -63,10 +62,6 @@ class Speech(Task):
         return error_rate(found, wanted)
 
 
-def _open(experiment: Experiment) -> Speech:
-    return Speech(experiment.batch)
-
-
 speech = TaskSpec(
     name="speech",
     summary="convolutions over time with CTC on formant sounds (synthetic)",
@@ -83,7 +78,7 @@ speech = TaskSpec(
             "validations": 5,
         },
     ),
-    open=_open,
+    open=lambda experiment: Speech(experiment.batch),
 )
 
 

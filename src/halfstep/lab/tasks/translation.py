@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures.sentences import bleu
 from halfstep.lab.models.seq2seq import Seq2Seq
@@ -76,10 +75,6 @@ def _words(row: Tensor) -> list[int]:
     return words[: words.index(END)] if END in words else words
 
 
-def _open(experiment: Experiment) -> Translation:
-    return Translation(experiment.batch)
-
-
 translation = TaskSpec(
     name="translation",
     summary="a transformer encoder and decoder between two made-up languages (synthetic)",
@@ -88,7 +83,7 @@ translation = TaskSpec(
         unit="sentences",
         defaults={"model": "transformer", "steps": 300, "batch": 48, "lr": 4e-3, "warmup": 40, "validations": 5},
     ),
-    open=_open,
+    open=lambda experiment: Translation(experiment.batch),
 )
 
 

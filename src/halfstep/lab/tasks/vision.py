@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.digits import Digits, load_digits
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
@@ -65,10 +64,6 @@ class Vision(Task):
         return float(torch.stack(right).mean())
 
 
-def _open(experiment: Experiment) -> Vision:
-    return Vision(*load_digits(), experiment.batch)
-
-
 vision = TaskSpec(
     name="vision",
     summary="a convolutional network with batch norm on scikit-learn's digits (real images)",
@@ -85,5 +80,5 @@ vision = TaskSpec(
             "weight_decay": 0.05,
         },
     ),
-    open=_open,
+    open=lambda experiment: Vision(*load_digits(), experiment.batch),
 )
