@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
+from halfstep.lab.models.llama import Llama
 from halfstep.lab.tasks import experiment_for, get_task
-from halfstep.lab.tasks.lm import Llama
 from harness import keep
 
 

@@ -33,8 +33,8 @@ from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import Row, read_metrics
 from halfstep.lab.models import build_model
+from halfstep.lab.models.llama import Llama
 from halfstep.lab.tasks import experiment_for, get_task
-from halfstep.lab.tasks.lm import Llama
 from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import final_loss
 from halfstep.recipe import Recipe, to_data

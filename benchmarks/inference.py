@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import halfstep
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
+from halfstep.lab.models.llama import Llama
 from halfstep.lab.tasks import experiment_for, get_task
-from halfstep.lab.tasks.lm import Llama
 from halfstep.memory import stored_bytes
 from harness import RESULTS, keep, ratio, timings
 

@@ -34,7 +34,7 @@ import halfstep
 import memory_page
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT
-from halfstep.lab.tasks.lm import Llama
+from halfstep.lab.models.llama import Llama
 from halfstep.memory import measure
 from halfstep.recipe import COAT, Recipe, get_recipe
 from halfstep.tracking import saving

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep.lab.environment import environment
-from halfstep.lab.tasks.lm import MLP
+from halfstep.lab.models.llama import MLP
 from halfstep.recipe import Recipe, get_recipe
 from harness import keep
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep.lab.data import VOCABULARY, Corpus
-from halfstep.lab.tasks.lm import Llama
+from halfstep.lab.models.llama import Llama
 
 
 RECIPES = (

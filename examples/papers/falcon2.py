@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
-from halfstep.lab.tasks.lm import Llama
+from halfstep.lab.models.llama import Llama
 
 
 LONGEST, TOKENS, WARM_UP, WINDOW = 128, 512, 20, 50

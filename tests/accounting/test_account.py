@@ -19,7 +19,7 @@ from halfstep.accounting.subject import loss_of
 from halfstep.errors import AccountError, ModelError, RecipeError
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
-from halfstep.lab.tasks.lm import Llama
+from halfstep.lab.models.llama import Llama
 from halfstep.memory import measure, measure_step
 from halfstep.quant.cast import shared_range
 from halfstep.quant.family import table

@@ -18,7 +18,7 @@ import halfstep
 from halfstep import quant
 from halfstep.kernels import selftest_gpu
 from halfstep.kernels.selftest import compare, hard, outcome
-from halfstep.lab.tasks.lm import Llama
+from halfstep.lab.models.llama import Llama
 from halfstep.optim import AdamWFp8, LowBitAdamW, projected
 from halfstep.optim import selftest_gpu as optim
 

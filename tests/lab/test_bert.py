@@ -8,7 +8,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from halfstep.errors import DataError, ModelError
 from halfstep.lab.data import load_corpus
-from halfstep.lab.tasks.mlm import BERT, MaskedLanguageModelling
+from halfstep.lab.models.bert import BERT
+from halfstep.lab.tasks.mlm import MaskedLanguageModelling
 
 
 MASK, NO_TARGET = 256, -100

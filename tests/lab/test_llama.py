@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import halfstep
-from halfstep.lab.tasks.lm import Llama
+from halfstep.lab.models.llama import Llama
 from halfstep.nn import measure_smooth_scales
 
 

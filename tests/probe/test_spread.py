@@ -10,8 +10,8 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import DataError, FormatError, ModelError
+from halfstep.lab.models.bert import BERT
 from halfstep.lab.models.gpt import GPT
-from halfstep.lab.tasks.mlm import BERT
 from halfstep.probe import scales
 from halfstep.probe.spread import KINDS, Moments, moments
 from halfstep.probe.spread_plot import figure, save

@@ -10,7 +10,7 @@ from families import for_each
 from halfstep import formats, unit
 from halfstep.errors import RecipeError
 from halfstep.lab.models.gpt import GPT
-from halfstep.lab.tasks.lm import UnitGPT
+from halfstep.lab.models.unit_gpt import UnitGPT
 from halfstep.recipe import LinearSpec, Recipe, Rule, get_recipe
 
 
