@@ -64,7 +64,7 @@ def prepare(
     The model is changed in place and returned (see `halfstep.apply`). The optimizer that comes back shares the
     parameter groups of the one given, so schedulers built before or after work, and takes over its moments and step
     counts. Masters are taken before the weights are rounded. `halfstep.audit(model, optimizer, scaler)` shows each
-    tensor. Where fully_shard, accelerate or Lightning comes in between: `halfstep.apply`, later `halfstep.optimize`.
+    tensor. Where fully_shard, accelerate or Lightning comes in between: `halfstep.apply`, then `halfstep.optimize`.
 
     Args:
         model: any module with parameters, before DDP, FSDP or torch.compile. One that is quantised under this recipe
@@ -89,8 +89,9 @@ def prepare(
     """
     recipe = get_recipe(recipe)
     if not isinstance(model, nn.Module):
-        wanted = "expected a module: halfstep.prepare(model, optimizer, recipe)"
-        raise ModelError(f"model is a {type(model).__name__}, {wanted}")
+        raise ModelError(
+            f"model is a {type(model).__name__}, expected a module: halfstep.prepare(model, optimizer, recipe)"
+        )
     run = _Run(generator, process_group, amax_group, total_steps, recipe_change)
     if adapts(model, recipe):
         return model, *_optimize(model, optimizer, run, {})
