@@ -5,6 +5,7 @@ from halfstep.distributed.dealt import Dealt
 from halfstep.distributed.gradients import reduce_gradients
 from halfstep.distributed.hook import fp8_hook
 from halfstep.distributed.reduction import Reduction
+from halfstep.distributed.tokens import GatherCodes
 
 
-__all__ = ["Dealt", "Reduction", "compress", "fp8_hook", "reduce_gradients"]
+__all__ = ["Dealt", "GatherCodes", "Reduction", "compress", "fp8_hook", "reduce_gradients"]

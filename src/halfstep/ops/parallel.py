@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import ModelError
+from halfstep.ops.casts import quantize
 from halfstep.ops.folding import folds
 from halfstep.ops.function import no_autocast
 from halfstep.ops.linear_passes import States, bias_gradient, product_dtype
@@ -21,8 +22,11 @@ from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.ops.product import product_of
+from halfstep.ops.stored import decoded, stored
 from halfstep.ops.subclasses import arrived
+from halfstep.ops.tokens import Tokens, tokens_of
 from halfstep.quant import Quantizer
+from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LinearSpec, Matmul, linear_text
 
 
@@ -36,13 +40,15 @@ class _Cut:
     grad_output: int | None
     first: bool
     """Whether this rank is the first of them, which adds the bias where outputs are summed."""
+    tokens: Tokens | None = None
 
 
 def parallel_linear(
     x: Any, weight: Any, bias: Any, spec: LinearSpec, states: States, record: bool, other: str | None
 ) -> Tensor:
     """`ops.linear` of DTensors as `ColwiseParallel` (weight cut along its outputs, x whole) and `RowwiseParallel` (cut
-    along its inputs, as x is) of torch.distributed.tensor.parallel leave them.
+    along its inputs, as x is) of torch.distributed.tensor.parallel leave them, and `halfstep.distributed.GatherCodes`
+    (weight cut along its outputs, x by tokens).
 
     Args:
         other: what the call asks for beside, which it does not do.
@@ -56,9 +62,11 @@ def parallel_linear(
     given: Any = dist  # whose module of DTensors is imported, since there are some
     shard, partial = given.tensor.Shard, given.tensor.Partial
     group = mesh.get_group()
-    colwise = placed == "columns"
-    cut = _Cut(group, None if colwise else 1, int(not colwise), 1 if colwise else None, dist.get_rank(group) == 0)
-    own_x = x.to_local(grad_placements=[partial()] if colwise else None)
+    colwise, tokens = placed != "rows", tokens_of(x, mesh) if placed == "tokens" else None
+    along = 1 if not colwise else None if tokens is None else 0
+    first = dist.get_rank(group) == 0
+    cut = _Cut(group, along, int(not colwise), 1 if colwise else None, first, tokens)
+    own_x = x.to_local(grad_placements=[partial()] if placed == "columns" else None)
     own_bias = None if bias is None else bias.to_local()
     y = _Parallel.apply(own_x, weight.to_local(), own_bias, spec, states, record, cut, product_dtype(own_x))[0]  # type: ignore[no-untyped-call]
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
@@ -68,12 +76,14 @@ def parallel_linear(
 
 
 def _placed(x: Any, weight: Any) -> str:
-    """Whether the weight is cut by `columns` of y or by `rows` of w^T, and x fits it."""
+    """Whether the weight is cut by `columns` of y, or so and x by `tokens`, or by `rows` of w^T, and x fits it."""
     found = [str(each) for each in weight.placements]
     if hasattr(x, "device_mesh") and len(found) == 1:
         given, last = x.placements[0], x.dim() - 1
         if weight.placements[0].is_shard(0) and given.is_replicate():
             return "columns"
+        if weight.placements[0].is_shard(0) and given.is_shard() and given.dim not in (last, -1):
+            return "tokens"
         if weight.placements[0].is_shard(1) and (given.is_shard(last) or given.is_shard(-1)):
             return "rows"
     what = f"as {[str(each) for each in x.placements]}" if hasattr(x, "device_mesh") else "no DTensor"
@@ -132,7 +142,7 @@ class _Parallel(Once):
         x, weight = arrived(x), arrived(weight)
         rows = matrix(x)
         with no_autocast(x):
-            lhs = _operand(rows, spec.output.lhs, dtype, cut, cut.input, states.get("input"), record)
+            lhs = _input(rows, spec.output.lhs, dtype, cut, states.get("input"), record)
             rhs = _operand(weight, spec.output.rhs, dtype, cut, cut.weight, states.get("weight"), record)
             added = bias if cut.weight == 0 or cut.first else None
             y = product_of(lhs, rhs.t(), added, dtype, spec.output, rows.shape[1])
@@ -140,7 +150,7 @@ class _Parallel(Once):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(anchor, x, weight)
         ctx.options, ctx.bias = options, None if bias is None else bias.dtype
-        return unflatten(y, x), anchor
+        return unflatten(y, x if cut.tokens is None else x.new_empty(cut.tokens.shape, device="meta")), anchor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -159,14 +169,34 @@ def _gradients(
         if needs[0]:
             lhs = _operand(rows, first.lhs, dtype, cut, cut.grad_output, state, record)
             rhs = _operand(weight, first.rhs, dtype, cut, cut.weight, states.get("weight"), False, 0)
-            grad_x = product_of(lhs, rhs, None, dtype, first, rows.shape[1]).view(x.shape).to(x.dtype)
+            grad_x = product_of(lhs, rhs, None, dtype, first, rows.shape[1])
+            grad_x = grad_x.view(x.shape).to(x.dtype) if cut.tokens is None else cut.tokens.scatter(grad_x, x)
         if needs[1]:
             lhs = _operand(rows, second.lhs, dtype, cut, cut.grad_output, state, record and not needs[0], 0)
-            rhs = _operand(matrix(x), second.rhs, dtype, cut, cut.input, states.get("input"), False, 0)
+            rhs = _input(matrix(x), second.rhs, dtype, cut, states.get("input"), False, 0)
             grad_weight = product_of(lhs.t(), rhs, None, dtype, second, len(rows)).to(weight.dtype)
         if needs[2]:
             grad_bias = bias_gradient(rows, None).to(bias)
     return grad_x, grad_weight, grad_bias
+
+
+def _input(
+    x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, cut: _Cut, state: Tensor | None, record: bool,
+    dim: int = 1,
+) -> Operand:  # fmt: skip
+    """A rank's part of the input, or, where tokens are spread, all of it: each rank sends the codes of its own, and the
+    scales that those have alone."""
+    if cut.tokens is None:
+        return _operand(x, quantizer, dtype, cut, cut.input, state, record, dim)
+    if quantizer is None:
+        return Operand(cut.tokens.gather(x.to(dtype)))
+    if quantizer.scales is None or quantizer.scales.tile == TENSOR:
+        made = _operand(x, quantizer, dtype, cut, cut.input, state, record, dim)
+        sent = quantize(made.values, Quantizer(quantizer.format))
+        return Operand(cut.tokens.all_of(sent, len(x)).dequantize(made.values.dtype), made.scale)
+    down = quantizer if dim else quantizer.down
+    own = stored(_with_maxima(x, down, cut.group, 0, cut.tokens.before)[0], down)
+    return decoded(cut.tokens.all_of(own, len(x)), dtype)
 
 
 def _operand(
@@ -178,28 +208,43 @@ def _operand(
     Where a tile goes on on other ranks, a row or column is added that holds the largest magnitudes of all, and taken
     off again when it has been rounded.
     """
-    if quantizer is None or quantizer.scales is None or along is None:
-        return operand(x, quantizer if quantizer is None or dim else quantizer.down, dtype, state, record, dim=dim)
-    down = quantizer if dim else quantizer.down
-    assert down.scales is not None
-    tile = down.scales.tile
+    down = quantizer if quantizer is None or dim else quantizer.down
+    if quantizer is None or quantizer.scales is None or along is None or _is_known(quantizer, state):
+        return operand(x, down, dtype, state, record, dim=dim)
+    assert down is not None
+    x, added = _with_maxima(x, down, cut.group, along)
+    made = operand(x, down, dtype, state, record, dim=dim)
+    if added is None:
+        return made
+    values = made.values[:-1] if added == 0 else made.values[:, :-1]
+    return Operand(values.contiguous() if added else values, made.scale)
+
+
+def _is_known(quantizer: Quantizer, state: Tensor | None) -> bool:
+    """Whether a scale follows from a state, on whose amaxes ranks agree once a step."""
+    return state is not None and quantizer.stateful is not None and not quantizer.stateful.waits(state)
+
+
+def _with_maxima(x: Tensor, quantizer: Quantizer, group: Any, along: int, pieces: int = 1) -> tuple[Tensor, int | None]:
+    """A part, in so many pieces, of a matrix that is cut along a dimension; and where tiles go on on other ranks, along
+    which one a row or column was added that holds the largest magnitudes of all."""
+    assert quantizer.scales is not None
+    tile = quantizer.scales.tile
     own = (tile.rows, tile.columns)
     if own[along]:
-        if x.shape[along] % own[along]:
+        if x.shape[along] // pieces % own[along]:
+            whose = f"{pieces} pieces of {x.shape[0] // pieces}" if pieces > 1 else x.shape[0]
             raise ModelError(
-                f"a rank's part of a matrix is {x.shape[0]} x {x.shape[1]}, and tiles that share a scale are {tile}: a "
+                f"a rank's part of a matrix is {whose} x {x.shape[1]}, and tiles that share a scale are {tile}: a "
                 f"tile would lie on two ranks. Spread dimensions that are multiples of {own[along]} times the ranks"
             )
-        return operand(x, down, dtype, state, record, dim=dim)
-    known = state is not None and quantizer.stateful is not None and not quantizer.stateful.waits(state)
-    if known or not down.scales.rule.reads:  # ranks agree on the amaxes of states once a step
-        return operand(x, down, dtype, state, record, dim=dim)
+        return x, None
+    if not quantizer.scales.rule.reads:
+        return x, None
     side = 0 if not own[0] and not own[1] else along
-    found = _largest(x, own, cut.group)
+    found = _largest(x, own, group)
     more = found.expand(1, x.shape[1]) if side == 0 else found.expand(x.shape[0], 1)
-    made = operand(torch.cat([x, more], side), down, dtype, state, record, dim=dim)
-    values = made.values[:-1] if side == 0 else made.values[:, :-1]
-    return Operand(values.contiguous() if side else values, made.scale)
+    return torch.cat([x, more], side), side
 
 
 def _largest(x: Tensor, tile: tuple[int, int], group: Any) -> Tensor:
