@@ -29,9 +29,9 @@ from halfstep.lab.environment import environment
 from halfstep.lab.interval import paired
 from halfstep.lab.metrics import Row
 from halfstep.lab.spikes import spikes
-from halfstep.lab.sweep.causes import causes, moved
 from halfstep.lab.sweep.counts import share
 from halfstep.lab.sweep.folder import SweepFolder
+from halfstep.lab.sweep.leads import causes, moved
 from harness import RESULTS
 from planted import OFTEN, ONCE, SELDOM
 

@@ -8,11 +8,10 @@ from functools import cache
 
 from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fit_bits, halved
-from halfstep.bits.factors import factored
+from halfstep.bits.factors import CODE_BITS, factored, powers
 from halfstep.bits.grids import fit_levels, fit_tiles
 from halfstep.bits.levels import come_again, copied, few_levels, repetition
 from halfstep.bits.looks import Looks, looks
-from halfstep.bits.powers import BITS, powers
 from halfstep.bits.scan import Scan
 from halfstep.bits.tiles import named
 from halfstep.formats import Float
@@ -187,7 +186,7 @@ def stored_format(stored: str) -> Float | None:
 def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     """Codes times powers of two: values of 7 significant bits or less."""
     used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
-    if used > min(BITS, most - 1):
+    if used > min(CODE_BITS, most - 1):
         return None
     spread = _FEW.get(max(used, 2))
     evidence = fit(scan, _format(spread), wide).bits if spread else fit_bits(scan, [wide])
@@ -209,7 +208,7 @@ def _scaled(
     """Values of 8 bits or less under one scale of any size, or one for each tile, rounded to `narrow` since."""
     subnormal = narrow is not None and scan.amax < 2.0**narrow.min_exponent  # whole numbers of its smallest value
     match = fit_levels(scan.levels, narrow if subnormal else wide) if scan.levels is not None else None
-    exact = scan.table.significant_bits <= BITS  # whole numbers of these are known to `powers`, or are none
+    exact = scan.table.significant_bits <= CODE_BITS  # whole numbers of these are known to `powers`, or are none
     if match is not None and not (match.even and exact):
         also = (STEPS,) if match.even else match.also
         return Origin(stored, (match.format,), scale="any", also=also, evidence=match.fit.bits)

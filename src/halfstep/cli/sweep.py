@@ -176,7 +176,7 @@ def causes(folder: _Folder, as_json: Json = False) -> None:
 
     For a sweep with --grid tensors=STEPS, as many as its runs have.
     """
-    from halfstep.lab.sweep.causes import causes as caused
+    from halfstep.lab.sweep.leads import causes as caused
 
     found, quiet = caused(folder)
     if as_json:

@@ -9,8 +9,7 @@ from halfstep.cli.terminal import line_width, show_table
 
 
 if TYPE_CHECKING:
-    from halfstep.lab.sweep.causes import Caused
-    from halfstep.lab.sweep.leads import Lead
+    from halfstep.lab.sweep.leads import Caused, Lead
 
 
 def show(summary: dict[str, Any]) -> None:

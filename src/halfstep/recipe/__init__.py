@@ -5,9 +5,9 @@ from os.path import exists
 
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
-from halfstep.recipe.chain import chain, is_chain, read_chain
 from halfstep.recipe.communication import FP4, FP8, FP8_LM, OPERANDS, Communication
 from halfstep.recipe.data import from_data
+from halfstep.recipe.files import chain, is_chain, read_chain
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.partial import is_partial, partial
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts

@@ -6,8 +6,17 @@ from halfstep.unit.attention import scaled_dot_product_attention
 from halfstep.unit.calibration import Calibration, calibrate
 from halfstep.unit.constraint import geometric_mean, get_constraint, none, to_grad_input, to_output
 from halfstep.unit.groups import parameter_groups
-from halfstep.unit.layers import add, dropout, embedding, layer_norm, residual_add, residual_split, rms_norm
-from halfstep.unit.losses import cross_entropy, mse_loss
+from halfstep.unit.layers import (
+    add,
+    cross_entropy,
+    dropout,
+    embedding,
+    layer_norm,
+    mse_loss,
+    residual_add,
+    residual_split,
+    rms_norm,
+)
 from halfstep.unit.modules import (
     GELU,
     MLP,

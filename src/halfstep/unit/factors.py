@@ -15,9 +15,8 @@ import numpy as np
 
 from halfstep.errors import ModelError, unknown
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
-from halfstep.unit.constant import constant
 from halfstep.unit.constraint import RULES, Constraint, get_constraint
-from halfstep.unit.expectation import Array, Softmax, expectation
+from halfstep.unit.expectation import Array, Softmax, constant, expectation
 
 
 __all__ = [

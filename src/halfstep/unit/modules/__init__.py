@@ -12,9 +12,8 @@ from halfstep.unit.modules.linear import (
     LinearReadout,
     multipliers_of,
 )
-from halfstep.unit.modules.mlp import MLP, GatedMLP
 from halfstep.unit.modules.norms import LayerNorm, RMSNorm
-from halfstep.unit.modules.transformer import Stack, TransformerLayer, TransformerStack
+from halfstep.unit.modules.transformer import MLP, GatedMLP, Stack, TransformerLayer, TransformerStack
 
 
 __all__ = [
