@@ -103,9 +103,9 @@ def fit_tiles(places: Places, wide: Float | None, names: Sequence[str] | None = 
     if not names:
         return None
     kinds = [tile for tile in TILES if places.has(tile)]
-    begun = [(tile, matches) for tile in kinds if (matches := _fits(places.first, tile, names, wide))]
+    begun = [(tile, matches) for tile in kinds if (matches := _matches(places.first, tile, names, wide))]
     for tile, matches in begun:  # what the first tile does not fit, all do not
-        found = _fits(places, tile, [match.grid for match in matches], wide)
+        found = _matches(places, tile, [match.grid for match in matches], wide)
         if (best := _best(match for match in found if match.sure)) is not None:
             return best
     bests = ((tile, _best(match for match in matches if match.sure)) for tile, matches in begun)
@@ -165,7 +165,7 @@ def _relative(wide: Float | None) -> float:
     return 2.0 ** ((1 if bits < _WIDEST else 3) - bits) * 1.01
 
 
-def _fits(places: Places, tile: Tile, names: Sequence[str], wide: Float | None) -> list[Match]:
+def _matches(places: Places, tile: Tile, names: Sequence[str], wide: Float | None) -> list[Match]:
     count, seen, steps, scales = 0, np.zeros(0), 1.0, list[float]()
     finer = dict.fromkeys(names, 0.0)
     evidence = dict.fromkeys(names, -float(np.log2(len(TILES) * len(GRIDS))))

@@ -30,12 +30,9 @@ def is_folder(model_id: str) -> bool:
     """Whether a model id is the path of a folder on this machine that holds a model, as `from_pretrained` decides; one
     that is empty, or holds other things, is a name that a folder happens to have."""
     path = os.path.expanduser(model_id)
-    return bool(model_id) and os.path.isdir(path) and (_cached_id(Path(path)) != [] or _holds_a_model(path))
-
-
-def _holds_a_model(path: str) -> bool:
-    names = os.listdir(path)
-    return any(name in _FILES or name.endswith(_WEIGHTS) for name in names)
+    if not model_id or not os.path.isdir(path):
+        return False
+    return _cached_id(Path(path)) != [] or any(name in _FILES or name.endswith(_WEIGHTS) for name in os.listdir(path))
 
 
 def read_folder(path: str) -> Folder:

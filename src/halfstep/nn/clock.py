@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import RecipeError
+from halfstep.ops.function import is_eager
 
 
 _SAMPLES = 16  # values of a weight that are compared where torch's count of writes says nothing
@@ -76,7 +77,7 @@ class Clock:
 
     def hear(self, output: Any) -> None:
         """Called with what a forward gives back: a gradient that comes to it is training."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or self._has_gradients:
+        if self._has_gradients or not is_eager():
             return
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:

@@ -89,11 +89,7 @@ class Following:
         Raises:
             RecipeError: the recipe rounds, and a tracer writes down a graph that would not.
         """
-        if self._rounds and not torch.compiler.is_compiling():
-            jit = torch._C._get_tracing_state() is not None
-            if jit or is_fx_symbolic_tracing():
-                raise self._refusal(module, "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)")
-        thread = self._begin()
+        thread = self._begin(module)
         try:
             if self._autocast is None:
                 yield
@@ -119,10 +115,13 @@ class Following:
         again = not self._traced and not self._calls.get(threading.get_ident())
         return Float32Functions(self.functions, _part_forward) if again else nullcontext()
 
-    def _begin(self) -> int:
+    def _begin(self, module: nn.Module) -> int:
+        """The thread of a call that begins; 0 of one that is traced."""
         if torch.compiler.is_compiling():
             self._traced += 1
             return 0
+        if self._rounds and ((jit := torch._C._get_tracing_state() is not None) or is_fx_symbolic_tracing()):
+            raise self._refusal(module, "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)")
         thread = threading.get_ident()
         if thread not in self._calls:
             self._tell(Clock.check)
@@ -130,7 +129,7 @@ class Following:
         return thread
 
     def _end(self, thread: int) -> None:
-        if torch.compiler.is_compiling():
+        if not thread:
             self._traced -= 1
         elif self._calls[thread] > 1:
             self._calls[thread] -= 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import RecipeError
+from halfstep.ops.function import is_eager
 from halfstep.recipe import Recipe
 from halfstep.recipe.stages import starts
 
@@ -133,7 +134,7 @@ class Recomputation:
 
     def mark(self, output: Any) -> None:
         """Have a backward pass say of which stage of the recipe the output is that it begins at."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if not is_eager():
             return
         stage = self._schedule.stage
 

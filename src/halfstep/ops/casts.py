@@ -171,8 +171,9 @@ def values_noted(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     tensor_scale: Tensor | None = None,
-) -> tuple[Tensor, bool]:
-    """The values of x, and whether some may be below 2^-126 but not 0: True where that was not checked.
+) -> tuple[Tensor, bool | None]:
+    """The values of x, and whether some may be below 2^-126 but not 0: True where that was not checked, None where a
+    graph is traced, which cannot ask.
 
     tensor_scale: a float32 scalar that becomes the tensor's scale of two levels, which the values are then without.
     """
@@ -185,7 +186,7 @@ def values_noted(
         return result.copy_(quantizer.quantize(x, generator).dequantize(result.dtype)), True
     seed = seed_of(quantizer.rounding, generator, x.device)
     noted = operators.ROUND_TILES(x, result, quantizer, seed, tensor_scale)
-    return result, True if noted is None else noted  # a graph does not know
+    return result, noted
 
 
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:

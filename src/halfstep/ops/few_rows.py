@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +112,8 @@ class StoredWeight:
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype
     transposed: bool = False
-    reader: Reader = field(default_factory=Reader)
+    reader: Reader | None = None
+    """None in a traced graph, which calls no kernel."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,53 +160,44 @@ def _rounder(
     return None if rounded is None else lambda x: rounded(array(x))
 
 
-def supports(lhs: Operand, weight: Operand | StoredWeight, product: Matmul) -> bool:
-    """Whether the product of lhs (rows, in) and a weight (out, in), which `product` rounds, is one of few rows here. It
-    depends on nothing that is otherwise in inference than in evaluation."""
-    values = lhs.values
-    rows = values.shape[0]
-    if torch.compiler.is_compiling():  # a graph of any number of rows has one product for all of them
-        few = torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= few_rows.ROWS)
-    else:
-        few = 0 < rows <= few_rows.ROWS
-    return (
-        few
-        and values.shape[1] == weight.shape[1]
-        and lhs.remainder is None
-        and (lhs.scale is None or lhs.scale.dim() == 0)
-        and values.device.type == "cpu"
-        and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and (torch.compiler.is_compiling() or not hasattr(values, "fake_mode"))
-        and _takes(product, weight)
-    )
-
-
 def _takes(product: Matmul, weight: Operand | StoredWeight) -> bool:
     """Whether the product of any few rows and that weight is one of few rows here."""
     quantizer = product.rhs
-    return (
-        quantizer is not None
-        and quantizer.clamp is None
-        and product.accumulate is None
-        and product.hadamard is None
-        and _knows(weight, quantizer)
-    )
-
-
-def _knows(weight: Operand | StoredWeight, quantizer: Quantizer) -> bool:
-    if isinstance(weight, StoredWeight) and not torch.compiler.is_compiling():
+    if quantizer is None or quantizer.clamp is not None or product.accumulate is not None:
+        return False
+    if product.hadamard is not None:
+        return False
+    if isinstance(weight, StoredWeight) and weight.reader is not None:
         return weight.reader.knows(quantizer, weight.shape)
     return few_rows.knows(quantizer.plain, *weight.shape)
 
 
 def few_rows_product(
-    lhs: Operand, weight: Operand | StoredWeight, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None
-) -> Tensor:
-    """lhs (rows, in) times the transpose of the weight (out, in), times `multiplier`, plus bias (out): in `dtype`,
-    rounded once from float32."""
+    lhs: Operand, weight: Operand | StoredWeight, bias: Tensor | None, dtype: torch.dtype, product: Matmul, shared: int
+) -> Tensor | None:
+    """lhs (rows, in) times the transpose of the weight (out, in), which `product` rounds, plus bias (out): in `dtype`,
+    rounded once from float32. None where it is no product of few rows here, which depends on nothing that is otherwise
+    in inference than in evaluation."""
+    rows, columns = lhs.values.shape
+    if traced := torch.compiler.is_compiling():  # a graph of any number of rows has one product for all of them
+        few = torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= few_rows.ROWS)
+    else:
+        few = 0 < rows <= few_rows.ROWS
+    if (
+        not few
+        or columns != weight.shape[1]
+        or lhs.remainder is not None
+        or (lhs.scale is not None and lhs.scale.dim() != 0)
+        or lhs.values.device.type != "cpu"
+        or lhs.values.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or (not traced and hasattr(lhs.values, "fake_mode"))
+        or not _takes(product, weight)
+    ):
+        return None
+    multiplier = None if product.multiplier is None else product.multiplier.of(rows, shared, weight.shape[0])
     x = (lhs.values if lhs.values.dtype == torch.float32 else lhs.values.float()).contiguous().resolve_neg()
     bias = _wide(bias)
-    if isinstance(weight, StoredWeight) and not weight.transposed and not torch.compiler.is_compiling():
+    if isinstance(weight, StoredWeight) and not weight.transposed and weight.reader is not None:
         known = weight.reader.read(weight)
         scale = scale_of(lhs, Operand(x, _scale(weight, known.whole)))
         out = torch.empty(len(x), weight.matrix[0], dtype=dtype, device="cpu")
@@ -224,7 +216,7 @@ def from_codes(x: Tensor, weight: StoredWeight, bias: Tensor | None, product: Ma
     """x (..., in), rounded as `product` says, times the transpose of a weight in codes, plus bias (out): what
     `few_rows_product` makes of them in evaluation. None where that is to be asked."""
     across, columns = weight.matrix
-    if torch.compiler.is_compiling() or weight.transposed or not plain(x) or x.shape[-1:] != (columns,):
+    if weight.reader is None or weight.transposed or not plain(x) or x.shape[-1:] != (columns,):
         return None
     rounder = weight.reader.rounder(weight, product, x.dtype)
     if rounder is None or not 0 < x.numel() <= few_rows.ROWS * columns:

@@ -47,7 +47,7 @@ def apart(y: Tensor) -> Tensor:
 
 def is_derived() -> bool:
     """Within a backward pass: whether the derivative of what it computes may be taken."""
-    return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() or not is_eager()
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -88,7 +88,8 @@ def linear(
             check_plain(weight)
         if type(x) is not Tensor:
             x = arrived(x)
-        keeping = keeping if keeping is not None and _keeps(keeping) else None
+        if keeping is not None and not (keeping.saved.operands and torch.is_grad_enabled() and is_eager()):
+            keeping = None  # a traced graph keeps what its compiler decides, a transform of torch.func what it will
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype)
         if channels is not None:  # whose powers of two no unit multiplies by
@@ -103,7 +104,7 @@ def linear(
         return run(Rounded, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)
-    if not torch.compiler.is_compiling() and foreign(weight) is not None:
+    if foreign(weight) is not None:
         if spec.multiplies:
             raise ModelError(
                 f"a weight of {type(weight).__name__}, another library's tensor, in a product with multipliers "
@@ -145,14 +146,6 @@ def rounded_weight(
             return RoundedWeight(weight, output, output)
         grad_input = side(weight, second, dtype, signs=later, dim=0, seed=later_seeds.rhs)
         return RoundedWeight(weight, output, grad_input, (signs, later))
-
-
-def _keeps(keeping: Keeping) -> bool:
-    """Whether this call's operands are kept in few bits. A traced graph keeps what its compiler decides, and a
-    transform of torch.func what it will."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return keeping.saved.operands and torch.is_grad_enabled()
 
 
 def _infer(

@@ -284,7 +284,7 @@ def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype,
     return Operand(made)
 
 
-def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, seed: Seed | None) -> tuple[Tensor, bool]:
+def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, seed: Seed | None) -> tuple[Tensor, bool | None]:
     """`values_noted`, where tiles lie down of the transposed view: kernels know tiles along rows, of a view too."""
     if quantizer.scales is None or not lies_down(quantizer.scales.tile):
         return values_noted(x, quantizer, seed, dtype=dtype)

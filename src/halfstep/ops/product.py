@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.cpu import whole_mm
 from halfstep.kernels.watched import plus, times
-from halfstep.ops.few_rows import StoredWeight, few_rows_product, supports
+from halfstep.ops.few_rows import StoredWeight, few_rows_product
 from halfstep.ops.folding import is_sparse, sparse_sum
 from halfstep.ops.matmul import matmul
 from halfstep.ops.operand import Operand, scale_of
@@ -28,10 +28,10 @@ def forward_product(
     evaluates: bool,
 ) -> Tensor:
     """lhs times the transpose of the weight (out, in)."""
-    if evaluates and isinstance(lhs, Operand) and not isinstance(weight, Coded) and supports(lhs, weight, product):
-        across = weight.shape[0]
-        multiplier = None if product.multiplier is None else product.multiplier.of(len(lhs.values), shared, across)
-        return few_rows_product(lhs, weight, bias, dtype, multiplier)
+    if evaluates and isinstance(lhs, Operand) and not isinstance(weight, Coded):
+        y = few_rows_product(lhs, weight, bias, dtype, product, shared)
+        if y is not None:
+            return y
     matrix = stored_side(weight, dtype, isinstance(lhs, Coded)) if isinstance(weight, StoredWeight) else weight
     return product_of(lhs, matrix.t(), bias, dtype, product, shared)
 

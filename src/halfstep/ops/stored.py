@@ -93,9 +93,9 @@ def _in_rows(quantized: Quantized, scales: Scales) -> Quantized:
 
 
 def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
-    """Whether the scales, which are fewer than the values, leave that open; True where they cannot be asked."""
+    """Whether the scales, which are fewer than the values, leave that open, on a CPU; a traced graph cannot ask."""
     if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():
-        return True
+        return False
     format = quantized.quantizer.format
     multiplier = rule.multiplier(quantized.tensors, format)
     return not bool((multiplier * format.smallest >= torch.finfo(torch.bfloat16).smallest_normal).all())

@@ -15,8 +15,10 @@ def foreign(tensor: Tensor) -> str | None:
     """What a tensor is that no kernel of ours may read: `torchao.float8.Float8Tensor`, `DTensor`; None for torch's own.
 
     Quantised weights of torchao and bitsandbytes are such subclasses, and so are whatever others derive from Tensor or
-    Parameter: what they compute is their own affair.
+    Parameter: what they compute is their own affair. In a traced graph, whose tensors stand for others, None.
     """
+    if torch.compiler.is_compiling():
+        return None
     kind: Any = type(tensor)
     if hasattr(tensor, "device_mesh"):
         return "DTensor"
@@ -37,7 +39,7 @@ def check_plain(tensor: Tensor) -> None:
     Raises:
         ModelError: it is a shard, or another library's.
     """
-    if torch.compiler.is_compiling() or (name := foreign(tensor)) is None:
+    if (name := foreign(tensor)) is None:
         return
     if name == "DTensor":
         raise ModelError(

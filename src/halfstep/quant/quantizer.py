@@ -214,7 +214,10 @@ class Quantized:
             raise QuantizationError(f"tensors {sorted(self.tensors)} found; expected {sorted(expected)}")
         for name, (dtype, shape) in expected.items():
             found = self.tensors[name]
-            if found.dtype != dtype or not _fits(tuple(found.shape), shape):
+            alike = len(found.shape) == len(shape) and all(
+                e in (None, f) for f, e in zip(found.shape, shape, strict=True)
+            )
+            if found.dtype != dtype or not alike:
                 sizes = tuple("any" if size is None else size for size in shape)
                 raise QuantizationError(
                     f"{name!r} is {tuple(found.shape)} {found.dtype}; {self.quantizer.format.name} of shape "
@@ -310,10 +313,6 @@ def _quotient(x: Tensor, multiplier: Tensor, rule: Scaling) -> Tensor:
     wide = x.double() if rule.exact else x
     lost = multiplier.isnan() | (multiplier == 0)
     return torch.where(lost, 0.0, wide / torch.where(lost, 1.0, multiplier))
-
-
-def _fits(found: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    return len(found) == len(expected) and all(e is None or f == e for f, e in zip(found, expected, strict=True))
 
 
 _WHOLE = formats.Integer("whole", -(2**15) + 1, 2**15 - 1, source="steps from the zero point")

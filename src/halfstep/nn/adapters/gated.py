@@ -6,16 +6,14 @@ Their forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of
-from halfstep.nn.keeping import around, storage_of
+from halfstep.nn.keeping import around, traced_storage
 from halfstep.ops import saved_traced
 
 
@@ -46,8 +44,8 @@ def refusal(module: nn.Module) -> str | None:
 def kept(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward, in whose middle what autograd saves may live in few bits."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    storage = storage_of(module)
-    if torch.compiler.is_compiling() and storage is not None:
+    storage = traced_storage(module)
+    if storage is not None:
         hidden = saved_traced.multiplied(module.act_fn(gate), up, storage)
     else:
         with around(module, gate):
@@ -70,7 +68,7 @@ def by_token(stock: Any, module: Any, x: Tensor) -> Tensor:
 def _smoothed(module: Any, x: Tensor, smooth: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """What goes into the down-projection, and the scale taken out of it."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    with nullcontext() if torch.compiler.is_compiling() else around(module, gate):
+    with around(module, gate):
         return smooth(gate, up, module.act_fn)
 
 

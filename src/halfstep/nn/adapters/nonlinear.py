@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.nn.adopt import stock_class
-from halfstep.nn.keeping import around, storage_of
+from halfstep.nn.keeping import around, traced_storage
 from halfstep.nn.unit.forwards import UNIT
 from halfstep.ops import saved_traced
+from halfstep.recipe import Storage
 
 
 _KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
@@ -38,21 +39,20 @@ def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock, and
     so are norms that are unit-scaled, whose gains' gradients have factors."""
     x = args[0] if args else next(iter(kwargs.values()), None)
-    if torch.compiler.is_compiling():
-        return _traced(stock, module, *args, **kwargs)
+    storage = traced_storage(module)
+    if storage is not None and isinstance(x, Tensor) and len(args) == 1 and not kwargs:
+        return _traced(stock, module, x, storage)
     with around(module, x):
         return stock(module, *args, **kwargs)
 
 
-def _traced(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    storage = storage_of(module)
-    x = args[0] if len(args) == 1 and not kwargs else None
-    if storage is None or not isinstance(x, Tensor) or not x.requires_grad:
-        return stock(module, *args, **kwargs)
+def _traced(stock: Any, module: Any, x: Tensor, storage: Storage) -> Any:
+    if not x.requires_grad:
+        return stock(module, x)
     if isinstance(module, (nn.GELU, nn.SiLU)) and not getattr(module, "inplace", False):
         return saved_traced.elementwise(lambda x: stock(module, x), x, storage)
     plain = stock_class(module).forward is nn.LayerNorm.forward and UNIT not in module.__dict__
     if plain and (module.weight is None or module.weight.dtype in (x.dtype, torch.float32)):
         shape = list(module.normalized_shape)
         return saved_traced.layer_norm(x, shape, module.weight, module.bias, module.eps, storage)
-    return stock(module, *args, **kwargs)
+    return stock(module, x)
