@@ -21,7 +21,7 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.gpu import blocks, layouts
 from halfstep.kernels.gpu.amax import run as largest_of
 from halfstep.kernels.gpu.launch import lies_plain
-from halfstep.ops import factors, native_linear
+from halfstep.ops import factors, native
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import get_recipe
 
@@ -73,8 +73,8 @@ if __name__ == "__main__":
     scaled_mm._capability = lambda device: (9, 0)
     F.scaled_mm = product
     StatefulScaling.waits = lambda self, state: True  # as on a GPU, which the host does not ask
-    linear, made = import_module("halfstep.ops.linear"), native_linear.native_layer
-    native_linear.plain = blocks.plain = layouts.plain = lies_plain
+    linear, made = import_module("halfstep.ops.linear"), native.native_layer
+    native.plain = blocks.plain = layouts.plain = lies_plain
     for name in sys.argv[1:] or CASES:
         asked = []
         linear.native_layer = lambda *given: None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfstep.errors import RecipeError
-from halfstep.ops import factors, native_linear
+from halfstep.ops import factors, native
 from halfstep.quant.scaling.delayed import delayed
 from halfstep.recipe import get_recipe
 
@@ -15,8 +15,8 @@ SPEC = next(rule.linear for rule in get_recipe("fp8-delayed").rules if rule.line
 @pytest.fixture
 def dense(monkeypatch):
     """Tensors here as a GPU's."""
-    monkeypatch.setattr(native_linear, "plain", lambda tensor: True)
-    monkeypatch.setattr(native_linear, "_decided", lambda *given: given)
+    monkeypatch.setattr(native, "plain", lambda tensor: True)
+    monkeypatch.setattr(native, "_decided", lambda *given: given)
     SPEC.known.clear()
     yield
     SPEC.known.clear()
@@ -28,9 +28,9 @@ def tensor(*shape, device="meta"):
 
 def test_sizes_and_devices_that_do_not_fit_take_the_usual_path(dense):
     weight = tensor(32, 48)
-    assert native_linear.native_layer(SPEC, tensor(16, 48), weight, torch.bfloat16) is not None
-    assert native_linear.native_layer(SPEC, tensor(16, 64), weight, torch.bfloat16) is None
-    assert native_linear.native_layer(SPEC, tensor(16, 48, device="cpu"), weight, torch.bfloat16) is None
+    assert native.native_layer(SPEC, tensor(16, 48), weight, torch.bfloat16) is not None
+    assert native.native_layer(SPEC, tensor(16, 64), weight, torch.bfloat16) is None
+    assert native.native_layer(SPEC, tensor(16, 48, device="cpu"), weight, torch.bfloat16) is None
 
 
 def test_a_state_that_did_not_move_with_its_layer_is_an_error():

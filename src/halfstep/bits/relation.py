@@ -15,8 +15,7 @@ from halfstep.bits.evidence import CERTAIN
 from halfstep.bits.low_rank import LowRank, low_rank
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.pair import Change, Doubles, Pair, change, comparable, same_bytes
-from halfstep.bits.requantised import Requantised, requantised
-from halfstep.bits.rounded import STOCHASTIC, Rounded, Rounding, nearest, steps
+from halfstep.bits.rounded import STOCHASTIC, Requantised, Rounded, Rounding, nearest, requantised, steps
 from halfstep.bits.scan import readable, scan
 from halfstep.formats import Float
 

@@ -1,8 +1,15 @@
 """What training keeps in memory, by role, and what a model does; measured from live tensors."""
 
 from halfstep.memory.live import Live, parts_of
-from halfstep.memory.measure import measure, stored_bytes
-from halfstep.memory.step import StepBytes, activation_bytes, measure_persistent, measure_step, measure_update
+from halfstep.memory.measure import (
+    StepBytes,
+    activation_bytes,
+    measure,
+    measure_persistent,
+    measure_step,
+    measure_update,
+    stored_bytes,
+)
 
 
 __all__ = [

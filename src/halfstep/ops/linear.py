@@ -13,7 +13,7 @@ from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import is_eager, no_autocast, run
 from halfstep.ops.linear_passes import Rounded, RoundedWeight, States, product_dtype
-from halfstep.ops.native_linear import Native, native_layer
+from halfstep.ops.native import Native, native_layer
 from halfstep.ops.noise import seeds_of
 from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.parallel import parallel_linear

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from torch import nn
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.attended import Attended
 from halfstep.nn.unit.graph import Edge, Graph, Node, Value, is_ancestor
 from halfstep.nn.unit.leaves import measured
 from halfstep.unit import factors, get_constraint
+from halfstep.unit.calibration import Attended
 from halfstep.unit.constraint import Constraint
 
 
