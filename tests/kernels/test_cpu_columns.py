@@ -8,7 +8,7 @@ import torch
 from families import for_each, slow_unless
 from halfstep import formats
 from halfstep.kernels.cpu import blocks
-from halfstep.kernels.cpu import columns as kernel
+from halfstep.kernels.cpu import panels as kernel
 from halfstep.ops.casts import values
 from halfstep.quant.quantizer import Quantizer, get_quantizer
 from halfstep.quant.scales import Scales
@@ -38,8 +38,8 @@ def assert_rounds(x, quantizer, dtypes=(torch.float32, torch.bfloat16)):
     expected = quantizer.quantize(x)
     for dtype in dtypes:
         out, rows = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
-        assert kernel.supports_values(down(x), out, quantizer)
-        noted = kernel.run_values(down(x), out, format, scales)
+        assert kernel.supports_view(down(x), out, quantizer)
+        noted = kernel.run_view(down(x), out, format, scales)
         same_bits(out, expected.dequantize(dtype))
         assert blocks.run_values(x, rows, format, "nearest_even", scales, None) == noted
         same_bits(rows, out)
@@ -147,25 +147,25 @@ def test_small_values_are_noted_and_zeros_are_not():
 def test_refuses_what_it_does_not_know():
     x, out = torch.zeros(64, 40).t(), torch.empty(40, 64)
     quantizer = get_quantizer("mxfp8_e4m3")
-    assert kernel.supports_values(x, out, quantizer)
-    assert not kernel.supports_values(x.contiguous(), out, quantizer)
-    assert not kernel.supports_values(x.double(), out, quantizer)
-    assert not kernel.supports_values(x, out.half(), quantizer)
-    assert not kernel.supports_values(x, out[:39], quantizer)
-    assert not kernel.supports_values(x, out.t().contiguous().t(), quantizer)
-    assert not kernel.supports_values(x[:, :33], torch.empty(40, 33), quantizer)
-    assert not kernel.supports_values(x[::2], out[::2], quantizer)
-    assert not kernel.supports_values(x[:0], out[:0], quantizer)
-    assert not kernel.supports_values(x[None], out[None], quantizer)
+    assert kernel.supports_view(x, out, quantizer)
+    assert not kernel.supports_view(x.contiguous(), out, quantizer)
+    assert not kernel.supports_view(x.double(), out, quantizer)
+    assert not kernel.supports_view(x, out.half(), quantizer)
+    assert not kernel.supports_view(x, out[:39], quantizer)
+    assert not kernel.supports_view(x, out.t().contiguous().t(), quantizer)
+    assert not kernel.supports_view(x[:, :33], torch.empty(40, 33), quantizer)
+    assert not kernel.supports_view(x[::2], out[::2], quantizer)
+    assert not kernel.supports_view(x[:0], out[:0], quantizer)
+    assert not kernel.supports_view(x[None], out[None], quantizer)
     same = torch.zeros(64, 64)
-    assert not kernel.supports_values(same.t(), same, quantizer)
+    assert not kernel.supports_view(same.t(), same, quantizer)
     for other in (
         get_quantizer("mxfp8_e4m3", rounding="stochastic"),
         get_quantizer("nvfp4"),
         get_quantizer("fp8_1x128"),
         get_quantizer("fp8_128x128", scale="rceil"),
     ):
-        assert not kernel.supports_values(torch.zeros(128, 128).t(), torch.empty(128, 128), other)
+        assert not kernel.supports_view(torch.zeros(128, 128).t(), torch.empty(128, 128), other)
 
 
 QUANTIZERS = {
@@ -196,7 +196,7 @@ def test_the_values_of_a_view_are_those_of_its_copy(view, name):
 
 def test_a_single_row_is_read_as_it_lies(monkeypatch):
     """It is contiguous, and the transposed view of a contiguous matrix too."""
-    monkeypatch.setattr(kernel, "run_values", None)
+    monkeypatch.setattr(kernel, "run_view", None)
     quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.randn(1, 64)
     same_bits(values(x, quantizer, dtype=torch.bfloat16), quantizer.quantize(x).dequantize(torch.bfloat16))
 
@@ -213,6 +213,6 @@ def test_storages_can_be_resized_afterwards():
     """FSDP2 frees weights so, between their uses."""
     x, out = torch.zeros(64, 40), torch.empty(40, 64)
     mx = get_quantizer("mxfp8_e4m3")
-    kernel.run_values(x.t(), out, mx.format, mx.scales)
+    kernel.run_view(x.t(), out, mx.format, mx.scales)
     for tensor in (x, out):
         tensor.untyped_storage().resize_(0)

@@ -13,7 +13,16 @@ import torch
 
 import halfstep
 from halfstep.kernels.cpu import cast
-from halfstep.kernels.cpu.compiled import CHUNK, SOURCES, _Files, forget_old, source_hash
+from halfstep.kernels.cpu.compiled import (
+    CHUNK,
+    SOURCES,
+    _Files,
+    forget_old,
+    inner,
+    inner_overload,
+    kept_code,
+    source_hash,
+)
 
 
 PACKAGE = Path(halfstep.__file__).parent
@@ -145,6 +154,35 @@ def test_folders_long_unused_are_forgotten(tmp_path):
     (tmp_path / "other").mkdir()
     forget_old(tmp_path, kept=2)
     assert {folder.name for folder in tmp_path.iterdir()} == {"kernels-3", "kernels-4", "other"}
+
+
+def test_how_much_is_kept_counts_compiled_code_alone(tmp_path):
+    for folder, name in (("kernels-1", "a.nbc"), ("kernels-2", "a.nbi"), ("kernels-2", "a.txt"), ("other", "a.nbc")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_bytes(bytes(3 << 20))
+    assert kept_code(tmp_path) == f"6 MiB in 2 folders (at most 8) of {tmp_path}"
+
+
+def test_a_part_that_an_inlined_one_calls_is_not_inlined():
+    """numba hands the wish to be inlined on: a loop would lose its own width of registers."""
+
+    @inner
+    def part(x):
+        return x + 1
+
+    def called(x):
+        raise NotImplementedError
+
+    @inner_overload(called, inlined=True)
+    def _called(x):
+        return lambda x: part(x)
+
+    @numba.njit
+    def kernel(x):
+        return called(x)
+
+    assert kernel(1) == 2
+    assert ["alwaysinline" in one.library.get_llvm_str() for one in part.overloads.values()] == [False]
 
 
 FORKED = """

@@ -7,10 +7,10 @@ import torch
 
 from families import for_each, slow_unless
 from halfstep import formats
-from halfstep.kernels.cpu import powered_rows as kernel
-from halfstep.kernels.cpu import tiles
+from halfstep.kernels.cpu import blocks as kernel
+from halfstep.kernels.cpu import panels, tiles
 from halfstep.ops.casts import values, values_noted
-from halfstep.quant import Quantizer, Scales, get_quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW
 from kernels.test_cpu_blocks import hard
@@ -34,12 +34,12 @@ def assert_rounds(x, quantizer, dtypes=DTYPES):
     for dtype in dtypes:
         along, across = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
         assert kernel.supports_values(x, along, quantizer)
-        noted = kernel.run_values(x, along, quantizer.format, quantizer.scales)
+        noted = kernel.run_values(x, along, quantizer.format, "nearest_even", quantizer.scales, None)
         same_bits(along, expected.dequantize(dtype))
         assert noted or not has_small(along)
-        assert kernel.supports_values(down(x), across, quantizer) or x.shape[1] % 32
+        assert panels.supports_view(down(x), across, quantizer) != bool(x.shape[1] % 32)
         if not x.shape[1] % 32:
-            assert kernel.run_values(down(x), across, quantizer.format, quantizer.scales) == noted
+            assert panels.run_view(down(x), across, quantizer.format, quantizer.scales) == noted
             same_bits(across, along)
     return noted
 
@@ -98,7 +98,7 @@ def test_equals_the_kernel_of_tiles(name):
     x, quantizer = hard(512).nan_to_num(1.0), by_rows(name)
     before, now = torch.empty(x.shape, dtype=torch.bfloat16), torch.empty(x.shape, dtype=torch.bfloat16)
     tiles.run(x, before, quantizer.format, "nearest_even", quantizer.scales, None)
-    kernel.run_values(x, now, quantizer.format, quantizer.scales)
+    kernel.run_values(x, now, quantizer.format, "nearest_even", quantizer.scales, None)
     same_bits(before, now)
 
 
@@ -119,18 +119,18 @@ def test_views_of_other_kinds_are_copied():
 def test_refuses_what_it_does_not_know():
     x, out = torch.ones(64, 32), torch.empty(64, 32)
     assert kernel.supports_values(x, out, by_rows())
+    assert not kernel.supports_values(x[:0], out[:0], by_rows())
+    assert not panels.supports_view(x.t(), x.new_empty(32, 64).t(), by_rows())
     for quantizer in (
         by_rows(rounding="stochastic"),
         by_rows(rounding="nearest_up"),
         by_rows(rule="current"),
         by_rows().down,
         by_rows("bf16"),
-        get_quantizer("mxfp8_e4m3"),
         Quantizer(formats.get("e4m3fn")),
     ):
         assert not kernel.supports_values(x, out, quantizer)
     assert not kernel.supports_values(x, out.half(), by_rows())
     assert not kernel.supports_values(x, x, by_rows())
     assert not kernel.supports_values(x.double(), out, by_rows())
-    assert not kernel.supports_values(x[:0], out[:0], by_rows())
     assert not kernel.supports_values(x[:, ::2], out[:, ::2], by_rows())

@@ -18,13 +18,10 @@ from halfstep.kernels.cpu import (
     accumulate,
     blocks,
     cast,
-    codebook,
     codes,
-    columns,
     dequantize,
     panels,
     posit,
-    powered_rows,
     tiles,
 )
 from halfstep.kernels.cpu.arrays import plain
@@ -141,12 +138,9 @@ def round_tiles_into(
     """
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     if scales is not None:
-        if not x.is_contiguous() and columns.supports_values(x, out, quantizer):
-            return columns.run_values(x, out, format, scales)
-        if powered_rows.supports_values(x, out, quantizer) or powered_rows.supports_values(
-            x := x.contiguous(), out, quantizer
-        ):
-            return powered_rows.run_values(x, out, format, scales)
+        if not x.is_contiguous() and panels.supports_view(x, out, quantizer):
+            return panels.run_view(x, out, format, scales)
+        x = x.contiguous()
         if blocks.supports_values(x, out, quantizer):
             return blocks.run_values(x, out, format, rounding, scales, number(seed), tensor_scale)
         if panels.supports_values(x, out, quantizer):
@@ -181,9 +175,6 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
         return
     if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         blocks.run(x, format, quantizer.rounding, quantizer.scales, tensors, number(seed))
-        return
-    if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
-        codebook.run(x, quantizer, tensors)
         return
     if here(x) and gpu_blocks.takes(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         gpu_blocks.run(x, tensors, quantizer, seed)

@@ -18,9 +18,7 @@ from halfstep.kernels.cpu import (
     amax,
     blocks,
     cast,
-    codebook,
     codes,
-    columns,
     dequantize,
     few_rows,
     panels,
@@ -237,26 +235,21 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     seed = _SEED if quantizer.rounding == "stochastic" else None
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
-    known = codebook.supports(x, quantizer)
-    if scales is None or not (known or blocks.supports(x, quantizer)):
+    if scales is None or not blocks.supports(x, quantizer):
         return
     tensors = {key: torch.zeros_like(tensor) for key, tensor in expected.tensors.items()}
-    if known:
-        codebook.run(x, quantizer, tensors)
-    else:
-        blocks.run(x, format, rounding, scales, tensors, seed)
+    blocks.run(x, format, rounding, scales, tensors, seed)
     for key, tensor in expected.tensors.items():
         yield tensor, tensors[key], torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, {key}"
-    if known:
-        return
     out, back = (
         torch.empty(x.shape, dtype=torch.float32, device="cpu"),
         torch.empty(x.shape, dtype=torch.float32, device="cpu"),
     )
-    blocks.run_values(x, out, format, rounding, scales, seed)
-    yield expected.dequantize(torch.float32), out, x, f"{words}, values"
-    if x.dim() == 2 and columns.supports_values(turned := x.t().contiguous().t(), back, quantizer):
-        columns.run_values(turned, back, format, scales)
+    if blocks.supports_values(x, out, quantizer):
+        blocks.run_values(x, out, format, rounding, scales, seed)
+        yield expected.dequantize(torch.float32), out, x, f"{words}, values"
+    if x.dim() == 2 and panels.supports_view(turned := x.t().contiguous().t(), back, quantizer):
+        panels.run_view(turned, back, format, scales)
         yield expected.dequantize(torch.float32), back, x, f"{words}, values down columns"
     if dequantize.supports(expected.tensors, back, quantizer):
         dequantize.run(expected.tensors, back, format, scales)

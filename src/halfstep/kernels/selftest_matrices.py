@@ -11,9 +11,10 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.kernels.cpu import (
+    blocks,
     clamp_operators,
     folded,
-    powered_rows,
+    panels,
     quantiles,
     rotated_tiles,
     rows,
@@ -53,8 +54,11 @@ def _powered_rows(name: str) -> Iterator[Case]:
         x = hard(33 * 64, dtype).view(33, 64)
         for given, what in ((x, "rows"), (x.t().contiguous().t(), "a transposed view")):
             out = torch.empty(x.shape, dtype=dtype, device="cpu")
-            if powered_rows.supports_values(given, out, quantizer):
-                powered_rows.run_values(given, out, quantizer.format, scales)
+            if not given.is_contiguous() and panels.supports_view(given, out, quantizer):
+                panels.run_view(given, out, quantizer.format, scales)
+                yield quantizer.quantize(x).dequantize(), out, x, words(x, what)
+            elif blocks.supports_values(given, out, quantizer):
+                blocks.run_values(given, out, quantizer.format, "nearest_even", scales, None)
                 yield quantizer.quantize(x).dequantize(), out, x, words(x, what)
 
 

@@ -1,7 +1,8 @@
-"""Blocks of a row that share a scale, to packed codes and scales or to values: `quant.Quantizer`, bit for bit.
+"""Tiles of a row that share a scale, to packed codes and scales or to values: `quant.Quantizer`, bit for bit.
 
-One pass, chunk by chunk: block maxima, scales, then every element over its scale, rounded. Only NVFP4 reads its tensor
-twice, as the scale of the whole comes first (`two_level`).
+One pass, piece by piece: the largest magnitudes, scales (`rules`), then every element over its scale, rounded
+(`divided`). Only NVFP4 reads its tensor twice, as the scale of the whole comes first (`two_level`). Where there are
+signs a piece is rotated first, and rounded while it is near: nothing is written in float32.
 """
 
 from __future__ import annotations
@@ -15,36 +16,31 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import element_codes, packing, powers, two_level
+from halfstep.kernels.cpu import codebook, element_codes, packing, powers, two_level
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
-from halfstep.kernels.cpu.divided import divided, divided_apart
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner_inlined, piece
+from halfstep.kernels.cpu.divided import divided
 from halfstep.kernels.cpu.element_codes import cut_points
-from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
+from halfstep.kernels.cpu.noise import keys_at, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
-from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
-from halfstep.kernels.cpu.scales import (
-    absmax_scales,
-    block_maxima,
-    knows_rule,
-    largest_stored,
-    narrow_scales,
-    power_scalars,
-    power_scales,
-)
+from halfstep.kernels.cpu.powers import FAR, TINY
+from halfstep.kernels.cpu.rotated import NEAR, opened_piece
+from halfstep.kernels.cpu.rules import note, room, steps_of
 from halfstep.kernels.cpu.scales import knows as knows_element
-from halfstep.kernels.cpu.two_level import note_codes, tile_scales
-from halfstep.quant.quantizer import Quantizer
+from halfstep.kernels.cpu.scales import knows_rule, largest_of, power_scalars
+from halfstep.quant.quantizer import Quantizer, matrix_shape
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
-from halfstep.quant.tile import Tile
+from halfstep.quant.tile import ROW, Tile
 
 
 LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
+UPRIGHT = (None,) * 4
+"""What is not rotated."""
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
-    """Whether the kernels here do what this quantizer does to rows of that many columns."""
+    """Whether the kernels here encode what this quantizer does to rows of that many columns, in whole blocks."""
     if quantizer.scales is None or quantizer.outliers is not None:
         return False
     tile, rule = quantizer.scales.tile, quantizer.scales.rule
@@ -57,6 +53,20 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     )
 
 
+def knows_values(quantizer: Quantizer, columns: int) -> bool:
+    """Whether they make the values at once, too; and so of whole rows under a power of two each."""
+    scales, format = quantizer.scales, quantizer.format
+    if scales is None or scales.tile != ROW:
+        return knows(quantizer, columns) and not (isinstance(format, Codebook) and format.bits == 8)
+    return (
+        quantizer.rounding == "nearest_even"
+        and quantizer.outliers is None
+        and scales.rule.exact
+        and knows_element(format)
+        and knows_rule(format, scales.rule)
+    )
+
+
 def supports(x: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run` can quantise `x`: a contiguous CPU tensor (fp32, bf16, fp16) whose rows are whole blocks."""
     return plain(x) and x.dim() > 0 and knows(quantizer, x.shape[-1])
@@ -64,16 +74,24 @@ def supports(x: Tensor, quantizer: Quantizer) -> bool:
 
 def run(x: Tensor, format: Format, rounding: str, scales: Scales, tensors: dict[str, Tensor], seed: int | None) -> None:
     """Write what x is in these blocks to `tensors` (`codes`, `scale` ...), contiguous and of their layout."""
-    scale = tensors["scale"]
-    codes, stored = array(tensors["codes"]), array(scale) if scales.rule.narrow else scale.view(-1).numpy()
-    numbers, code_numbers = _numbers(format, rounding)
-    target = (codes, numbers, code_numbers, cut_points(format, False), packing.shifts(format))
-    _quantise(x, format, scales, target, stored, tensors.get("tensor_scale"), seed)
+    rule, scale, codes = scales.rule, tensors["scale"], array(tensors["codes"])
+    stored = array(scale) if rule.narrow else scale.view(-1).numpy()
+    coding = None
+    if rule.two_level:
+        whole = two_level.rule_of(x, format, scales, tensors.get("tensor_scale"))
+        ruled, coding = (whole[1], whole[0], whole[2], None), two_level.scalars()[1]
+    else:
+        ruled = ruled_by(format, rule)
+    target = codes, *_numbers(format, rounding), cuts_of(format), packing.shifts(format)
+    found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
+    tile = CHUNK, scales.tile.columns, levels(scales.tile)
+    _tiles(x.numel(), array(x), *tile, *UPRIGHT, *ruled, None, coding, stored, found, *target, seed_keys(seed))
 
 
 def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run_values` can round `x` into `out`: contiguous CPU tensors of one shape, apart in memory."""
-    return supports(x, quantizer) and x.shape == out.shape and takes_values(x, out)
+    known = plain(x) and x.dim() > 0 and knows_values(quantizer, x.shape[-1])
+    return known and x.shape == out.shape and takes_values(x, out)
 
 
 def takes_values(x: Tensor, out: Tensor) -> bool:
@@ -91,24 +109,49 @@ def run_values(
     seed: int | None,
     tensor_scale: Tensor | None = None,
 ) -> bool:
-    """Write what x, rounded in these blocks, stands for to `out`, without making its codes.
+    """Write what x, rounded in these blocks or rows, stands for to `out`, without making its codes.
 
     Returns whether some may be below 2^-126, but not 0: True where that was not checked. Of two levels of scales, a
     `tensor_scale` (float32 scalar) becomes the tensor's, and is left out of the values.
     """
-    tile, rule = scales.tile, scales.rule
-    numbers, cuts = value_numbers(format, rounding)
-    if rule.exact:
-        powered = power_scalars(format, rule), powers.scalars(format)
-        return power_values(array(x), array(out), levels(tile), powered, numbers, seed_keys(seed))
+    tile, rule, apart = scales.tile, scales.rule, None
     if rule.two_level:
-        ruled = two_level.rule_of(x, format, scales, tensor_scale)
+        whole = two_level.rule_of(x, format, scales, tensor_scale)
         apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
-        two_level_values(array(x), array(out), levels(tile), ruled, apart, numbers, cuts, seed_keys(seed))
-        return True
-    stored: Any = np.empty(x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16)
-    _quantise(x, format, scales, (array(out), numbers, None, cuts, None), stored, None, seed)
-    return True
+        ruled = whole[1], whole[0], whole[2], None
+    else:
+        ruled = ruled_by(format, rule, values=True)
+    stored: Any = None if rule.exact or rule.two_level else np.empty(
+        x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16
+    )  # fmt: skip
+    sides = sides_of(tile, matrix_shape(tuple(x.shape))[1])
+    how = ruled, apart, stored, *value_numbers(format, rounding)
+    return round_values(array(x), array(out), sides, *how, seed_keys(seed)) or not rule.exact
+
+
+def round_values(
+    x: Any, out: Any, sides: Any, ruled: Any, apart: Any, stored: Any, numbers: Any, cuts: Any, keys: Any = None,
+    rotation: Any = UPRIGHT,
+) -> bool:  # fmt: skip
+    """The same of `array`s, by what the functions here give of a tile, a rule and a format."""
+    run, above = sides
+    size = NEAR if rotation[0] is not None else max(CHUNK // run, 1) * run
+    found = np.zeros(-(-x.size // size), np.uint32)
+    target = stored, found, out, numbers, None, cuts, None
+    _tiles(x.size, x, size, run, above, *rotation, *ruled, apart, None, *target, keys)
+    return bool((found & TINY).any())
+
+
+def sides_of(tile: Tile, columns: int) -> Any:
+    """A tile's length, and `levels` of it, None of a whole row."""
+    return (max(columns, 1), None) if tile == ROW else (tile.columns, levels(tile))
+
+
+def ruled_by(format: Format, rule: Scaling, values: bool = False) -> Any:
+    """What `rules` takes of a rule that needs no look at the tensor."""
+    if rule.exact:
+        return power_scalars(format, rule), None, None, powers.scalars(format) if values else None
+    return None, np.float32(format.max), None, None
 
 
 def value_numbers(format: Format, rounding: str) -> tuple[Any, Any]:
@@ -116,18 +159,9 @@ def value_numbers(format: Format, rounding: str) -> tuple[Any, Any]:
     return _numbers(format, rounding)[0], cut_points(format, True)
 
 
-def power_values(x: Any, out: Any, levels: Any, powered: Any, numbers: Any, keys: Any = None) -> bool:
-    """The same of `array`s, where scales are powers of two: by the `power_scalars` and `powers.scalars` of a format."""
-    found = np.zeros(-(-x.size // CHUNK), np.uint32)
-    _power_values(x.size, x, levels, *powered, found, out, numbers, keys)
-    return bool((found & TINY).any())
-
-
-def two_level_values(
-    x: Any, out: Any, levels: Any, ruled: Any, apart: Any, numbers: Any, cuts: Any, keys: Any = None
-) -> None:
-    """The same of `array`s, where they are of two levels, by what `two_level` gives of the rule."""
-    _two_level_values(x.size, x, levels, *ruled, *apart, out, numbers, cuts, keys)
+def cuts_of(format: Format) -> Any:
+    """What codes of a codebook are found by; None of other formats."""
+    return codebook.search(format) if isinstance(format, Codebook) and format.bits == 8 else cut_points(format, False)
 
 
 def levels(tile: Tile) -> tuple[np.uint32, ...]:
@@ -135,27 +169,14 @@ def levels(tile: Tile) -> tuple[np.uint32, ...]:
     return (np.uint32(0),) * LEVELS[tile.columns]
 
 
-def _quantise(
-    x: Tensor, element: Format, scales: Scales, target: Any, stored: Any, tensor_scale: Tensor | None, seed: int | None
-) -> None:
-    rule = scales.rule
-    above, largest, keys = levels(scales.tile), np.float32(element.max), seed_keys(seed)
-    if rule.exact:
-        _power(x.numel(), array(x), stored, above, power_scalars(element, rule), *target, keys)
-    elif rule.quotient:
-        _absmax(x.numel(), array(x), stored, above, largest, *target, keys)
-    elif rule.narrow:
-        _absmax_bf16(x.numel(), array(x), stored, above, largest, *target, keys)
-    else:
-        ruled = two_level.rule_of(x, element, scales, tensor_scale)
-        _two_level(x.numel(), array(x), stored, above, *ruled, *two_level.scalars(), *target, keys)
-
-
 @cache
 def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
     if isinstance(format, Codebook):
-        nearest = format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
-        return nearest and knows_rule(format, rule) and not rule.exact
+        if rounding != "nearest_even" or format.ties != "lower" or rule.exact:
+            return False
+        if format.bits == 8:
+            return rule.quotient and codebook.search(format) is not None
+        return format.bits == 4 and knows_rule(format, rule)
     return knows_element(format) and (rule.narrow or knows_rule(format, rule))
 
 
@@ -163,106 +184,43 @@ def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
 def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
     if not isinstance(format, Codebook):
         return element_codes.scalars(format, rounding, "saturate")
+    if format.bits == 8:
+        return None, None
     values = format.values()
     order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
     halves = [sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:])]
     return None, None if order == list(range(16)) else (np.uint32(halves[0]), np.uint32(halves[1]))
 
 
-# ---- a chunk -------------------------------------------------------------------------------------------------------
+# ---- a piece -------------------------------------------------------------------------------------------------------
+
+
+@inner_inlined
+def round_piece(x, run, levels, rule, whole, up, steps, apart, coding, stored, out, numbers, codes, cuts, keys, at):
+    """Round whole tiles to `out`; what `rules.note` noted of them."""
+    largest = largest_of(x, run, levels)
+    divisor, beside = room(largest.size, whole, stored)
+    noted = note(largest, rule, whole, up, steps, coding, stored, divisor, beside)
+    if apart is not None:
+        divided(x, divisor, beside, steps_of(apart), run, levels, out, numbers, codes, cuts, keys, at)
+    elif steps is None or keys is not None or noted & FAR:
+        divided(x, divisor, None, None, run, levels, out, numbers, codes, cuts, keys, at)
+    else:
+        divided(x, beside, None, steps, run, levels, out, numbers, codes, cuts, keys, at)
+    return noted
 
 
 @Kernel
-def _power(x, stored, levels, rule, out, numbers, codes, cuts, shifts, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        amax = block_maxima(x[a:b], len(levels))
-        bits = np.empty(amax.size, np.uint32)
-        power_scales(amax, stored[a >> len(levels) : b >> len(levels)], bits, rule)
-        part = place(out, a, b, shifts)
-        divided(x[a:b], bits, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
-        pack(part, out, a, b, shifts)
-
-
-@inner
-def _stepped(x, shift, levels, out, steps):
-    block = 1 << len(levels)
-    for b in range(shift.size):
-        s = shift[b]
-        start = b * block
-        for i in range(block):
-            j = start + i
-            out[j] = stepped(x[j], s, steps, out[j])
-
-
-@Kernel
-def _power_values(x, levels, rule, steps, found, out, numbers, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        largest = largest_stored(x[a:b], len(levels))
-        scale, shift = np.empty(largest.size, np.uint32), np.empty(largest.size, np.uint32)
-        noted = note_scales(largest, rule, steps, scale, shift)
-        found[chunk] = noted
-        if seed is not None:
-            divided(x[a:b], scale, levels, out[a:b], numbers, None, None, chunk_keys(seed, chunk))
-        elif noted & FAR:
-            divided(x[a:b], scale, levels, out[a:b], numbers, None, None, None)
-        else:
-            _stepped(x[a:b], shift, levels, out[a:b], steps)
-
-
-@Kernel
-def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        amax = block_maxima(x[a:b], len(levels))
-        scale = stored[a >> len(levels) : b >> len(levels)]
-        absmax_scales(amax, scale, largest)
-        part = place(out, a, b, shifts)
-        divided(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
-        pack(part, out, a, b, shifts)
-
-
-@Kernel
-def _absmax_bf16(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        amax = block_maxima(x[a:b], len(levels))
-        scale = np.empty(amax.size, np.float32)
-        narrow_scales(amax, stored[a >> len(levels) : b >> len(levels)], scale, largest)
-        part = place(out, a, b, shifts)
-        divided(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
-        pack(part, out, a, b, shifts)
-
-
-@Kernel
-def _two_level(x, stored, levels, whole, rule, up, scale_numbers, scale_codes, out, numbers, codes, cuts, shifts, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        amax = block_maxima(x[a:b], len(levels))
-        divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
-        tile_scales(amax, divisor, scale, whole, rule, up)
-        note_codes(scale, stored[a >> len(levels) : b >> len(levels)], scale_numbers, scale_codes)
-        part = place(out, a, b, shifts)
-        divided(x[a:b], divisor, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
-        pack(part, out, a, b, shifts)
-
-
-@Kernel
-def _two_level_values(x, levels, whole, rule, up, apart, steps, out, numbers, cuts, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        amax = block_maxima(x[a:b], len(levels))
-        divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
-        tile_scales(amax, divisor, scale, whole, rule, up)
-        keys = chunk_keys(seed, chunk)
-        if apart is None:
-            divided(x[a:b], divisor, levels, out[a:b], numbers, None, cuts, keys)
-        else:
-            divided_apart(x[a:b], divisor, scale, levels, out[a:b], numbers, steps, cuts, keys)
+def _tiles(
+    x, size, run, levels, signs, norm, width, part, rule, whole, up, steps, apart, coding, stored, found, out, numbers,
+    codes, cuts, shifts, seed,
+):  # fmt: skip
+    for i in numba.prange(found.size):
+        a = i * size
+        b = min(a + size, x.size)
+        keys, kept, to = keys_at(seed, a), piece(stored, a // run, b // run), place(out, a, b, shifts)
+        source = opened_piece(x[a:b], signs, norm, width, part)
+        found[i] = round_piece(
+            source, run, levels, rule, whole, up, steps, apart, coding, kept, to, numbers, codes, cuts, keys, None
+        )
+        pack(to, out, a, b, shifts)

@@ -9,59 +9,21 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
-from torch import Tensor
 
-from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.blocks import LEVELS, levels
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_inlined
-from halfstep.kernels.cpu.divided import quotient
+from halfstep.formats import Format
+from halfstep.kernels.cpu.compiled import inner, inner_inlined
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.lanes import SIGN, Lane, bits_of, lanes
 from halfstep.kernels.cpu.runs import widest_registers
-from halfstep.kernels.cpu.scales import absmax_scales, block_maxima
-from halfstep.quant.quantizer import Quantizer
+from halfstep.kernels.cpu.scales import quotient
 
 
 Search = NDArray[np.uint32]
 """By the upper 16 bits of a number, in the order of numbers: how many cuts are below all that have them, times 2^16,
 and what carries when a number above the next cut adds its lower half."""
-
-
-def knows(quantizer: Quantizer, columns: int) -> bool:
-    """Whether kernels do what this quantizer does to rows of that many columns."""
-    format, scales = quantizer.format, quantizer.scales
-    return (
-        isinstance(format, Codebook)
-        and format.bits == 8
-        and format.ties == "lower"
-        and scales is not None
-        and scales.rule.quotient
-        and scales.tile.rows == 1
-        and scales.tile.columns in LEVELS
-        and columns % scales.tile.columns == 0
-        and quantizer.rounding == "nearest_even"
-        and quantizer.outliers is None
-        and search(format) is not None
-    )
-
-
-def supports(x: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run` can quantise `x`: a contiguous CPU tensor (fp32, bf16, fp16) whose rows are whole blocks."""
-    return plain(x) and x.dim() > 0 and knows(quantizer, x.shape[-1])
-
-
-def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor]) -> None:
-    """Write the codes and scales of x to `tensors`, contiguous and of their layout."""
-    scales, found = quantizer.scales, search(quantizer.format)
-    assert scales is not None
-    assert found is not None
-    stored, largest = tensors["scale"].view(-1).numpy(), np.float32(quantizer.format.max)
-    _encode(x.numel(), array(x), stored, levels(scales.tile), largest, array(tensors["codes"]), found)
 
 
 @cache
@@ -133,13 +95,3 @@ def encode_piece(x, scale, levels, out, places):
     bits = np.empty(block, np.uint32)
     for b in range(scale.size):
         encode_block(x, b * block, block, scale[b], bits, places, out, b * block)
-
-
-@Kernel
-def _encode(x, stored, levels, largest, out, places):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        scale = stored[a >> len(levels) : b >> len(levels)]
-        absmax_scales(block_maxima(x[a:b], len(levels)), scale, largest)
-        encode_piece(x[a:b], scale, levels, out[a:b], places)

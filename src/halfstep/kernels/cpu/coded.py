@@ -16,12 +16,12 @@ from torch import Tensor
 from halfstep.formats import Codebook, Float
 from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion, whole
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.codebook import encode_piece
 from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
 from halfstep.kernels.cpu.dequantize import meaning, powers_piece, values_piece
 from halfstep.kernels.cpu.divided import divided
 from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
-from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scalars, power_scales
+from halfstep.kernels.cpu.rules import note, room
+from halfstep.kernels.cpu.scales import largest_of, power_scalars
 from halfstep.kernels.cpu.whole import close_whole, open_whole
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling.expansion import Expansion
@@ -53,7 +53,7 @@ class Coded(NamedTuple):
             and not scales.rule.narrow
             and quantizer.rounding == "nearest_even"
             and quantizer.format.bits == 8
-            and any(kernel.knows(quantizer, columns) for kernel in (blocks, codebook, expansion))
+            and any(kernel.knows(quantizer, columns) for kernel in (blocks, expansion))
             and all(hasattr(part, "fake_mode") or plain(part, part.dtype) for part in self.parts.values())
         )
 
@@ -148,11 +148,16 @@ def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: _closed_groups(
             kept, stored, levels, scale_of, numbers, codes, values, a, b
         )
-    encode = _encode_powers if isinstance(scale_of, types.BaseTuple) else _encode_absmax
     if isinstance(numbers, types.NoneType):
-        encode = _encode_places
-    return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: encode(
-        kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, scale_of, numbers, codes, values
+        return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: _encode(
+            kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, None, scale_of, None, None, codes, values
+        )
+    if isinstance(scale_of, types.BaseTuple):
+        return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: _encode(
+            kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, scale_of, None, numbers, codes, None, values
+        )
+    return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: _encode(
+        kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, None, scale_of, numbers, codes, None, values
     )
 
 
@@ -182,26 +187,12 @@ def _decoded(kept, stored, levels, decoding):
 
 
 @inner
-def _encode_powers(kept, stored, levels, scale_of, numbers, codes, values):
+def _encode(kept, stored, levels, rule, whole, numbers, codes, cuts, values):
     x = values.view(np.uint32)
-    amax = block_maxima(x, len(levels))
-    bits = np.empty(amax.size, np.uint32)
-    power_scales(amax, stored, bits, scale_of)
-    divided(x, bits, levels, kept, numbers, codes, None, None)
-
-
-@inner
-def _encode_absmax(kept, stored, levels, scale_of, numbers, codes, values):
-    x = values.view(np.uint32)
-    absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
-    divided(x, stored, levels, kept, numbers, codes, None, None)
-
-
-@inner
-def _encode_places(kept, stored, levels, scale_of, numbers, codes, values):
-    x = values.view(np.uint32)
-    absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
-    encode_piece(x, stored, levels, kept, codes)
+    largest = largest_of(x, 0, levels)
+    divisor, beside = room(largest.size, whole, stored)
+    note(largest, rule, whole, None, None, None, stored, divisor, beside)
+    divided(x, divisor, None, None, 0, levels, kept, numbers, codes, cuts, None, None)
 
 
 @inner

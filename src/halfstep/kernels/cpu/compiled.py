@@ -9,6 +9,7 @@ both.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 
 import llvmlite
 import numba
+import numpy as np
 import torch
 from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, InTreeCacheLocator
@@ -73,8 +75,8 @@ class _OptimisedPartCompiler(_PartCompiler):
 
 
 _NO_CALLS_FROM_C: Any = {"no_cfunc_wrapper": True}
-_PART: Any = {"no_cpython_wrapper": True, **_NO_CALLS_FROM_C, "pipeline_class": _PartCompiler}
-_INLINED: Any = {"forceinline": True, **_PART}
+_PART: Any = {"forceinline": False, "no_cpython_wrapper": True, **_NO_CALLS_FROM_C, "pipeline_class": _PartCompiler}
+_INLINED: Any = {**_PART, "forceinline": True}
 
 
 def inner(function: Callable[..., Any]) -> Any:
@@ -98,6 +100,15 @@ def inner_overload(function: Callable[..., Any], inlined: bool = False) -> Any:
     return overload(function, jit_options=_INLINED if inlined else _PART)
 
 
+@inner_inlined
+def whole_lines(count):
+    """Room for so many float32 numbers from the beginning of a line of the cache: numba aligns to half of one, and
+    registers that lie across two lines take a tenth longer."""
+    found = np.empty(count + 16, np.float32)
+    skip = -found.ctypes.data % 64 // 4
+    return found[skip : skip + count]
+
+
 def piece(array, start, stop):
     """In kernels: array[start:stop], or None for None, decided when the kernel is compiled."""
     return None if array is None else array[start:stop]
@@ -108,6 +119,25 @@ def _piece_overload(array, start, stop):
     if isinstance(array, types.NoneType):
         return lambda array, start, stop: None
     return lambda array, start, stop: array[start:stop]
+
+
+def none(numba_type: Any) -> bool:
+    """Whether an argument is None."""
+    return isinstance(numba_type, types.NoneType)
+
+
+def each(numbers: Any, i: Any) -> Any:
+    """In kernels: number i of an array, numbers i of two; None of None."""
+    raise NotImplementedError
+
+
+@inner_overload(each, inlined=True)
+def _each(numbers, i):
+    if isinstance(numbers, types.NoneType):
+        return lambda numbers, i: None
+    if isinstance(numbers, types.BaseTuple):
+        return lambda numbers, i: (numbers[0][i], numbers[1][i])
+    return lambda numbers, i: numbers[i]
 
 
 class Kernel:
@@ -187,10 +217,24 @@ class _InTheUsersCache(_BesideTheSources):
         self._cache_path = _users_folder()
 
 
+def _place() -> Path:
+    return Path(AppDirs("halfstep", appauthor=False).user_cache_dir)
+
+
+def kept_code(place: Path | None = None) -> str:
+    """How much compiled code is kept in the user's cache, and where."""
+    place = place or _place()
+    folders, size = list(place.glob("kernels-*")), 0
+    for file in place.glob("kernels-*/*.nb?"):
+        with contextlib.suppress(OSError):  # another process removes it
+            size += file.stat().st_size
+    return f"{size / 2**20:.0f} MiB in {len(folders)} folders (at most {_KEPT}) of {place}"
+
+
 @cache
 def _users_folder() -> str:
     """The folder of these sources in the user's cache. It is now the last used; those long unused are removed."""
-    place = Path(AppDirs("halfstep", appauthor=False).user_cache_dir)
+    place = _place()
     folder = place / _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

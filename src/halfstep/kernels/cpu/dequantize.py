@@ -12,7 +12,7 @@ from numba import types
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import blocks, codebook, element_codes, packing
+from halfstep.kernels.cpu import blocks, element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.divided import scaled
@@ -29,7 +29,7 @@ def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> b
     return (
         plain(out, torch.float32, torch.bfloat16)
         and out.dim() > 0
-        and (blocks.knows(quantizer, out.shape[-1]) or codebook.knows(quantizer, out.shape[-1]))
+        and blocks.knows(quantizer, out.shape[-1])
         and all(plain(t, t.dtype) for t in tensors.values())
     )
 

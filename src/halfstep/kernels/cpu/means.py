@@ -14,11 +14,11 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import blocks, dequantize, element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.blocks import round_piece
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.dequantize import powers_piece, values_piece
-from halfstep.kernels.cpu.divided import divided
 from halfstep.kernels.cpu.packing import pack, place, unpack
-from halfstep.kernels.cpu.scales import block_maxima, power_scalars, power_scales
+from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.quant.quantizer import Quantizer
 
 
@@ -88,12 +88,9 @@ def _encode(values: Any, out: Any, a: Any, b: Any, scales: Any, levels: Any, rul
 
 @inner
 def _into_message(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
-    amax = block_maxima(values, len(levels))
-    bits = np.empty(amax.size, np.uint32)
-    first = scales + (a >> len(levels))
-    power_scales(amax, out[first : first + amax.size], bits, rule)
-    part = place(out, a, b, shifts)
-    divided(values, bits, levels, part, numbers, codes, None, None)
+    first, part = scales + (a >> len(levels)), place(out, a, b, shifts)
+    stored = out[first : first + (b - a >> len(levels))]
+    round_piece(values, 0, levels, rule, None, None, None, None, None, stored, part, numbers, codes, None, None, None)
     pack(part, out, a, b, shifts)
 
 

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 from numba import types
 
-from halfstep.kernels.cpu.compiled import inner_overload
+from halfstep.kernels.cpu.compiled import CHUNK, inner_overload, none
 from halfstep.kernels.cpu.lanes import Lane, lanes
 
 
@@ -59,9 +59,39 @@ def chunk_keys(seed, chunk):
 
 @inner_overload(chunk_keys)
 def _chunk_keys_overload(seed, chunk):
-    if isinstance(seed, types.NoneType):
+    if none(seed):
         return lambda seed, chunk: None
     return lambda seed, chunk: _chunk_keys(seed, np.int64(chunk))
+
+
+def keys_at(seed: Any, place: Any) -> Any:
+    """In kernels: the keys of an element's chunk, of which the first counts from that element; None without a seed."""
+    raise NotImplementedError
+
+
+@inner_overload(keys_at)
+def _keys_at(seed, place):
+    def drawn(seed, place):
+        keys = _chunk_keys(seed, np.int64(place // CHUNK))
+        return np.uint32(keys[0] + place % CHUNK), keys[1]
+
+    return (lambda seed, place: None) if none(seed) else drawn
+
+
+def column_keys(seed: Any, to: Any, tall: Any, count: Any) -> Any:
+    """In kernels: `keys_at` of columns that are written `tall` elements apart, each within a chunk, from `to` on."""
+    raise NotImplementedError
+
+
+@inner_overload(column_keys)
+def _column_keys(seed, to, tall, count):
+    def drawn(seed, to, tall, count):
+        first, second = np.empty(count, np.uint32), np.empty(count, np.uint32)
+        for i in range(count):
+            first[i], second[i] = keys_at(seed, to + i * tall)
+        return first, second
+
+    return (lambda seed, to, tall, count: None) if none(seed) else drawn
 
 
 def noise(keys: list[Lane] | None, index: Lane) -> Any:

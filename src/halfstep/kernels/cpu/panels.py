@@ -1,8 +1,9 @@
-"""Tiles of several rows, squares and pieces of columns, rounded to values where they lie: lanes run along the rows.
+"""Tiles of several rows, squares and pieces of columns, rounded to values where they lie or in a transposed matrix.
 
-A panel is the rows of a tile. Its maxima are taken down the columns, where no register has to be turned, and those of a
-tile across them; then each column has its scale beside it. The last tiles may be short. Noise is that of the matrix as
-it lies, row by row.
+A panel is the rows of a tile; lanes run along them (`strips`). What a product needs of an operand whose shared
+dimension is its first are tiles of the transposed view: the matrix is read as it lies, and its columns are written as
+rows, without a transposed copy of the input, which takes as long as the rounding. The last tiles may be short. Noise is
+that of what is written, row by row. Where there are signs a piece is rotated first: its rows are those of a block.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ import numpy as np
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import element_codes, powers, two_level
+from halfstep.kernels.cpu import blocks, element_codes, rows, two_level
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.blocks import takes_values
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
-from halfstep.kernels.cpu.divided import element, element_apart
-from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
-from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
-from halfstep.kernels.cpu.scales import knows, knows_rule, larger_stored, largest_stored, power_scalars, stored_bits
-from halfstep.kernels.cpu.two_level import tile_scales
+from halfstep.kernels.cpu.blocks import UPRIGHT, ruled_by, takes_values
+from halfstep.kernels.cpu.compiled import Kernel, piece
+from halfstep.kernels.cpu.noise import seed_keys
+from halfstep.kernels.cpu.powers import TINY
+from halfstep.kernels.cpu.rotated import WIDTH, opened
+from halfstep.kernels.cpu.scales import knows, knows_rule
+from halfstep.kernels.cpu.strips import tiles
 from halfstep.quant.quantizer import Quantizer, matrix_shape
 from halfstep.quant.scales import Scales
+from halfstep.quant.tile import ROW
 
 
 _WIDTH = 512  # columns of a panel that a thread takes at a time: 16 rows of them lie in the nearest cache
+_DEEP = 64  # rows of those, of tiles that are not higher
+_TALL = 512  # rows of those that it writes as columns: the results go to few rows, and fill whole lines of the cache
 _WIDE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TALLEST = 256
+_ROW = 32  # elements of a whole row, of the transposed view, that are rounded at a time
 
 
 def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
@@ -62,123 +67,86 @@ def run_values(
     tensor_scale: Tensor | None = None,
 ) -> bool:
     """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`."""
-    (rows, columns), tile, rule = matrix_shape(tuple(x.shape)), scales.tile, scales.rule
-    keys = seed_keys(seed)
-    numbers: Any = element_codes.scalars(format, rounding, "saturate")[0]
-    found = np.zeros(-(-rows // tile.rows) * -(-columns // _WIDTH), np.uint32)
-    matrix = x.numel(), array(x), columns, tile.rows, tile.columns
-    if rule.exact:
-        powered, steps = power_scalars(format, rule), powers.scalars(format)
-        _power(*matrix, powered, steps, found, array(out), numbers, keys)
-        return bool((found & TINY).any())
-    ruled = two_level.rule_of(x, format, scales, tensor_scale)
-    apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
-    _two_level(*matrix, *ruled, *apart, found, array(out), numbers, keys)
-    return True
+    (_, columns), tile, rule, apart = matrix_shape(tuple(x.shape)), scales.tile, scales.rule, None
+    if rule.two_level:
+        whole = two_level.rule_of(x, format, scales, tensor_scale)
+        apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
+        ruled = whole[1], whole[0], whole[2], None
+    else:
+        ruled = ruled_by(format, rule, values=True)
+    sides = (max(_DEEP // tile.rows, 1) * tile.rows, _WIDTH), (tile.rows, tile.columns)
+    small = round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers_of(format, rounding), seed)
+    return small or rule.two_level
 
 
-# ---- a part of a panel ---------------------------------------------------------------------------------------------
-# Indices are unsigned, and loops over rows stand beside those over columns: numba then knows that an index does not
-# count from the end, makes no array for each row, and the loops vectorise.
+def supports_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
+    """Whether `run_view` can round `x` into `out`: a matrix's transposed view, in blocks of its rows or whole rows of
+    32s, by scales that are powers of two, to nearest."""
+    scales = quantizer.scales
+    return (
+        x.dim() == 2
+        and x.numel() > 0
+        and scales is not None
+        and quantizer.rounding == "nearest_even"
+        and scales.rule.exact
+        and x.shape[1] % (scales.tile.columns or _ROW) == 0
+        and blocks.knows_values(quantizer, x.shape[1])
+        and takes_values(x.t(), out)
+        and x.shape == out.shape
+    )
 
 
-@inner
-def _maxima(x, first, columns, tall, size, wide):
-    """The largest magnitude of each tile, as it is stored; what a short tile lacks is 0."""
-    largest = np.zeros((size + wide - 1) // wide * wide, x.dtype)
-    for r in range(np.uintp(tall)):
-        row = np.uintp(first) + r * np.uintp(columns)
-        for i in range(np.uintp(size)):
-            largest[i] = larger_stored(largest[i], x[row + i])
-    if wide == 1:
-        return largest
-    levels = 0
-    while 1 << levels < wide:
-        levels += 1
-    return largest_stored(largest, levels)
+def run_view(x: Tensor, out: Tensor, format: Format, scales: Scales) -> bool:
+    """Write what x, rounded in these blocks or rows, stands for to `out`.
+
+    Returns whether some may be below 2^-126, but not 0.
+    """
+    known = array(rows.run_amax(x.t(), None, 0)) if scales.tile == ROW else None
+    high, ruled = scales.tile.columns or _ROW, ruled_by(format, scales.rule, values=True)
+    sides = (_TALL, WIDTH), (high, 1)
+    numbers, turn = numbers_of(format, "nearest_even"), (np.uint32(0),) * (high.bit_length() - 1)
+    return round_tiles(x.t(), x.shape[0], sides, known, ruled, None, out, turn, numbers, None)
 
 
-@inner
-def _spread(numbers, wide):
-    """The number of its tile beside each column."""
-    if wide == 1:
-        return numbers
-    spread = np.empty(numbers.size * wide, numbers.dtype)
-    for t in range(numbers.size):
-        spread[t * wide : (t + 1) * wide] = numbers[t]
-    return spread
+def numbers_of(format: Format, rounding: str) -> Any:
+    """What elements are rounded by."""
+    return element_codes.scalars(format, rounding, "saturate")[0]
 
 
-@inner
-def _stepped(x, first, columns, tall, size, shift, steps, out):
-    for r in range(np.uintp(tall)):
-        row = np.uintp(first) + r * np.uintp(columns)
-        for i in range(np.uintp(size)):
-            out[row + i] = stepped(x[row + i], shift[i], steps, out[row + i])
+def round_tiles(
+    x: Tensor, columns: int, sides: Any, known: Any, ruled: Any, apart: Any, out: Tensor, turn: Any, numbers: Any,
+    seed: int | None, rotation: Any = UPRIGHT,
+) -> bool:  # fmt: skip
+    """The same by what the functions here, and `strips.tiles`, take of tiles, a rule and a format.
 
-
-@inner
-def _divided_row(x, row, start, stop, divisor, scale, apart, steps, out, numbers, keys, place):
-    """Elements `start` to `stop` of a row, the first of which is number `place` of its chunk."""
-    for i in range(np.uintp(start), np.uintp(stop)):
-        j = np.uintp(row) + i
-        if apart is None:
-            out[j] = element(x[j], divisor[i], numbers, None, None, keys, np.uintp(place) + i, out[j])
-        else:
-            index = np.uintp(place) + i
-            out[j] = element_apart(x[j], divisor[i], scale[i], numbers, steps, None, keys, index, out[j])
-
-
-@inner
-def _divided(x, first, columns, tall, size, divisor, scale, apart, steps, out, numbers, seed):
-    for r in range(tall):
-        row = first + r * columns
-        if seed is None:
-            _divided_row(x, row, 0, size, divisor, scale, apart, steps, out, numbers, None, 0)
-        else:  # noise has other keys from the next chunk on
-            chunk = row // CHUNK
-            cut = min(size, (chunk + 1) * CHUNK - row)
-            keys, place = chunk_keys(seed, chunk), row - chunk * CHUNK
-            _divided_row(x, row, 0, cut, divisor, scale, apart, steps, out, numbers, keys, place)
-            if cut < size:
-                keys = chunk_keys(seed, chunk + 1)
-                _divided_row(x, row, cut, size, divisor, scale, apart, steps, out, numbers, keys, -cut)
+    Args:
+        x: in rows of so many columns.
+        sides: the rows and columns that a thread takes at a time; those of a tile.
+        rotation: `rotated.rotation`, down the columns; its blocks are as high as what a thread takes.
+    """
+    (tall, width), tile = sides
+    high, step = x.numel() // columns, out.shape[-1]
+    found = np.zeros(-(-high // tall) * -(-columns // width), np.uint32)
+    how = known, *ruled, apart, array(out), step, turn, numbers, seed_keys(seed)
+    _panels(x.numel(), array(x), columns, tall, width, *rotation, tile, found, *how)
+    return bool((found & TINY).any())
 
 
 @Kernel
-def _power(x, columns, high, wide, rule, steps, found, out, numbers, seed):
-    rows, across = x.size // columns, (columns + _WIDTH - 1) // _WIDTH
-    for part in numba.prange(found.size):
-        row, a = part // across * high, part % across * _WIDTH
-        first, tall, size = row * columns + a, min(high, rows - row), min(_WIDTH, columns - a)
-        largest = _maxima(x, first, columns, tall, size, wide)
-        scale, shift = np.empty(largest.size, np.uint32), np.empty(largest.size, np.uint32)
-        noted = note_scales(largest, rule, steps, scale, shift)
-        found[part] = noted
-        if seed is not None:
-            _divided(x, first, columns, tall, size, _spread(scale, wide), None, None, None, out, numbers, seed)
-        elif noted & FAR:
-            _divided(x, first, columns, tall, size, _spread(scale, wide), None, None, None, out, numbers, None)
-        else:
-            _stepped(x, first, columns, tall, size, _spread(shift, wide), steps, out)
-
-
-@inner
-def _to_bits(stored, bits):
-    for i in range(stored.size):
-        bits[i] = stored_bits(stored[i])
-
-
-@Kernel
-def _two_level(x, columns, high, wide, whole, rule, up, apart, steps, found, out, numbers, seed):
-    rows, across = x.size // columns, (columns + _WIDTH - 1) // _WIDTH
-    for part in numba.prange(found.size):
-        row, a = part // across * high, part % across * _WIDTH
-        first, tall, size = row * columns + a, min(high, rows - row), min(_WIDTH, columns - a)
-        largest = _maxima(x, first, columns, tall, size, wide)
-        amax = np.empty(largest.size, np.uint32)
-        _to_bits(largest, amax)
-        divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
-        tile_scales(amax, divisor, scale, whole, rule, up)
-        divisor, scale = _spread(divisor, wide), _spread(scale, wide)
-        _divided(x, first, columns, tall, size, divisor, scale, apart, steps, out, numbers, seed)
+def _panels(
+    x, columns, tall, width, signs, norm, levels, part, tile, found, known, rule, whole, up, steps, apart, out, step,
+    turn, numbers, seed,
+):  # fmt: skip
+    rows, across = x.size // columns, (columns + width - 1) // width
+    for i in numba.prange(found.size):
+        row, a = i // across * tall, i % across * width
+        if turn is not None and known is None:  # the next rows go on with the same lines
+            row, a = i % (found.size // across) * tall, i // (found.size // across) * width
+        size = min(width, columns - a)
+        to = row * step + a if turn is None else a * step + row
+        own = piece(known, a, a + size)
+        source, start, stride, deep = opened(x, rows, columns, row, a, tall, size, signs, norm, levels, part)
+        found[i] = tiles(
+            source, start, stride, deep, size, tile, own, rule, whole, up, steps, apart, out, to, step, turn, numbers,
+            seed,
+        )  # fmt: skip

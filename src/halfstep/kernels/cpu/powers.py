@@ -18,7 +18,7 @@ from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes, stored_as
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
 from halfstep.kernels.cpu.scales import power_bits, power_byte, stored_bits
 
 
@@ -96,12 +96,6 @@ def nearest(bits: Lane, shift: Lane | int, p: Steps) -> Lane:
     beside = ((magnitude & INFINITY).max(p.lowest + shift) + p.cut).float()
     near = ((magnitude.float() + beside) - beside).bits()
     return near | (bits & SIGN)
-
-
-@lanes("like")
-def stepped(value, shift, steps, like):
-    """The value rounded, of a block with that shift, which is not 0."""
-    return stored_as(nearest(bits_of(value), shift, Steps(*steps)), like)
 
 
 def unscaled(format: Format) -> tuple[np.uint32, ...] | None:

@@ -14,13 +14,14 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload, none, whole_lines
 from halfstep.kernels.cpu.lanes import SIGN, bits_of, lanes, vectorise_fully
 from halfstep.quant.quantizer import matrix_shape
 
 
 WIDTH = 128  # columns that a thread takes at a time, and rows: what it sums lies in the nearest cache
 LANES = 16  # of a float32 register
+NEAR = 1 << 12  # elements of rows that are rotated at a time
 LEVELS = {2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6}
 
 
@@ -38,10 +39,25 @@ def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] += -shape[dim] % size
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    (rows, columns), scale = matrix_shape(tuple(x.shape)), np.float32(math.sqrt(1 / size))
-    given = array(x), rows, columns, array(signs), scale, out.view(-1).numpy(), (np.uint32(0),) * LEVELS[size]
-    (_along if dim == x.dim() - 1 else _down)(x.numel(), *given)
+    if along := dim == x.dim() - 1:
+        x = in_blocks(x, size)
+    (rows, columns), (signs_of, scale, levels, _) = matrix_shape(tuple(x.shape)), rotation(signs)
+    given = array(x), rows, columns, signs_of, scale, out.view(-1).numpy(), levels
+    (_along if along else _down)(x.numel(), *given)
     return out
+
+
+def in_blocks(x: Tensor, size: int) -> Tensor:
+    """x, with zeros that fill the last block of each row."""
+    short = -x.shape[-1] % size
+    return torch.nn.functional.pad(x, (0, short)) if short else x
+
+
+def rotation(signs: Tensor, part: float = 1.0) -> tuple[Any, ...]:
+    """What kernels take of it: signs, a factor, the binary logarithm of a block's size as the length of a tuple, and
+    what rotated numbers are multiplied by."""
+    size = len(signs)
+    return array(signs), np.float32(math.sqrt(1 / size)), (np.uint32(0),) * LEVELS[size], np.float32(part)
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------
@@ -124,50 +140,98 @@ def transform_down(
 
 
 @inner
-def signed_piece(x, first, count, signs, levels, part):
-    """`count` numbers of a row from `first` on, times their signs, in `part`; the whole blocks that these fill."""
-    size = 1 << len(levels)
-    filled = (count + size - 1) // size * size
-    for i in range(count, filled):
-        part[i] = _zero(signs[i % size])
-    for block in range(0, count // size * size, size):
-        here, there = np.uintp(block), np.uintp(first + block)
-        for i in range(np.uintp(size)):
-            part[here + i] = _signed(x[there + i], signs[i])
-    for i in range(count // size * size, count):
-        part[i] = _signed(x[first + i], signs[i % size])
-    return filled
+def _signed_blocks(x, signs, levels, out):
+    size = np.uintp(1 << len(levels))
+    for block in range(np.uintp(x.size) // size):
+        for i in range(size):
+            out[block * size + i] = _signed(x[block * size + i], signs[i])
+
+
+@lanes(types.float32)
+def _share(value, part):
+    return value * part
 
 
 @inner
-def _row(x, first, columns, signs, scale, out, to, levels, part):
-    for start in range(0, columns, part.size):
-        filled = signed_piece(x, first + start, min(columns - start, part.size), signs, levels, part)
-        for block in range(0, filled, 1 << len(levels)):
-            transform(part, block, scale, out, to + start + block, levels)
+def multiply(x, part):
+    for i in range(x.size):
+        x[i] = _share(x[i], part)
+
+
+def opened_piece(x: Any, signs: Any, scale: Any, levels: Any, part: Any) -> Any:
+    """In kernels: whole blocks; where there are signs that part of them, rotated, in memory of their own."""
+    raise NotImplementedError
+
+
+@inner_overload(opened_piece, inlined=True)
+def _opened_piece(x, signs, scale, levels, part):
+    def turned(x, signs, scale, levels, part):
+        held = np.empty(x.size, np.float32)
+        _signed_blocks(x, signs, levels, held)
+        for block in range(0, x.size, 1 << len(levels)):
+            transform(held, block, scale, held, block, levels)
+        multiply(held, part)
+        return held.view(np.uint32)
+
+    return (lambda x, signs, scale, levels, part: x) if none(signs) else turned
 
 
 @Kernel
 def _along(x, rows, columns, signs, scale, out, levels):
-    size = 1 << len(levels)
-    wide = (columns + size - 1) // size * size
-    for panel in numba.prange((rows + 15) // 16):
-        part = np.empty(512, np.float32)
-        for row in range(panel * 16, min(panel * 16 + 16, rows)):
-            _row(x, row * columns, columns, signs, scale, out, row * wide, levels, part)
+    for part in numba.prange((x.size + NEAR - 1) // NEAR):
+        held = np.empty(NEAR, np.float32)
+        a = part * NEAR
+        b = min(a + NEAR, x.size)
+        _signed_blocks(x[a:b], signs, levels, held)
+        for block in range(0, b - a, 1 << len(levels)):
+            transform(held, block, scale, out, a + block, levels)
 
 
 @inner
 def signed_panel(x, first, columns, tall, size, width, signs, part):
     """`size` rows of `width` columns, of which `tall` are there: in rows of `part` that are whole registers long.
 
-    Loops over columns stand beside those over rows, with unsigned indices: see `panels`."""
+    Loops over columns stand beside those over rows, with unsigned indices: see `strips`."""
     for r in range(np.uintp(tall)):
         row, here = np.uintp(first) + r * np.uintp(columns), r * np.uintp(WIDTH)
         for i in range(np.uintp(width)):
             part[here + i] = _signed(x[row + i], signs[r])
     for r in range(tall, size):
         part[r * WIDTH : r * WIDTH + width] = _zero(signs[r])
+
+
+@inner
+def rotated_panel(x, rows, columns, row, a, width, signs, scale, levels):
+    """`size` rows of a rotated piece from `row` and column `a` on, each `WIDTH` numbers from the next."""
+    size = 1 << len(levels)
+    held = whole_lines(size * WIDTH)
+    held[:] = 0
+    signed_panel(x, row * columns + a, columns, min(size, rows - row), size, width, signs, held)
+    for i in range(0, width, LANES):
+        transform_down(held, i, WIDTH, scale, held, i, WIDTH, levels)
+    return held
+
+
+def opened(
+    x: Any, rows: Any, columns: Any, row: Any, a: Any, tall: Any, width: Any, signs: Any, scale: Any, levels: Any,
+    part: Any,
+) -> Any:  # fmt: skip
+    """In kernels: `tall` rows from `row` and column `a` on, where there are signs that part of them, rotated: an array,
+    where they begin in it, how far the rows are apart, and how many there are."""
+    raise NotImplementedError
+
+
+@inner_overload(opened, inlined=True)
+def _opened(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
+    def upright(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
+        return x, row * columns + a, columns, min(tall, rows - row)
+
+    def turned(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
+        held = rotated_panel(x, rows, columns, row, a, width, signs, scale, levels)
+        multiply(held, part)
+        return held.view(np.uint32), 0, WIDTH, tall
+
+    return upright if none(signs) else turned
 
 
 @inner

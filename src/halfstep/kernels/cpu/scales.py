@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil
+from typing import Any
 
 import numpy as np
 from numba import types
 
 from halfstep.formats import Float, Format, Integer
 from halfstep.kernels.cpu import element_codes
-from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu.compiled import inner, inner_overload, none
 from halfstep.kernels.cpu.elements import Scalars
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes, nearest_bf16
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, Lane, bits_of, lanes, nearest_bf16
 from halfstep.quant.scaling import Scaling
 
 
@@ -90,33 +91,52 @@ def larger(bits, stored):
     return bits.max(bits_of(stored) & MAGNITUDE)
 
 
+@lanes("most")
+def _raised(most, stored):
+    """The larger of a magnitude and that of a stored number: nothing is done to `most`, so that loops vectorise."""
+    return most.max(stored & MAGNITUDE >> 32 - stored.type.width)
+
+
 @inner
-def _runs(x, levels, found):
-    """Of runs long enough that one maximum across a register, at the end of each, counts for little."""
-    run = 1 << levels
+def _largest_of_rows(x, run, levels):
+    found = np.zeros(x.size // run, x.dtype)
     for b in range(found.size):
-        part = x[b * run : (b + 1) * run]
-        largest = np.uint32(0)
-        for i in range(part.size):
-            largest = larger(largest, part[i])
+        row = x[b * run : (b + 1) * run]
+        largest = found[b]
+        for i in range(row.size):
+            largest = _raised(largest, row[i])
         found[b] = largest
+    return found
+
+
+def largest_of(x: Any, run: Any, levels: Any) -> Any:
+    """In kernels: the same of tiles of `run` elements; where there are levels, 2^len(levels) of them. Of tiles long
+    enough, one maximum across a register, at the end of each, counts for little."""
+    raise NotImplementedError
+
+
+@inner_overload(largest_of)
+def _largest_of(x, run, levels):
+    if none(levels):
+        return lambda x, run, levels: _largest_of_rows(x, run, levels)
+    count, size = len(levels), 1 << len(levels)
+
+    def runs(x, run, levels):
+        found = np.zeros(x.size // size, x.dtype)
+        for b in range(found.size):
+            largest, start = found[b], b * size
+            for i in range(size):
+                largest = _raised(largest, x[start + i])
+            found[b] = largest
+        return found
+
+    return runs if count >= 7 else lambda x, run, levels: largest_stored(x, count)
 
 
 @inner
 def note_block_maxima(x, levels, found):
-    """The same as float32 bits, to `found`."""
-    if levels >= 7:
-        _runs(x, levels, found)
-    else:
-        _to_bits(largest_stored(x, levels), found)
-
-
-@inner
-def block_maxima(x, levels):
-    """The same in an array of its own."""
-    found = np.empty(x.size >> levels, np.uint32)
-    note_block_maxima(x, levels, found)
-    return found
+    """Those of 2^levels elements as float32 bits, to `found`."""
+    _to_bits(largest_stored(x, levels), found)
 
 
 # ---- scales --------------------------------------------------------------------------------------------------------
@@ -126,6 +146,7 @@ def block_maxima(x, levels):
 def power_byte(amax, rule):
     """The byte k + 127 of the scale 2^k; 0 for a block of zeros, 255 for one with an infinity or NaN."""
     added, element_exponent = rule
+    amax = bits_of(amax)
     whole = amax.value_as_float().bits() - (149 << 23)  # a subnormal's bits as if exponents went on below
     normal = (amax < 1 << 23).pick(whole, amax)
     exponent = (normal + added).shift_signed(23) - element_exponent
@@ -144,12 +165,14 @@ def power_bits(byte):
 @lanes(types.float32)
 def absmax_scale(amax, largest):
     """amax / largest, or NaN for a block with an infinity or NaN."""
+    amax = bits_of(amax)
     return ((amax >= INFINITY).pick(amax.constant(NAN), amax)).float() / largest
 
 
 @lanes(types.uint16)
 def narrow_scale(amax, largest):
     """amax / largest as the nearest bfloat16; NaN for a block with an infinity or NaN."""
+    amax = bits_of(amax)
     quotient = (amax >= INFINITY).pick(amax.constant(NAN), amax).float() / largest
     return nearest_bf16(quotient.bits())
 
@@ -158,6 +181,16 @@ def narrow_scale(amax, largest):
 def narrow_multiplier(stored):
     """A scale in bfloat16 as a float32."""
     return bits_of(stored).float()
+
+
+def quotient(bits: Lane, scale: Lane) -> Lane:
+    """The bits of x / scale; +0 where the scale says that its block is lost, or zero."""
+    if scale.stored == types.uint32:  # a power of two, given as bits: multiplying by its inverse is exact
+        top = scale.constant(254 << 23)
+        inverse = (scale < 1 << 23).pick(top, top - scale)  # of 2^-127, a subnormal number, and of the others
+        inverse = inverse.equals(0).pick(scale.constant(1 << 22), inverse)
+        return (scale > INFINITY).pick(scale.constant(0), (bits.float() * inverse.float()).bits())
+    return (scale > 0.0).pick((bits.float() / scale).bits(), 0)
 
 
 # ---- the scales of many blocks ----

@@ -16,7 +16,7 @@ from numba import types
 from halfstep.kernels.cpu.codebook import encode_block
 from halfstep.kernels.cpu.compiled import inner_overload
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
-from halfstep.kernels.cpu.divided import element, scaled
+from halfstep.kernels.cpu.divided import rounded, scaled
 from halfstep.kernels.cpu.lanes import lanes
 
 
@@ -86,7 +86,9 @@ def _encode_tile(values, place, scale, kept, start, tile, numbers, codes):
     def floats(values, place, scale, kept, start, tile, numbers, codes):
         if scale > 0:
             for i in range(size):
-                kept[start + i] = element(values[place + i], scale, numbers, codes, None, None, i, kept[start + i])
+                kept[start + i] = rounded(
+                    values[place + i], scale, None, None, numbers, codes, None, None, i, kept[start + i]
+                )
         else:  # of zeros, or lost
             for i in range(size):
                 kept[start + i] = 0

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from halfstep.kernels.cpu import amax, blocks, cast, element_codes, elements, powered_rows, powers, two_level
+from halfstep.kernels.cpu import amax, blocks, cast, elements, two_level
 from halfstep.kernels.cpu.arrays import empty, widened
-from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling.current import number_of
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -41,12 +40,10 @@ def rounder(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Rounder |
         return _by_tensor(quantizer, dtype) if scales.rule.reciprocal else None
     if dtype == torch.float16:
         return None
-    if powered_rows.knows(quantizer):
-        return _by_powers(powered_rows.power_values, columns, quantizer, scales, dtype)
-    if not blocks.knows(quantizer, columns):
+    if not blocks.knows_values(quantizer, columns):
         return None
     if scales.rule.exact:
-        return _by_powers(blocks.power_values, blocks.levels(scales.tile), quantizer, scales, dtype)
+        return _by_powers(columns, quantizer, scales, dtype)
     return _by_two_levels(quantizer, scales, dtype) if isinstance(scales.rule, TwoLevel) and scales.rule.clips else None
 
 
@@ -64,15 +61,13 @@ def _by_tensor(quantizer: Quantizer, dtype: torch.dtype) -> Rounder | None:
     return rounded
 
 
-def _by_powers(
-    kernel: Callable[..., bool], sizes: Any, quantizer: Quantizer, scales: Scales, dtype: torch.dtype
-) -> Rounder:
-    powered = power_scalars(quantizer.format, scales.rule), powers.scalars(quantizer.format)
-    numbers: Any = element_codes.scalars(quantizer.format, "nearest_even", "saturate")[0]
+def _by_powers(columns: int, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Rounder:
+    sides, ruled = blocks.sides_of(scales.tile, columns), blocks.ruled_by(quantizer.format, scales.rule, values=True)
+    how = None, None, *blocks.value_numbers(quantizer.format, "nearest_even")
 
     def rounded(x: NDArray[Any]) -> Rounded | None:
         out = empty(x.size, dtype)
-        tiny = kernel(x, out, sizes, powered, numbers)
+        tiny = blocks.round_values(x, out, sides, ruled, *how)
         return None if tiny and dtype == torch.bfloat16 else (widened(out), None)
 
     return rounded
@@ -81,7 +76,7 @@ def _by_powers(
 def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Rounder:
     format, rule = quantizer.format, scales.rule
     assert isinstance(rule, TwoLevel)
-    levels, numbers, cuts = blocks.levels(scales.tile), *blocks.value_numbers(format, "nearest_even")
+    sides, how = blocks.sides_of(scales.tile, 0), blocks.value_numbers(format, "nearest_even")
     apart = two_level.apart(format, None, dtype, True)
 
     def rounded(x: NDArray[Any]) -> Rounded | None:
@@ -89,7 +84,8 @@ def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> 
         if not isfinite(largest):
             return None
         scale, out = two_level.tensor_scale_of(largest, format), empty(x.size, dtype)
-        blocks.two_level_values(x, out, levels, two_level.given(format, rule, scale), apart, numbers, cuts)
+        whole, ruled, up = two_level.given(format, rule, scale)
+        blocks.round_values(x, out, sides, (ruled, whole, up, None), apart, None, *how)
         return widened(out), float(scale)
 
     return rounded

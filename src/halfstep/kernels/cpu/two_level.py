@@ -16,7 +16,7 @@ from halfstep.kernels.cpu import amax, element_codes, elements, powers
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding, Scalars
-from halfstep.kernels.cpu.lanes import INFINITY, NAN, lanes
+from halfstep.kernels.cpu.lanes import INFINITY, NAN, bits_of, lanes
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling.base import finite
@@ -60,13 +60,13 @@ def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
     return (np.float32(format.max), np.float32(scale)), scalars()[0], np.uint32(not rule.clips)
 
 
-def apart(format: Format, seed: int | None, dtype: torch.dtype, leaves: bool) -> tuple[Any, Any]:
-    """Whether values, in that dtype, leave out the tensor's scale (None, or a number); and what `divided.element_apart`
-    rounds by."""
+def apart(format: Format, seed: int | None, dtype: torch.dtype, leaves: bool) -> Any:
+    """Where values, in that dtype, leave out the tensor's scale the `Steps` that they are rounded in, or 0 where they
+    are not rounded so; None where they have it."""
     if not leaves:
-        return None, None
+        return None
     assert dtype == torch.float32 or format.significant_bits + E4M3_BITS <= 8  # it holds the products exactly
-    return np.uint32(1), powers.unscaled(format) if seed is None else None
+    return (powers.unscaled(format) if seed is None else None) or np.uint32(0)
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def apart(format: Format, seed: int | None, dtype: torch.dtype, leaves: bool) ->
 @lanes(types.float32)
 def tile_scale(amax, largest, tensor_scale, numbers, up):
     """amax / largest / tensor_scale as a number of E4M3; unless `up` is 0 the next one, where amax is still beyond."""
-    p = Rounding(*numbers)
+    p, amax = Rounding(*numbers), bits_of(amax)
     known = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
     scale = elements.rounded((known / largest / tensor_scale).bits(), p)
     step = ((scale & INFINITY).max(p.min_normal) - (E4M3_BITS - 1 << 23)).float()
