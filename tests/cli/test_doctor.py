@@ -1,6 +1,7 @@
 """`halfstep doctor`: the paths on this machine, and kernels that differ from the reference."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ def test_the_path_follows_the_machine(run, monkeypatch, carry, here):
     assert ("bf16 carried in float32" in out) == here
     assert ("bf16, torch's own" in out) != here
     assert torch.cuda.is_available() or "compiles for sm_90" in out
+    assert re.search(r"^compiled code +\d+ MiB in ", out, re.MULTILINE)
 
 
 def test_a_kernel_that_differs_in_one_element_is_caught(run, monkeypatch):
@@ -108,8 +110,8 @@ def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught
     right = optimizer.prepare
     monkeypatch.setattr(optim, "_RECIPES", ("fp32", "bf16-master"))
 
-    def wrong(program, weight, *arguments):
-        update = right(program, weight, *arguments)
+    def wrong(names, weight, *arguments):
+        update = right(names, weight, *arguments)
 
         def off(*step):
             done = update(*step)

@@ -111,11 +111,15 @@ def run(weight, master, kept, grad, moments, seed, scale=1.0):
     """The fourth update of AdamW."""
     rounding = "nearest_even" if seed is None or weight.dtype != torch.bfloat16 else "stochastic"
     numbers = adamw.numbers(4, GROUP, scale)
-    assert kernel.prepare(numbers.program, weight, master, kept, grad, moments, rounding)(grad, numbers, seed)
+    assert kernel.prepare(names_of(numbers.program), weight, master, kept, grad, moments, rounding)(grad, numbers, seed)
+
+
+def names_of(program):
+    return program.shared, program.moments
 
 
 def prepared(*arguments):
-    return kernel.prepare(adamw.numbers(1, GROUP, 1.0).program, *arguments)
+    return kernel.prepare(names_of(adamw.numbers(1, GROUP, 1.0).program), *arguments)
 
 
 def named(weight, master, grad, first, second):
@@ -327,7 +331,8 @@ def run():  # numpy makes the tensors: torch's own threads do not survive a fork
     weight, grad, first, second = (torch.from_numpy(numpy.ones(4 * kernel.CHUNK, numpy.float32)) for _ in range(4))
     moments = {"exp_avg": first, "exp_avg_sq": second}
     numbers = adamw.numbers(1, {"lr": 1e-2, "betas": (.9, .99), "eps": 1e-8, "weight_decay": 0}, 1.0)
-    kernel.prepare(numbers.program, weight, "none", {}, grad, moments, "nearest_even")(grad, numbers, None)
+    names = numbers.program.shared, numbers.program.moments
+    kernel.prepare(names, weight, "none", {}, grad, moments, "nearest_even")(grad, numbers, None)
     return weight[-1].item()
 first = run()
 if (child := os.fork()) == 0:

@@ -92,6 +92,7 @@ def _machine() -> dict[str, str]:
     import torch
 
     from halfstep.kernels import carried
+    from halfstep.kernels.cpu.compiled import kept_code
 
     tell = getattr(torch.cpu, "get_capabilities", None)
     units = (
@@ -104,7 +105,7 @@ def _machine() -> dict[str, str]:
         why = "no units for it: products carried in float32" if here else "torch's own products"
         found[f"{name} on CPU"] = why
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
-    return {**found, "cuda": cuda}
+    return {**found, "cuda": cuda, "compiled code": kept_code()}
 
 
 def _claims() -> list[str]:
@@ -185,7 +186,7 @@ def _native(recipe: Recipe) -> str:
 def _path(quantizer: Quantizer) -> str:
     import torch
 
-    from halfstep.kernels.cpu import blocks, cast, panels, powered_rows, rows, tiles
+    from halfstep.kernels.cpu import blocks, cast, panels, rows, tiles
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
@@ -206,9 +207,9 @@ def _path(quantizer: Quantizer) -> str:
     if quantizer.by_rows and rows.knows(quantizer.format, quantizer.rounding):
         return across + "kernel"
     quantizer = quantizer.plain.inner or quantizer.plain
-    if powered_rows.supports_values(sample, sample.clone(), quantizer):
-        return across + "kernel"
-    if blocks.knows(quantizer, scales.tile.columns or 1) or panels.supports_values(sample, sample.clone(), quantizer):
+    if blocks.knows_values(quantizer, scales.tile.columns or 1) or panels.supports_values(
+        sample, sample.clone(), quantizer
+    ):
         return across + "kernel"
     if tiles.supports(sample, sample.clone(), quantizer):
         return across + "kernel, in several passes"

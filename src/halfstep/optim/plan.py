@@ -10,6 +10,7 @@ from torch import Tensor
 from halfstep.optim.projected import projected
 from halfstep.optim.rules.base import Group, UpdateRule
 from halfstep.optim.states import kind_of
+from halfstep.quant.masters import Master
 from halfstep.recipe import Projection, Recipe, Storage
 
 
@@ -31,9 +32,13 @@ class Plan:
     """The names of all that a state holds once it has begun."""
     coded: bool
     """Whether any is codes."""
+    master: Master
+    """What takes the update of a weight of this dtype."""
 
 
-def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, projection: Projection | None) -> Plan:
+def plan_of(
+    rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, projection: Projection | None, master: Master
+) -> Plan:
     """The plan of a parameter.
 
     Raises:
@@ -50,4 +55,4 @@ def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, p
         kind = kinds[name] = kind_of(recipe, rule.kept_as(name, group), own, parameter)
         parts += (name,) if kind.dtype is not None and not kind.residual else kind.parts(name)
         coded |= kind.dtype is None
-    return Plan(rule, kinds, shapes, tuple(parts), frozenset({"step", *kinds}), coded)
+    return Plan(rule, kinds, shapes, tuple(parts), frozenset({"step", *kinds}), coded, master)

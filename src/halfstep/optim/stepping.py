@@ -74,7 +74,8 @@ class Stepping(Stored):
         self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, varies: Any, kernels: bool = True
     ) -> Way:
         """How a parameter is stepped by gradients like that one, by a kernel where there is one."""
-        master, plan, state = self._master(parameter), self.plan(parameter, group, varies), self.state[parameter]
+        plan, state = self.plan(parameter, group, varies), self.state[parameter]
+        master = plan.master
         if not state.keys() >= plan.held:
             self._begin_state(parameter, plan)
         spread = hasattr(parameter, "device_mesh")

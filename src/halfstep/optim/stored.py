@@ -78,9 +78,10 @@ class Stored(torch.optim.Optimizer):
         projection = projection or self.projections.get(parameter)
         shape = tuple(parameter.shape)
         spread = placed(parameter) if hasattr(parameter, "device_mesh") else None
-        key = (names, shape, spread, projection)
+        key = (names, shape, spread, projection, parameter.dtype, type(parameter))
         if key not in self._plans:
-            self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection)
+            master = self._master(parameter)
+            self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection, master)
         return self._plans[key]
 
     @torch.no_grad()

@@ -88,7 +88,7 @@ class Together:
         self._rounded: list[Tensor] = []
         """Gradients that were rounded for this step alone."""
         self._kinds: list[object] = []
-        self._varies: list[object] = []
+        self._varies: list[Any] = []
         self._rule: UpdateRule | None = None
         self._unmoved: Unmoved | None = None
         """Where the last step found everything; None where the next one has to look again."""
@@ -149,7 +149,6 @@ class Together:
         """
         self._forget()
         self._varies = list(map(owner.varies, owner.param_groups))
-        known = [kernels and owner.rule.of(group).options is not None for group in owner.param_groups]
         options: list[Options] = []
         numbers = dict(zip(map(id, owner.param_groups), count(), strict=False))
         by_device: dict[torch.device, list[Tensors]] = {}
@@ -157,7 +156,8 @@ class Together:
         launched: set[Tensor] = set()
         for parameter, grad, group, index in stepped:
             number = numbers[id(group)]
-            on_gpu = known[number] and (self._anywhere or parameter.is_cuda)
+            (rule, _), _ = self._varies[number]
+            on_gpu = kernels and rule.options is not None and (self._anywhere or parameter.is_cuda)
             options = _options(owner) if on_gpu and not options else options
             way = owner.way(parameter, group, index, grad, self._varies[number], kernels and not on_gpu)
             own = self._tensors(owner, way, grad, number, options[number].program) if on_gpu else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from halfstep.optim.gradients import (
     total_norm,
     treated,
 )
+
+
+_version, _params = attrgetter("_version"), itemgetter("params")
 
 
 class Pending:
@@ -240,4 +245,4 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> Any:
 
 def versions(optimizer: torch.optim.Optimizer) -> list[int]:
     """torch's count of writes to each parameter."""
-    return [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+    return list(map(_version, chain.from_iterable(map(_params, optimizer.param_groups))))

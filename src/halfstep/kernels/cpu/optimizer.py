@@ -10,7 +10,7 @@ written tile by tile (`kernels.cpu.tiled`), others chunk by chunk (`kernels.cpu.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from halfstep.quant.tile import Tile
 
 
 Moment = Tensor | Coded
+Names = tuple[tuple[str, ...], tuple[str, ...]]
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -56,7 +57,7 @@ def numbers_of(program: Program, scale: Any, given: tuple[float, ...]) -> Number
 
 
 def prepare(
-    program: Program, weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor,
+    names: Names, weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor,
     moments: Mapping[str, Moment], rounding: str,
 ) -> Callable[[Tensor, Numbers, int | None], bool] | None:  # fmt: skip
     """The update of a weight, what its master keeps and its moments, in place, for as long as they stay where they are:
@@ -67,20 +68,22 @@ def prepare(
     False where a moment under one scale grew beyond what the kernel takes, or is not finite: then nothing was touched.
 
     Args:
+        names: of the moments that are one number a tensor, and of those of every element, as the program has them.
         grad: one like those that the function will be given.
     """
+    one_each, each = names
     size, twice = weight.numel(), master == "none"
     floats, shared = [weight, grad], []
     codes: list[Coded] = []
     taken: dict[str, Moment] = {}
     for name, moment in moments.items():
-        if name in program.shared and isinstance(moment, Tensor):
+        if name in one_each and isinstance(moment, Tensor):
             shared.append(moment)
         elif isinstance(moment, Tensor):
             floats.append(moment)
             taken[name] = moment
-            twice = twice and name in program.moments  # moments without a rest can be formed for their size alone
-        elif name in program.moments:
+            twice = twice and name in each  # moments without a rest can be formed for their size alone
+        elif name in each:
             codes.append(_in_rows(moment))
             taken[name] = codes[-1]
         else:
@@ -105,7 +108,17 @@ def prepare(
             return None
     if hasattr(weight, "fake_mode"):
         return lambda grad, numbers, seed: blank(grad, weight, *kept.values())
-    return Update(program, weight, kept, taken, shared)
+    own, rests, tiles, alone = {}, {}, set(), True
+    for name in each:
+        moment = own[name] = taken[name]
+        rests[name] = taken.get(name + REST)
+        tiles.add(moment.tile if isinstance(moment, Coded) else None)
+        alone = alone and not (isinstance(moment, Coded) and moment.whole)
+    beside, tile = _NOTHING, tiles.pop() if len(tiles) == 1 else None
+    if kept:
+        beside = tuple([array(kept[name], PLAIN[kept[name].dtype]) if name in kept else None for name in _BESIDE])
+    arguments = _taken(own, rests, {}) if alone else None
+    return Update(array(weight, PLAIN[weight.dtype]), beside, shared, own, rests, arguments, tile)
 
 
 def _in_rows(moment: Coded) -> Coded:
@@ -123,58 +136,50 @@ def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
     return replace(quantizer, scales=replace(scales, tile=Tile(1, columns)))
 
 
+@dataclass(frozen=True, eq=False)
 class Update:
     """What `prepare` returns."""
 
-    def __init__(
-        self, program: Program, weight: Tensor, kept: Mapping[str, Tensor], moments: Mapping[str, Moment],
-        shared: list[Tensor],
-    ) -> None:  # fmt: skip
-        self._size, self._weight, self._shared = weight.numel(), array(weight, PLAIN[weight.dtype]), shared
-        self._kept = _NOTHING
-        if kept:
-            self._kept = tuple(
-                [array(kept[name], PLAIN[kept[name].dtype]) if name in kept else None for name in _BESIDE]
-            )
-        self._moments, self._rests, tiles, whole = {}, {}, set(), False
-        for name in program.moments:
-            self._moments[name], self._rests[name] = moments[name], moments.get(name + REST)
-            coded = self._moments[name]
-            tiles.add(coded.tile if isinstance(coded, Coded) else None)
-            whole = whole or (isinstance(coded, Coded) and coded.whole)
-        self._arguments = None if whole else self._taken({})
-        self._tile = tiles.pop() if len(tiles) == 1 else None
+    weight: Any
+    kept: Any
+    shared: list[Tensor]
+    moments: Mapping[str, Moment]
+    rests: Mapping[str, Any]
+    arguments: tuple[Any, ...] | None
+    """What the kernels take for the moments; None where some are under one scale, which each step finds."""
+    tile: Any
+    """That of all moments, where they are codes in tiles alike."""
 
     def __call__(self, grad: Tensor, numbers: Numbers, seed: int | None) -> bool:
         gradient, rule, taken = array(grad, PLAIN[grad.dtype]), rule_of(numbers.program.element), numbers.taken
         after: tuple[Any, ...] = ()
         if taken is None:
-            taken, after = numbers.program.numbers(numbers.given, [one.item() for one in self._shared])
+            taken, after = numbers.program.numbers(numbers.given, [one.item() for one in self.shared])
         taken = (numbers.scale, *taken)
         factors: dict[str, Tensor] = {}
-        moments = self._arguments
+        moments = self.arguments
         if moments is None:
             found = self._factors(rule, gradient, taken)
             if found is None:
                 return False
-            factors, moments = found, self._taken(found)
+            factors, moments = found, _taken(self.moments, self.rests, found)
         keys = None if seed is None else seed_keys(seed)
-        step(self._size, rule, self._weight, self._kept, gradient, moments, taken, keys, self._tile)
+        step(self.weight.size, rule, self.weight, self.kept, gradient, moments, taken, keys, self.tile)
         for name, factor in factors.items():
-            self._moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
-        for one, now in zip(self._shared, after, strict=True):
+            self.moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
+        for one, now in zip(self.shared, after, strict=True):
             one.fill_(float(now))
         return True
 
     def _factors(self, rule: Any, grad: Any, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
         """What new moments under one scale are multiplied by; None where they cannot be written."""
-        found = np.zeros((-(-self._size // CHUNK), len(self._moments)), np.uint32)
-        codes = {name: moment for name, moment in self._moments.items() if isinstance(moment, Coded)}
+        found = np.zeros((-(-self.weight.size // CHUNK), len(self.moments)), np.uint32)
+        codes = {name: moment for name, moment in self.moments.items() if isinstance(moment, Coded)}
         if not all(moment.supported for moment in codes.values()):  # a scale may be anything by now
             return None
-        note_largest(self._size, rule, self._weight, grad, self._taken({}), taken, found)
+        note_largest(self.weight.size, rule, self.weight, grad, _taken(self.moments, self.rests, {}), taken, found)
         factors: dict[str, Tensor] = {}
-        for name, amax in zip(self._moments, found.max(0, initial=0).view(np.float32), strict=True):
+        for name, amax in zip(self.moments, found.max(0, initial=0).view(np.float32), strict=True):
             if name in codes and not np.isfinite(amax):
                 return None
             if name in codes and codes[name].whole:
@@ -184,17 +189,18 @@ class Update:
                 factors[name] = factor
         return factors
 
-    def _taken(self, factors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """What the kernels take for the moments."""
-        taken = []
-        for name, moment in self._moments.items():
-            if isinstance(moment, Coded):
-                taken.append((*moment.arguments(float(factors.get(name, 1.0))), None))
-            else:
-                rest = self._rests[name]
-                beside = array(rest, PLAIN[rest.dtype]) if isinstance(rest, Tensor) else None
-                taken.append((array(moment, PLAIN[moment.dtype]), *coded.PLAIN, beside))
-        return tuple(taken)
+
+def _taken(moments: Mapping[str, Moment], rests: Mapping[str, Any], factors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What the kernels take for the moments."""
+    taken = []
+    for name, moment in moments.items():
+        if isinstance(moment, Coded):
+            taken.append((*moment.arguments(float(factors.get(name, 1.0))), None))
+        else:
+            rest = rests[name]
+            beside = array(rest, PLAIN[rest.dtype]) if isinstance(rest, Tensor) else None
+            taken.append((array(moment, PLAIN[moment.dtype]), *coded.PLAIN, beside))
+    return tuple(taken)
 
 
 REST = "_residual"

@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core.imputils import impl_ret_borrowed
-from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
+from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
 from halfstep.kernels.arithmetic import Part
 from halfstep.kernels.cpu.lanes import WIDTHS
@@ -30,7 +30,7 @@ class Rule:
     """The operations of an update rule on one element, as kernels are given them."""
 
     def __init__(self, element: Part) -> None:
-        self.type = RuleType(element)
+        self._numba_type_ = RuleType(element)
 
 
 @cache
@@ -40,11 +40,6 @@ def rule_of(element: Part) -> Rule:
 
 
 register_model(RuleType)(models.OpaqueModel)
-
-
-@typeof_impl.register(Rule)
-def _type_of(rule: Rule, context: Any) -> RuleType:
-    return rule.type
 
 
 @unbox(RuleType)

@@ -114,9 +114,9 @@ class Formula:
         master = step.master
         if master.positions is not None:
             return None
-        program = self.program(step.group, self.options(step.group), self.by_step(1, step.group))
+        names = _named(self.shape, tuple(step.kinds) or self.moments(step.group))
         moments = as_kept(step) if step.coded else dict(step.moments)
-        return optimizer.prepare(program, step.weight, master.name, step.kept, step.grad, moments, master.rounding)
+        return optimizer.prepare(names, step.weight, master.name, step.kept, step.grad, moments, master.rounding)
 
 
 def _settings(group: Group) -> tuple[tuple[str, Any], ...]:
@@ -131,6 +131,13 @@ def _settings(group: Group) -> tuple[tuple[str, Any], ...]:
 
 
 @lru_cache(maxsize=1024)
+def _named(shape: Callable[[str, tuple[int, ...]], tuple[int, ...]], moments: tuple[str, ...]) -> optimizer.Names:
+    """Moments that are one number a tensor, and those of every element."""
+    one = tuple([name for name in moments if shape(name, (2,)) == ()])
+    return one, tuple([name for name in moments if name not in one])
+
+
+@lru_cache(maxsize=1024)
 def _program(
     element: Element,
     names: tuple[str, ...],
@@ -138,8 +145,7 @@ def _program(
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]],
     known: tuple[tuple[str, Any], ...],
 ) -> Program:
-    one = [name for name in moments if shape(name, (2,)) == ()]
-    each = [name for name in moments if name not in one]
+    one, each = _named(shape, moments)
 
     def formula(weight: Any, grad: Any, kept: Any, options: Any) -> Any:
         return element(weight, grad, kept, Numbers(options))
