@@ -20,16 +20,27 @@ from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LinearSpec
 
 
+_GROUPED = "grouped"  # where a spec keeps whether it is
+
+
 def supports_grouped(spec: LinearSpec, x: Tensor) -> bool:
+    """Whether `grouped_linear` takes such rows under the spec, which is decided once."""
+    if not x.is_cpu or not is_eager():
+        return False
+    if _GROUPED not in spec.known:
+        spec.known[_GROUPED] = _rounds_rows_alone(spec)
+    return spec.known[_GROUPED]  # type: ignore[no-any-return]
+
+
+def _rounds_rows_alone(spec: LinearSpec) -> bool:
     """Whether no scale of the spec, but of its weights, is shared by several rows, and nothing else is asked of them:
     states, noise, rotations, multipliers, accumulators, clamps."""
-    if not x.is_cpu or not is_eager() or not spec.rounds or "input" not in spec.rerounded:
+    if not spec.rounds or "input" not in spec.rerounded:
         return False
     if spec.states or spec.draws or spec.rotates or spec.multiplies or spec.accumulates or spec.estimates:
         return False
-    alone = all(
-        q is None or q.scales is None or q.scales.tile.rows == 1 for q in (spec.output.lhs, spec.grad_input.lhs)
-    )
+    rows = spec.output.lhs, spec.grad_input.lhs
+    alone = all(q is None or q.scales is None or q.scales.tile.rows == 1 for q in rows)
     return alone and all(_is_tiled(quantizer) for quantizer in spec.quantizers)
 
 
