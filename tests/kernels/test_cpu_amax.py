@@ -23,7 +23,6 @@ def test_equals_torch_wherever_the_largest_stands(size, dtype, scale):
         for value in (2.5, -2.5, -0.0, math.inf, -math.inf):
             y = x.clone()
             y[index] = value
-            assert kernel.supports(y)
             same_bits(kernel.run(y), y.float().abs().max())
         for value in (math.nan, -math.nan):
             y[index] = value
@@ -38,9 +37,9 @@ def test_every_value(dtype):
 
 def test_what_it_does_not_read_torch_does():
     x = torch.randn(6, 8)
-    assert not kernel.supports(x.t())
-    assert not kernel.supports(x.double())
-    assert not kernel.supports(x[:0])
+    assert kernel.run(x.t()) is None
+    assert kernel.run(x.double()) is None
+    assert kernel.run(x[:0]) is None
     for other in (x.t(), x.double(), x[:, ::3], x[:0], x.requires_grad_(), torch.tensor(-3.0)):
         found = amax_of(other)
         assert found.dtype == torch.float32

@@ -46,9 +46,8 @@ def ties(shape, format, factor):
 def test_maxima_between_bounds(dtype, shape, dim):
     x = drawn(shape, dtype)
     for bounds in (None, torch.tensor([[-0.5], [2.0]]), torch.stack([-torch.rand(shape[0]), torch.rand(shape[0])])):
-        assert rows.supports_amax(x, bounds)
         wide = x.float() if bounds is None else x.float().clamp(bounds[0][:, None], bounds[1][:, None])
-        same(clamp_operators.amax(x, bounds, dim), wide.abs().amax(dim, keepdim=True))
+        same(rows.run_amax(x, bounds, dim), wide.abs().amax(dim, keepdim=True))
     x[0, 0] = float("nan")
     assert clamp_operators.amax(x, None, dim).isnan().any()
 
@@ -86,8 +85,7 @@ def test_rows_and_columns_rounded(name, rounding, paths):
         x = drawn(shape, dtype) if bounded else ties(shape, format, powers).to(dtype)
         bounds = torch.tensor([[-1.25], [0.75]]) if bounded else None
         out = torch.empty(shape, dtype=into)
-        assert rows.supports(x, out, bounds, powers, format, rounding)
-        rows.run(x, out, bounds, powers, format, rounding, 2)
+        assert rows.run(x, out, bounds, powers, format, rounding, 2)
         wide = x.float() if bounds is None else x.float().clamp(*bounds)
         wanted = round_to(wide * powers, format, rounding)
         same(out, (wanted * 2 if into == torch.int8 else wanted / powers).to(into))
@@ -117,10 +115,11 @@ def test_sparse_products(dtype, down, scaled):
     other = torch.randint(-9, 10, (33 if down else 65, 20), generator=g).to(dtype)
     scale = torch.exp2(torch.randint(-3, 4, (1, 20), generator=g).float()) if scaled else None
     parts, out = clamp_operators.sparse(matrix), torch.empty(65 if down else 33, 20)
-    assert sparse.supports(parts[0], other, out)
+    assert sparse.run(*parts, 65, down, other, scale, out)
     found = clamp_operators.sparse_product(*parts, 65, down, other, scale)
     wanted = (matrix.t() if down else matrix) @ other.float()
     assert torch.equal(found, wanted if scale is None else wanted * scale)
+    assert torch.equal(found, out)
     assert torch.equal(found, clamp_operators.sparse_product(matrix, None, None, 65, down, other, scale))
 
 
@@ -198,5 +197,6 @@ def test_large_tensors_take_several_pieces():
     x = drawn((1025, 513))
     for tile, estimate in product(("tensor", "row"), ("exact", "histogram")):
         clamp = Clamp(0.99, tile, estimate)
-        assert quantiles.supports(x)
-        assert torch.equal(clamp_operators.bounds(x, clamp), clamp.bounds(x))
+        found = torch.empty(2, 1025 if tile == "row" else 1)
+        assert quantiles.run(x, found, clamp)
+        assert torch.equal(found, clamp.bounds(x))

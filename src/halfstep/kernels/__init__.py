@@ -1,1 +1,4 @@
-"""Fast paths. Each file offers `supports(...)` and `run(...)`, equal bit for bit to the reference it replaces."""
+"""Fast paths: functions equal bit for bit to the reference they replace, `run(...)` of a file each.
+
+Where one does not apply it returns False or None; or a `supports(...)` beside it says so.
+"""

@@ -209,9 +209,7 @@ def without_tensor_scale(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> None:
     """`quant.accumulator.accumulate` into `out`, of zeros."""
-    if accumulate.supports(lhs, rhs, out, accumulator):
-        accumulate.run(lhs, rhs, out, accumulator)
-    elif not blank(lhs, out):
+    if not accumulate.run(lhs, rhs, out, accumulator) and not blank(lhs, out):
         out.copy_(quant.accumulator.accumulate(lhs, rhs, accumulator))
 
 

@@ -150,8 +150,8 @@ def _scaled(name: str) -> Iterator[Case]:
 def _amax(name: str) -> Iterator[Case]:
     for size in SIZES:
         x = hard(size, getattr(torch, name)).nan_to_num(1.0)
-        if amax.supports(x):
-            yield x.float().abs().max(), amax.run(x), torch.empty(0, dtype=torch.float32, device="cpu"), words(x)
+        if (found := amax.run(x)) is not None:
+            yield x.float().abs().max(), found, torch.empty(0, dtype=torch.float32, device="cpu"), words(x)
 
 
 def _tiles(name: str) -> Iterator[Case]:
@@ -317,8 +317,9 @@ def _few_rows(name: str) -> Iterator[Case]:
             (x.double() @ values.double().t()).float(),
             torch.empty(rows, across, dtype=torch.float32, device="cpu"),
         )
-        if few_rows.knows(quantizer, across, shared) and few_rows.supports(codes, scale, quantizer.format):
-            few_rows.run(array(x, torch.float32), few_rows.given(codes, scale, quantizer), 0.5, None, found)
+        given = few_rows.given(codes, scale, quantizer) if few_rows.knows(quantizer, across, shared) else None
+        if given is not None:
+            few_rows.run(array(x, torch.float32), given, 0.5, None, found)
             yield exact * 0.5, found.clone(), torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, codes"
             few_rows.run_values(x, values.bfloat16(), None, x.new_ones(across), found)
             yield exact + 1, found, torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, values"

@@ -89,11 +89,13 @@ def _quantiles(name: str) -> Iterator[Case]:
     """Quantiles of a tensor and of rows, and what is beyond them."""
     for dtype, tile in itertools.product(_DTYPES, ("tensor", "row")):
         x, clamp = _matrix(dtype, 300), Clamp(0.9, tile, name)
-        if quantiles.supports(x):
-            bounds = clamp_operators.bounds(x, clamp)
+        bounds = torch.empty(2, x.shape[0] if tile == "row" else 1, dtype=torch.float32, device="cpu")
+        if quantiles.run(x, bounds, clamp):
             yield clamp.bounds(x), bounds, _NONE, words(x, f"of a {tile}")
             given = clamp_operators.sparse(clamp.parts(x, bounds)[1].float())
-            for part, expected in zip(rows.run_beyond(x, bounds), given, strict=True):
+            beyond = rows.run_beyond(x, bounds)
+            assert beyond is not None
+            for part, expected in zip(beyond, given, strict=True):
                 assert expected is not None
                 yield expected, part, _NONE, words(x, f"beyond those of a {tile}")
 
@@ -106,30 +108,29 @@ def _rows(name: str) -> Iterator[Case]:
         powers = torch.exp2(factor.round())
         for into, by, steps in ((torch.int8, factor, 2), (torch.bfloat16, powers, 1)):
             out = torch.empty(x.shape, dtype=into, device="cpu")
-            if rows.supports(x, out, bounds, by, format, "nearest_up"):
-                rows.run(x, out, bounds, by, format, "nearest_up", steps)
+            if rows.run(x, out, bounds, by, format, "nearest_up", steps):
                 rounded = quant.round_to(x.float().clamp(-1.25, 2.5) * by, format, "nearest_up")
                 yield (rounded * 2 if steps == 2 else rounded / by).to(into), out, x, words(x, str(into))
     x = _matrix(torch.float32)
     for dim in (0, 1):
-        yield x.abs().amax(dim, keepdim=True), rows.run_amax(x, None, dim), _NONE, words(x, f"maxima along {dim}")
+        found = rows.run_amax(x, None, dim)
+        assert found is not None
+        yield x.abs().amax(dim, keepdim=True), found, _NONE, words(x, f"maxima along {dim}")
 
 
 def _folded(name: str) -> Iterator[Case]:
     """Times a factor a row or a column, and rounded as one tensor."""
-    format = formats.get(name)
+    format, rule = formats.get(name), get_scaling("current")
     for dtype, shape in itertools.product(_DTYPES, ((33, 1), (1, 64))):
-        x, scale, factor = (
-            _matrix(dtype),
-            torch.linspace(0.5, 3.0, max(shape), dtype=torch.float32, device="cpu").view(shape),
-            torch.tensor(0.37, dtype=torch.float32, device="cpu"),
-        )
-        out = torch.empty(x.shape, dtype=torch.bfloat16, device="cpu")
-        if folded.supports(x, scale, format, "nearest_even", torch.bfloat16):
+        x = _matrix(dtype)
+        scale = torch.linspace(0.5, 3.0, max(shape), dtype=torch.float32, device="cpu").view(shape)
+        found = folded.run(x, scale, format, "nearest_even", rule, torch.bfloat16)
+        if found is not None:
             wide = x.float() * scale
-            folded.run(x, scale, factor, format, "nearest_even", out)
-            yield wide.abs().max(), folded.run_amax(x, scale), _NONE, words(x, "the largest")
-            yield quant.round_to(wide * factor, format).to(torch.bfloat16), out, x, words(x, "rounded")
+            factor = rule.factor(wide.abs().max(), format)
+            assert factor is not None
+            yield factor.reciprocal(), found[1], _NONE, words(x, "the scale of the largest")
+            yield quant.round_to(wide * factor, format).to(torch.bfloat16), found[0], x, words(x, "rounded")
 
 
 def _sparse(name: str) -> Iterator[Case]:
@@ -143,8 +144,7 @@ def _sparse(name: str) -> Iterator[Case]:
             getattr(torch, name)
         )
         out = torch.empty(65 if down else 33, 50, dtype=torch.float32, device="cpu")
-        if sparse.supports(parts[0], other, out):
-            sparse.run(parts[0], parts[1], parts[2], 65, down, other, None, out)  # type: ignore[arg-type]
+        if sparse.run(parts[0], parts[1], parts[2], 65, down, other, None, out):  # type: ignore[arg-type]
             yield (matrix.t() if down else matrix) @ other.float(), out, _NONE, "transposed" if down else "as it lies"
 
 
@@ -184,7 +184,7 @@ def _slopes(name: str) -> Iterator[Case]:
         quantizer = Quantizer(formats.get(name), scales=Scales(tile, rule), estimator=Estimator())
         x, grad = _matrix(dtype), torch.linspace(-2, 2, 33 * 64, dtype=torch.float32, device="cpu").view(33, 64)
         factor = rule.factor(tile.reduce(x.abs(), "amax").float(), quantizer.format)
-        if factor is not None and slopes.supports(grad, x, factor, quantizer.format):
+        if factor is not None and slopes.knows(quantizer.format):
             found = clamp_operators.estimate(grad.clone(), x, quantizer, factor)
             yield grad * quantizer.derivative(x), found, x, words(x, str(tile))
 

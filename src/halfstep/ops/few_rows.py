@@ -90,7 +90,7 @@ class Reader:
         quantizer, tensors = weight.quantizer, weight.quantized.tensors  # which checks them
         whole = is_whole(quantizer)
         codes, scale = tensors["codes"], None if whole else tensors.get("scale")
-        given = few_rows.given(codes, scale, quantizer) if few_rows.supports(codes, scale, quantizer.format) else None
+        given = few_rows.given(codes, scale, quantizer)
         return _Known(tuple((weakref.ref(t), t.data_ptr(), t.dtype, t.shape) for t in tensors.values()), given, whole)
 
 

@@ -8,7 +8,5 @@ from halfstep.quant.masters import Kept, Master
 
 def follow(master: Master, weight: Tensor, kept: Kept) -> None:
     """`master.follow(weight, kept)`."""
-    if kernel.supports(weight, master.name, kept):
-        kernel.run(weight, kept)
-    else:
+    if not kernel.run(weight, master.name, kept):
         master.follow(weight, kept)

@@ -20,29 +20,28 @@ _ABOVE = 1024
 _HALVES = {formats.get("fp16").key: True, formats.get("bf16").key: False}
 
 
-def supports(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> bool:
-    """Whether `run` knows such sums (in fp16, bf16, or aligned) and can read these: contiguous float32 matrices."""
+def run(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> bool:
+    """lhs (rows, shared) times rhs (shared, columns), into `out` (rows, columns), of zeros. False where that is not
+    done here: it takes contiguous float32 matrices, and sums in fp16, bf16 or aligned."""
     if not all(plain(tensor, torch.float32) and tensor.dim() == 2 for tensor in (lhs, rhs, out)):
         return False
-    return accumulator.aligned or accumulator.format.key in _HALVES
-
-
-def run(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> None:
-    """lhs (rows, shared) times rhs (shared, columns), into `out` (rows, columns), of zeros."""
+    if not accumulator.aligned and accumulator.format.key not in _HALVES:
+        return False
     if not out.numel() or not lhs.shape[1]:
-        return
+        return True
     terms = accumulator.block, accumulator.promote or 0
     a, b, c = (array(side).view(np.float32).reshape(side.shape) for side in (lhs, rhs, out))
     if not accumulator.aligned:
         _rounded(lhs.numel() * rhs.shape[1], a, b, c, *terms, _HALVES[accumulator.format.key])
-        return
+        return True
     exponents = exponent(lhs), exponent(rhs)
     if sum(int(side.max()) for side in exponents) > 120:  # products that float32 may not hold
         out.copy_(accumulate(lhs, rhs, accumulator))
-        return
+        return True
     biased = ((side.clamp(min=-_ABOVE // 2) + _ABOVE // 2).numpy().view(np.uint32) for side in exponents)
     _aligned(lhs.numel() * rhs.shape[1], a, b, *biased, c, *terms, np.uint32(accumulator.fraction_bits))
     out.copy_(unless_finite(out, lhs, rhs))
+    return True
 
 
 # ---- sums that are rounded ------------------------------------------------------------------------------------------

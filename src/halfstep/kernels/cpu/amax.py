@@ -16,13 +16,11 @@ from halfstep.kernels.cpu.lanes import MAGNITUDE, lanes
 from halfstep.kernels.cpu.scales import stored_bits
 
 
-def supports(x: Tensor) -> bool:
-    """Whether `run` can read `x`: a contiguous CPU tensor (fp32, bf16, fp16) that is not empty."""
-    return plain(x) and x.numel() > 0
-
-
-def run(x: Tensor) -> Tensor:
-    """max |x| as a float32 scalar; NaN where there is one."""
+def run(x: Tensor) -> Tensor | None:
+    """max |x| as a float32 scalar; NaN where there is one. None where that is not found here: it takes a contiguous CPU
+    tensor (fp32, bf16, fp16) that is not empty."""
+    if not plain(x) or not x.numel():
+        return None
     chunks = -(-x.numel() // CHUNK)
     found = torch.empty(() if chunks == 1 else chunks, dtype=torch.float32, device="cpu")
     _amax(x.numel(), array(x), array(found))

@@ -40,17 +40,16 @@ def bounds(x: Tensor, clamp: Clamp) -> Tensor:
 
 def bounds_into(x: Tensor, out: Tensor, clamp: Clamp) -> None:
     """The same into `out`."""
-    if quantiles.supports(x):
-        quantiles.run(x, out, clamp)
-    elif not blank(x, out):
+    if not quantiles.run(x, out, clamp) and not blank(x, out):
         out.copy_(clamp.bounds(x))
 
 
 def amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
     """The largest magnitude of each row (dim 1) or column (dim 0) between the bounds; NaN where a number or a bound
     is."""
-    if not torch.compiler.is_compiling() and rows.supports_amax(x, bounds):
-        return rows.run_amax(x, bounds, dim)
+    found = None if torch.compiler.is_compiling() else rows.run_amax(x, bounds, dim)
+    if found is not None:
+        return found
     low = high = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
     if x.numel() and not (dim == 1 or bounds is None or bounds.shape[1] == 1):
         x, bounds = clamped(x, bounds), None
@@ -76,9 +75,7 @@ def round_rows_into(
     steps: int | None,
 ) -> None:  # fmt: skip
     """The same into `out`."""
-    if rows.supports(x, out, bounds, factor, format, rounding):
-        rows.run(x, out, bounds, factor, format, rounding, steps or 1)
-    elif not blank(x, out):
+    if not rows.run(x, out, bounds, factor, format, rounding, steps or 1) and not blank(x, out):
         rounded = round_to((clamped(x, bounds) * factor).nan_to_num(0.0), format, rounding, "saturate", seed)
         out.copy_(rounded * steps if steps is not None else rounded / factor)
 
@@ -94,14 +91,7 @@ def clamped(x: Tensor, bounds: Tensor | None) -> Tensor:
 def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype) -> FoldedOrNone:
     """x times scale (a row's or a column's), rounded as one tensor by a rule, in `dtype`, and the scale of that; None
     where no kernel does it."""
-    if torch.compiler.is_compiling() or not folded.supports(x, scale, format, rounding, dtype):
-        return None
-    factor = rule.factor(folded.run_amax(x, scale), format)
-    if factor is None:
-        return None
-    out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    folded.run(x, scale, factor, format, rounding, out)
-    return out, factor.reciprocal()
+    return None if torch.compiler.is_compiling() else folded.run(x, scale, format, rounding, rule, dtype)
 
 
 def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
@@ -112,9 +102,8 @@ def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
         count = clamp.most_beyond(*x.shape)
         starts = x.new_empty(x.shape[0] + 1, dtype=torch.int64)
         return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.int32), starts
-    if rows.supports_beyond(x, bounds):
-        return rows.run_beyond(x, bounds)
-    return sparse(clamp.parts(x, bounds)[1].float())
+    found = rows.run_beyond(x, bounds)
+    return sparse(clamp.parts(x, bounds)[1].float()) if found is None else found
 
 
 def sparse(whole: Tensor) -> Parts:
@@ -151,9 +140,10 @@ def sparse_product_into(parts: Parts, width: int, down: bool, other: Tensor, sca
         return
     values, columns, starts = parts
     other = other.to(torch.bfloat16) if other.dtype == torch.int8 else other
-    if columns is not None and starts is not None and products.supports(values, other := other.contiguous(), out):
-        products.run(values, columns, starts, width, down, other, scale, out)
-        return
+    if columns is not None and starts is not None:
+        other = other.contiguous()
+        if products.run(values, columns, starts, width, down, other, scale, out):
+            return
     matrix = values if columns is None or starts is None else whole(values, columns, starts, width)
     product = (matrix.t() if down else matrix) @ other.float()
     out.copy_(product if scale is None else product.mul_(scale))
@@ -174,11 +164,12 @@ def estimate_into(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor 
     if factor is None and scales is not None and scales.rule.linear and not scales.rule.two_level:
         factor = scales.rule.factor(scales.tile.reduce(x.abs(), "amax").float(), format)
     factor = x.new_ones((), dtype=torch.float32) if scales is None else factor
-    if factor is None or not slopes.supports(grad, x, factor, format):
-        grad.mul_(quantizer.derivative(x, factor))
-        return
-    high, wide = (scales.tile.rows or x.shape[0], scales.tile.columns or x.shape[1]) if scales else x.shape
-    slopes.run(grad, x, factor.reshape(-1, factor.shape[-1] if factor.dim() else 1), high, wide, format, estimator)
+    if factor is not None and x.dim() == 2:
+        high, wide = (scales.tile.rows or x.shape[0], scales.tile.columns or x.shape[1]) if scales else x.shape
+        by_tile = factor.reshape(-1, factor.shape[-1] if factor.dim() else 1)
+        if slopes.run(grad, x, by_tile, high, wide, format, estimator):
+            return
+    grad.mul_(quantizer.derivative(x, factor))
 
 
 # ---- the same as operators, for torch.compile -----------------------------------------------------------------------

@@ -75,20 +75,18 @@ def _shift(side: int) -> int | None:
     return 63 if side == 0 else side.bit_length() - 1 if side & (side - 1) == 0 else None
 
 
-def supports(codes: Tensor, scale: Tensor | None, format: Format) -> bool:
-    """Whether these lie in memory as `given` takes them, plain CPU tensors."""
-    kind = torch.uint16 if format.bits == 16 else torch.uint8
-    return plain(codes, kind) and (scale is None or plain(scale, torch.float32, torch.uint8))
-
-
 def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
     """What `run` takes of a weight (out, in). It does not keep the tensors: it holds while they, and their memory, do.
+    None of what is not a plain CPU tensor.
 
     Args:
         codes: (out, packed in), of one or two bytes.
         scale: of tiles, as stored; None where none is, or where the whole tensor has one, which belongs to `times`.
     """
     format, tile = quantizer.format, Tile(0, 0)
+    plainly = plain(codes, torch.uint16 if format.bits == 16 else torch.uint8)
+    if not plainly or not (scale is None or plain(scale, torch.float32, torch.uint8)):
+        return None
     meaning, half = _meaning(format)
     scales: tuple[Any, ...] = (None,) * 4
     if scale is not None:

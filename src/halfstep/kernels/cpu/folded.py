@@ -17,27 +17,28 @@ from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.rows import is_by_row, matrix, numbers_of
+from halfstep.quant.scaling import Scaling
 
 
-def supports(x: Tensor, scale: Tensor, format: Format, rounding: str, dtype: torch.dtype) -> bool:
-    """Whether `run` can round `x`: a contiguous CPU matrix, into a dtype that holds the format's values."""
+def run(
+    x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """x times scale, (rows, 1) or (1, columns), times the rule's factor of the largest of these, each product rounded
+    to float32; rounded and saturated, in `dtype`; and the factor's inverse. None where that is not done here: it takes
+    a contiguous CPU matrix, and a dtype that holds the format's values."""
     known = plain(x) and x.dim() == 2 and x.numel() > 0 and rounding != "stochastic" and elements.knows(format)
-    return known and scale.dtype == torch.float32 and elements.holds(format, "saturate", torch.float32, dtype)
-
-
-def run_amax(x: Tensor, scale: Tensor) -> Tensor:
-    """The largest magnitude of x times scale, (rows, 1) or (1, columns), in float32; NaN where there is one."""
+    if not known or scale.dtype != torch.float32 or not elements.holds(format, "saturate", torch.float32, dtype):
+        return None
+    given, by_row = (x.numel(), matrix(x), numbers_of(scale)), is_by_row(x, scale)
     found = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
-    kernel = _amax_by_row if is_by_row(x, scale) else _amax_by_column
-    kernel(x.numel(), matrix(x), numbers_of(scale), array(found))
-    return found.max()
-
-
-def run(x: Tensor, scale: Tensor, factor: Tensor, format: Format, rounding: str, out: Tensor) -> None:
-    """Write x times scale times factor, each product rounded to float32, rounded and saturated, to `out`."""
-    numbers: Any = elements.scalars(format, rounding, "saturate", out.dtype)
-    kernel = _fold_row if is_by_row(x, scale) else _fold_column
-    kernel(x.numel(), matrix(x), numbers_of(scale), numbers_of(factor.view(1)), numbers, matrix(out))
+    (_amax_by_row if by_row else _amax_by_column)(*given, array(found))
+    factor = rule.factor(found.max(), format)
+    if factor is None:
+        return None
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
+    numbers: Any = elements.scalars(format, rounding, "saturate", dtype)
+    (_fold_row if by_row else _fold_column)(*given, numbers_of(factor.view(1)), numbers, matrix(out))
+    return out, factor.reciprocal()
 
 
 @lanes(types.uint32)

@@ -29,19 +29,16 @@ PLAIN = {
 """The numpy type in which a tensor's dtype travels."""
 
 
-def supports(weight: Tensor, master: str, kept: Mapping[str, Tensor]) -> bool:
-    """Whether `run` can do this: dense contiguous CPU tensors, kept by a master that it knows."""
-    return (
-        KEPT.get(master) in kept
-        and plain(weight, torch.bfloat16, torch.float16)
-        and all(plain(t, torch.float32, torch.bfloat16, torch.int16) for t in kept.values())
-    )
-
-
-def run(weight: Tensor, kept: Mapping[str, Tensor]) -> None:
-    """Make what is kept the weight's own where it cannot be what an update left beside it."""
+def run(weight: Tensor, master: str, kept: Mapping[str, Tensor]) -> bool:
+    """Make what is kept the weight's own where it cannot be what an update left beside it. False where that is not done
+    here: it takes dense contiguous CPU tensors, kept by a master of `KEPT`."""
+    if KEPT.get(master) not in kept or not plain(weight, torch.bfloat16, torch.float16):
+        return False
+    if not all(plain(t, torch.float32, torch.bfloat16, torch.int16) for t in kept.values()):
+        return False
     beside = tuple(_array(kept[name]) if name in kept else None for name in KEPT.values() if name)
     _follow(weight.numel(), _array(weight), beside)
+    return True
 
 
 def _array(tensor: Tensor) -> Any:

@@ -26,13 +26,11 @@ _FEW = 64  # numbers at either end of a row; where a quantile lies deeper, the r
 _LOWER = 0xFFFF
 
 
-def supports(x: Tensor) -> bool:
-    """Whether `run` can read `x`: a contiguous CPU matrix (fp32, bf16, fp16) that is not empty."""
-    return plain(x) and x.dim() == 2 and 0 < x.numel() < 1 << 31
-
-
-def run(x: Tensor, out: Tensor, clamp: Clamp) -> None:
-    """Write the two quantiles of the tensor, or of each row, to `out` (2, 1) or (2, rows), float32."""
+def run(x: Tensor, out: Tensor, clamp: Clamp) -> bool:
+    """Write the two quantiles of the tensor, or of each row, to `out` (2, 1) or (2, rows), float32. False where that is
+    not done here: it takes a contiguous CPU matrix (fp32, bf16, fp16) that is not empty."""
+    if not plain(x) or x.dim() != 2 or not 0 < x.numel() < 1 << 31:
+        return False
     cut = clamp.estimate == "histogram"
     found = np.empty((2, out.shape[1]), np.float32)
     columns = x.shape[1] if clamp.tile == "row" else x.numel()
@@ -44,6 +42,7 @@ def run(x: Tensor, out: Tensor, clamp: Clamp) -> None:
     else:
         _tensor(array(x), places, shares, cut or x.dtype == torch.bfloat16, found)
     out.copy_(torch.from_numpy(found))
+    return True
 
 
 @lanes(types.uint32)

@@ -27,25 +27,16 @@ def knows(format: Format, rounding: str) -> bool:
     return rounding != "stochastic" and elements.knows(format) and format.bits <= 8
 
 
-def supports(x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str) -> bool:
-    """Whether `run` can round `x` into `out`: contiguous CPU matrices, in steps that no seed decides."""
-    return (
-        plain(x)
-        and x.dim() == 2
-        and x.numel() > 0
-        and plain(out, *_OUTS)
-        and separate(x, out)
-        and knows(format, rounding)
-        and factor.dtype == torch.float32
-        and (bounds is None or bounds.dtype == torch.float32)
-    )
-
-
 def run(
     x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, steps: int
-) -> None:
+) -> bool:
     """Write x between its bounds, (2, 1) or (2, rows), times factor, (rows, 1) or (1, columns), rounded: int8 in whole
-    steps, or, over the factor again, values that the dtype of `out` holds. 0 where that is NaN."""
+    steps, or, over the factor again, values that the dtype of `out` holds. 0 where that is NaN. False where that is not
+    done here: it takes contiguous CPU matrices, and steps that no seed decides."""
+    if not _is_read(x, bounds) or not plain(out, *_OUTS) or not separate(x, out):
+        return False
+    if not knows(format, rounding) or factor.dtype != torch.float32:
+        return False
     numbers: Any = elements.scalars(format, rounding, "saturate")
     back = np.ones(1, np.float32) if out.dtype == torch.int8 else array(factor.reciprocal(), torch.float32)
     given = matrix(x), _limits(bounds, x.shape[0]), numbers_of(factor), back
@@ -53,16 +44,19 @@ def run(
         _by_row(x.numel(), *given, np.float32(steps), numbers, matrix(out))
     else:
         _by_column(x.numel(), *given, np.float32(steps), numbers, matrix(out))
+    return True
 
 
-def supports_amax(x: Tensor, bounds: Tensor | None) -> bool:
-    """Whether `run_amax` can read these."""
+def _is_read(x: Tensor, bounds: Tensor | None) -> bool:
+    """Whether kernels here read a matrix and its bounds."""
     return plain(x) and x.dim() == 2 and x.numel() > 0 and (bounds is None or bounds.dtype == torch.float32)
 
 
-def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
+def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor | None:
     """The largest magnitude of each row (dim 1: (rows, 1)) or column ((1, columns)) between the bounds, in float32; NaN
-    where a number or a bound is."""
+    where a number or a bound is. None where that is not done here."""
+    if not _is_read(x, bounds):
+        return None
     limits = _limits(bounds, x.shape[0])
     if dim == 1:
         out = torch.empty(x.shape[0], 1, dtype=torch.float32, device="cpu")
@@ -73,13 +67,11 @@ def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
     return found.amax(0, keepdim=True)
 
 
-def supports_beyond(x: Tensor, bounds: Tensor) -> bool:
-    """Whether `run_beyond` can read these."""
-    return plain(x) and x.dim() == 2 and x.numel() > 0 and bounds.dtype == torch.float32
-
-
-def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What is beyond the bounds, less the bound: its numbers row by row, their columns, and where rows start."""
+def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What is beyond the bounds, less the bound: its numbers row by row, their columns, and where rows start. None
+    where that is not done here."""
+    if not _is_read(x, bounds):
+        return None
     bits, limits = matrix(x), _limits(bounds, x.shape[0])
     starts = torch.zeros(x.shape[0] + 1, dtype=torch.int64, device="cpu")
     counts = array(starts)[1:]

@@ -44,21 +44,13 @@ def knows(format: Format) -> bool:
     return isinstance(format, Float) and format.bits <= 8 and elements.knows(format) and format.min == -format.max
 
 
-def supports(grad: Tensor, x: Tensor, factor: Tensor, format: Format) -> bool:
-    """Whether `run` can read `x` and write `grad`: contiguous CPU matrices, the gradient in float32."""
-    return (
-        plain(grad, torch.float32)
-        and plain(x)
-        and x.dim() == 2
-        and grad.shape == x.shape
-        and x.numel() > 0
-        and factor.dtype == torch.float32
-        and knows(format)
-    )
-
-
-def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: Format, estimator: Estimator) -> None:
-    """Multiply `grad` by f'(x * factor), where a factor is that of a tile, `high` x `wide`: (tile rows, columns)."""
+def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: Format, estimator: Estimator) -> bool:
+    """Multiply `grad` by f'(x * factor), where a factor is that of a tile, `high` x `wide`: (tile rows, columns). False
+    where that is not done here: it takes contiguous CPU matrices, the gradient in float32."""
+    if not plain(grad, torch.float32) or not plain(x) or grad.shape != x.shape or not x.numel():
+        return False
+    if factor.dtype != torch.float32 or not knows(format):
+        return False
     grid = scalars(format)
     numbers = tuple(np.float32(n) for n in (estimator.exponent, 1 / estimator.k, estimator.largest, SMALLEST))
     factors = array(factor.contiguous(), torch.float32).reshape(factor.shape)
@@ -67,6 +59,7 @@ def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: F
         _columns(x.numel(), *arrays, high, grid, numbers)
     else:
         _tiles(x.numel(), *arrays, high, wide, grid, numbers)
+    return True
 
 
 @lanes(types.float32)

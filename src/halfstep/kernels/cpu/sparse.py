@@ -13,17 +13,15 @@ from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.lanes import bits_of, lanes
 
 
-def supports(values: Tensor, other: Tensor, out: Tensor) -> bool:
-    """Whether `run` can read and write these: contiguous CPU matrices, the sparse one in float32."""
-    return plain(values, torch.float32) and plain(other) and plain(out, torch.float32) and out.numel() > 0
-
-
 def run(
     values: Tensor, columns: Tensor, starts: Tensor, width: int, down: bool, other: Tensor, scale: Tensor | None,
     out: Tensor,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """The sparse matrix (rows, width), or its transpose where it lies `down`, times `other`, and that times scale (of
-    each column, or one), into `out`."""
+    each column, or one), into `out`. False where that is not done here: it takes contiguous CPU matrices, the sparse
+    one in float32."""
+    if not (plain(values, torch.float32) and plain(other) and plain(out, torch.float32)) or not out.numel():
+        return False
     parts = array(values, torch.float32), array(columns), array(starts)
     if down:
         turned = np.empty(len(values), np.float32), np.empty(len(values), np.int32), np.zeros(width + 1, np.int64)
@@ -32,6 +30,7 @@ def run(
     work = len(values) * out.shape[1] + out.numel()
     times = None if scale is None else array(scale.expand(1, out.shape[1]).contiguous(), torch.float32)
     _product(work, *parts, array(other).reshape(other.shape), times, array(out, torch.float32).reshape(out.shape))
+    return True
 
 
 @lanes(types.float32)

@@ -60,7 +60,8 @@ def _into(
     if blank(lhs, out):
         return
     sums = _sums(lhs, rhs)
-    if _supports(sums, bias, more, out):
+    known = plain(sums, torch.int32) and plain(out, torch.float32, torch.bfloat16)
+    if known and (more is None or plain(more, torch.float32)) and (bias is None or bias.dtype != torch.float64):
         given = array(sums).reshape(sums.shape), array(first.contiguous(), torch.float32), _flat(second)
         extra = None if more is None else array(more, torch.float32).reshape(more.shape)
         _finish(
@@ -82,13 +83,6 @@ def _sums(lhs: Tensor, rhs: Tensor) -> Tensor:
 
 def _flat(row: Tensor) -> Any:
     return array(row.contiguous(), torch.float32)
-
-
-def _supports(sums: Tensor, bias: Tensor | None, more: Tensor | None, out: Tensor) -> bool:
-    """Whether `_finish` knows the dtypes."""
-    wide = more is None or plain(more, torch.float32)
-    known = plain(sums, torch.int32) and plain(out, torch.float32, torch.bfloat16)
-    return known and wide and (bias is None or bias.dtype != torch.float64)
 
 
 @lanes("like")
