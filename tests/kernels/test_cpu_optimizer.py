@@ -18,7 +18,7 @@ from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.optimizer_loops import step_chunk
 from halfstep.kernels.cpu.optimizer_types import rule_of
 from halfstep.optim import Lion, convert, update_rules
-from halfstep.optim.rules.adamw import adamw
+from halfstep.optim.rules.adam import adamw
 from halfstep.optim.rules.base import never
 from halfstep.quant import noise_bits
 from halfstep.recipe import DTYPES, Recipe, get_recipe, get_storage
@@ -326,7 +326,7 @@ def test_what_it_refuses_is_updated_by_the_reference():
 FORKED = """
 import os, numpy, torch
 from halfstep.kernels.cpu import optimizer as kernel
-from halfstep.optim.rules.adamw import adamw
+from halfstep.optim.rules.adam import adamw
 def run():  # numpy makes the tensors: torch's own threads do not survive a fork either
     weight, grad, first, second = (torch.from_numpy(numpy.ones(4 * kernel.CHUNK, numpy.float32)) for _ in range(4))
     moments = {"exp_avg": first, "exp_avg_sq": second}

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import halfstep
 from families import for_each
 from halfstep import formats, get_quantizer, ops
-from halfstep.kernels import probes, scale_layouts, scaled_mm, selftest, selftest_units, unit_kinds, units_mm
+from halfstep.kernels import probes, scaled_mm, selftest, selftest_units, unit_kinds, units_mm
 from halfstep.ops import sides
 from halfstep.ops.linear_passes import Rounded
 from halfstep.ops.sides import goes_both_ways, units_of
@@ -239,12 +239,12 @@ def test_recipes_of_tiles_are_native_where_their_units_are(monkeypatch):
 @for_each("shape", [(256, 12), (1, 1), (128, 4), (300, 7)])
 def test_scales_are_swizzled_as_torchao_does(shape):
     scales = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int64).to(torch.uint8)
-    assert torch.equal(scale_layouts.swizzled(scales), to_blocked(scales).flatten())
+    assert torch.equal(units_mm.swizzled(scales), to_blocked(scales).flatten())
 
 
 def test_scales_that_lie_right_are_not_copied():
     laid = draw(3, 40).t()
-    assert scale_layouts.outer(laid).data_ptr() == laid.data_ptr()
+    assert units_mm.outer(laid).data_ptr() == laid.data_ptr()
 
 
 @for_each("name", list(selftest_units._TILES))
@@ -263,7 +263,7 @@ def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
     assert all(fits)
     with monkeypatch.context() as broken:
         for layout in ("swizzled", "outer", "padded"):
-            right = getattr(scale_layouts, layout)
+            right = getattr(units_mm, layout)
             broken.setattr(units_mm, layout, lambda scales, right=right: right(scales.roll(1, 1)))
         assert not selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
 

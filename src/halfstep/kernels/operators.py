@@ -44,9 +44,9 @@ from halfstep.quant.scaling import from_text
 
 def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.round_to` into `out`."""
-    if isinstance(format, Posit) and posit.supports(x, out, format, rounding):
-        posit.run(x, out, format)
-    elif here(x) and isinstance(format, Posit) and gpu_posit.takes(x, out, format, rounding):
+    if isinstance(format, Posit) and posit.run(x, out, format, rounding):
+        return
+    if here(x) and isinstance(format, Posit) and gpu_posit.takes(x, out, format, rounding):
         gpu_posit.run(x, out, format)
     elif cast.supports(x, out, format, rounding, overflow):
         cast.run(x, out, format, rounding, overflow, number(seed))
@@ -85,9 +85,9 @@ def round_scaled_into(
 
 def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.encode` into `out`."""
-    if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
-        posit.run_encode(x, out, format)
-    elif here(x) and isinstance(format, Posit) and gpu_posit.takes_codes(x, out, format, rounding):
+    if isinstance(format, Posit) and posit.run_encode(x, out, format, rounding):
+        return
+    if here(x) and isinstance(format, Posit) and gpu_posit.takes_codes(x, out, format, rounding):
         gpu_posit.run(x, out, format)
     elif not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
         out.copy_(quant.encode(x, format, rounding, overflow, seed))
@@ -194,8 +194,8 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         decode_into(stored.contiguous().view(out.shape), out, format)
     elif scales is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
         dequantize.run(quantized.tensors, out, format, scales)
-    elif scales is not None and tiles.supports_decode(quantized, out):
-        tiles.run_decode(quantized, out, scales)
+    elif scales is not None and tiles.run_decode(quantized, out, scales):
+        return
     elif here(out) and gpu_dequantize.takes(quantized.tensors, out, quantized.quantizer):
         gpu_dequantize.run(quantized.tensors, out, quantized.quantizer)
     elif not blank(quantized.codes, out):

@@ -18,7 +18,7 @@ from halfstep.ops.code_tensor import parameter as code_parameter
 from halfstep.optim.classes import Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.lowbit import LowBit
-from halfstep.optim.rules.adamw import adamw
+from halfstep.optim.rules.adam import adamw
 from halfstep.optim.rules.base import never
 from halfstep.optim.together import Together
 from halfstep.recipe import DTYPES, Recipe, get_recipe

@@ -17,10 +17,9 @@ from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
 from halfstep.optim import shard_codes
-from halfstep.optim.changed import Changed
+from halfstep.optim.changed import Changed, as_ours
 from halfstep.optim.checks import check_state, check_subspace
 from halfstep.optim.coded import CodedWeight
-from halfstep.optim.foreign import as_ours
 from halfstep.optim.plan import Plan, plan_of
 from halfstep.optim.rules import moment_names
 from halfstep.optim.rules.base import RULE, UpdateRule

@@ -39,32 +39,26 @@ class Cutting(NamedTuple):
     bits: Any
 
 
-def supports(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
-    """Whether `run` can round `x` into `out`: contiguous CPU tensors of one shape, the same one or apart in memory."""
-    return (
-        knows(format, rounding)
-        and plain(x)
-        and plain(out)
-        and x.shape == out.shape
-        and holds(format, x.dtype, out.dtype)
-        and separate(x, out)
-    )
-
-
-def run(x: Tensor, out: Tensor, format: Posit) -> None:
-    """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`."""
+def run(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
+    """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`. False where that is not done
+    here: it takes contiguous CPU tensors of one shape, the same one or apart in memory."""
+    if not knows(format, rounding) or not plain(x) or not plain(out) or x.shape != out.shape:
+        return False
+    if not holds(format, x.dtype, out.dtype) or not separate(x, out):
+        return False
     _values(x.numel(), array(x), None if x.data_ptr() == out.data_ptr() else array(out), scalars(format))
+    return True
 
 
-def supports_encode(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
-    """Whether `run_encode` can write the codes of `x` to `out`: contiguous CPU tensors of one shape."""
-    known = knows(format, rounding) and plain(x) and x.shape == out.shape
-    return known and plain(out, _CONTAINERS[format.storage_bits])
-
-
-def run_encode(x: Tensor, out: Tensor, format: Posit) -> None:
-    """Write the codes of `x`, rounded as by `run`, to `out`."""
+def run_encode(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
+    """Write the codes of `x`, rounded as by `run`, to `out`. False where that is not done here: it takes contiguous CPU
+    tensors of one shape."""
+    if not knows(format, rounding) or not plain(x) or x.shape != out.shape:
+        return False
+    if not plain(out, _CONTAINERS[format.storage_bits]):
+        return False
     _codes(x.numel(), array(x), array(out), scalars(format))
+    return True
 
 
 def knows(format: Format, rounding: str) -> bool:

@@ -64,28 +64,21 @@ def run(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, s
     return bool(((multiplier * format.smallest < 2.0**-126) & (amax > 0)).any())
 
 
-def supports_decode(quantized: Quantized, out: Tensor) -> bool:
-    """Whether `run_decode` can write the values to `out`: plain CPU tensors, scales beside codes and nothing else.
+def run_decode(quantized: Quantized, out: Tensor, scales: Scales) -> bool:
+    """Write the values of `quantized`, which has these scales, to `out`. False where that is not done here: it takes
+    plain CPU tensors, scales beside codes and nothing else.
 
     Into bf16, where a value times its scale is rounded once, only if both are exact there.
     """
-    format, scales = quantized.quantizer.format, quantized.quantizer.scales
-    if scales is None or quantized.tensors.keys() != {"codes", "scale"}:
-        return False
+    tile, (rows, columns), format = scales.tile, quantized.matrix_shape, quantized.quantizer.format
     exact = scales.rule.exact and format.significant_bits <= 8
     dtypes = (torch.float32, torch.bfloat16) if exact else (torch.float32,)
-    if not plain(out, *dtypes):
+    if quantized.tensors.keys() != {"codes", "scale"} or not plain(out, *dtypes):
         return False
-    return codes.supports_decode(
-        quantized.codes, out.view(quantized.matrix_shape), format, packed=format.bits in (4, 6)
-    )
-
-
-def run_decode(quantized: Quantized, out: Tensor, scales: Scales) -> None:
-    """Write the values of `quantized`, which has these scales, to `out`."""
-    tile, (rows, columns) = scales.tile, quantized.matrix_shape
-    format, matrix = quantized.quantizer.format, out.view(rows, columns)
-    codes.run_decode(quantized.codes, matrix, format, packed=format.bits in (4, 6))
+    matrix, packed = out.view(rows, columns), format.bits in (4, 6)
+    if not codes.supports_decode(quantized.codes, matrix, format, packed):
+        return False
+    codes.run_decode(quantized.codes, matrix, format, packed)
     scale = scales.rule.multiplier(quantized.tensors, format)
     high, wide = tile.rows or max(rows, 1), tile.columns or max(columns, 1)
     if rows % high == 0 and columns % wide == 0:
@@ -96,6 +89,7 @@ def run_decode(quantized: Quantized, out: Tensor, scales: Scales) -> None:
     matrix.mul_(scale.to(out.dtype)).clamp_(-limit, limit)
     if bool((scale == 0).any()):  # a tile of zeros, whatever its codes mean
         matrix.masked_fill_(scale == 0, 0.0)
+    return True
 
 
 def _scaled(cut: Tensor, amax: Tensor, rule: Scaling, format: Format) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
 
     Args:
         form: `stored`, scales as the quantizer keeps them; `number`, in float32 what elements are multiplied by;
-            `swizzled`, as stored, in the order of `kernels.scale_layouts.swizzled`, the rest 0.
+            `swizzled`, as stored, in the order of `kernels.units_mm.swizzled`, the rest 0.
         outer: scales with the stride 1 from row to row: as Hopper's tensor cores take those of tiles of 1x128.
     """
     both = []

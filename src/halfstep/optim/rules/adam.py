@@ -1,4 +1,4 @@
-"""Adam, with weight decay added to the gradient (L2)."""
+"""Adam, with weight decay added to the gradient (L2); and AdamW, whose decay is applied to the weight."""
 
 import math
 from collections.abc import Mapping
@@ -70,3 +70,6 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
 
 
 adam = adam_rule("adam", torch.optim.Adam, decoupled=False)
+
+
+adamw = adam_rule("adamw", torch.optim.AdamW, decoupled=True)
