@@ -60,8 +60,7 @@ def assert_quantises(x, quantizer, seed=None, dtypes=BOTH):
         kernel.run_values(x, out, *how, seed)
         same_bits(out, expected.dequantize(dtype))
         back = torch.empty(x.shape, dtype=dtype)
-        assert dequantize.supports(tensors, back, quantizer)
-        dequantize.run(tensors, back, quantizer.format, quantizer.scales)
+        assert dequantize.run(tensors, back, quantizer)
         same_bits(back, out)
 
 
@@ -181,7 +180,7 @@ def test_every_code_of_a_byte_is_decoded_as_the_reference_decodes_it():
         quantized.tensors["codes"].view(torch.uint8)[:, 3] = torch.arange(256, dtype=torch.uint8)
         quantized.tensors["scale"].fill_(scale)
         out = torch.empty(256, 16)
-        dequantize.run(quantized.tensors, out, quantizer.format, quantizer.scales)
+        assert dequantize.run(quantized.tensors, out, quantizer)
         same_bits(out, quantized.dequantize(torch.float32))
 
 
@@ -205,5 +204,5 @@ def test_finite_codes_under_any_scale_are_decoded_as_the_reference_decodes_them(
         scale[-1, -1] = 1
         for dtype in (torch.float32, torch.bfloat16):
             out = torch.empty(quantized.shape, dtype=dtype)
-            dequantize.run(quantized.tensors, out, format, quantizer.scales)
+            assert dequantize.run(quantized.tensors, out, quantizer)
             same_bits(out, quantized.dequantize(dtype))

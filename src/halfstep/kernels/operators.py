@@ -192,11 +192,12 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
     if scales is None and out.is_contiguous():
         stored = unpack(quantized.codes, format.bits, quantized.matrix_shape[1], format.high_nibble_first)
         decode_into(stored.contiguous().view(out.shape), out, format)
-    elif scales is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
-        dequantize.run(quantized.tensors, out, format, scales)
-    elif scales is not None and tiles.run_decode(quantized, out, scales):
         return
-    elif here(out) and gpu_dequantize.takes(quantized.tensors, out, quantized.quantizer):
+    if dequantize.run(quantized.tensors, out, quantized.quantizer):
+        return
+    if scales is not None and tiles.run_decode(quantized, out, scales):
+        return
+    if here(out) and gpu_dequantize.takes(quantized.tensors, out, quantized.quantizer):
         gpu_dequantize.run(quantized.tensors, out, quantized.quantizer)
     elif not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)

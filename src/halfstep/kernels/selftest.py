@@ -249,8 +249,7 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     if x.dim() == 2 and panels.supports_view(turned := x.t().contiguous().t(), back, quantizer):
         panels.run_view(turned, back, format, scales)
         yield expected.dequantize(torch.float32), back, x, f"{words}, values down columns"
-    if dequantize.supports(expected.tensors, back, quantizer):
-        dequantize.run(expected.tensors, back, format, scales)
+    if dequantize.run(expected.tensors, back, quantizer):
         yield expected.dequantize(torch.float32), back, x, f"{words}, dequantised"
 
 

@@ -46,14 +46,11 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     width = tile.columns or columns
     blocks = tile.rows == 1 and width in _LEVELS
     ruled = rule.quotient or (blocks and scales.knows_rule(format, rule))
-    return ruled and _knows_element(format) and columns % width == 0 and width % _BLOCK == 0
-
-
-@cache
-def _knows_element(format: Format) -> bool:
-    if isinstance(format, Codebook):
-        return format.ties == "lower"
-    return scales.knows(format) and format.max == -format.min
+    if not ruled or columns % width or width % _BLOCK:
+        return False
+    return (
+        format.ties == "lower" if isinstance(format, Codebook) else scales.knows(format) and format.max == -format.min
+    )
 
 
 class Rows:

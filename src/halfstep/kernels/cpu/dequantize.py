@@ -21,21 +21,16 @@ from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, lanes, nearest_
 from halfstep.kernels.cpu.packing import unpack
 from halfstep.kernels.cpu.scales import larger, power_bits
 from halfstep.quant.quantizer import Quantizer
-from halfstep.quant.scales import Scales
 
 
-def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run` can write the values to `out`: contiguous CPU tensors, fp32 or bf16, rows of whole blocks."""
-    return (
-        plain(out, torch.float32, torch.bfloat16)
-        and out.dim() > 0
-        and blocks.knows(quantizer, out.shape[-1])
-        and all(plain(t, t.dtype) for t in tensors.values())
-    )
-
-
-def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales) -> None:
-    """Write the values of `tensors` (`codes`, `scale` ...), which have the layout of these scales, to `out`."""
+def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
+    """Write the values of `tensors` (`codes`, `scale` ...), which have the quantizer's layout, to `out`. False where
+    that is not done here: it takes contiguous CPU tensors, fp32 or bf16, rows of whole blocks."""
+    format, scales = quantizer.format, quantizer.scales
+    if scales is None or not plain(out, torch.float32, torch.bfloat16) or not out.dim():
+        return False
+    if not blocks.knows(quantizer, out.shape[-1]) or not all(plain(t, t.dtype) for t in tensors.values()):
+        return False
     whole = tensors["scale"].view(-1)
     stored = (whole.float() if scales.rule.narrow else whole).numpy()
     if scales.rule.exact:
@@ -49,6 +44,7 @@ def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales)
         scale = stored
     levels = blocks.levels(scales.tile)
     _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), meaning(format), packing.shifts(format))
+    return True
 
 
 @cache
