@@ -58,8 +58,8 @@ class Changed:
         alike = all(formats.get(name) == own for name, own in labels(coded).items()) and bool(master.keeps)
         for name, dtype in master.keeps.items():
             value = saved.get(name)
-            alike = alike and isinstance(value, Tensor) and value.dtype == dtype
-            alike = alike and (bool(coded) or value.shape == parameter.shape)
+            same = isinstance(value, Tensor) and value.dtype == dtype and (coded or value.shape == parameter.shape)
+            alike = alike and bool(same)
         state = {name: value for name, value in saved.items() if name not in masters or alike}
         self._dropped += bool(masters) and not alike
         self._begun += bool(master.keeps) and not alike

@@ -101,7 +101,11 @@ def run_view(x: Tensor, out: Tensor, format: Format, scales: Scales) -> bool:
 
     Returns whether some may be below 2^-126, but not 0.
     """
-    known = array(rows.run_amax(x.t(), None, 0)) if scales.tile == ROW else None
+    known = None
+    if scales.tile == ROW:
+        found = rows.run_amax(x.t(), None, 0)
+        assert found is not None
+        known = array(found)
     high, ruled = scales.tile.columns or _ROW, ruled_by(format, scales.rule, values=True)
     sides = (_TALL, WIDTH), (high, 1)
     numbers, turn = numbers_of(format, "nearest_even"), (np.uint32(0),) * (high.bit_length() - 1)

@@ -37,7 +37,9 @@ def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | No
     tensor's scale, which is also written to `tensor_scale`; E4M3's numbers, and whether scales go up."""
     rule = scales.rule
     assert isinstance(rule, TwoLevel)
-    largest = amax.run(x) if x.numel() else torch.zeros((), dtype=torch.float32, device="cpu")
+    largest = amax.run(x)
+    if largest is None:  # x is empty
+        largest = torch.zeros((), dtype=torch.float32, device="cpu")
     known = largest.item()
     if rule.clips and isfinite(known):  # the rule's own formula, without torch, which takes longer than a row of x
         scale = tensor_scale_of(known, format)
