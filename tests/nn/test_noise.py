@@ -236,7 +236,7 @@ def test_keys_outlive_what_is_done_to_a_model():
 
 
 def test_two_stages_share_the_steps():
-    staged = halfstep.recipe.files(get_recipe("nvfp4"), halfstep.recipe.Stage(get_recipe("mxfp4-rht"), 2))
+    staged = halfstep.recipe.chain(get_recipe("nvfp4"), halfstep.recipe.Stage(get_recipe("mxfp4-rht"), 2))
     setup = prepared(staged)
     train(*setup, 3)
     saved = [each.state_dict() for each in setup]
