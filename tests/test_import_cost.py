@@ -48,6 +48,7 @@ def test_no_compiler_where_nothing_is_compiled_by_torch():
     assert "torch._dynamo" not in result.stdout
 
 
+@pytest.mark.slow
 def test_every_room_that_the_pages_name_is_an_attribute_of_the_package():
     pages = Path(__file__).parent.parent.glob("**/*.md")
     text = "\n".join(page.read_text() for page in [*pages] if not {".venv", "_build"} & {*page.parts})

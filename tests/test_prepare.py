@@ -27,7 +27,8 @@ def stalls(weights, master=None, rounding="nearest_even", times=4096):
     return weight.weight.item(), optimizer.state[weight.weight].get("master")
 
 
-@pytest.mark.parametrize("weights", [pytest.param("fp16", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp16", "bf16"])
 def test_16_bit_weights_alone_stall_where_a_master_arrives(weights):
     assert stalls(weights) == (1.0, None)
     value, master = stalls(weights, "fp32")

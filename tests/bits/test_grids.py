@@ -207,7 +207,8 @@ def test_values_that_come_again_count_once():
     assert fit_tiles(places(few), bf16) is None
 
 
-@pytest.mark.parametrize("levels", [4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [4, 6])
 def test_evidence_is_no_more_than_chance_allows(levels):
     """Of random mantissas at most 2^-10 reach 10 bits, all formats and scales together."""
     bf16, rng, trials = formats.get("bf16", Float), np.random.default_rng(levels), 4000

@@ -33,6 +33,7 @@ def test_a_factor_before_the_scale_changes_no_code_and_one_in_its_target_does(mu
     assert lower.quantize(g).scale.item() == quantizer.quantize(g).scale.item() - torch.tensor(mu).log2().int().item()
 
 
+@pytest.mark.slow
 def test_the_sum_of_sixteen_ranks_saturates_until_the_factor_makes_room():
     """Published: 6.4, 11.4, 21.8, 24.0 and 24.0 dB for other gradients; the controller reaches 23 dB after 3 steps."""
     g = fp8lm.shards(16, 4096)

@@ -248,6 +248,7 @@ assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 """
 
 
+@pytest.mark.slow
 def test_a_rule_is_fused_without_another_line(start):
     """Two moments: bit for bit its own formula on tensors, and torch's optimizer up to the order of roundings."""
     done = run(start + FUSED)

@@ -18,7 +18,6 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import halfstep
-from families import slow_unless
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.integrations.lightning import HalfstepPrecision
 from tiny import adamw, assert_same, batch, mlp
@@ -332,7 +331,8 @@ class CalledWhole(Module):
         return F.mse_loss(self(x).float(), y)
 
 
-@pytest.mark.parametrize("recipe", slow_unless("fp8-delayed".__eq__, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", QUICK)
 def test_a_compiled_module_is_the_module(recipe):
     graphs = []
 

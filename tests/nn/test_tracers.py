@@ -79,7 +79,7 @@ def test_export_for_any_batch(recipe):
         assert float((few - expected).norm()) <= 0.05 * float(expected.norm())
 
 
-@pytest.mark.quick("nvfp4")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
 @pytest.mark.parametrize("recipe", EVERY)
 def test_compiled_for_any_size_from_the_beginning(recipe):

@@ -97,7 +97,8 @@ def adopted():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("make", [pytest.param(layers, marks=pytest.mark.slow), adopted])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [layers, adopted])
 def test_a_traced_graph_keeps_the_factors_of_gains(make):
     """Under a recipe that keeps what norms save in codes. The norm's own gradients are not those of the codes there."""
     found = []

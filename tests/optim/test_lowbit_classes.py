@@ -278,6 +278,7 @@ def test_a_gradient_that_has_no_moments_takes_no_other_element_with_it(recipe):
         assert (kernels[others] - stock[others]).abs().max() < 0.01
 
 
+@pytest.mark.slow
 @for_each("rule", [halfstep.optim.Lion, lambda p, lr: torch.optim.SGD(p, lr, 0.9), torch.optim.RMSprop])
 def test_the_same_of_other_rules(rule):
     model = nn.Linear(512, 8, bias=False)
