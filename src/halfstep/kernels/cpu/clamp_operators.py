@@ -164,7 +164,7 @@ def estimate_into(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor 
     if factor is None and scales is not None and scales.rule.linear and not scales.rule.two_level:
         factor = scales.rule.factor(scales.tile.reduce(x.abs(), "amax").float(), format)
     factor = x.new_ones((), dtype=torch.float32) if scales is None else factor
-    if factor is not None and x.dim() == 2:
+    if factor is not None and x.dim() == 2 and x.numel():
         high, wide = (scales.tile.rows or x.shape[0], scales.tile.columns or x.shape[1]) if scales else x.shape
         by_tile = factor.reshape(-1, factor.shape[-1] if factor.dim() else 1)
         if slopes.run(grad, x, by_tile, high, wide, format, estimator):

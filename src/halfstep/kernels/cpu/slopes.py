@@ -47,7 +47,7 @@ def knows(format: Format) -> bool:
 def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: Format, estimator: Estimator) -> bool:
     """Multiply `grad` by f'(x * factor), where a factor is that of a tile, `high` x `wide`: (tile rows, columns). False
     where that is not done here: it takes contiguous CPU matrices, the gradient in float32."""
-    if not plain(grad, torch.float32) or not plain(x) or grad.shape != x.shape or not x.numel():
+    if not plain(grad, torch.float32) or not plain(x) or grad.shape != x.shape:
         return False
     if factor.dtype != torch.float32 or not knows(format):
         return False
