@@ -66,15 +66,10 @@ def prepare(
 
     None unless all are dense contiguous CPU tensors, rounded to nearest (bf16: stochastic too). The function returns
     False where a moment under one scale grew beyond what the kernel takes, or is not finite: then nothing was touched.
-
-    Args:
-        names: of the moments that are one number a tensor, and of those of every element, as the program has them.
-        grad: one like those that the function will be given.
+    `names` are those of moments of one number a tensor, and of every element; gradients will be like `grad`.
     """
-    one_each, each = names
-    size, twice = weight.numel(), master == "none"
-    floats, shared = [weight, grad], []
-    codes: list[Coded] = []
+    (one_each, each), size, twice = names, weight.numel(), master == "none"
+    floats, shared, codes = [weight, grad], [], list[Coded]()
     taken: dict[str, Moment] = {}
     for name, moment in moments.items():
         if name in one_each and isinstance(moment, Tensor):
@@ -88,11 +83,9 @@ def prepare(
             taken[name] = codes[-1]
         else:
             return None
-    if master not in KEPT or grad.is_neg():
+    odd = rounding != "nearest_even" and (rounding != "stochastic" or weight.dtype != torch.bfloat16)
+    if odd or master not in KEPT or grad.is_neg():
         return None
-    for t in floats:
-        if t.dtype not in _FLOATS:
-            return None
     for t in (*floats, *kept.values()):
         if (type(t) not in _PLAIN and not hasattr(t, "fake_mode")) or not t.is_cpu or t.layout != torch.strided:
             return None
@@ -101,8 +94,9 @@ def prepare(
     for one in shared:
         if not one.is_cpu or one.dtype != torch.float32:
             return None
-    if rounding != "nearest_even" and (rounding != "stochastic" or weight.dtype != torch.bfloat16):
-        return None
+    for t in floats:
+        if t.dtype not in _FLOATS:
+            return None
     for moment in codes:
         if not moment.supported or (moment.whole and not twice) or moment.parts["codes"].numel() != size:
             return None
