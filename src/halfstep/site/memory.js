@@ -9,7 +9,7 @@
   };
   const rowOf = (model, recipe) => {
     const found = rows[models[model].rows[recipes.findIndex((each) => each.name === recipe)]];
-    return typeof found === "string" ? found : Object.fromEntries(columns.map((name, i) => [name, found[i]]));
+    return typeof found === "string" ? found.replace("{recipe}", `'${recipe}'`) : Object.fromEntries(columns.map((name, i) => [name, found[i]]));
   };
   const grouped = (n) => n.toString().replace(/\B(?=(\d{3})+$)/g, ",");
   const GIB = 2n ** 30n, MIB = 2n ** 20n;

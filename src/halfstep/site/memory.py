@@ -2,7 +2,7 @@
 
 An account of a large model takes minutes, so they are kept in memory.json, which `python docs/memory_tables.py` writes.
 Blocks of a model are alike, and every byte here is some parameter's or buffer's: two models of few blocks say what one
-more takes.
+more takes. Recipes that count blocks from an end are measured on the whole model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from halfstep.recipe import get_recipe, list_recipes
 ROLES = "weights", "buffers", "gradients", "master", "states", "scales", "state_scales"
 COLUMNS = "parameters", "trained", *ROLES
 """What a row of the table holds: two counts, then the bytes of each role on a device that holds everything."""
+RECIPE = "{recipe}"
+"""What the page's script puts the recipe's name for, so that recipes which say the same share a row."""
 _DEPTHS = "num_hidden_layers", "n_layer"
 _FEW = 1, 2
 
@@ -31,7 +33,7 @@ def measure(model: str, recipe: str) -> list[int] | str:
     config = architectures()[model]["config"]
     depth = next((key for key in _DEPTHS if key in config), None)
     try:
-        if depth is None:
+        if depth is None or any(rule.blocks for rule in get_recipe(recipe).rules):  # which count from an end
             return _row(_account(model, recipe))
         few, more = (_row(_account(model, recipe, **{depth: blocks})) for blocks in _FEW)
     except HalfstepError as error:
@@ -79,7 +81,8 @@ def table() -> dict[str, Any]:
                 f"site/memory.json has no row of {model} for {', '.join(lacking[:3])}{' ...' * (len(lacking) > 3)}; "
                 "`python docs/memory_tables.py` in the repository adds what it lacks"
             )
-        numbers = [rows.setdefault(json.dumps(measured[model][name]), len(rows)) for name in names]
+        said = [json.dumps(measured[model][name]).replace(f"'{name}'", RECIPE) for name in names]
+        numbers = [rows.setdefault(each, len(rows)) for each in said]
         models[model] = {"source": row["source"], "rows": numbers}
     recipes = [{"name": name, "summary": get_recipe(name).summary} for name in names]
     return {"columns": COLUMNS, "models": models, "recipes": recipes, "rows": [json.loads(row) for row in rows]}

@@ -46,7 +46,7 @@ def to_html(base: KnowledgeBase) -> str:
         loader=FunctionLoader(part),
     )
     environment.filters["printable"] = printable
-    style, code = part("page.css"), script()
+    style, code = _trimmed(part("page.css")), script()
     data: dict[str, Any] = {"kb": kb.checker(base), "formats": table(), "memory": memory.table()}
     said = json.dumps(data, separators=(",", ":"))
     return environment.get_template("page.html").render(
@@ -70,8 +70,12 @@ def space(title: str = "halfstep", file: str = "index.html") -> str:
 
 def script(names: tuple[str, ...] = _SCRIPTS) -> str:
     """The page's JavaScript, or some files of it, without indents and lines that are comments."""
-    lines = "\n".join(part(f"{name}.js") for name in names).splitlines()
-    return "\n".join(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("//"))
+    return _trimmed("\n".join(part(f"{name}.js") for name in names))
+
+
+def _trimmed(text: str) -> str:
+    lines = (line.strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
 def part(name: str) -> str:
