@@ -1,4 +1,4 @@
-"""What hangs on the processor, tested as if on other processors: `make test-cpus`.
+"""What depends on the processor, tested as if on other processors: `make test-cpus`.
 
 A cell is a setting of one library that computes here (torch, oneDNN below its products, MKL, numba), or of the threads.
 In each the tests marked `cpu` run (those with the fixture `products` are), and `halfstep doctor` holds every kernel

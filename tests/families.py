@@ -72,7 +72,7 @@ def mark_slow(items, whole):
 def in_turn(*families):
     """Cases of the families' product: each member of the longest once, with the others' in turn.
 
-    For `slow_unless`, where the paths of one family do not hang on another's: every member of each is in a fast test.
+    For `slow_unless`, where the paths of one family do not depend on another's: every member of each is in a fast test.
     """
     turns = range(max(map(len, families)))
     return [tuple(family[turn % len(family)] for family in families) for turn in turns]

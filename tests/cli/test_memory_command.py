@@ -138,7 +138,7 @@ def test_a_safetensors_file_tells_all_but_activations(memory, tmp_path):
 
 
 def test_a_safetensors_file_under_recipes_that_round_layers(memory):
-    """What is kept does not hang on products; where it hangs on which matrices are layers', that is an error."""
+    """What is kept does not depend on products; where it depends on which matrices are layers', that is an error."""
     save_file({"a": torch.zeros(64, 128)}, "w.safetensors")
     kept = as_data(memory("w.safetensors", "--recipe", "coat", "--json"))["recipes"][0]["bytes"]
     assert kept["weights"] == kept["gradients"] == 4 * 64 * 128

@@ -55,7 +55,7 @@ def assert_one_pass(x, name, monkeypatch, dtype=torch.bfloat16, expects=True):
         expected = operand(x, quantizer, dtype, signs=signs, dim=dim)
         assert torch.equal(torch.rand(()), after)
     assert found.values.dtype == expected.values.dtype
-    assert found.values.stride() == expected.values.stride() or 1 in found.values.shape  # a product's sums hang on it
+    assert found.values.stride() == expected.values.stride() or 1 in found.values.shape  # a product's sums depend on it
     same_bits(found.values, expected.values)
     assert (found.scale is None) == (expected.scale is None)
     if found.scale is not None:

@@ -104,7 +104,7 @@ POWERS = {"fp8-amax", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3"}
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("names", fast_and_every(RECIPES, {"mxfp8", "fp8-rowwise", "fp8-current"}))
 def test_which_recipes_do_not_depend_on_the_batch(names):
-    """Over batch sizes and padding: by no more than float32's own sums do, whose order hangs on the size of a call."""
+    """Over batch sizes and padding: by no more than float32's own sums do, whose order depends on a call's size."""
     model, x = Causal(), tokens(6, 12)
     model.wte.weight.data[0] *= 3
     x[1:][x[1:] == 0], x[0, 5:] = 1, 0  # a token that is larger than all others, in one row

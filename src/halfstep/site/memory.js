@@ -22,6 +22,7 @@
     const words = ["halfstep", "memory", asked.model, "--recipe", asked.recipe];
     const ranks = Number(asked.dp), zero = Number(asked.zero);
     at("memory-command").replaceChildren();
+    at("memory-source").textContent = models[asked.model].source;
     if (!/^\d{1,7}$/.test(asked.dp) || ranks < 1) return wrong(`${asked.dp || "No number of"} devices given; expected a whole number, at least 1.`);
     if (zero && ranks === 1) return wrong(`Stage ${zero} shards over devices, and there is one: say over how many.`);
     const row = rowOf(asked.model, asked.recipe);
@@ -53,7 +54,6 @@
       element("p", `${asked.model}: ${grouped(BigInt(row.parameters))} parameters; AdamW. ${recipe.name}: ${recipe.summary}`),
       page.scroll("Bytes by role", table),
     );
-    at("memory-source").textContent = models[asked.model].source;
   };
   at("memory-form").addEventListener("input", () => { answer(asking()); page.link("memory", asking()); });
   at("memory-form").addEventListener("submit", (event) => event.preventDefault());
