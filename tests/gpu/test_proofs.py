@@ -199,3 +199,15 @@ def test_kernels_use_nothing_that_is_not_exact_everywhere(file):
     assert not [node.lineno for node in nodes if isinstance(node, ast.Div)]
     used = {(node.lineno, node.attr) for node in nodes if isinstance(node, ast.Attribute) and node.attr in CONVERSIONS}
     assert not {(line, name) for line, name in used if (file.stem, name) not in ON_A_GPU}
+
+
+@pytest.mark.slow
+def test_the_hosts_benchmark_runs_without_a_gpu():
+    """Its own columns name what each row took, and launches are those of a native layer: two a matrix, or one."""
+    run = process("../../benchmarks/host.py", PINNED, "--rounds", "1")
+    assert run.returncode == 0, run.stderr[-3000:]
+    launches = {line.split()[0]: float(line.split()[2]) for line in run.stdout.splitlines()}
+    assert {name: launches[name] for name in ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")} == {
+        "fp8-current": 6, "fp8-delayed": 6, "fp8-rowwise": 6, "fp8-block": 3,
+    }  # fmt: skip
+    assert launches["update"] == launches["bf16-stochastic"] == 2

@@ -47,7 +47,7 @@ class Histories:
 
     def advance(self, skipped: bool | Tensor) -> None:
         """End an optimizer step for all of them: of a `skipped` one only the amaxes are forgotten."""
-        now = [state.data_ptr() for state in self._states]
+        now = list(map(Tensor.data_ptr, self._states))
         if now != self._addresses:
             left, self._places, self._addresses = iter(now), [], now
             for states, _, _ in self._groups:

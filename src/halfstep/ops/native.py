@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.gpu import layouts
-from halfstep.kernels.gpu.blocks import largest_both
+from halfstep.kernels.gpu.blocks import Largest
 from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.unit_kinds import NUMBERS, ROWS_OF_128, TENSORS, Kind, dtype_of, kind_of
 from halfstep.kernels.units_mm import Side, units_mm
@@ -119,10 +119,11 @@ class Rounding:
         self._scales = list(zip(grids, strides, strict=True))
         form = "whole" if kind is TENSORS else "number"
         self._both = layouts.Both(quantizer, shape, dtype, device, form, strides)
+        self._largest = None if kind is TENSORS else Largest(quantizer, shape, dtype, device, both=True)
 
     def __call__(self, x: Tensor, state: Tensor | None, record: bool) -> tuple[Side, Side]:
         one, other = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
-        if self.kind is TENSORS:
+        if self._largest is None:
             scale = turned_scale = torch.empty((), dtype=torch.float32, device=self._device)
             factor, amax, found = yet_to_form(x, self._quantizer.format, self._rule, state, record)
             self._both(x, (one, scale, None), (other, scale, None), found, None, factor, amax)
@@ -130,7 +131,7 @@ class Rounding:
             scale, turned_scale = (
                 torch.empty_strided(*laid, dtype=torch.float32, device=self._device) for laid in self._scales
             )
-            self._both(x, (one, scale, None), (other, turned_scale, None), *largest_both(x, self._quantizer))
+            self._both(x, (one, scale, None), (other, turned_scale, None), *self._largest(x))
         return Side(one, self.kind, scale), Side(other, self.kind, turned_scale)
 
 

@@ -17,7 +17,7 @@ from halfstep.formats import Format
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.gpu import amax, dequantize, quantizers
 from halfstep.kernels.gpu.cut import WARPS, Cut, cut
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
+from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, prepared
 from halfstep.quant import Quantizer
 from halfstep.quant.cast import encode
 from halfstep.quant.quantizer import layout, matrix_shape
@@ -75,40 +75,59 @@ def run_values(
 def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     """The bits of the largest magnitudes that scales need before the pass that rounds: of the whole tensor, of each row
     or each column; of two levels, of the finite tiles. None where none are needed."""
-    return _largest(x, quantizer, False)[0]
+    return Largest(quantizer, tuple(x.shape), x.dtype, x.device)(x)[0]
 
 
 def largest_both(x: Tensor, quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
     """The same, and what `quantizer` needs of the transposed matrix."""
-    assert quantizer.scales is not None
-    tile = quantizer.scales.tile
-    if tile == ROW:
-        return _largest(x, quantizer, True)
-    found = largest(x, quantizer)
-    return found, found if tile.rows == tile.columns else largest(x, quantizer.down)
+    return Largest(quantizer, tuple(x.shape), x.dtype, x.device, both=True)(x)
 
 
-def _largest(x: Tensor, quantizer: Quantizer, columns: bool) -> tuple[Tensor | None, Tensor | None]:
-    """`columns`: those of columns beside those of rows."""
-    told, scales = quantizers.known(quantizer), quantizer.scales
-    assert told is not None
-    assert scales is not None
-    made = cut(tuple(x.shape), scales.tile, 8)  # no code is packed
-    assert made is not None
-    two_level = told[0].kind == "two_level"
-    if all(made.tile) and not two_level:
-        return None, None
-    if not any(made.tile):
-        return amax.run(x).view(torch.int32), None
-    count = 1 if two_level else made.rows if made.tile[0] else made.columns
-    whole = torch.zeros(count + made.columns * columns, dtype=torch.int32, device=x.device)
-    found, across = (whole[:count], whole[count:]) if columns else (whole, None)
-    launch(
-        functions("maxima").maxima, made.programs, bits(x), found, across, made.rows, made.columns // made.unit,
-        device=x.device, warps=WARPS, SOURCE=KINDS[x.dtype], FINITE=two_level, H=made.tile[0], W=made.tile[1],
-        UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
-    )  # fmt: skip
-    return found, across
+class Largest:
+    """The launch that finds these magnitudes in tensors of one shape and dtype, with all decided that is alike for
+    them. It gives those of the tensor, and those of its transpose.
+
+    Args:
+        both: those of the transpose too.
+    """
+
+    def __init__(
+        self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, both: bool = False
+    ) -> None:
+        told, scales = quantizers.known(quantizer), quantizer.scales
+        assert told is not None
+        assert scales is not None
+        tile = scales.tile
+        made = cut(shape, tile, 8)  # no code is packed
+        assert made is not None
+        self._shared = both and tile.rows == tile.columns
+        self._turned = None
+        if both and not self._shared and tile != ROW:
+            self._turned = Largest(quantizer.down, shape, dtype, device)
+        two_level = told[0].kind == "two_level"
+        self._needed, self._whole = two_level or not all(made.tile), not any(made.tile)
+        if not self._needed or self._whole:
+            return
+        self._count = 1 if two_level else made.rows if made.tile[0] else made.columns
+        self._across = made.columns if both and tile == ROW else 0
+        self._sizes = made.programs, made.rows, made.columns // made.unit
+        self._launch = prepared(
+            functions("maxima").maxima, device, WARPS, as_bits=True, SOURCE=KINDS[dtype], FINITE=two_level,
+            H=made.tile[0], W=made.tile[1], UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        found = across = None
+        if self._needed and self._whole:
+            found = amax.run(x).view(torch.int32)
+        elif self._needed:
+            whole = torch.zeros(self._count + self._across, dtype=torch.int32, device=x.device)
+            found, across = (whole[: self._count], whole[self._count :]) if self._across else (whole, None)
+            programs, *sizes = self._sizes
+            self._launch(programs, x, found, across, *sizes)
+        if self._turned is not None:
+            across = self._turned(x)[0]
+        return found, found if self._shared else across
 
 
 def _single(quantizer: Quantizer) -> Quantizer | None:

@@ -104,18 +104,27 @@ class Launch:
 
     Args:
         as_bits: the kernel takes all tensors as integers (`bits`): calls need not.
+        varying: the places of the arguments that are not alike in all calls: a tensor or None, or one that may begin
+            elsewhere. None: all are asked.
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, warps: int = 4, as_bits: bool = False, **constants: Any
+        self,
+        kernel: Any,
+        device: torch.device,
+        warps: int = 4,
+        as_bits: bool = False,
+        varying: tuple[int, ...] | None = None,
+        **constants: Any,
     ) -> None:
-        self._kernel, self._device, self._as_bits = kernel, device, as_bits
+        self._kernel, self._device, self._as_bits, self._varying = kernel, device, as_bits, varying
         self._options = {**constants, "num_warps": warps, "enable_fp_fusion": False}
         self._values = [constants[name] for name in kernel.arg_names if name in constants]
         self._compiled: dict[tuple[bool | None, ...], Any] = {}
 
     def __call__(self, grid: int, *arguments: Any) -> None:
-        key = tuple([a.data_ptr() % 16 == 0 if isinstance(a, Tensor) else None for a in arguments])
+        asked = arguments if self._varying is None else [arguments[place] for place in self._varying]
+        key = tuple([a.data_ptr() % 16 == 0 if isinstance(a, Tensor) else None for a in asked])
         compiled, index = self._compiled.get(key), self._device.index
         if compiled is not None and grid and (index is None or index == torch._C._cuda_getDevice()):
             compiled[(grid, 1, 1)](*arguments, *self._values)
@@ -145,7 +154,13 @@ def _kind(argument: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def prepared(
-    kernel: Any, device: torch.device, warps: int = 4, as_bits: bool = False, kinds: object = None, **constants: Any
+    kernel: Any,
+    device: torch.device,
+    warps: int = 4,
+    as_bits: bool = False,
+    varying: tuple[int, ...] | None = None,
+    kinds: object = None,
+    **constants: Any,
 ) -> Launch:
     """The `Launch` of a kernel and constants, for arguments of those `kinds`: the same one for the same."""
-    return Launch(kernel, device, warps, as_bits, **constants)
+    return Launch(kernel, device, warps, as_bits, varying, **constants)

@@ -33,6 +33,10 @@ _ALONG = (0, 16, 32, 128)
 _SQUARES = (0, 16, 32, 128)
 _UNIT = 16
 
+_VARYING = 0, 4, 8, 9, 10
+"""The arguments of the kernel that its callers have or have not, or took from elsewhere: `x`, `found`, `turned_found`,
+`factor` and `amax`. The memory that it writes to was made for it."""
+
 Tensors = dict[str, Tensor]
 """What is kept of one copy: `codes`, `scale` ..."""
 
@@ -157,7 +161,7 @@ class Both:
         self._sizes = shape[0] // units[0], shape[1] // units[1]
         self._strides, self._grid = (*strides[0], *strides[1]), -(-shape[0] // _SIDE) * -(-shape[1] // _SIDE)
         self._launch = prepared(
-            functions("layouts").both, device, warps, as_bits=True,
+            functions("layouts").both, device, warps, as_bits=True, varying=_VARYING,
             R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None, SOURCE=KINDS[dtype],
             FORM=form, NOISY=noisy, H=tile.rows, W=tile.columns, ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE,
             ROWS=strip, COLUMNS=_SIDE,
