@@ -1,5 +1,6 @@
 """`halfstep doctor`: the paths on this machine, and kernels that differ from the reference."""
 
+import ast
 import json
 import re
 
@@ -10,9 +11,10 @@ from halfstep.cli import doctor
 from halfstep.kernels import selftest
 from halfstep.kernels import selftest_matrices as matrices
 from halfstep.kernels.cpu import cast, codes, optimizer, rows
-from halfstep.kernels.gpu import launch
+from halfstep.kernels.gpu import launch, source
 from halfstep.kernels.selftest import compare, outcomes
 from halfstep.optim import selftest as optim
+from halfstep.optim.rules import update_rules
 from halfstep.recipe import get_recipe
 
 
@@ -154,3 +156,22 @@ def test_a_triton_older_than_the_kernels_were_proven_with_is_not_tried(monkeypat
     assert answers["3.4.0"][1] == "reference: triton 3.4.0: the kernels need 3.6 or newer"
     assert answers["3.6.0"][0] is None
     assert "by kernel" in answers["3.6.0"][1]
+
+
+def test_the_source_of_an_update_rule_is_what_a_gpu_runs(run):
+    code, out, _ = run("doctor", "--source", "sgd")
+    assert code == 0
+    assert out.startswith("# torch.optim.SGD\n")
+    names = [node.name for node in ast.parse(out).body]
+    assert names == ["found", "moved"]
+    program = update_rules()["sgd"].options(torch.optim.SGD([torch.zeros(1)]).defaults).program
+    assert source.moving(program) in out
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("lamb", "'lamb' is no formula of one element"), ("adamww", "'adamww' is no update rule")]
+)
+def test_what_has_no_source_says_what_has(run, name, found):
+    code, _, err = run("doctor", "--source", name)
+    assert code == 2
+    assert f"{found}: kernels are made of adagrad, adam, adamw, lion, " in err

@@ -36,7 +36,13 @@ def offset(by):
 def test_a_launch_compiles_once_for_what_is_there_and_where_it_begins():
     kernel = Kernel()
     launch = Launch(kernel, torch.device("cpu"), B=4)
-    for x, scale in [(offset(0), None), (offset(0), None), (offset(1), None), (offset(0), offset(0)), (offset(1), None)]:
+    for x, scale in [
+        (offset(0), None),
+        (offset(0), None),
+        (offset(1), None),
+        (offset(0), offset(0)),
+        (offset(1), None),
+    ]:
         launch(2, x, scale)
     assert len(kernel.compiled) == 3
     assert [grid for grid, _ in kernel.ran] == [(2, 1, 1)] * 2

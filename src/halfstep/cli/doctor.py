@@ -21,6 +21,12 @@ def doctor(
         list[str] | None, typer.Argument(help="Recipes whose path to say, your own too. Left out: all named ones.")
     ] = None,
     as_json: Json = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE", help="Print the Triton source that is made of an update rule ('adamw'); test nothing."
+        ),
+    ] = None,
 ) -> None:
     """Say which path each recipe takes here and why, and test every kernel against the reference, bit for bit.
 
@@ -29,6 +35,9 @@ def doctor(
 
     Exit code 1: a kernel differs from the reference on this machine.
     """
+    if source is not None:
+        typer.echo(_source(source))
+        return
     import torch
 
     from halfstep.kernels import selftest as kernels
@@ -86,6 +95,28 @@ def doctor(
             fail(f"kernel {test.kernel}, {test.format}: {test.difference}. Do not train with it here; please report it")
     if wrong:
         raise typer.Exit(1)
+
+
+def _source(name: str) -> str:
+    """The functions that the GPU's optimizer kernels call, of a rule under its torch class's own options.
+
+    Raises:
+        OptimizerError: there is no rule of that name, or it is no formula of one element.
+    """
+    import torch
+
+    from halfstep.errors import OptimizerError
+    from halfstep.kernels.gpu.source import finding, moving
+    from halfstep.optim.rules import update_rules
+
+    made = {key: rule for key, rule in update_rules().items() if rule.options is not None}
+    if name not in made:
+        found = "is no formula of one element" if name in update_rules() else "is no update rule"
+        raise OptimizerError(f"{name!r} {found}: kernels are made of {', '.join(sorted(made))}")
+    kind = made[name].torch_class
+    own = made[name].options(kind([torch.zeros(1, dtype=torch.float32, device="cpu")]).defaults)  # type: ignore[misc,call-arg]
+    after_step = len(own.program.names) - 1 - len(own.numbers)
+    return f"# torch.optim.{kind.__name__}\n\n{finding(own.program, after_step)}\n\n{moving(own.program)}"
 
 
 def _machine() -> dict[str, str]:
