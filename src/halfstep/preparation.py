@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -20,7 +21,7 @@ from halfstep.nn.averages import watch_clones
 from halfstep.nn.codes import hold
 from halfstep.nn.decision import decide, keep_grads
 from halfstep.nn.dtypes import storable, wide_adapters
-from halfstep.nn.following import root_of
+from halfstep.nn.following import came_later, root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.plan import Plan
 from halfstep.nn.projections import projections
@@ -28,6 +29,7 @@ from halfstep.nn.ranks import Reduced, check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import end_watch
+from halfstep.nn.tuners import adapters_of
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
@@ -229,7 +231,7 @@ def _optimize(
     if applied.schedule is not None:
         applied.schedule.check(run.total_steps)
     trained = _check(root, optimizer, recipe)
-    _check_adapters(weakref.ref(root), trained.parameters)
+    _check_new(weakref.ref(root), trained.parameters, stacklevel=5)
     keep_grads(root)
     masters = full_weights(root, recipe, trained.parameters - known.keys())
     masters |= {p: full for p, full in known.items() if p in trained.parameters}
@@ -315,8 +317,9 @@ def _is_in_shared_memory(parameter: Tensor) -> bool:
     return plain and bool(parameter.is_shared())  # type: ignore[no-untyped-call]
 
 
-def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
-    """Refuse to train what `apply` would have stored in float32, had it been there then."""
+def _check_new(reference: Reference, trained: Collection[Tensor], stacklevel: int = 4) -> None:
+    """Refuse to train what `apply` would have stored in float32, had it been there then, and say which layers were not
+    there then."""
     model = reference()
     if model is None or part_of(model).applied is None:
         return
@@ -328,6 +331,26 @@ def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
                 "float32. PEFT gives one the dtype of what it adapts where autocast_adapter_dtype is False, and 0.18 "
                 "does in add_adapter. Cast each of its parameters first: parameter.data = parameter.data.float()"
             )
+    _warn_of_later(model, recipe, trained, stacklevel)
+
+
+def _warn_of_later(model: nn.Module, recipe: Recipe, trained: Collection[Tensor], stacklevel: int) -> None:
+    if recipe.weights == "fp32" and not any(rule.linear.rounds for stage in recipe.by_stage for rule in stage.rules):
+        return
+    later, is_adapter = set(came_later(model)), adapters_of(model)
+    found = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter in trained and not is_adapter(name) and model.get_submodule(name.rpartition(".")[0]) in later
+    ]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        warnings.warn(
+            f"{', '.join(found[:3])}{more} came to the model after recipe {recipe.name!r} was applied, and do not "
+            "follow it: they stay in the dtype that they have, and the products of their layers round nothing. Build "
+            "the whole model first, then call halfstep.prepare",
+            stacklevel=stacklevel,
+        )
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -370,7 +393,7 @@ def _optimized(
     own_part(model).applied = replace(applied, plan=planned)
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info("%s", planned if _LOGGER.isEnabledFor(logging.DEBUG) else planned.headline)
-    low_bit.check_new = partial(_check_adapters, reference)
+    low_bit.check_new = partial(_check_new, reference)
     if recipe.communication is not None or recipe.grads is not None:
         low_bit.check_reduced = Reduced(recipe, reference)
     steps.follow(low_bit)

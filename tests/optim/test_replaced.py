@@ -51,6 +51,32 @@ def test_parameters_replaced_after_prepare_are_refused(name, loaded):
         optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-stochastic", "fp8-current"])
+def test_a_layer_that_comes_after_prepare_is_trained_and_said_not_to_follow(name):
+    model, optimizer, scaler = prepared(name)
+    model.append(nn.Linear(4, 4))
+    added = {"params": list(model[-1].parameters())}
+    if name in ("fp32", "bf16-mixed"):  # which store nothing otherwise, and round no product
+        optimizer.add_param_group(added)
+    else:
+        with pytest.warns(
+            UserWarning, match=rf"^4\.weight, 4\.bias came to the model after recipe '{name}' was applied"
+        ):
+            optimizer.add_param_group(added)
+    before = model[-1].weight.detach().clone()
+    train(model, optimizer, scaler, 1)
+    assert not torch.equal(model[-1].weight, before)
+
+
+def test_a_layer_that_comes_between_apply_and_optimize_is_said_not_to_follow():
+    model = mlp()
+    halfstep.apply(model, "bf16-stochastic")
+    model.append(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"^4\.weight, 4\.bias came to the model after") as told:
+        halfstep.optimize(model, adamw(model))
+    assert told[0].filename == __file__
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_part_of_the_model_replaced_between_steps_is_refused(inside):
     """Wherever in the model it hangs, and though somebody still holds the old one."""

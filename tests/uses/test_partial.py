@@ -84,7 +84,8 @@ def test_frozen_in_the_optimizer(name):
 
 @way()
 def test_added_later(name):
-    """add_param_group: on the optimizer that `prepare` returned, when a part is unfrozen."""
+    """add_param_group: on the optimizer that `prepare` returned, when a part is unfrozen. A layer that came after
+    `prepare` is trained, and a warning says that it does not follow the recipe."""
 
     def make():
         model = model_for(name)

@@ -185,6 +185,11 @@ def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collectio
     adopt(model, _root_forward, on_copy, patchable=True)
 
 
+def came_later(model: nn.Module) -> list[nn.Module]:
+    """The parts that came to the model after `follow`."""
+    return [module for module in _parts(model) if part_of(module).following is None]
+
+
 def root_of(model: nn.Module) -> nn.Module:
     """The one module within `model` that `apply` was called on: what wraps it (DDP, torch.compile, PEFT) will do for
     it. `model` itself where there is none.

@@ -77,7 +77,6 @@ class LowBit(Stepping):
         self._watch: Callable[[Update], None] | None = None
         self._together = Together()
         super().__init__(groups, rule, recipe, {"rounding_seed": seed}, projections)
-        self._known = self._count()
 
     @contextmanager
     def watched(self, watch: Callable[[Update], None]) -> Iterator[None]:
@@ -131,6 +130,7 @@ class LowBit(Stepping):
         except OptimizerError:
             self.param_groups.pop()
             raise
+        self._known = self._count()
 
     def agree_on_the_seed(self) -> None:
         """Take the seed of stochastic rounding from the first of the processes that train together, once."""
