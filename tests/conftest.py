@@ -1,4 +1,8 @@
-"""What every test starts from: a fixed seed, no deadlines (no clock in a test), one thread, this machine's CPU."""
+"""What every test starts from: a fixed seed, no deadlines (no clock in a test), one thread, this machine's CPU.
+
+torch and the library are imported in functions: the process that deals tests to workers imports neither, which would
+be the first two seconds of every run.
+"""
 
 import gc
 import os
@@ -8,17 +12,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
 
-from families import mark_slow, seed, start, wants_newer_torch
-from halfstep.cli.app import main
-from halfstep.errors import HalfstepError
-from halfstep.kernels import carried
-
-
-settings.register_profile("halfstep", deadline=None, max_examples=60, derandomize=True, database=None)
-settings.load_profile("halfstep")
+from bytecode import compile_share
 
 
 def pytest_addoption(parser):
@@ -27,14 +22,32 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     threads = config.getoption("threads")
+    # In processes that tests start too: with torch's own number they would compile kernels again, in parallel.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        prepare(threads)
+
+
+def prepare(threads):
+    """What a process that runs tests needs."""
+    import torch
+    from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
+
+    from families import seed
+
+    settings.register_profile("halfstep", deadline=None, max_examples=60, derandomize=True, database=None)
+    settings.load_profile("halfstep")
+    # Else hypothesis reads the constants of all our modules, tests too, for some of its numbers: seconds a process.
+    providers._get_local_constants = lambda: providers._local_constants
     torch.set_num_threads(threads)  # a module's fixtures come before `_start`
     torch.manual_seed = seed
-    # In processes that tests start too: with torch's own number they would compile kernels anew, in parallel.
-    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    from families import mark_slow
+
     for item in items:
         if "products" in item.fixturenames:
             item.add_marker(pytest.mark.cpu)
@@ -44,6 +57,9 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call():
     """Skip what the library refuses to do under this torch, where the error says which newer one it takes."""
+    from families import wants_newer_torch
+    from halfstep.errors import HalfstepError
+
     try:
         return (yield)
     except HalfstepError as error:
@@ -56,9 +72,10 @@ pytest_fixture_setup = pytest_pyfunc_call  # so too where a fixture makes what t
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
+def pytest_collection(session):
     """Thousands of tests stay to the end: no collection of garbage, now or later, need go through them."""
     gc.disable()
+    compile_share(session.config)
     try:
         return (yield)
     finally:
@@ -77,6 +94,10 @@ def _frozen():
 
 @pytest.fixture(autouse=True)
 def _start(request):
+    import torch
+
+    from families import start
+
     start()
     # Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests
     # of threading set their own number; `make test-cpus` has cells with two.
@@ -86,6 +107,7 @@ def _start(request):
 @pytest.fixture
 def carry(monkeypatch):
     """carry(*dtypes): a CPU on which the products of those 16-bit dtypes, and of no others, are carried in float32."""
+    from halfstep.kernels import carried
 
     def choose(*dtypes):
         monkeypatch.setattr(carried, "CARRIED", frozenset(dtypes))
@@ -96,6 +118,8 @@ def carry(monkeypatch):
 @pytest.fixture(params=["own", "carried"])
 def products(request, carry):
     """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. What uses it is marked `cpu`."""
+    import torch
+
     carry(*([] if request.param == "own" else [torch.bfloat16, torch.float16]))
 
 
@@ -108,6 +132,7 @@ def unrendered(monkeypatch):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs `halfstep ARGUMENTS` in a terminal of 200 columns (or as told): exit code, standard output and error."""
+    from halfstep.cli.app import main
 
     def command(*arguments, columns=200):
         monkeypatch.setattr(sys, "argv", ["halfstep", *arguments])

@@ -1,14 +1,9 @@
 """Knowledge-base fixtures: the package's own data, and a folder to write entries into."""
 
 import pytest
-from hypothesis import settings
 from toy_entry import ENTRY
 
 from halfstep.kb import load
-
-
-settings.register_profile("halfstep", deadline=None, max_examples=100, derandomize=True, database=None)
-settings.load_profile("halfstep")
 
 
 @pytest.fixture(scope="session")
