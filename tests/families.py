@@ -78,7 +78,7 @@ def in_turn(*families):
     return [tuple(family[turn % len(family)] for family in families) for turn in turns]
 
 
-def for_each(names, members, ids=str):
+def for_each(names, members, ids=str, fast=None):
     """As `pytest.mark.parametrize`, in a single test: quicker by far where a member takes milliseconds.
 
     Every member is tried, from the seed that tests start from, and the error lists those that fail; the first one's
@@ -87,18 +87,23 @@ def for_each(names, members, ids=str):
     Args:
         names: of the test's arguments that a member stands for, separated by commas.
         ids: what a member is called in the error.
+        fast: the members of the fast test, where all of them take longer: those are tried in a slow one.
     """
     members, arguments = list(members), [name.strip() for name in names.split(",")]
     assert members, f"no {names} to loop over"
+    if fast is not None:
+        fast = list(fast)
+        assert fast, f"no fast {names} to loop over"
+        assert all(member in members for member in fast), f"not among the {names}"
 
     def decorate(test):
         signature = inspect.signature(test)
         assert set(arguments) <= set(signature.parameters), f"{test.__name__} takes no {names}"
 
         @functools.wraps(test)
-        def loop(*args, **kwargs):
+        def loop(*args, tried=members, **kwargs):
             lines, first, refusal = [], None, None
-            for member in members:
+            for member in tried:
                 start()
                 values = [member] if len(arguments) == 1 else member
                 try:
@@ -118,7 +123,12 @@ def for_each(names, members, ids=str):
                 raise refusal
 
         rest = [parameter for name, parameter in signature.parameters.items() if name not in arguments]
+        if fast is not None:
+            rest.append(inspect.Parameter("tried", inspect.Parameter.KEYWORD_ONLY))
         loop.__signature__ = signature.replace(parameters=rest)
-        return loop
+        if fast is None:
+            return loop
+        every = pytest.param(members, id="every", marks=pytest.mark.slow)
+        return pytest.mark.parametrize("tried", [pytest.param(fast, id="fast"), every])(loop)
 
     return decorate

@@ -48,6 +48,27 @@ def test_a_loop_over_nothing_is_an_error():
         for_each("file", [1])(lambda other: None)
 
 
+def test_a_loop_of_few_members_is_fast_and_one_of_all_is_slow():
+    seen = []
+
+    @for_each("n", [1, 2, 3], fast=[1, 3])
+    def test(n):
+        seen.append(n)
+
+    (mark,) = test.pytestmark
+    fast, every = mark.args[1]
+    assert (mark.args[0], fast.id, fast.marks, every.id) == ("tried", "fast", (), "every")
+    assert [each.name for each in every.marks] == ["slow"]
+    for case, expected in ((fast, [1, 3]), (every, [1, 2, 3])):
+        seen.clear()
+        test(tried=case.values[0])
+        assert seen == expected
+    with pytest.raises(AssertionError, match="not among the n"):
+        for_each("n", [1], fast=[2])
+    with pytest.raises(AssertionError, match="no fast n"):
+        for_each("n", [1], fast=[])
+
+
 def test_every_member_of_every_family_has_a_turn():
     assert in_turn("abc", [1, 2], [None]) == [("a", 1, None), ("b", 2, None), ("c", 1, None)]
     assert in_turn([1], "ab") == [(1, "a"), (1, "b")]

@@ -195,7 +195,7 @@ def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_pa
     whole = trainer(STAGED, tmp_path, callbacks=[Note()], save_strategy="steps", save_steps=2)
     whole.train()
     assert stages == ["stage 1 of 2"] * 4 + ["stage 2 of 2"] * 4
-    for step in (2, 4, 6):
+    for step in (2, 6):  # in either stage
         resumed = trainer(STAGED, tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same(state_of(resumed), state_of(whole))
@@ -203,6 +203,7 @@ def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_pa
         whole.train()
 
 
+@pytest.mark.slow
 def test_one_trainer_trains_on_and_resumes_what_it_trained(tmp_path):
     whole = trainer("fp8-delayed", tmp_path, save_strategy="steps", save_steps=4)
     whole.train()

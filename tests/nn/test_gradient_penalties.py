@@ -6,7 +6,6 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 import halfstep
-from families import slow_unless
 from halfstep import recipe
 from halfstep.errors import RecipeError
 from tiny import RECIPES, assert_same, mostly_slow
@@ -53,9 +52,9 @@ def stock():
     return penalised("fp32")
 
 
-@pytest.mark.quick("own-bf16-stochastic")
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("name", slow_unless({"fp16-mixed", "bf16-stochastic"}.__contains__, PLAIN))
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_critic_with_a_gradient_penalty_trains_as_stock_torchs(name, stock):
     if name in {"bf16-pure", "fp16-pure", "fp16-mixed-unscaled"}:
         pytest.skip("documented to train worse")

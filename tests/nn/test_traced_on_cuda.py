@@ -14,9 +14,9 @@ OWN = {"fp8-current", "fp8-block"}  # one of each path that operators take; mode
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.quick("fp8-block")
+@pytest.mark.slow
 @wants_mm_out_dtype
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OWN else pytest.mark.slow) for n in EVERY])
+@pytest.mark.parametrize("name", EVERY)
 def test_one_graph(name):
     graphs = []
 

@@ -270,7 +270,8 @@ def test_activation_checkpointing_is_the_same_bit_for_bit(reentrant):
     assert all(torch.equal(grads[f"model.{key}"], grad) for key, grad in expected.items())
 
 
-@pytest.mark.parametrize("recipe", slow_unless("unit-fp8".__eq__, UNIT))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", UNIT)
 def test_it_trains_without_a_loss_scale(recipe):
     def loss(output):
         return F.cross_entropy(output.flatten(0, 1).float(), TOKENS.flatten())

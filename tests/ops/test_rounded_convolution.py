@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from families import for_each, slow_unless
+from families import for_each, in_turn, slow_unless
 from halfstep import ops, recipe
 from halfstep.errors import ModelError, RecipeError
 from halfstep.ops import Window
@@ -109,7 +109,7 @@ def written_out(window, x, weight, grad, spec):
     return y, of_x, of_weight
 
 
-@for_each("case, tile", list(itertools.product(CASES, TILES)))
+@for_each("case, tile", itertools.product(CASES, TILES), fast=in_turn([*CASES], [*TILES]))
 def test_each_product_is_that_of_operands_rounded_along_its_shared_dimension(case, tile):
     window, shape, filters = CASES[case]
     q = TILES[tile]

@@ -159,7 +159,7 @@ def test_a_decomposition_every_gap(steps, calls, monkeypatch):
     assert len(made) == calls
 
 
-@pytest.mark.quick("SGD-0.1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "lr"), [(torch.optim.SGD, 0.1), (torch.optim.Adam, 0.05)])
 def test_a_fixed_subspace_stalls_and_a_new_one_now_and_then_converges(build, lr):
     """A regression of 16 inputs on 8 outputs; moments that are not turned do not prevent it."""
