@@ -61,6 +61,7 @@ def test_the_first_update_that_is_lost(weights, step, moves, sign):
     assert (model.weight.item() != 1.0) == moves
 
 
+@pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_the_documented_loop(name):
     model = mlp()

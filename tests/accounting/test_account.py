@@ -107,7 +107,7 @@ KEPT = ("bf16-mixed", "fp16-mixed", "fp8-current", "fp8lm-o2", "fp32", "bf16-mas
 GPTS = ("gpt", "llama")
 
 
-@pytest.mark.quick("bf16-mixed-gpt", "fp8lm-o2-llama")
+@pytest.mark.quick("bf16-mixed-gpt")
 @pytest.mark.parametrize(
     ("recipe", "kind"), slow_unless(in_turn(KEPT[:4], GPTS).__contains__, itertools.product(KEPT, GPTS))
 )

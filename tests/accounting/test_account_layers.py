@@ -101,6 +101,7 @@ def assert_counted(build, length, recipe, rel=0.0):
     assert kept(counted) == pytest.approx(kept(held), rel=rel)
 
 
+@pytest.mark.quick("lstm-fp32")
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     ("layer", "recipe"),
@@ -181,6 +182,7 @@ def small_llama(folder, heads):
     return transformers.LlamaForCausalLM(config).train()
 
 
+@pytest.mark.quick("fp32-4")
 @pytest.mark.parametrize(
     ("recipe", "heads"),
     slow_unless(
@@ -196,6 +198,7 @@ def test_hugging_faces_llama_keeps_what_is_counted(recipe, heads, tmp_path):
     assert (*kept(counted), counted.peak) == (*kept(held), held.peak)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_mask_is_what_its_values_make_of_it(masked, tmp_path):
     model = small_llama(tmp_path, 2)

@@ -75,6 +75,7 @@ UNROUNDED = recipe(linear(FP4, None, FP4)), recipe(linear(FP4, None, FP8), linea
 TWICE = SPEEDS | {4: 2.0}
 
 
+@pytest.mark.quick("tried0-speeds0-35.7-None", "fp4-zhou-dgrad-bf16-speeds6-66.6-66.1")
 @pytest.mark.parametrize(
     ("tried", "speeds", "percent", "published"),
     [
@@ -127,6 +128,7 @@ def test_the_overheads_of_wang():
     assert not any(work.kind == "clamped remainders" for work in cost(GPT3, "fp4-wang-msamp", sequence=8).works)
 
 
+@pytest.mark.quick("fp4-zhou-dgrad-fp8 until 90%, then bf16-mixed-None-0.9")
 @pytest.mark.parametrize(
     ("text", "total", "share"),
     [
@@ -224,6 +226,7 @@ MODELS = {
 }
 
 
+@pytest.mark.quick("tied", "transposed", "unit")
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_a_real_step(name):
     """torch's counter of both passes, which counts a multiply-add twice."""

@@ -77,6 +77,7 @@ def test_float32_training_is_float32_throughout():
     assert report.trained == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.quick("fp32", "fp8lm-o3", "fp4-wang")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_every_recipe_is_what_it_says_and_bytes_are_those_of_the_storages(name):
     recipe = get_recipe(name)

@@ -30,6 +30,7 @@ def found(*setup):
     return [one for one in halfstep.audit(*setup).findings if one.what == "rounded buffers"]
 
 
+@pytest.mark.quick("bfloat16-bf16-split", "half-bf16-master", "half-bf16-split")
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split", "fp8-current", "fp32"])
 @pytest.mark.parametrize("cast", ["bfloat16", "half"])
 @pytest.mark.filterwarnings("ignore:.*parameters arrive in 16 bits")

@@ -76,6 +76,17 @@ def test_a_loss_scale_that_a_resume_forgot():
     assert scales[1].differences(scales[0]) == ("loss scale: 8.0 before, 4.0 now",)
 
 
+@pytest.mark.quick(
+    "<lambda>1-dtype2",
+    "<lambda>3-dtype2",
+    "<lambda>4-dtype3",
+    "<lambda>5-dtype3",
+    "<lambda>6-dtype0",
+    "<lambda>6-dtype1",
+    "<lambda>6-dtype2",
+    "<lambda>6-dtype3",
+    "<lambda>6-dtype4",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "view",

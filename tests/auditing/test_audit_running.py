@@ -75,6 +75,7 @@ def test_large_tensors_are_sampled_evenly(monkeypatch):
     assert abs(updates.share - float((before == model.weight).float().mean())) < 0.15
 
 
+@pytest.mark.quick("bf16-nomaster-alone-True", "bf16-kahan-master-False", "bf16-stochastic-stochastic-False")
 @pytest.mark.filterwarnings("ignore:.*arrive in 16 bits")
 @pytest.mark.parametrize(
     ("recipe", "kept", "loses"),

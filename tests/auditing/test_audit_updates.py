@@ -110,6 +110,7 @@ def test_an_expert_that_no_token_reached_has_no_second_moment_and_no_first():
     assert halfstep.audit(model, optimizer).warnings == ()
 
 
+@pytest.mark.quick("dtype0-0.999-True", "dtype2-0.999-False")
 @pytest.mark.parametrize(
     ("dtype", "beta2", "still"),
     [

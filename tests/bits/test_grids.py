@@ -92,6 +92,7 @@ def origin_of(tensor):
     return origin(scan(values), values.dtype)
 
 
+@pytest.mark.quick("float8_e4m3fn-128x128", "float8_e5m2-row")
 @pytest.mark.parametrize(
     ("name", "tile"), slow_unless(in_turn([*ROUND], [*TILES]).__contains__, itertools.product(ROUND, TILES))
 )
@@ -103,6 +104,7 @@ def test_scales_of_tiles_are_recognised(name, tile):
 WIDER = ["float8_e4m3fn", "int8", "nf4"], ["128x128", "row", "1x32"], [torch.float16, torch.float32]
 
 
+@pytest.mark.quick("float8_e4m3fn-128x128-dtype0")
 @pytest.mark.parametrize(
     ("name", "tile", "dtype"), slow_unless(in_turn(*WIDER).__contains__, itertools.product(*WIDER))
 )
@@ -112,6 +114,7 @@ def test_in_wider_types_too(name, tile, dtype):
     assert origin_of(values.bfloat16().to(torch.float32)).key == f"scaled {name} {tile}"
 
 
+@pytest.mark.quick("shape0", "shape2")
 @pytest.mark.parametrize("shape", [(300, 200), (576, 7168), (129, 257), (200, 16384)])
 def test_ragged_and_wide_matrices(shape):
     found = origin_of(quantised(weights(*shape), "float8_e4m3fn", 128, 128).bfloat16())

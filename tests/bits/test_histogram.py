@@ -22,6 +22,7 @@ def outcome(format, exponent):
     return "zeroed" if rounded == 0 else "subnormal" if x < format.min_normal else "normal"
 
 
+@pytest.mark.quick("16")
 @pytest.mark.parametrize("shift", [0, 3, 16])
 def test_shares_are_those_of_exact_rounding(shift):
     for format in map(formats.get, FLOATS):

@@ -56,6 +56,14 @@ def five_of(name):
     return torch.tensor(values[:5], dtype=torch.float64)
 
 
+@pytest.mark.quick(
+    "float4_e2m1fn-dtype0-1",
+    "float4_e2m1fn-dtype1-400",
+    "float6_e2m3fn-dtype3-400",
+    "bf16-dtype2-1",
+    "fp16-dtype2-400",
+    "tf32-dtype2-1",
+)
 @pytest.mark.parametrize("repeated", [1, 400])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ROUNDED)

@@ -32,6 +32,7 @@ def told(a, b):
     return relation(Pair(InMemory(a), InMemory(b)))
 
 
+@pytest.mark.quick("nearest_even-bf16", "toward_zero-fp16", "up-bf16", "down-bf16", "stochastic-bf16")
 @pytest.mark.parametrize("format", CASTS)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_cast_is_told_with_its_rounding(format, rounding):
@@ -161,6 +162,7 @@ def test_an_average_with_a_tensor_that_is_not_there(dtype, apart):
 GRIDS = ("int8_row", "int8_tensor", "int4_64", "fp8_128x128", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4")
 
 
+@pytest.mark.quick("dtype0-int8_row", "dtype0-mxfp4", "dtype1-int8_tensor", "dtype1-mxfp8_e4m3")
 @pytest.mark.parametrize("format", slow_unless(lambda name: name not in ("int4_64", "nvfp4"), GRIDS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_rounded_to_a_grid(format, dtype):

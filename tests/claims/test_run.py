@@ -55,6 +55,14 @@ def test_a_claim_without_check_or_figures_cannot_be_measured():
         run(get_claim("collage-speed"))
 
 
+@pytest.mark.quick(
+    "micikevicius-mandarin",
+    "micikevicius-speech",
+    "fedus-speed",
+    "fp8lm-moments",
+    "fp8lm-master-training",
+    "narayan-munit",
+)
 @pytest.mark.parametrize("claim", KEPT, ids=lambda claim: claim.id)
 def test_a_claim_says_what_its_benchmark_keeps(claim):
     """Where this fails, a benchmark was run again: `halfstep claims --check` says which figures, and how they are."""

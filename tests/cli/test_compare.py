@@ -124,6 +124,20 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
     assert (place / "runs" / "train-1" / "report.html").is_file()
 
 
+@pytest.mark.quick(
+    "arguments0-unknown recipe 'bf61-mixed'; nearest: bf16-mixed",
+    "arguments1-no recipe given",
+    "arguments2-nowhere: no such file or folder",
+    "arguments4-tiny_models:other: on the first batch it raised",
+    "arguments5-message5",
+    "arguments6---resume needs --out",
+    "arguments7-holds no experiment to resume",
+    "arguments9-text.txt cannot be written",
+    "arguments10-steps = -3 given; expected a positive number",
+    "arguments11-unknown task 'detecton'; nearest: detection",
+    "arguments13-task 'speech' does not read --data",
+    "arguments14-unknown model 'gpt-tiny'",
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

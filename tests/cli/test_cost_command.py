@@ -86,6 +86,9 @@ def test_stages_and_what_is_beside_products(run, model):
     assert line.split()[2:5] == ["-", "-", "16"]
 
 
+@pytest.mark.quick(
+    "args0-nearest: fp8-current", "args2-expected widths and speeds", "args3-products of 32 bits", "args4---steps"
+)
 @pytest.mark.parametrize(
     ("args", "message"),
     [

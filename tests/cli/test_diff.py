@@ -61,6 +61,7 @@ def test_json(run, files):
     assert any("bf16" in text for text in data["sentences"])
 
 
+@pytest.mark.quick("20")
 @pytest.mark.parametrize("columns", [20, 40, 80])
 def test_narrow_terminals(run, files, columns):
     code, out, _ = run("diff", *files, columns=columns)

@@ -14,6 +14,21 @@ ROOT = Path(__file__).parent.parent.parent
 HOME = Path(halfstep.__file__).parents[1]
 
 
+@pytest.mark.quick(
+    "show e1m2-",
+    "show bf16 --value -",
+    "show bf16 --value 1/0-",
+    "show bf16 --value 1e999999999-",
+    "show bf16 --value 2^99999-",
+    "show bf16 --value 1 --rounding nearest-",
+    "show mxfp4 --value 1-",
+    "show bf16 --plot x.jpeg2000-",
+    "show bf16 --plot /nowhere/x.png-",
+    "compare bf16 nvfp4-",
+    "add posit16_1 1 2-",
+    "add bf16 1 nan-",
+    "add fp16 65520 1-",
+)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -56,7 +71,7 @@ def test_mistakes_are_a_message_and_exit_code_2(run, arguments, words):
 PICTURED = "fp4", "e4m3fn", "posit16_1", "fp32", "nf4", "e8m0", "uint8", "dynamic8"
 
 
-@pytest.mark.quick("nf4", "fp32")
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("name", slow_unless(("posit16_1", "fp32", "nf4", "e8m0", "uint8").__contains__, PICTURED))
 def test_a_picture_is_written_over_the_last_one(run, tmp_path, name):
     path = tmp_path / "line.png"

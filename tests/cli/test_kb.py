@@ -39,6 +39,13 @@ def kb(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.quick(
+    "google/flan-t5-xxl-fp16-1-risky: google/flan-t5-xxl in fp16",
+    "google/flan-t5-xxl-float16-1-risky: google/flan-t5-xxl in fp16",
+    "foo/bar-fp16-3-unknown: foo/bar in fp16",
+    "google/flan-t5-small-bf16-0-hub id unconfirmed",
+    "google/pegasus-xsum-fp16-1-the entries conflict",
+)
 @pytest.mark.parametrize(
     ("model", "use", "code", "says"),
     [
@@ -106,6 +113,7 @@ def test_the_inspector_is_named_once_this_halfstep_has_one():
     assert [step.split()[1] for step in _measure(Context("kb", "probe", "inspect"), "x")] == ["inspect", "probe"]
 
 
+@pytest.mark.quick("words3", "words4")
 @pytest.mark.parametrize(
     "words", [[], ["check"], ["check", "a"], ["check", "a", "--use"], ["export"], ["export", "--format", "pdf"]]
 )

@@ -106,6 +106,7 @@ def test_parameters_are_stored_as_the_recipe_says(name):
         assert kept == own | get_master(recipe.master).keeps.keys()
 
 
+@pytest.mark.quick("fp32", "fp16-mixed-unscaled", "fp16-static", "fp8-current", "fp8-rowwise", "bf16-nomaster")
 @every_recipe
 def test_names_identity_class_and_signature_stay(name):
     model = model_for(name)
@@ -123,6 +124,7 @@ def test_names_identity_class_and_signature_stay(name):
     assert all(isinstance(m, kind) for m, kind in zip(modules, kinds, strict=True))
 
 
+@pytest.mark.quick("bf16-mixed", "bf16-nomaster", "coat")
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in SMOOTH + PROJECTED])
 def test_ties_stay(name):
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
@@ -138,6 +140,7 @@ def test_ties_stay(name):
     assert model[1].weight is model[0].weight
 
 
+@pytest.mark.quick("bf16-megatron", "fp8-rowwise-gw-hp", "fp16-master", "bf16-fp32grad", "bf16-nomaster", "nf4")
 @every_recipe
 def test_revert_restores_the_stock_model(name):
     stock, model = model_for(name), model_for(name)
@@ -192,6 +195,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x))
 
 
+@pytest.mark.quick("fp32-carried", "bf16-stochastic-own", "coat-carried")
 @some_on_both_kinds_of_cpu
 def test_activation_checkpointing_changes_no_bit(name, products):
     found = []
@@ -202,6 +206,7 @@ def test_activation_checkpointing_changes_no_bit(name, products):
     assert_same(*found)
 
 
+@pytest.mark.quick("fp16-mixed-own", "bf16-collage-plus-own", "bf16-stochastic-own")
 @some_on_both_kinds_of_cpu
 def test_two_micro_batches_are_one_batch(name, products):
     model, _, scaler = prepared(name)
@@ -257,6 +262,9 @@ def test_hooks_survive(name):
     assert set(seen) == {"root", "forward", "backward", "gradient"}
 
 
+@pytest.mark.quick(
+    "fp32-own", "fp32-carried", "bf16-mixed-own", "fp16-mixed-own", "fp16-mixed-carried", "bf16-stochastic-own"
+)
 @some_on_both_kinds_of_cpu
 def test_a_copy_follows_the_recipe_too(name, products):
     model, _, _ = prepared(name)

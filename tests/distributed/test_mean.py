@@ -63,6 +63,7 @@ def test_two_roundings_whatever_the_number_of_ranks(ranks):
     assert torch.equal(found[0], E4M3.quantizer(by_hand[None])[0])
 
 
+@pytest.mark.quick("float8_e5m2 (absmax, 1x64), laid out flat--inf", "bf16-inf", "bf16--inf", "bf16-nan")
 @pytest.mark.parametrize("lost", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("storage", [E4M3, E2M1, ABSMAX, get_storage("bf16")], ids=str)
 def test_what_is_not_finite_on_one_rank_is_so_on_all(lost, storage):

@@ -42,6 +42,7 @@ def cast(folder, target, tensors):
     return folder / "cast.safetensors"
 
 
+@pytest.mark.quick("e4m3fn_tensor-False", "nvfp4-False", "nvfp4-True")
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("target", WRITTEN)
 def test_what_to_writes_is_named(tmp_path, target, quick):
@@ -65,6 +66,14 @@ def test_every_format_that_is_written_is_tested():
 OWN = Quantizer(formats.Float("of my own", 4, 3, 7, "finite", source="a test"))
 
 
+@pytest.mark.quick(
+    "float 8 23 127 ieee, no tile, no scale-shape0",
+    "float 8 10 127 ieee, no tile, no scale-shape0",
+    "posit 16 1, no tile, no scale-shape0",
+    "float 3 2 3 finite, no tile, no scale-shape0",
+    "integer 0 15 0, no tile, no scale-shape0",
+    "float 4 3 7 fn, 1x32, floor-shape0",
+)
 @pytest.mark.parametrize("shape", [(6, 70), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3, 5, 7), (64,), ()))])
 @pytest.mark.parametrize(
     "quantizer", [*map(get_quantizer, (*formats.names(), *formats.block_names())), OWN], ids=lambda q: label(q)[:60]

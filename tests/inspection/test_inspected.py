@@ -59,6 +59,13 @@ def origins(tmp_path_factory):
     return {path.stem: path for path in paths}
 
 
+@pytest.mark.quick(
+    "bf16_with_its_master",
+    "norms_fp32_rest_bf16_saved_as_fp32",
+    "fp8_times_scales_saved_as_bf16",
+    "fp8_in_128x128_blocks_saved_as_bf16",
+    "fp8lm_o2",
+)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_origin_is_told(origins, name):
     report = halfstep.inspect(origins[name])
@@ -78,6 +85,7 @@ def test_mixed_by_role(origins, name):
     assert kinds == {"norm": {"float32 full"}} | dict.fromkeys(("head", "embedding", "attention", "mlp"), other)
 
 
+@pytest.mark.quick("fp32", "fp32_cast_to_bf16_cast_to_fp16")
 @pytest.mark.parametrize("name", sorted(EXPECTED.keys() - FINER))
 def test_a_quick_look_says_the_same_of_the_weights(origins, name):
     report, full = halfstep.inspect(origins[name], quick=True), halfstep.inspect(origins[name])

@@ -155,6 +155,7 @@ def saved(folder, layers, config=None):
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
 
 
+@pytest.mark.quick("nvfp4, modelopt", "mxfp4, gpt-oss", "bitsandbytes int8", "gptq, 8 bits", "awq", "packed int8")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_named(tmp_path, name):
     parts, scheme, values, text, bits = LAYOUTS[name]
@@ -265,6 +266,7 @@ def test_codes_of_plain_types_are_no_layers(tmp_path):
     assert report.schemes == report.findings == report.contradictions == ()
 
 
+@pytest.mark.quick("awq-shape4", "packed int4-shape2", "packed int4-shape3", "torchao float8-shape3")
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3,), (2, 0, 4)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_odd_shapes_are_findings_or_nothing(tmp_path, name, shape):

@@ -57,6 +57,7 @@ def test_quantised_types_of_gguf_have_no_codes_in_another_format(tmp_path):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.mark.quick("fp16", "float8_e5m2")
 @pytest.mark.parametrize("target", [name for name, how in TARGETS.items() if isinstance(how, Plain)])
 def test_plain_types_are_those_of_torch(checkpoint, tmp_path, target):
     done = cast(checkpoint, target, tmp_path / "out.safetensors")
@@ -78,6 +79,7 @@ def test_plain_types_are_those_of_torch(checkpoint, tmp_path, target):
     assert done.nbytes == (tmp_path / "out.safetensors").stat().st_size
 
 
+@pytest.mark.quick("mxfp8", "int8")
 @pytest.mark.parametrize("target", [name for name, how in TARGETS.items() if not isinstance(how, Plain)])
 def test_scaled_formats_load_as_what_they_were_quantised_to(checkpoint, tmp_path, target):
     cast(checkpoint, target, tmp_path / "out.safetensors")

@@ -129,6 +129,7 @@ def test_clipping_before_the_last_micro_batch_is_an_error_where_the_loss_is_scal
             clip(accelerator, model)
 
 
+@pytest.mark.quick("fp32", "fp16-mixed")
 @pytest.mark.parametrize("name", ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"])
 def test_a_state_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path, name):
     whole, _, _ = accelerated(name, epochs=2)

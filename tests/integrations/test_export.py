@@ -271,6 +271,7 @@ def logits(model):
         return model(IDS).logits.float()
 
 
+@pytest.mark.quick("mxfp8")
 @pytest.mark.parametrize("layout", ["fp8-channel", "mxfp8"])
 def test_logits_are_as_near_to_ours_as_ours_are_to_full_precision(layout, tmp_path):
     """transformers rounds no inputs on a CPU, where ours do; the token is another where the first two are as near."""
@@ -390,6 +391,7 @@ def test_edited_folders_are_refused_in_words(tmp_path):
 SCHEMES = {"deepseek-fp8": "fine-grained FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 
 
+@pytest.mark.quick("deepseek-fp8", "nvfp4")
 @every_layout
 def test_inspect_names_the_layout(layout, tmp_path):
     done = halfstep.export(llama(), tmp_path / "served", layout, recipe=ROWS[layout])

@@ -35,6 +35,7 @@ def model():
     return LlamaForCausalLM(CONFIG).eval()
 
 
+@pytest.mark.quick("e4m3fn", "int4")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_generates_as_from_rounded_keys_and_values(kind):
     llama, prompt = model(), torch.randint(1, 64, (2, 9))

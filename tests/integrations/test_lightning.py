@@ -62,6 +62,7 @@ def watched(recipe, module=None, **options):
     return fit(trainer, module), watch, trainer
 
 
+@pytest.mark.quick("fp32", "bf16-stochastic")
 @pytest.mark.parametrize("name", ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"])
 def test_resuming_from_model_checkpoint_is_never_having_stopped(tmp_path, name):
     saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -163,6 +164,7 @@ def two_by_hand(recipe, together, overflow=None):
     return [p.detach().clone() for p in nets.parameters()]
 
 
+@pytest.mark.quick("fp16-mixed-1-False", "bf16-mixed-None-True")
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("name", "overflow"), [("fp32", None), ("fp16-mixed", 1), ("bf16-mixed", None)])
 def test_manual_optimization_of_two_networks_is_the_documented_loop(name, together, overflow):
@@ -275,6 +277,7 @@ class Evaluated(Module):
         self.last = self.kept()
 
 
+@pytest.mark.quick("bf16-master")
 @pytest.mark.parametrize("recipe", ["bf16-master", "fp8lm-o3"])
 def test_masters_outlive_evaluation_and_the_next_fit(recipe):
     alone = fit(trainer_of(recipe), Module(recipe))

@@ -24,7 +24,7 @@ def test_no_cell_is_wrong():
     assert not [column for column, refused in RECORDED.items() if any("wrong" in cell for cell in refused.values())]
 
 
-@pytest.mark.quick("peft-quick", "lightning-quick", "accelerate-quick")
+@pytest.mark.quick("accelerate-quick")
 @pytest.mark.parametrize(
     "recipes", [pytest.param(QUICK, id="quick"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
 )

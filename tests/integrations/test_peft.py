@@ -35,6 +35,7 @@ def distance(x, y):
     return ((x - y).norm() / y.norm()).item()
 
 
+@pytest.mark.quick("fp32")
 @pytest.mark.parametrize("name", ["fp32", "fp8-delayed"])
 def test_both_orders_train_alike(name):
     """Where the model's weights stay float32: PEFT itself rounds a new adapter to the dtype of what it adapts."""
@@ -47,7 +48,7 @@ def test_both_orders_train_alike(name):
 STORED = {"bf16-stochastic": 2e-2, "fp16-pure": 4e-3, "fp8-current": 0.1, "fp8lm-o3": 0.1}
 
 
-@pytest.mark.quick("fp8lm-o3-recipe first", "bf16-stochastic-adapters first")
+@pytest.mark.quick("bf16-stochastic-adapters first")
 @pytest.mark.parametrize(
     ("name", "order"),
     slow_unless(in_turn([*STORED], ORDERS).__contains__, itertools.product(STORED, ORDERS)),
@@ -83,6 +84,7 @@ def test_a_merged_weight_is_rounded_once_to_how_the_base_is_stored(name):
     assert_same(found.values() if coded else found.detach(), wanted)
 
 
+@pytest.mark.quick("bf16-master")
 @pytest.mark.parametrize("name", ["bf16-master", "fp8-delayed"])
 def test_its_adapter_file_is_stock(name, tmp_path):
     model, optimizer, scaler = prepared(name)
@@ -100,6 +102,7 @@ def test_its_adapter_file_is_stock(name, tmp_path):
     assert distance(logits(model), logits(stock)) < 0.1
 
 
+@pytest.mark.quick("recipe first")
 @every_order
 def test_adapters_are_switched_off_and_for_others(order):
     model, optimizer, scaler = prepared("bf16-stochastic", order)
@@ -139,7 +142,7 @@ def test_an_adapter_that_comes_later_in_16_bits_is_not_trained_so():
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
 
 
-@pytest.mark.quick("bf16-stochastic-adapters first", "fp8-delayed-recipe first")
+@pytest.mark.quick("bf16-stochastic-adapters first")
 @every_order
 @pytest.mark.parametrize("name", ["bf16-stochastic", "fp8-delayed"])
 def test_a_wrapped_model_is_audited_advanced_and_reverted(name, order):
@@ -176,6 +179,7 @@ TUNERS = {
 }
 
 
+@pytest.mark.quick("norms", "prompts")
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT's, of any norm
 @pytest.mark.parametrize("kind", TUNERS)
 def test_every_method_of_peft_trains_in_float32(kind):

@@ -52,7 +52,7 @@ def with_bitsandbytes(model, double=False):
     return model
 
 
-@pytest.mark.quick("nf4", "fp8-current")
+@pytest.mark.quick("nf4")
 @every_base
 def test_it_trains_adapters_alone(name):
     model, optimizer, scaler = qlora(name)
@@ -105,6 +105,7 @@ def test_it_takes_the_bytes_and_learns_as_bitsandbytes_does():
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0.01, atol=0)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_bit(reentrant):
     plain, again = qlora("nf4")[0], qlora("nf4")[0]

@@ -17,7 +17,7 @@ def outputs(model, batch):
     return getattr(found, "logits", found[0])
 
 
-@pytest.mark.quick("llama-fp8-current", "opt-fp8-current", "deberta-fp8-current", "mixtral-fp8-current")
+@pytest.mark.quick("llama-fp8-current", "opt-fp8-current")
 @pytest.mark.parametrize("name", ["fp8-current", pytest.param("fp8-block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MEMBERS)
 def test_it_computes_what_it_did_in_evaluation(kind, name):

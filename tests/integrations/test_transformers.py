@@ -141,6 +141,7 @@ def test_save_pretrained_writes_the_stock_models_config_and_names(kind, name, tm
     assert config["architectures"] == [MODELS[kind][0].__name__]
 
 
+@pytest.mark.quick("llama", "bert")
 @every_model
 def test_a_saved_model_loads_as_a_stock_one(kind, tmp_path):
     model, optimizer, scaler = prepared(kind, "bf16-mixed")

@@ -50,7 +50,7 @@ every_model = pytest.mark.parametrize(("name", "attention"), EACH)
 
 
 # Llama's own softmax is in float32, whatever its inputs, and its differences are no slopes; it is compared below.
-@pytest.mark.quick("bert-sdpa-True", "gpt2-eager-False")
+@pytest.mark.quick("gpt2-eager-False")
 @pytest.mark.parametrize(
     ("name", "attention", "masked"),
     slow_unless(
@@ -72,6 +72,7 @@ def test_gradients_are_multiples_of_the_true_ones(name, attention, masked):
     assert max(found.values()) < 1e-6, found
 
 
+@pytest.mark.quick("llama-eager", "t5-sdpa")
 @every_model
 def test_sizes_are_near_1_at_initialisation(name, attention):
     """Within 1/3 and 3 forward; what reaches queries and keys is less, as attention itself makes it."""
@@ -123,6 +124,7 @@ def test_activation_checkpointing_is_the_same(name, attention, reentrant):
     assert all(torch.allclose(grad, found[key], rtol=1e-5, atol=1e-6 * largest) for key, grad in grads.items())
 
 
+@pytest.mark.quick("t5-sdpa", "t5-eager")
 @pytest.mark.parametrize(("name", "attention"), [each for each in EACH if each[0] != "bert"])
 def test_a_cache_generates_what_the_whole_sequence_does(name, attention):
     model, inputs = built(name, attention)

@@ -41,6 +41,15 @@ def values():
     return x.view(-1, COLUMNS)
 
 
+@pytest.mark.quick(
+    "ocp_int8-floor, 1x32",
+    "af4-absmax, 1x64",
+    "bnb_fp4-absmax, 1x64",
+    "float4_e2m1fn-two_level, 1x16",
+    "ocp_int8-absmax, whole tensor",
+    "float8_e4m3fnuz-None",
+    "float4_e2m1fn-None",
+)
 @pytest.mark.parametrize(
     "quantizer",
     slow_unless(lambda quantizer: quantizer.format not in SLOW_TO_COMPILE, KNOWN),

@@ -94,6 +94,11 @@ def is_compiled(case):
     return name in INTO_BFLOAT16 if into == torch.bfloat16 else name != "bnb_fp4"
 
 
+@pytest.mark.quick(
+    "('mxfp8_e5m2', 'ceil')-torch.float32-torch.float32",
+    "('nvfp4', None)-torch.float32-torch.float32",
+    "('af4', None)-torch.float32-torch.float32",
+)
 @pytest.mark.parametrize(("case", "dtype", "into"), slow_unless(is_compiled, EVERY_CASE), ids=str)
 def test_every_block_format(case, dtype, into):
     name, rule = case
@@ -139,6 +144,7 @@ def test_scales_in_bfloat16(columns, dtype):
     assert_quantises(hard(512, dtype), Quantizer(formats.get("e4m3fn"), scales=rule))
 
 
+@pytest.mark.quick("mxfp4")
 @pytest.mark.parametrize(
     "name",
     slow_unless({"mxfp4", "nvfp4"}.__contains__, ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_1x128"]),  # compiled anew

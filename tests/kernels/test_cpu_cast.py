@@ -31,6 +31,14 @@ def assert_rounds(x, out, format, rounding, overflow):
     same_bits(out, round_to(x, format, rounding, overflow, seed, dtype=out.dtype))
 
 
+@pytest.mark.quick(
+    "posit32_2-float32-float32",
+    "dynamic8_unsigned-float32-float32",
+    "int8-bfloat16-bfloat16",
+    "posit8_2-float32-float32",
+    "af4-float32-float32",
+    "e2m0-float32-float32",
+)
 @pytest.mark.parametrize(
     ("format", "pair"),
     slow_unless(
@@ -76,6 +84,7 @@ def test_in_place(rounding, dtype, name):
     same_bits(x, expected)
 
 
+@pytest.mark.quick("1-0", "2-0", "2-16385")
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sizes_and_threads(size, threads):

@@ -48,7 +48,7 @@ def test_every_cut_and_its_neighbours(name):
 FAMILIES = MAPS, (torch.float32, torch.bfloat16, torch.float16), (16, 256)
 
 
-@pytest.mark.quick("dynamic8-dtype0-16", "dynamic8_unsigned-dtype9-256")
+@pytest.mark.quick("dynamic8_unsigned-dtype9-256")
 @pytest.mark.parametrize(
     ("name", "dtype", "columns"), slow_unless(in_turn(*FAMILIES).__contains__, itertools.product(*FAMILIES))
 )

@@ -63,6 +63,11 @@ def is_compiled(case):
     return name != "mxint8"
 
 
+@pytest.mark.quick(
+    "('mxfp8_e4m3', 'even')-torch.float32-torch.float32",
+    "('mxfp8_e4m3', 'rceil')-torch.float32-torch.float32",
+    "('mxfp8_e5m2', 'even')-torch.float32-torch.float32",
+)
 @pytest.mark.parametrize(
     ("case", "dtype", "into"), slow_unless(is_compiled, itertools.product(POWERS, DTYPES, DTYPES[:2])), ids=str
 )
@@ -88,6 +93,7 @@ ELEMENTS |= dict.fromkeys(("e4m3fnuz", "ocp_int8", "int8", "uint4"), 32)
 """With the size of block of the fast test: 32 where another kernel rounds, which `mxint8` has compiled."""
 
 
+@pytest.mark.quick("128-e5m2-floor-dtype68", "128-e2m1fn-floor-dtype72")
 @pytest.mark.parametrize(
     ("size", "name", "rule", "dtype"),
     slow_unless(
@@ -186,6 +192,15 @@ VIEWS = {
 }
 
 
+@pytest.mark.quick(
+    "stochastic-no columns",
+    "squares-no rows",
+    "squares-no columns",
+    "down-a part of one",
+    "down-every other",
+    "down-no rows",
+    "down-no columns",
+)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
 @pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_the_values_of_a_view_are_those_of_its_copy(view, name):

@@ -71,6 +71,7 @@ def test_neighbours_and_chunks_are_independent(lag):
     assert correlated(SAMPLE[:-lag], SAMPLE[lag:]) < FIVE
 
 
+@pytest.mark.quick("78", "9223372036854775885")
 @pytest.mark.parametrize("other", [76, 78, 77 ^ 1 << 20, 77 + (1 << 32), 77 + (1 << 63)])
 def test_seeds_are_independent(other):
     assert correlated(SAMPLE, noise_bits(other, 0, len(SAMPLE))) < FIVE

@@ -43,6 +43,7 @@ def test_scalar_formats_in_one_graph(format, backend):
     same_bits(torch.compile(step, fullgraph=True, backend=backend)(X), step(X))
 
 
+@pytest.mark.quick("nf4", "uint4_64")
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "nf4", "fp8_128x128", "int8_row", "llm_int8", "uint4_64"])
 def test_block_formats_in_one_graph(format):
     quantizer = halfstep.get_quantizer(format)
@@ -69,6 +70,7 @@ def test_an_own_block_format_in_one_graph():
     same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(X), step(X))
 
 
+@pytest.mark.quick("9223372036854775813")
 @pytest.mark.parametrize("seed", [5, 2**63 + 5, 2**64 - 1])
 def test_a_seed_is_the_same_compiled(seed):
     def step(x):

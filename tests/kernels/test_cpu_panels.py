@@ -59,6 +59,7 @@ PATHS = [(torch.float32, BOTH), (torch.bfloat16, [torch.bfloat16])]
 WIDENED = [(torch.bfloat16, [torch.float32])]  # by no recipe
 
 
+@pytest.mark.quick("stochastic-32x32", "stochastic-5x8")
 @every_tile
 @pytest.mark.parametrize(
     ("rounding", "paths"),  # each dtype that is read, and each that is written, is compiled anew for each rounding
@@ -100,7 +101,7 @@ def test_other_formats(format, rule):
 SHAPES = [(1, 1), (31, 33), (17, 513), (100, 50), (3, 5, 7), (40,), (2, CHUNK + 40)]
 
 
-@pytest.mark.quick("16x1", "1x16")
+@pytest.mark.quick("1x16")
 @every_tile
 @for_each("shape", SHAPES)
 @for_each("rule", ["two_level_up", "floor"])

@@ -17,6 +17,7 @@ NAMES = ["posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2", "posit3_0
 every_posit = pytest.mark.parametrize("name", NAMES)
 
 
+@pytest.mark.quick("dtype0-posit8_1", "dtype0-posit8_2", "dtype0-posit3_0")
 @every_posit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values(name, dtype):
@@ -29,6 +30,7 @@ def test_values(name, dtype):
     same_bits(x, out)
 
 
+@pytest.mark.quick("posit8_2-dtype7", "posit8_2-dtype8", "posit22_2-dtype24")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow_unless(

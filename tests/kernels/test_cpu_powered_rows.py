@@ -44,6 +44,7 @@ def assert_rounds(x, quantizer, dtypes=DTYPES):
     return noted
 
 
+@pytest.mark.quick("e5m2-dtype4-into4", "e5m2-dtype7-into7", "e3m2fn-dtype16-into16")
 @pytest.mark.parametrize(
     ("name", "dtype", "into"),
     slow_unless(lambda case: case[0] not in OTHERS, itertools.product(FORMATS, DTYPES, DTYPES)),

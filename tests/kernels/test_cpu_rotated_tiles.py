@@ -62,6 +62,7 @@ def assert_one_pass(x, name, monkeypatch, dtype=torch.bfloat16, expects=True):
         same_bits(found.scale, expected.scale)
 
 
+@pytest.mark.quick("nvfp4 gradient-dtype1")
 @pytest.mark.parametrize(
     ("name", "dtype"),  # each is compiled anew
     slow_unless(
@@ -81,6 +82,7 @@ def test_products_in_float32(name, monkeypatch):
     assert_one_pass(drawn((70, 50)), name, monkeypatch, torch.float32)
 
 
+@pytest.mark.quick("mxfp4-rht down", "nearest along")
 @every_product
 @for_each("power", [-140, -120, -100, 0, 100, 120])
 def test_every_magnitude(name, power, monkeypatch):

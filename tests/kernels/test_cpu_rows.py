@@ -40,6 +40,7 @@ def ties(shape, format, factor):
     return near[torch.arange(shape[0] * shape[1]) % len(near)].view(shape) / factor
 
 
+@pytest.mark.quick("0-shape3-dtype0", "1-shape0-dtype1", "1-shape2-dtype0")
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dim", [0, 1])
@@ -69,6 +70,7 @@ def some_paths(name, rounding):
     return [path for path in PATHS if path[0] != torch.float16] if (name, rounding) == TRAINED else SOME_PATHS
 
 
+@pytest.mark.quick("float8_e4m3fn-up-some", "float8_e5m2-down-some")
 @pytest.mark.parametrize(
     "paths", [some_paths, pytest.param(lambda name, rounding: PATHS, marks=pytest.mark.slow)], ids=["some", "all"]
 )
@@ -139,7 +141,7 @@ SLOPED = [name for name in FORMATS if slopes.knows(formats.get(name))]
 TILES = [ROW, ROW.transposed, TENSOR, Tile(1, 32), Tile(16, 16)]
 
 
-@pytest.mark.quick("fp4-1xall", "fp4-16x16", "float8_e4m3fnuz-1xall")
+@pytest.mark.quick("fp4-1xall")
 @pytest.mark.parametrize(
     ("name", "tile"),
     slow_unless(lambda case: case in in_turn(SLOPED, TILES) or case[0] == "fp4", product(SLOPED, TILES)),

@@ -75,6 +75,7 @@ def test_every_optimizer_is_built_of_the_experiments_fields(name, kind, expected
     assert (matrices["lr"], vectors["weight_decay"]) == (0.5, 0.0)
 
 
+@pytest.mark.quick("adagrad", "muon", "nadam", "rmsprop")
 @pytest.mark.parametrize("name", sorted(update_rules()))
 def test_every_optimizer_trains_and_resumes(name, given, tmp_path):
     experiment = Experiment(recipes=("fp32", "fp16-mixed"), optimizer=name, lr=0.03, **given)
@@ -192,6 +193,7 @@ def test_the_help_names_every_optimizer(run):
     assert all(re.search(rf"\b{name}\b", out) for name in update_rules())
 
 
+@pytest.mark.quick("fp32=fast", "fp32=0.1,fp32=0.2")
 @pytest.mark.parametrize("text", ["fp32", "fp32=fast", "fp32=0.1,fp32=0.2", "=0.1"])
 def test_learning_rates_that_are_none_are_refused(run, tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)

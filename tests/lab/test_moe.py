@@ -55,6 +55,7 @@ def losses_under(recipe, steps=8, **options):
     return losses, model
 
 
+@pytest.mark.quick("fp8-smooth-swiglu", "unit-fp8")
 @pytest.mark.parametrize(
     "name", slow_unless({"bf16-mixed", "fp8-delayed", "fp8-smooth-swiglu", "unit-fp8"}.__contains__, list_recipes())
 )

@@ -38,6 +38,7 @@ def experiment_with(tmp_path, gradients, run_scale=1.0, last_scale=None):
 UNIFORM = {1: 1 / 3, 8: 2 / 15, 2**10: 0.0}  # g = 2^U(-30, -15) in float16: 5, 2 and 0 of the 15 octaves
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("scale", UNIFORM)
 def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tmp_path):
     results = experiment_with(tmp_path, uniform(-30, -15), last_scale=float(scale))
@@ -201,6 +202,7 @@ def test_updates_that_were_not_seen_are_left_out(tmp_path):
     assert zeroed.shares_lost(both).recipe == "bf16-mixed"
 
 
+@pytest.mark.quick("curves", "gaps", "speed", "scales", "exponents", "zeroed", "descent")
 @pytest.mark.parametrize("make", PICTURES, ids=lambda make: make.__module__.rpartition(".")[2])
 def test_no_text_is_cut_or_written_over_another(make, usual):
     """Every text lies inside the figure, and no two of an axes' own labels overlap."""

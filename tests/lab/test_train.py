@@ -100,7 +100,7 @@ STATES = {
 """A recipe of each kind of state that a run saves; the tests of optimizers take all of them up again, outside a run."""
 
 
-@pytest.mark.quick("fp8lm-o3", "fp8-delayed until 50%, then bf16-mixed")
+@pytest.mark.quick("fp8-delayed until 50%, then bf16-mixed")
 @pytest.mark.parametrize("name", [*slow_unless(STATES.__contains__, RECIPES), STAGED])
 def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name, tmp_path, corpus, monkeypatch):
     stopped_and_resumed(name, random.Random(name).randrange(1, SMALL["steps"]), tmp_path, corpus, monkeypatch)
@@ -335,6 +335,7 @@ def stopped(tmp_path, corpus, monkeypatch):
     return latest, lambda: train(tmp_path, get_recipe("fp16-master"), corpus)
 
 
+@pytest.mark.quick("<lambda>1-model.safetensors", "<lambda>1-optimizer.safetensors")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: d[:-1] + bytes([d[-1] ^ 1]), lambda d: b""])
 def test_a_truncated_or_edited_tensor_file_is_refused(stopped, name, damage):

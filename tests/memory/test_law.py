@@ -70,6 +70,7 @@ def test_masks_of_one_byte_are_too_few_on_a_cpu(dtype, expected):
     assert activation_bytes(B, S, H, A, nbytes=dtype.itemsize) == expected < saved_by_autograd(dtype, 0.1)
 
 
+@pytest.mark.quick("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_on_tensors_without_memory_keeps_as_much(dtype):
     with Blank():

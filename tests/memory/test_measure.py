@@ -53,6 +53,14 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.quick(
+    "galore-bf16-adam",
+    "fp4-wang-momentum",
+    "bf16-accumulate-sgd",
+    "bf16-truncate-adamw",
+    "fp8-rowwise-gw-hp-sgd",
+    "galore-momentum",
+)
 @pytest.mark.parametrize(
     ("recipe", "optimizer"),
     slow_unless(

@@ -84,6 +84,7 @@ def outcome(module, arguments, options):
 KINDS = ["memory", "self", "apart"]
 
 
+@pytest.mark.quick("no_bias-apart", "bias_kv-memory", "zero_attn-self", "kdim_batch_first-memory", "dropout-self")
 @pytest.mark.parametrize(
     ("option", "kind"), slow_unless(in_turn([*OPTIONS], KINDS).__contains__, itertools.product(OPTIONS, KINDS))
 )

@@ -46,6 +46,7 @@ def backward(model):
 # ---- state dicts and files ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("fp8lm-o1", "fp8lm-o2")
 @every_scaled
 def test_an_average_in_place_through_state_dicts_reaches_the_weights(name):
     """As ultralytics' and timm's older ModelEMA do it; the entries then have the rounded values."""
@@ -77,6 +78,7 @@ WRITES = {
 }
 
 
+@pytest.mark.quick("data-fp8lm-o1", "data_-fp8lm-o2", "out-fp8lm-o1")
 @every_scaled
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_what_is_written_to_an_entry_is_followed(name, write):
@@ -94,6 +96,7 @@ def test_what_is_written_to_an_entry_is_followed(name, write):
     assert_same(model[0].weight.values(), expected)
 
 
+@pytest.mark.quick("fp8lm-o1", "fp8lm-o2")
 @every_scaled
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_hold_plain_values(name, tmp_path):
@@ -250,7 +253,7 @@ def test_a_loss_of_before_refuses_its_backward_pass(name):
 # ---- whose weights, and what wraps them -----------------------------------------------------------------------------
 
 
-@pytest.mark.quick("fp8lm-o3", "fp4-wang")
+@pytest.mark.quick("fp8lm-o3")
 @every_scaled
 def test_fused_and_shared_weights_are_codes_and_train(name):
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 8), nn.Linear(8, 8))
@@ -335,6 +338,7 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.quick("{}-fp4-wang", "{'gradient_as_bucket_view': True}-fp8lm-o1", "{'static_graph': True}-fp8lm-o1")
 @every_scaled
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
 def test_ddp_on_one_rank_is_the_loop_without(name, options, one_rank):

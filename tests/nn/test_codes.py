@@ -140,6 +140,7 @@ def test_the_optimizer_steps_on_values_and_rounds_them(name):
         assert_same(value, expected)
 
 
+@pytest.mark.quick("AdamW-fp8lm-o1", "Adam-fp8lm-o2")
 @every_scaled
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_the_step_in_one_pass_is_the_reference(name, kind):
@@ -175,6 +176,7 @@ def test_both_ways_to_zero_gradients(name):
     assert_same(*found)
 
 
+@pytest.mark.quick("fp8lm-o1", "fp8lm-o2")
 @every_scaled
 def test_asking_for_gradients_leaves_those_that_are_there(name):
     model, _, _ = prepared(name)
@@ -244,6 +246,7 @@ def test_state_dicts_are_a_stock_models(name):
     assert_same(stock(batch()[0]), model(batch()[0]))
 
 
+@pytest.mark.quick("fp8lm-o1", "fp8lm-o3")
 @every_scaled
 def test_weights_that_are_loaded_are_followed(name):
     """By the forward, by the next step, and by the master; also where an optimizer has stepped before."""
@@ -264,6 +267,7 @@ def test_weights_that_are_loaded_are_followed(name):
         model.load_state_dict({**stock, "0.weight": torch.zeros(3, 3)})
 
 
+@pytest.mark.quick("fp4-wang", "fp8lm-o1")
 @every_scaled
 def test_a_resumed_run_is_exact(name):
     plain = prepared(name)
@@ -278,6 +282,7 @@ def test_a_resumed_run_is_exact(name):
     assert_same(dict(resumed[0].state_dict()), dict(plain[0].state_dict()))
 
 
+@pytest.mark.quick("fp8lm-o1", "fp8lm-o3")
 @every_scaled
 def test_copies_train_alike_and_apart(name):
     parts = prepared(name)

@@ -150,6 +150,7 @@ def test_the_operands_of_all_three_products_are_rounded(name):
                 assert is_rounded(values, tensor, quantizer), (product, quantizer.format.name)
 
 
+@pytest.mark.quick("fp8-current")
 @pytest.mark.parametrize(
     "name",
     slow_unless({"fp8-current", "bf16-truncate"}.__contains__, [n for n in ROUNDING if n not in ROTATED]),
@@ -220,6 +221,7 @@ def test_so_it_is_under_every_recipe(name):
     test_checkpointed_copied_and_reverted_it_is_the_same.__wrapped__(name)
 
 
+@pytest.mark.quick("fp8-delayed", "fp8-delayed-megatron")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_states_are_of_each_operand_and_move_with_training(name):
     model, optimizer, scaler = prepared(name, Net())

@@ -47,6 +47,7 @@ def as_on_a_gpu(patch):
     return seen
 
 
+@pytest.mark.quick("fp8-delayed")
 @pytest.mark.parametrize("recipe", mostly_slow(DELAYED))
 def test_the_pass_that_rounds_notes_what_a_pass_before_it_did(monkeypatch, recipe):
     """With NaN and infinity in one step each, too."""

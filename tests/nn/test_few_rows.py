@@ -83,6 +83,7 @@ def read(monkeypatch):
     return calls
 
 
+@pytest.mark.quick("own-bf16-int8", "carried-bf16-nf4", "carried-bf16-tensor", "carried-bf16-posit8")
 @each_kind
 @each_compute
 def test_codes_give_what_values_give(kind, compute, read):
@@ -162,6 +163,7 @@ def test_a_bias_far_from_float16s(bias, read):
     assert read == {"run": 1, "run_values": 1}
 
 
+@pytest.mark.quick("carried")
 def test_every_code(read):
     """Those that are not finite make the kernel refuse, and the values are read instead."""
     model, _ = both(KNOWN["plain"])
@@ -175,6 +177,7 @@ def test_every_code(read):
     assert read == {"run": 2, "run_values": 1}
 
 
+@pytest.mark.quick("own-posit8_2")
 @pytest.mark.parametrize(
     "name", slow_unless("posit8_2".__eq__, ["posit8_2", "posit16_2", "e4m3fnuz", "dynamic8", "fp16"])
 )

@@ -238,6 +238,7 @@ class Apart(nn.Module):
         return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
+@pytest.mark.quick("bf16-mixed", "fp16-mixed")
 @pytest.mark.parametrize("name", mostly_slow([name for name in PLAIN if get_recipe(name).weights == "fp32"]))
 def test_what_a_checkpoint_computes_again_is_what_it_computed(name):
     found = []
@@ -393,6 +394,7 @@ def test_no_registry_and_no_metaclass_hears_of_an_adoption(kind):
     assert type(model) is kind
 
 
+@pytest.mark.quick("bf16-master", "bf16-stochastic", "fp8lm-o3")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_a_saved_model_is_the_model(name):
     model, optimizer, scaler = prepared(name)
@@ -431,6 +433,7 @@ def test_a_failure_half_way_leaves_nothing_behind(monkeypatch):
     assert not list(model.buffers())
 
 
+@pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_two_steps_are_one_but_for_the_masters(name):
     """`apply` rounds the weights, and a master that starts later starts from there."""
@@ -465,6 +468,7 @@ def test_optimize_refuses_what_it_cannot_optimise():
         halfstep.optimize(inference, adamw(inference))
 
 
+@pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @every_plain
 def test_a_model_without_values_yet(name):
     """On the meta device: apply, to_empty, load, and train as the model that had its values from the start."""

@@ -90,6 +90,7 @@ def steps(name, model, **options):
     return losses
 
 
+@pytest.mark.quick("own-bf16-mixed", "own-fp16-mixed", "carried-fp32")
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_a_frozen_base_stays_and_what_is_beside_it_trains(name):

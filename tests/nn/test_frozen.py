@@ -72,6 +72,7 @@ def test_gradients_are_those_of_the_recipe_beside_weights_of_the_same_values(nam
             assert ((one - other).norm() / other.norm()) < 0.4
 
 
+@pytest.mark.quick("fp8-block", "fp8-current")
 @every_able
 def test_codes_stay_and_adapters_learn(name):
     model = frozen(name)

@@ -61,6 +61,7 @@ def test_a_critic_with_a_gradient_penalty_trains_as_stock_torchs(name, stock):
     assert penalised(name) == pytest.approx(stock, abs=0.1)
 
 
+@pytest.mark.quick("fp8-current", "fp8-delayed")
 @pytest.mark.parametrize("name", mostly_slow(sorted(ROUNDS)))
 def test_a_penalty_through_rounded_products_says_what_to_do(name):
     with pytest.raises(RecipeError, match=r"second derivative .* module_filter"):
@@ -87,6 +88,7 @@ def values(model):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.quick("fp8-block", "mxfp8", "fp4-wang")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_torch_func_goes_through_a_prepared_model(name):
     stock, model, x = critic(), critic(), torch.randn(6, 2)

@@ -141,6 +141,7 @@ def test_what_one_call_rounds_for_all_experts():
             assert supports_grouped(spec_of(model.experts), torch.ones(1, WIDTH)) == wanted, name
 
 
+@pytest.mark.quick("mxfp4", "fp8-current")
 @pytest.mark.parametrize("name", [*GROUPED, "fp8-current"])
 def test_a_stack_computes_what_its_experts_layers_do(name):
     """Three experts a token, some without tokens, one with a single token and one with all but it."""
@@ -158,6 +159,7 @@ def test_in_evaluation_few_rows_have_their_order_of_sums(name):
     assert_alike(wide, Stack(4), *routed(4, 2, tokens=7), train=False)
 
 
+@pytest.mark.quick("fp8-rowwise")
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-rowwise"])
 def test_one_expert_with_numbers_below_bfloat16s_smallest_takes_no_bit_from_others(name):
     """Its operand is carried in float32, and its own alone."""

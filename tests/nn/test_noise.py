@@ -80,6 +80,7 @@ def backward(model, x=None):
     return grads(model)
 
 
+@pytest.mark.quick("signs")
 @pytest.mark.parametrize("linear", [EVERYWHERE, ANEW], ids=["noise", "signs"])
 def test_noise_is_that_of_the_step(linear):
     """The same in a step, another in the next, and on the whole the gradient without noise."""

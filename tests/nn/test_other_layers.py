@@ -119,6 +119,7 @@ def test_experts_with_biases_and_transposed_weights(transposed):
     assert_same(model(x, index, weights), ops.linear(inner, down, model.down_proj_bias[0], SPEC) / 2)
 
 
+@pytest.mark.quick("carried-fp8-delayed", "carried-mxfp8")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"])
 def test_experts_round_and_the_router_does_not(name):
     outputs = []

@@ -57,6 +57,7 @@ NESTED = {
 }
 
 
+@pytest.mark.quick("fp32", "bf16-collage-plus", "bf16-stochastic")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("nesting", NESTED)
 def test_floating_outputs_leave_in_float32(name, nesting):

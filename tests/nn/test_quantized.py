@@ -63,6 +63,7 @@ def made(quantizer, **fields):
 SIZES = {"usual": 1.0, "tiny": 2.0**-120}
 
 
+@pytest.mark.quick("usual-own-fp8-current", "tiny-carried-fp8lm-o3", "tiny-carried-fp4-wang")
 @every_plain
 @pytest.mark.parametrize(
     ("size", "products"),
@@ -130,6 +131,7 @@ def test_any_format_that_a_rule_can_name(kind, compute):
     assert_same(model(x), evaluated(twin, x))
 
 
+@pytest.mark.quick("carried-fp8-delayed", "carried-fp8-block")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "fp8-rowwise"])
 def test_conv1d(name):
     torch.manual_seed(0)
@@ -155,6 +157,7 @@ class Attends(nn.Module):
         return self.last(self.attention(x, other, other)[0]).squeeze(0)
 
 
+@pytest.mark.quick("own-fp8-current", "own-fp8-delayed")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "fp8-amax"])
 def test_self_attention(name):
     model, x = trained(name, Attends()), batch()[0]
@@ -207,6 +210,7 @@ class Mixture(nn.Module):
         return self.head(x + self.experts(x, index, weights))
 
 
+@pytest.mark.quick("own-False-fp8-current", "own-True-fp8-block", "carried-False-fp8-delayed")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fused_experts(name, transposed):
@@ -259,6 +263,7 @@ def test_smoothing_by_token_happens_when_it_runs():
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("own-fp8-current", "own-fp8-delayed", "own-fp8-smooth-swiglu")
 @pytest.mark.parametrize("name", mostly_slow(ABLE))
 def test_a_state_dict_loads_into_a_model_quantised_by_the_same_call(name, tmp_path):
     model, x = trained(name), batch()[0]
@@ -391,6 +396,7 @@ def test_the_filter_of_a_model_that_already_follows_the_recipe_is_remembered():
 # ---- how it behaves -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("own-fp8-delayed", "carried-fp8-delayed")
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed", "fp8-block"])
 def test_copies_and_casts(name):
     model, x = trained(name), batch()[0]
@@ -503,6 +509,7 @@ def test_what_has_no_inference_form():
 # ---- Perez et al. 2023: FP8 inference beside fp16 -------------------------------------------------------------------
 
 
+@pytest.mark.quick("own")
 def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near_fp16():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))

@@ -96,6 +96,9 @@ def compare(name, layer, way, units, monkeypatch):
 every_cell = pytest.mark.parametrize(("layer", "way", "units"), CELLS)
 
 
+@pytest.mark.quick(
+    "lstm, both ways-with states-here", "lstm, both ways-evaluation-here", "lstm, projected-evaluation-here"
+)
 @every_cell
 @for_each("name", ["fp32", "fp16-mixed", "bf16-master"])
 def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatch):
@@ -155,6 +158,7 @@ KINDS = [nn.LSTM, nn.GRU]
 FIRST = in_turn([name for name in RECIPES if name in FAST], KINDS)
 
 
+@pytest.mark.quick("fp32-LSTM", "fp8-current-LSTM", "bf16-master-GRU")
 @pytest.mark.parametrize(("name", "kind"), slow_unless(FIRST.__contains__, itertools.product(RECIPES, KINDS)))
 def test_it_trains(name, kind):
     generator = torch.Generator().manual_seed(1)

@@ -86,6 +86,7 @@ def error_of(found, expected):
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("fp8-delayed", "fp8-amax")
 @pytest.mark.parametrize("recipe", ROUNDS)
 def test_codes_of_operands_move_no_bit(recipe):
     expected = gradients(get_recipe(recipe))

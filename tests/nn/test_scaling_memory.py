@@ -38,6 +38,7 @@ def expected_of(name, x, y):
     return before, states(model)
 
 
+@pytest.mark.quick("False-fp8-delayed-megatron", "True-fp8-delayed", "True-fp8-smooth-swiglu")
 @pytest.mark.parametrize("name", EVERY_STATEFUL)
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_model_made_on_the_meta_device_begins_with_states_of_its_own(name, assign):

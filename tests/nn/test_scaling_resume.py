@@ -31,6 +31,7 @@ def everything(model, optimizer, scaler):
     return copied((model.state_dict(), optimizer.state_dict(), scaler.state_dict(), Scalings(model).state_dict()))
 
 
+@pytest.mark.quick("False-fp8-delayed", "False-fp8-delayed-megatron")
 @every_stateful
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_resumed_run_is_exact(name, scheduled):

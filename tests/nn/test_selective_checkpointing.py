@@ -83,6 +83,7 @@ def passed(name, policy):
     return [grads(model), x.grad], forward, seen.products, held
 
 
+@pytest.mark.quick("carried-fast")
 @pytest.mark.parametrize("names", fast_and_every(EVERY, STATES))
 @pytest.mark.usefixtures("products")
 def test_products_are_kept_and_no_bit_changes(names):

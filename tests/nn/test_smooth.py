@@ -46,6 +46,7 @@ FAMILIES = {
 both = pytest.mark.parametrize("recipe", [SMOOTH, TOKEN], ids=lambda r: r.smooth_glu)
 
 
+@pytest.mark.quick("own-qwen3-channel", "carried-llama-channel", "carried-llama-token")
 @both
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gated_mlps_of_a_family_are_found(family, recipe):
@@ -81,7 +82,7 @@ def test_without_rounding_it_is_the_stock_model(recipe, bias):
         torch.testing.assert_close(model(x), stock(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick("own-channel", "carried-token")
+@pytest.mark.quick("carried-token")
 @both
 def test_it_does_something_and_the_loss_falls(recipe):
     results = []

@@ -88,15 +88,7 @@ def values(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.quick(
-    "fewer bits, then more",
-    "another dtype",
-    "16-bit weights",
-    "weights are codes",
-    "FP4",
-    "gated MLPs",
-    "saved in few bits",
-)
+@pytest.mark.quick("another dtype", "saved in few bits")
 @pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
 @pytest.mark.filterwarnings("ignore:the scaler state holds no scaling states")
 def test_stages_are_the_recipes_one_after_another(names):
@@ -113,6 +105,7 @@ def test_stages_are_the_recipes_one_after_another(names):
     assert steps(*alone, EVERY * len(names)) != losses  # the change is seen
 
 
+@pytest.mark.quick("first-three", "first-weights are codes", "first-a loss scale")
 @pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
 @pytest.mark.parametrize("made", [0, EVERY], ids=["first", "second"])
 def test_revert_gives_the_stock_model_from_either_stage(names, made):
@@ -129,6 +122,7 @@ def test_revert_gives_the_stock_model_from_either_stage(names, made):
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in stock.parameters()]
 
 
+@pytest.mark.quick("copy-2", "copy-3")
 @pytest.mark.parametrize("made", [2, 3, 4])
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_a_copy_goes_on_in_its_stage(made, copy_of):
@@ -156,6 +150,7 @@ def saved(made):
     return torch.load(file)
 
 
+@pytest.mark.quick("fp8-delayed until step 3, then bf16-mixed-3", "fp8-delayed until step 3, then bf16-mixed-5")
 @pytest.mark.parametrize("made", [1, 3, 5])
 @pytest.mark.parametrize("recipe", [TWO, "bf16-mixed until 40%, then fp8-delayed until 80% then fp8-current"])
 def test_a_resumed_run_is_the_whole_one(made, recipe):
@@ -368,6 +363,7 @@ class Blocks(nn.Module):
         return checkpoint(self.second, hidden, use_reentrant=self.how)
 
 
+@pytest.mark.quick("names1-False", "names1-True")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("names", [("fp8-delayed", "bf16-mixed"), ("fp32", "fp8-delayed")])
 def test_checkpointing_changes_nothing(names, reentrant):

@@ -119,7 +119,7 @@ def compare(name, stock, changed, x):
     scaler.update()
 
 
-@pytest.mark.quick("fp32", "fp8-current", "bf16-master", "fp4-wang")
+@pytest.mark.quick("fp8-current", "bf16-master")
 @pytest.mark.filterwarnings("ignore:.*does not round")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("layer", LAYERS)
@@ -195,6 +195,7 @@ def normed(kind):
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 
 
+@pytest.mark.quick("spectral-bf16-master", "spectral parametrization-bf16-master", "weight_norm-bf16-master")
 @pytest.mark.parametrize(
     ("kind", "name"),
     slow_unless(

@@ -61,7 +61,7 @@ def test_sizes_are_near_1_at_initialisation(name):
 CONSTRAINTS = ("geometric_mean", "to_output", "to_grad_input")
 
 
-@pytest.mark.quick("gpt-geometric_mean", "cnn-geometric_mean")
+@pytest.mark.quick("cnn-geometric_mean")
 @pytest.mark.parametrize(
     ("name", "constraint"),
     slow_unless(in_turn([*MODELS], CONSTRAINTS).__contains__, itertools.product(MODELS, CONSTRAINTS)),
@@ -157,6 +157,7 @@ def test_bridges_are_those_whose_removal_parts_the_graph():
         assert sorted(_bridges(size, ends)) == expected
 
 
+@pytest.mark.quick("seq2seq", "cnn")
 @every_model
 def test_a_copy_a_pickle_and_a_resumed_model_are_the_same_bit_for_bit(name):
     model, inputs, _ = made(name)

@@ -44,6 +44,7 @@ def gradients(made, tokens, micro=1):
     return {name: p.grad.float() / scaler.get_scale() for name, p in model.named_parameters()}
 
 
+@pytest.mark.quick("umup-fp8", "fp8lm-o2")
 @pytest.mark.parametrize(
     "recipe",
     slow_unless({"unit-fp16", "unit-fp8", "umup-fp8", "fp8lm-o2"}.__contains__, ["fp32", *UNIT, *CODES]),

@@ -52,6 +52,7 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.quick("carried-dtype0-0.0-int8", "carried-dtype3-3.0-fixed", "carried-dtype3-3.0-int8")
 @every_pair
 @both_kinds_of_cpu
 @pytest.mark.parametrize(
@@ -204,6 +205,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.quick("nearest_even-e4m3fn-dtypes1", "nearest_even-e4m3fn-dtypes2", "nearest_even-int8-dtypes16")
 @pytest.mark.parametrize(
     ("format", "dtypes"),
     slow_unless(

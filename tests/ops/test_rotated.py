@@ -69,6 +69,7 @@ def written_out(spec, x, w, dy):
     return times(x, w, spec.output), times(dy, w.t(), spec.grad_input), times(dy.t(), x.t(), spec.grad_weight)
 
 
+@pytest.mark.quick("32-which1-mxfp4", "32-which3-mxfp4", "1-which1-mxfp4")
 @pytest.mark.parametrize("quantizer", [FP4, NV], ids=["mxfp4", "nvfp4"])
 @pytest.mark.parametrize("which", [(), *[(name,) for name in PRODUCTS], PRODUCTS])
 @pytest.mark.parametrize("rows", [37, 32, 1])
@@ -212,6 +213,7 @@ def test_graphs_compute_what_eager_computes(rotations):
     assert_same([p.grad / 2 for p in model.parameters()], eager)
 
 
+@pytest.mark.quick("Hadamard 16-True", "Hadamard 16-False")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("hadamard", [R16, Hadamard(16, "random")], ids=str)
 def test_checkpointing_changes_nothing(reentrant, hadamard):

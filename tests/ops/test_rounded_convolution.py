@@ -126,6 +126,7 @@ def test_each_product_is_that_of_operands_rounded_along_its_shared_dimension(cas
     torch.testing.assert_close(found[3], plain[3])
 
 
+@pytest.mark.quick("own-dtype3-True", "carried-dtype2-False")
 @pytest.mark.usefixtures("products")
 @for_each("name", ROUNDING)
 @pytest.mark.parametrize(

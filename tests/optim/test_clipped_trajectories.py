@@ -73,6 +73,9 @@ def distance(one, other):
     return float((one - other).norm() / (other - start).norm())
 
 
+@pytest.mark.quick(
+    "own-range(0, 1)-sgd-fp16-static", "own-range(0, 1)-adamw-fp16-static", "carried-range(0, 1)-sgd-fp16-static"
+)
 @every_fp16_recipe
 @every_optimizer
 @both_kinds_of_cpu
@@ -84,6 +87,7 @@ def test_it_ends_where_the_float32_reference_does(name, optimizer, seeds):
         assert distance(weights, plain(name, optimizer, gradients)) < 2e-6, seed
 
 
+@pytest.mark.quick("sgd-fp16-static", "sgd-fp16-lists")
 @every_fp16_recipe
 @every_optimizer
 def test_the_bound_tells_clipping_and_unscaling_apart(name, optimizer):

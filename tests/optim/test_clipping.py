@@ -157,6 +157,7 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("stock-drop_the_batch", "fused-drop_the_batch", "fused-overflow")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["stock", "fused", "fp32", "fp16-master", "bf16-master", "bf16-megatron"])
 def test_every_order_of_calls_is_torchs(kind, way):
@@ -302,6 +303,7 @@ RULES = {
 }
 
 
+@pytest.mark.quick("fp32-sgd", "bf16-mixed-adamw", "fp16-mixed-adamw")
 @pytest.mark.parametrize(
     ("name", "rule"), slow_unless(in_turn(sorted(FAST), [*RULES]).__contains__, itertools.product(EVERY, RULES))
 )
@@ -346,6 +348,7 @@ def test_codes_take_the_factor_into_their_scale(name):
     torch.testing.assert_close(scaler.clip_grad_norm_(optimizer, math.inf), torch.tensor(0.01))
 
 
+@pytest.mark.quick("bf16-mixed", "fp16-mixed", "fp32")
 @pytest.mark.parametrize("name", mostly_slow(sorted({*EVERY} - {*SMOOTH})))
 def test_unscale_then_torchs_own_clip(name):
     """nanoGPT's loop, under every recipe; 16-bit gradients leave for float32 wherever the loss is scaled."""

@@ -132,6 +132,7 @@ def test_a_seed_decides_the_stochastic_updates():
     assert not torch.equal(weights(1), weights(2))
 
 
+@pytest.mark.quick("fp32", "bf16-mixed", "fp16-mixed")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_a_copy_of_model_and_optimizer_trains_on_alike(name):
     model, optimizer, scaler = prepared(name)

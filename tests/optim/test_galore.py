@@ -184,6 +184,7 @@ def test_a_fixed_subspace_stalls_and_a_new_one_now_and_then_converges(build, lr)
 # ---- everything else of the optimizer -------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("AdamW-galore", "AdamW-bf16-kahan", "AdamW-bf16-nomaster")
 @pytest.mark.parametrize("base", ["galore", "galore-8bit", "bf16-master", "bf16-kahan", "bf16-nomaster", "galore-bf16"])
 @pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adam])
 def test_the_kernel_in_the_subspace_is_the_reference_bit_for_bit(base, build):

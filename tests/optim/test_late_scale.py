@@ -63,6 +63,10 @@ OPTIONS = [
 FLAGS = [(), (), (0,), (), (1, 2), (0,), (), (), (), (3,), (), ()]
 
 
+@pytest.mark.quick(
+    "{'init_scale': 1024.0, 'growth_interval': 2, 'hysteresis': 2}",
+    "{'init_scale': 1.7014118346046923e+38, 'growth_interval': 1}",
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_same_numbers_when_nothing_is_read(monkeypatch, options):
     ours, theirs = twins(monkeypatch, "fp16-mixed", **options)
@@ -78,6 +82,7 @@ def test_the_same_numbers_when_nothing_is_read(monkeypatch, options):
         assert_same(list(ours[0].parameters()), list(theirs[0].parameters()))
 
 
+@pytest.mark.quick("fp16-mixed", "fp32")
 @pytest.mark.parametrize("recipe", ["fp16-mixed", "fp16-nomaster", "bf16-nomaster", "fp32"])
 def test_clipping_is_the_same_when_nothing_is_read(monkeypatch, recipe):
     ours, theirs = twins(monkeypatch, recipe)

@@ -30,6 +30,7 @@ def scales(name):
 # ---- a recipe that scales its loss, and no scaler -------------------------------------------------------------------
 
 
+@pytest.mark.quick("bf16-mixed", "fp16-mixed", "fp8-delayed")
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_a_loop_without_the_recipes_scaler_is_warned_once(name):
     model = model_for(name)
@@ -111,6 +112,7 @@ def test_no_closure_is_no_closure(name):
     assert_same(ends[2], ends[0])
 
 
+@pytest.mark.quick("False-fp32", "False-bf16-mixed")
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp8-current", "fp8-delayed"])
 @pytest.mark.parametrize("named", [True, False])
 def test_closures_where_no_loss_is_scaled(name, named):
@@ -155,6 +157,7 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
+@pytest.mark.quick("0.1-bf16-master", "None-bf16-master")
 @pytest.mark.parametrize("name", ["fp16-mixed", "fp16-master", "bf16-master"])
 @pytest.mark.parametrize("clip", [0.1, None])
 def test_a_wrapped_optimizer_is_the_optimizer(name, clip):

@@ -28,6 +28,7 @@ def backward(model, scaler, factor=1.0):
     scaler.scale(F.mse_loss(model(x), y) * factor).backward()
 
 
+@pytest.mark.quick("own-None-<lambda>0", "own-None-<lambda>1", "own-None-<lambda>4")
 @pytest.mark.parametrize("build", STOCK)
 @pytest.mark.parametrize("clip", [None, 0.01, 1e3])
 def test_stock_optimizers_step_as_under_torchs_scaler(build, clip):
@@ -51,6 +52,7 @@ def test_stock_optimizers_step_as_under_torchs_scaler(build, clip):
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("own-1.0-bf16-mixed", "carried-1.0-fp32", "carried-inf-fp32")
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp16-mixed"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_clip_is_unscale_then_torchs_clip(name, norm_type):
@@ -187,6 +189,7 @@ def test_a_disabled_scaler_is_the_identity():
     assert scaler.step(optimizer, lambda: torch.tensor(5.0)) == 5
 
 
+@pytest.mark.quick("own-False-bf16-master", "own-False-fp16-mixed", "own-True-fp16-master")
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-stochastic", "fp16-mixed", "fp16-master"])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_torchs_scaler_drives_our_optimizer(name, unscale):

@@ -153,6 +153,7 @@ def test_split_is_bitwise_an_fp32_master():
         same_bits(get_master(optimizer.recipe.master).read(weight, optimizer.state[weight]), master.detach())
 
 
+@pytest.mark.quick("bf16-master", "bf16-kahan")
 @pytest.mark.parametrize("recipe", BESIDE)
 def test_fused_equals_the_reference(recipe):
     results = []

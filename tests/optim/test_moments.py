@@ -72,6 +72,7 @@ def rounded(kind, x):
     return first + (rest.to(kind.dtype).float() if kind.dtype else kind.quantizer(rest))
 
 
+@pytest.mark.quick("tensor-sgd", "packed-sgd")
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     slow_unless(in_turn([*KINDS], [*OPTIMIZERS]).__contains__, itertools.product(KINDS, OPTIMIZERS)),
@@ -94,6 +95,7 @@ ALONE = ("expansion", "tensor")  # the first is CoatAdamW's (test_lowbit_classes
 RESUMED = [case for case in in_turn([*KINDS], BASES) if case[0] not in ALONE]
 
 
+@pytest.mark.quick("blocks-fp32", "no scale-bf16-stochastic", "codes twice-fp32")
 @pytest.mark.parametrize(("kind", "base"), slow_unless(RESUMED.__contains__, itertools.product(KINDS, BASES)))
 def test_a_resume_is_bit_for_bit_and_holds_the_codes(kind, base):
     recipe = recipe_with(KINDS[kind], base)
@@ -317,6 +319,7 @@ MIXED = ("mx and numbers", "one of two", "absmax", "rceil", "integers", "expansi
 """Of what others have, or a recipe's that conformance/test_every_master.py loads; compiled anew."""
 
 
+@pytest.mark.quick("dynamic maps", "mx", "fishman's")
 @pytest.mark.parametrize(
     ("moments", "base"),
     [

@@ -49,6 +49,7 @@ def run(model, optimizer, scaler, steps, micro_batches=1, same=False, start=0):
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.quick("galore-8bit", "bf16-mixed")
 @pytest.mark.parametrize("name", ["galore", "galore-8bit", "galore-bf16", "bf16-mixed", "bf16-master", "bf16-kahan"])
 def test_one_micro_batch_a_step_is_the_same_bit_for_bit(name):
     plain, layered = started(name), started(name)

@@ -243,6 +243,7 @@ def test_a_description_keeps_its_own_words():
         lion.step()
 
 
+@pytest.mark.quick("old-bf16-mixed", "old-bf16-collage-plus", "new-bf16-mixed")
 @every_recipe
 @pytest.mark.parametrize("through", ["old", "new"])
 def test_a_group_added_to_either_trains(name, through):
@@ -268,6 +269,7 @@ def by_torch(thing):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.quick("fp16-master-deepcopy-sgd", "fp16-pure-deepcopy-sgd", "fp16-pure-deepcopy-lion")
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lion", "lamb"])
 @pytest.mark.parametrize("copied_by", [by_torch, copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 @pytest.mark.parametrize("name", KINDS)

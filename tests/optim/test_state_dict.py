@@ -37,6 +37,7 @@ SMALL = Recipe("bf16 moments", "", "", weights="bf16", master="fp32", moments="b
 every_recipe = pytest.mark.parametrize("name", [*mostly_slow(RECIPES), SMALL], ids=lambda r: getattr(r, "name", r))
 
 
+@pytest.mark.quick("model first-bf16-mixed", "model first-bf16-master", "model first-bf16-stochastic")
 @pytest.mark.parametrize("name", [*mostly_slow(RECIPES), SMALL], ids=lambda r: getattr(r, "name", r))
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(name, order):
@@ -57,6 +58,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name, order):
     assert_same(again.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.quick("fp32", "bf16-mixed", "bf16-stochastic")
 @every_recipe
 def test_a_round_trip_changes_no_bit_and_no_dtype(name):
     model, optimizer, scaler = prepared(name)
@@ -75,6 +77,7 @@ WITH_MOMENTS = [adamw, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentu
 UNPROJECTED = [name for name in RECIPES if name not in PROJECTED]  # the others: test_galore_states.py
 
 
+@pytest.mark.quick("fp16-static-<lambda>", "bf16-kahan-<lambda>", "coat-<lambda>")
 @pytest.mark.parametrize(
     ("name", "build"),
     slow_unless(in_turn(UNPROJECTED, WITH_MOMENTS).__contains__, itertools.product(UNPROJECTED, WITH_MOMENTS)),
@@ -188,6 +191,7 @@ def test_entries_that_nobody_overwrote_keep_their_finer_master():
     assert not torch.equal(before[1:], before[1:].bfloat16().float())
 
 
+@pytest.mark.quick("fp32-False", "bf16-mixed-True", "bf16-stochastic-True")
 @pytest.mark.parametrize(
     ("name", "flat"),
     slow_unless(

@@ -127,6 +127,9 @@ def load(low, parameters):
     low._together._anywhere = True
 
 
+@pytest.mark.quick(
+    "replace_state", "drop_gradient", "narrow_gradient", "transpose_gradient", "unalign_gradient", "add_group"
+)
 @pytest.mark.parametrize(
     "change",
     [replace_weight, resize_weight, replace_moment, replace_state, drop_gradient, narrow_gradient,

@@ -47,6 +47,9 @@ WAYS = {
 }
 
 
+@pytest.mark.quick(
+    "False-model, to zeros-bf16-stochastic", "False-by hand-bf16-master", "False-by hand-bf16-stochastic"
+)
 @wants_grad_dtype
 @every_half
 @pytest.mark.parametrize("way", WAYS)

@@ -25,6 +25,7 @@ def probe(model, to="fp16", **options):
     return halfstep.probe_model(model, to, data=[tokens()], **options)
 
 
+@pytest.mark.quick("an explicit product", "fused attention", "an embedding", "the backward")
 @pytest.mark.parametrize(("make", "first"), PLANTED.values(), ids=PLANTED)
 def test_a_planted_fault_is_found_where_it_is(make, first):
     report = probe(make())
@@ -65,6 +66,7 @@ def test_a_tensor_that_modules_hand_on_is_one_line_by_maker_and_taker():
     assert "% of its values overflow, largest " in text
 
 
+@pytest.mark.quick("bf16")
 @pytest.mark.parametrize("to", ["fp16", "bf16", torch.float16])
 def test_a_healthy_model_is_safe(to):
     report = probe(planted.healthy(), to)
@@ -76,6 +78,7 @@ def test_a_healthy_model_is_safe(to):
     assert str(report).startswith("safe: Model in ")
 
 
+@pytest.mark.quick("<lambda>")
 @pytest.mark.parametrize("make", [planted.wide_ffn, lambda: planted.large_logits(False)])
 def test_bf16_has_the_range_that_fp16_lacks(make):
     assert not probe(make(), "bf16").findings

@@ -133,6 +133,7 @@ def test_what_formats_make_of_them_is_counted(residual):
     }
 
 
+@pytest.mark.quick("GPT-256")
 @pytest.mark.parametrize(("kind", "vocabulary"), [(GPT, 256), (BERT, 257)])
 def test_repeated_blocks_are_one_row_and_the_table_has_every_tensor(kind, vocabulary):
     torch.manual_seed(0)

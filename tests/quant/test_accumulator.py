@@ -40,6 +40,7 @@ def nearest(number, dtype):
     return round(number / step) * step
 
 
+@pytest.mark.quick("fp16-dtype0")
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_a_product_at_a_time_is_a_chain_of_fused_multiply_adds(name, dtype):
     lhs, rhs = draw(3, 60, spread=4.0), draw(60, 2, seed=1, spread=4.0) / 64
@@ -99,6 +100,14 @@ def test_positive_sums_shrink_as_was_measured():
     assert shrunk["hopper"] == pytest.approx(-6.3e-4, rel=0.15)
 
 
+@pytest.mark.quick(
+    "shape1-sums in e8m13, 32 aligned at a time, into float32 every 128",
+    "shape3-sums in fp16, 1 at a time",
+    "shape3-sums in bf16, 1 at a time",
+    "shape3-sums in e8m13, 32 aligned at a time, into float32 every 128",
+    "shape4-sums in fp16, 16 at a time",
+    "shape4-sums in bf16, 4 at a time, into float32 every 64",
+)
 @pytest.mark.parametrize("accumulator", ACCUMULATORS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 7), (33, 300, 150), (1, 1, 1), (2, 0, 3), (0, 4, 2)])
 def test_the_kernel_is_the_reference(accumulator, shape):

@@ -65,6 +65,15 @@ def matches(name, rule, x):
     return found
 
 
+@pytest.mark.quick(
+    "fp8_128x128-absmax-dtype117",
+    "fp8_128x128-rceil-dtype122",
+    "int8_tensor-absmax-dtype154",
+    "int8_row-absmax-dtype159",
+    "llm_int8-absmax-dtype160",
+    "uint8_row-affine-dtype170",
+    "uint4_64-affine-dtype175",
+)
 @every_dtype
 def test_normal_numbers_of_many_sizes(name, rule, dtype):
     """Rows of 200 in blocks of every length, the last ones short; each row of another order of magnitude."""
@@ -74,6 +83,7 @@ def test_normal_numbers_of_many_sizes(name, rule, dtype):
     matches(name, rule, torch.from_numpy(x).to(dtype))
 
 
+@pytest.mark.quick("int4_64-absmax", "uint8_row-affine", "uint4_64-affine")
 @every_rule
 @for_each("shape", [(1, 1), (3, 7), (2, 3, 40), (5,), (130, 131)])
 def test_shapes(name, rule, shape):
@@ -111,6 +121,16 @@ def test_power_of_two_scales_around_every_threshold(name, rule, dtype):
     matches(name, rule, x)
 
 
+@pytest.mark.quick(
+    "fp8_128x128-absmax-dtype117",
+    "fp8_128x128-rceil-dtype122",
+    "nf4-absmax-dtype127",
+    "bnb_fp4-absmax-dtype133",
+    "int8_tensor-absmax-dtype154",
+    "int8_row-absmax-dtype159",
+    "llm_int8-absmax-dtype160",
+    "int4_64-absmax-dtype165",
+)
 @every_dtype
 def test_zeros(name, rule, dtype):
     x = torch.zeros(3, 256, dtype=dtype)
@@ -122,6 +142,7 @@ def test_zeros(name, rule, dtype):
     same_bits(get_quantizer(name, scale=rule)(torch.zeros(2, 64, dtype=dtype)), torch.zeros(2, 64, dtype=dtype))
 
 
+@pytest.mark.quick("fp8_128x128-absmax", "dynamic8-absmax", "int8_tensor-absmax")
 @every_rule
 def test_subnormal_blocks(name, rule):
     x = torch.randint(-5, 6, (3, 256)) * 2.0**-149
@@ -129,6 +150,9 @@ def test_subnormal_blocks(name, rule):
     matches(name, rule, x * 2**20)
 
 
+@pytest.mark.quick(
+    "fp8_128x128-absmax", "nf4-absmax", "af4-absmax", "int8_tensor-absmax", "uint8_row-affine", "uint4_64-affine"
+)
 @every_rule
 def test_huge_blocks(name, rule):
     x = torch.randn(3, 256).clamp(-1, 1) * torch.finfo(torch.float32).max
@@ -160,6 +184,7 @@ def test_empty(name, rule, shape):
     assert found.dequantize().shape == shape
 
 
+@pytest.mark.quick("mxint8-rceil", "fp8_1x128-absmax", "fp8_128x128-absmax", "nf4-absmax")
 @every_rule
 def test_layout_does_not_matter(name, rule):
     x = torch.randn(40, 40)
@@ -282,6 +307,7 @@ def test_every_block_format_has_an_oracle_and_its_numbers(name):
     assert set(formats.block_names()) == set(blocks.BLOCKS)
 
 
+@pytest.mark.quick("ceil", "below")
 @pytest.mark.parametrize("rule", [*blocks.POWERS_OF_TWO, "below"])
 @for_each("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "fp16"])
 def test_the_factor_of_one_maximum_is_that_of_many(rule, format):

@@ -32,6 +32,15 @@ def expected(x, quantile, tile):
     return np.quantile(tiles, [1 - quantile, quantile], axis=1)
 
 
+@pytest.mark.quick(
+    "tensor-shape1-dtype3",
+    "tensor-shape2-dtype3",
+    "tensor-shape3-dtype3",
+    "row-shape1-dtype3",
+    "row-shape2-dtype0",
+    "row-shape2-dtype3",
+    "row-shape3-dtype3",
+)
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", ["tensor", "row"])
@@ -43,6 +52,14 @@ def test_exact_quantiles_are_numpys(dtype, shape, tile):
         assert torch.equal(found, Clamp(quantile, tile).bounds(x))  # a kernel's bits are the reference's
 
 
+@pytest.mark.quick(
+    "tensor-shape1-dtype3",
+    "tensor-shape2-dtype3",
+    "tensor-shape3-dtype3",
+    "row-shape1-dtype3",
+    "row-shape2-dtype3",
+    "row-shape3-dtype3",
+)
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", ["tensor", "row"])

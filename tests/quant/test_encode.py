@@ -32,6 +32,7 @@ def every_code(name):
     return torch.arange(2 ** oracle.listed(name).bits).to(container(name))
 
 
+@pytest.mark.quick("float8_e5m2", "float8_e3m4", "int4", "nf4", "af4", "dynamic8")
 @pytest.mark.parametrize(
     "name", slow_unless(lambda name: formats.get(name).bits != 16 or name == "bf16", oracle.LISTED)
 )
@@ -84,6 +85,14 @@ def test_every_16_bit_value_has_the_code_of_its_rounded_value(name, dtype, overf
         assert decode(found, name)[~number].isnan().all()
 
 
+@pytest.mark.quick(
+    "float32-float8_e5m2",
+    "float32-ocp_int8",
+    "float64-float8_e4m3b11fnuz",
+    "float64-float6_e3m2fn",
+    "float64-int4",
+    "float64-uint4",
+)
 @every_listed
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 def test_codes_at_boundaries(name, dtype):

@@ -70,6 +70,7 @@ def test_without_a_cap_the_mean_is_one_between_any_two_values(name):
         assert found == pytest.approx(1 - 0.2, rel=2e-2)
 
 
+@pytest.mark.quick("10.0-0.383")
 @pytest.mark.parametrize(("k", "mean"), [(3.0, 0.778), (5.0, 0.5935), (10.0, 0.383)])
 def test_a_cap_of_three_takes_part_of_the_mean(k, mean):
     """What the docstring and the recipes' notes state."""

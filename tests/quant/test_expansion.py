@@ -80,6 +80,7 @@ def test_it_is_the_formula(name, spread):
     assert compared > 48
 
 
+@pytest.mark.quick("expansion")
 @every_variant
 def test_published_errors_and_exponents(name):
     """The medians of Gaussian first and chi-square second moments: 0.0216 to 0.0115, and 0.0215 to 0.0070."""

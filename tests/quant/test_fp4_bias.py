@@ -50,7 +50,7 @@ def test_values_within_the_range_are_right_on_average():
     assert round_to(torch.tensor([7.5, -6.1]), "e2m1fn", "stochastic", generator=5).tolist() == [6.0, -6.0]
 
 
-@pytest.mark.quick("nvfp4", "part")
+@pytest.mark.quick("part")
 @pytest.mark.parametrize(
     "quantizer",
     slow_unless((NV, FLOOR, PART).__contains__, [NV, SQUARE, FLOOR, RCEIL, PART]),
@@ -92,6 +92,7 @@ def test_floored_scales_clip_the_maxima_of_two_blocks_in_five():
     assert (1 - 6 / ratio.abs()[ratio.abs() > 6]).max() < 0.25
 
 
+@pytest.mark.quick("ceil")
 @pytest.mark.parametrize("rule", ["rceil", "ceil"])
 def test_scales_that_are_rounded_up_clip_nothing(rule):
     for power in range(-4, 5):
@@ -123,6 +124,7 @@ def test_three_quarters_are_what_their_authors_code_makes():
         assert scaled(normal(1024, 32), PART)[1].min() >= 3
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("hadamard", [None, Hadamard()], ids=str)
 def test_gradients_of_a_layer_are_right_on_average(hadamard):
     """Both of its backward products, over many draws; their operands' other sides are the values they are."""

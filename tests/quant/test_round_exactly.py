@@ -54,6 +54,7 @@ def test_every_16_bit_value(name, dtype, overflow):
         same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
 
 
+@pytest.mark.quick("saturate-torch.bfloat16-int4", "ieee-torch.bfloat16-int4", "ieee-torch.bfloat16-uint4")
 @every_listed
 @half_precision
 @every_overflow
@@ -76,6 +77,9 @@ def test_a_wide_format_holds_every_16_bit_value(name, dtype, rounding):
     same_bits(round_to(x, name, rounding), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max))
 
 
+@pytest.mark.quick(
+    "saturate-nearest_even-torch.float16-posit32_2", "ieee-toward_zero-torch.float16-tf32", "ieee-up-torch.float16-tf32"
+)
 @pytest.mark.parametrize("name", ["fp32", "tf32", "posit32_2"])
 @half_precision
 @every_rounding
@@ -85,6 +89,14 @@ def test_some_16_bit_values_in_wide_formats(name, dtype, rounding, overflow):
     same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
 
 
+@pytest.mark.quick(
+    "float32-saturate-float8_e5m2",
+    "float32-saturate-uint8",
+    "float32-saturate-uint4",
+    "float64-ieee-float8_e3m4",
+    "float64-ieee-float8_e8m0fnu",
+    "float64-ieee-int4",
+)
 @every_short_format
 @pytest.mark.parametrize(
     ("dtype", "overflow"), slow_unless(in_turn(WIDE, oracle.OVERFLOWS).__contains__, product(WIDE, oracle.OVERFLOWS))
@@ -96,7 +108,7 @@ def test_boundaries(name, dtype, overflow):
         same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
 
 
-@pytest.mark.quick("fp16", "float8_e4m3", "float6_e3m2fn", "int8", "ocp_int8", "posit16_1", "dynamic8", "posit32_2")
+@pytest.mark.quick("int8", "ocp_int8")
 @every_format
 @settings(max_examples=12)
 @given(x=st.lists(st.floats(width=32), min_size=1, max_size=60))
@@ -106,7 +118,7 @@ def test_any_float32(name, x):
         same_bits(round_to(x, name, rounding, "ieee", dtype=torch.float64), expected(name, x, rounding, "ieee"))
 
 
-@pytest.mark.quick("fp16", "float8_e5m2fnuz", "float6_e2m3fn", "uint8", "posit8_2", "af4", "posit32_2")
+@pytest.mark.quick("uint8", "af4")
 @every_format
 @settings(max_examples=12)
 @given(x=st.lists(st.floats(), min_size=1, max_size=60))

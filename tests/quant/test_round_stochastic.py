@@ -24,6 +24,7 @@ def inside(name, dtype, count=256):
     return x.clamp(max(format.min, -1e4), min(format.max, 1e4)).to(dtype)
 
 
+@pytest.mark.quick("float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint8", "uint4", "af4")
 @every_format
 @every_dtype
 def test_only_the_two_neighbours(name, dtype):
@@ -36,6 +37,7 @@ def test_only_the_two_neighbours(name, dtype):
             assert after in oracle.get(name).neighbours(min(max(before, oracle.get(name).min), oracle.get(name).max))
 
 
+@pytest.mark.quick("float8_e4m3fn", "float8_e4m3", "ocp_int8")
 @every_format
 @every_dtype
 def test_exact_values_are_unchanged(name, dtype):
@@ -52,6 +54,7 @@ def test_codes_are_those_of_the_values(name):
     same_bits(found, round_to(x, name, "stochastic", generator=3, dtype=torch.float64))
 
 
+@pytest.mark.quick("float8_e8m0fnu", "uint8", "uint4")
 @pytest.mark.parametrize("name", oracle.LISTED)
 def test_right_on_average_between_any_two_neighbours(name):
     """The chance to rise is the remainder's share of the gap, on both sides of zero and in subnormals."""

@@ -147,6 +147,7 @@ BROADCAST = {
 }
 
 
+@pytest.mark.quick("gated_silu", "add", "matmul")
 @pytest.mark.parametrize("name", BROADCAST)
 def test_a_broadcast_operand_is_too_large_says_so_and_the_advice_keeps_the_true_gradient(name):
     torch.manual_seed(0)

@@ -278,7 +278,7 @@ class Others:
 OTHERS = ["load", "copy", "new snapshot", "never", "float32 copy", "rounded from float32", "stochastic"]
 
 
-@pytest.mark.quick("load-False", "new snapshot-False", "float32 copy-True", "stochastic-True")
+@pytest.mark.quick("load-False", "stochastic-True")
 @pytest.mark.parametrize("clones", [False, True])
 @pytest.mark.parametrize("how", OTHERS)
 def test_other_copies_are_quiet(how, clones):

@@ -4,6 +4,13 @@ import pytest
 from changes import TABLE, every, lost, render
 
 
+@pytest.mark.quick(
+    "bf16-master-bf16-stochastic-expected1",
+    "bf16-mixed-fp8lm-o2-expected2",
+    "fp16-mixed-fp32-expected3",
+    "galore-bf16-mixed-expected4",
+    "bf16-master-bf16-megatron-expected5",
+)
 @pytest.mark.parametrize(
     ("name", "other", "expected"),
     [
