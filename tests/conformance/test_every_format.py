@@ -69,7 +69,6 @@ def test_significant_bits_hold_every_value(format):
     assert longest == format.significant_bits or format.significant_bits == 53
 
 
-@pytest.mark.quick("fp32", "bf16", "int8")
 @every_format
 @few
 @given(x=lists)
@@ -80,7 +79,7 @@ def test_monotone(format, x):
         assert (result.diff() >= 0).all()
 
 
-@pytest.mark.quick("fp32", "nf4")
+@pytest.mark.quick("fp32", "float8_e4m3fn", "float8_e8m0fnu", "posit8_1", "nf4")
 @every_format
 @few
 @given(x=any_lists)
@@ -91,7 +90,6 @@ def test_idempotent(format, x):
             same_bits(round_to(once, format, rounding, overflow), once)
 
 
-@pytest.mark.quick("dynamic8_unsigned", "uint8", "nf4")
 @every_format
 @few
 @given(x=any_lists)
@@ -111,7 +109,7 @@ def test_symmetric_where_the_format_is(format, x):
             same_bits(mirrored, plain if format.has_negative_zero else plain + 0.0)
 
 
-@pytest.mark.quick("float8_e4m3fn", "float8_e8m0fnu")
+@pytest.mark.quick("fp32", "float8_e4m3fn", "float8_e8m0fnu", "posit8_1", "nf4")
 @every_format
 @some
 @given(x=lists)
@@ -128,7 +126,6 @@ def test_nearest_is_off_by_half_a_gap_at_most(format, x):
             assert abs(Fraction(result) - value) == min(value - Fraction(below), Fraction(above) - value)
 
 
-@pytest.mark.quick("float8_e4m3fn", "float8_e5m2")
 @every_narrow_format
 @some
 @given(x=lists)
@@ -140,7 +137,7 @@ def test_up_and_down_give_the_neighbours_in_the_list_of_values(format, x):
         assert below == (values[place] if values[place] == value else values[place - 1])
 
 
-@pytest.mark.quick("float8_e8m0fnu", "nf4")
+@pytest.mark.quick("fp32", "float8_e4m3fn", "float8_e8m0fnu", "posit8_1", "nf4")
 @every_format
 @some
 @given(x=lists, seed=st.integers(0, 2**64 - 1))
@@ -151,7 +148,6 @@ def test_stochastic_gives_a_neighbour(format, x, seed):
     assert ((result == low) | (result == high)).all()
 
 
-@pytest.mark.quick("dynamic8_unsigned", "int8", "uint8")
 @every_format
 @few
 @given(x=lists)
@@ -162,7 +158,6 @@ def test_toward_zero_never_grows(format, x):
         assert (rounded(x, format, "toward_zero", overflow).abs() <= torch.tensor(x, dtype=torch.float64).abs()).all()
 
 
-@pytest.mark.quick("float8_e5m2", "float4_e2m1fn", "nf4")
 @every_format
 @some
 @given(x=lists)
@@ -172,7 +167,6 @@ def test_codes_stand_for_the_rounded_values(format, x):
     same_bits(decode(codes, format, torch.float64), round_to(x, format, dtype=torch.float64)[: len(codes)])
 
 
-@pytest.mark.quick("bf16", "posit8_1")
 @every_narrow_format
 @for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_value_of_the_format_is_its_own_image(format, dtype):

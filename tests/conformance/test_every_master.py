@@ -135,7 +135,14 @@ def by_index(weight, value):
 WRITES = [new_storage, vector, through_numpy, load, copy_over, by_index]
 
 
-@pytest.mark.quick("sgd-bf16-master", "lion-fp16-master")
+@pytest.mark.quick(
+    "adamw-bf16-megatron",
+    "adamw-bf16-collage-plus",
+    "sgd-bf16-master",
+    "sgd-bf16-collage-light",
+    "lion-fp16-master",
+    "lion-bf16-7byte",
+)
 @every_master
 @every_rule
 @for_each("write", WRITES, ids=lambda write: write.__name__)
@@ -194,7 +201,15 @@ def test_loading_its_own_state_before_the_first_step_changes_nothing(name):
     assert_same(*found)
 
 
-@pytest.mark.quick("sgd-bf16-megatron", "sgd-bf16-7byte")
+@pytest.mark.quick(
+    "adamw-bf16-megatron",
+    "adamw-bf16-split",
+    "sgd-bf16-megatron",
+    "sgd-bf16-split",
+    "sgd-bf16-7byte",
+    "lion-bf16-kahan",
+    "lion-bf16-7byte",
+)
 @every_master
 @every_rule
 @for_each("steps", [0, 1, 6])
@@ -221,7 +236,6 @@ def test_it_resumes_bit_for_bit(name, kind, steps, order):
         assert_same(kept(resumed, again), kept(weight, optimizer))
 
 
-@pytest.mark.quick("sgd-bf16-megatron", "sgd-bf16-master", "lion-bf16-master")
 @every_master
 @every_rule
 def test_an_untouched_run_never_loses_a_bit(name, kind):

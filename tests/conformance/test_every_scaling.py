@@ -86,18 +86,6 @@ def test_zeros_stay_and_what_is_not_finite_spreads_over_its_tile(rule):
     check()
 
 
-@pytest.mark.quick(
-    "absmax_bf16",
-    "affine",
-    "ceil",
-    "current",
-    "even",
-    "expansion",
-    "expansion_sixteenths",
-    "floor",
-    "four_over_six",
-    "two_level",
-)
 @every_rule
 def test_values_are_elements_times_the_stored_scale(rule):
     @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
@@ -123,7 +111,6 @@ def test_values_are_elements_times_the_stored_scale(rule):
     check()
 
 
-@pytest.mark.quick("fixed", "rceil", "three_quarters")
 @every_rule
 def test_a_file_says_what_it_is(rule):
     @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])

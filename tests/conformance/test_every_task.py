@@ -80,7 +80,7 @@ def test_its_file_is_called_as_it_is_and_its_facts_survive_a_run_folder(name):
     assert Facts.from_data(spec.facts.to_dict()) == spec.facts
 
 
-@pytest.mark.quick("detection", "gan", "recommender", "speech", "vision")
+@pytest.mark.quick("lm", "vision", "gan", "recommender", "speech", "detection")
 @every_task
 def test_batches_depend_on_seed_and_step_alone(name):
     task, experiment = opened(name)
@@ -104,7 +104,7 @@ def test_data_have_a_digest(name):
     assert len(task.digest()) == 64
 
 
-@pytest.mark.quick("detection", "gan", "lm")
+@pytest.mark.quick("lm", "vision", "gan", "recommender", "speech", "detection", "mlm")
 @every_task
 def test_every_shipped_model_fits(name):
     """A finite loss, a gradient for every parameter, and a metric no better than a perfect one."""
