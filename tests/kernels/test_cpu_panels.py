@@ -1,11 +1,12 @@
 """Tiles of several rows by the kernel for panels: the reference's values, bit for bit, whatever the matrix is like."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from families import for_each
+from families import for_each, in_turn
 from halfstep import formats
 from halfstep.kernels.cpu import blocks
 from halfstep.kernels.cpu import panels as kernel
@@ -22,6 +23,7 @@ from oracles.numbers import same_bits
 SMALLEST = torch.finfo(torch.bfloat16).smallest_normal
 LEVELS = ("two_level", "two_level_up")
 TILES = [Tile(16, 1), Tile(16, 16), Tile(32, 32), Tile(5, 8), Tile(1, 16)]
+FORMATS, RULES = ["e4m3fn", "e5m2", "e4m3fnuz", "ocp_int8"], ["two_level", "rceil"]
 every_tile = pytest.mark.parametrize("tile", TILES, ids=str)
 every_rounding = for_each("rounding", ["nearest_even", "stochastic"])
 
@@ -87,8 +89,7 @@ def test_float16(rule, rounding):
     assert_rounds(hard(512, torch.float16), quantizer_of(Tile(16, 16), rule, rounding))
 
 
-@for_each("format", ["e4m3fn", "e5m2", "e4m3fnuz", "ocp_int8"])
-@for_each("rule", ["two_level", "rceil"])
+@for_each("format, rule", itertools.product(FORMATS, RULES), fast=in_turn(FORMATS, RULES))
 def test_other_formats(format, rule):
     quantizer = quantizer_of(Tile(16, 16), rule, format=format)
     x = hard(512)

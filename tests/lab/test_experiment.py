@@ -170,6 +170,7 @@ def test_an_optimizer_that_a_recipe_cannot_take_is_refused_first(given, tmp_path
 RECIPE = 'name = "mine"\ncompute = "bf16"\n'
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_both(given, run, tmp_path, unrendered):
     (tmp_path / "mine.toml").write_text(RECIPE)
     options = ["--data", "text.txt", "--model", "small_models.py:model", "--steps", "3", "--batch", "2"]
