@@ -41,8 +41,8 @@ def as_on_a_gpu(patch):
         return whole(x) if asked else torch.zeros(())
 
     patch.setattr(Delayed, "waits", lambda rule, state: rule.warmup > 0)
-    patch.setattr(factors, "_noted_later", lambda x: True)
-    patch.setattr(operand, "_on_host", lambda *_: False)
+    patch.setattr(factors, "has_memory", lambda x: False)
+    patch.setattr(operand, "has_memory", lambda x: False)
     patch.setattr(factors, "amax_of", amax_of)
     return seen
 

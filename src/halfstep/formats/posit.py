@@ -1,6 +1,7 @@
 """Posits: floating point whose exponent takes more bits the further it is from zero."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ldexp, nan
 
 from halfstep.errors import FormatError
@@ -31,7 +32,7 @@ class Posit(Format):
         if not (2 <= self.width <= 32 and 0 <= self.es <= 5):
             raise FormatError(f"posit({self.width}, {self.es}) asked for; expected 2 to 32 bits and es from 0 to 5")
 
-    @property
+    @cached_property
     def key(self) -> str:
         return f"posit {self.width} {self.es}"
 

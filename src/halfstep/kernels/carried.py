@@ -89,8 +89,7 @@ def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> 
     if bias is not None:
         return torch.addmm(bias.to(lhs.dtype), lhs, rhs, alpha=alpha)
     # Times 0 it is not read, but for compilers, to whom that is a product.
-    into = lhs.new_zeros(()) if torch.compiler.is_compiling() else lhs.new_empty(())
-    return torch.addmm(into, lhs, rhs, beta=0, alpha=alpha)
+    return torch.addmm(lhs.new_zeros(()), lhs, rhs, beta=0, alpha=alpha)
 
 
 def _native_mm(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:

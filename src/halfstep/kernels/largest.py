@@ -9,6 +9,7 @@ from halfstep.kernels.cpu import amax
 from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.operator import Operator
+from halfstep.quant.memory import has_memory
 
 
 def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
@@ -18,15 +19,18 @@ def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
     """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
-    if not torch.compiler.is_compiling():
-        if (found := amax.run(x)) is not None:
-            return found
-        if here(x) and gpu_amax.takes(x):
-            return gpu_amax.run(x, unless)
-    elif unless is not None:
-        out = x.new_empty((), dtype=torch.float32)
-        _AMAX(x.detach(), unless, out)
-        return out
+    if x.is_cpu and has_memory(x) and (found := amax.run(x)) is not None:
+        return found
+    if here(x) and gpu_amax.takes(x):
+        return gpu_amax.run(x, unless)
+    if unless is None:
+        return _by_torch(x)
+    out = x.new_empty((), dtype=torch.float32)
+    _AMAX(x.detach(), unless, out)
+    return out
+
+
+def _by_torch(x: Tensor) -> Tensor:
     low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
     return torch.maximum(-low, high).float()
 
@@ -36,4 +40,6 @@ def _amax(x: Tensor, unless: Tensor, out: Tensor) -> None:
     out.copy_(amax_of(x.contiguous(), unless) if asked else torch.zeros((), dtype=torch.float32, device="cpu"))
 
 
-_AMAX = Operator("amax(Tensor x, Tensor unless, Tensor(a!) out) -> ()", _amax)
+_AMAX = Operator(
+    "amax(Tensor x, Tensor unless, Tensor(a!) out) -> ()", lambda x, unless, out: out.copy_(_by_torch(x)), _amax
+)

@@ -6,6 +6,7 @@ backward pass whatever the policy says; the product itself is seen, and kept whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,26 +20,25 @@ _KEEPERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatch
 _NOTHING = nullcontext()
 
 
-def is_watched() -> bool:
-    """Whether the operators that run now may be kept."""
+def _keepers() -> Sequence[Any]:
+    """The modes that may keep the operators that run now: none while a graph is traced."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(isinstance(mode, _KEEPERS) for mode in dispatch._get_current_dispatch_mode_stack())
+        return ()
+    return [mode for mode in dispatch._get_current_dispatch_mode_stack() if isinstance(mode, _KEEPERS)]
 
 
 def unseen() -> AbstractContextManager[Any]:
     """Within it no operator is kept."""
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
-        return _NOTHING
-    watched = isinstance(dispatch._get_current_dispatch_mode(), _KEEPERS)
-    return dispatch._pop_mode_temporarily() if watched else _NOTHING
+    keepers = _keepers()
+    seen = keepers and keepers[-1] is dispatch._get_current_dispatch_mode()
+    return dispatch._pop_mode_temporarily() if seen else _NOTHING
 
 
 def times(x: Tensor, factor: Tensor | float) -> Tensor:
     """x, to which nothing else refers, times a factor: in its own memory, unless what gave it is kept."""
-    return x * factor if is_watched() else x.mul_(factor)
+    return x * factor if _keepers() else x.mul_(factor)
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
     """The same of a sum."""
-    return x + y if is_watched() else x.add_(y)
+    return x + y if _keepers() else x.add_(y)

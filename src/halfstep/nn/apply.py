@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from halfstep.errors import RecipeError
@@ -104,6 +103,7 @@ def revert(model: nn.Module) -> None:
     return None
 
 
+@untraced
 def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = None) -> None:
     """End an optimizer step: scaling states move on, once, the same on every rank. `scaler.update()` calls it.
 
@@ -121,8 +121,4 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
         RecipeError: the model follows no recipe; it ran in eval(), which records nothing; or stages begin at fractions
             of a run whose length is not known (`halfstep.optimize`, `total_steps`).
     """
-    steps = Steps(root_of(model), process_group)
-    if torch.compiler.is_compiling():
-        untraced(steps.advance, skipped)
-    else:
-        steps.advance(skipped)
+    Steps(root_of(model), process_group).advance(skipped)

@@ -96,8 +96,9 @@ class _Search:
     def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         if self._watches or self._steps == self._next:
-            untraced(self._watch, optimizer)
+            self._watch(optimizer)
 
+    @untraced
     @torch.no_grad()
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         if self._steps == self._next:

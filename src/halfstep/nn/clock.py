@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import RecipeError
-from halfstep.ops.function import is_eager
 
 
 _SAMPLES = 16  # values of a weight that are compared where torch's count of writes says nothing
@@ -77,7 +76,7 @@ class Clock:
 
     def hear(self, output: Any) -> None:
         """Called with what a forward gives back: a gradient that comes to it is training."""
-        if self._has_gradients or not is_eager():
+        if self._has_gradients or torch._C._are_functorch_transforms_active():
             return
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:

@@ -36,7 +36,7 @@ class Following:
         self._rounds = bool(applied.rounded) or applied.quantized
         self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)
-        self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
+        self.calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
         self._warned = False
         self._root: Callable[[], nn.Module | None] = weakref.ref(model)
@@ -47,7 +47,7 @@ class Following:
     """The hook that looks at optimizers' first steps (`nn.stock_steps`); copies have none."""
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_root": _no_root, "_calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
+        own = {"_root": _no_root, "calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
         return {**vars(self), **own, "watch": None, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
@@ -69,13 +69,11 @@ class Following:
         training = (module if root is None else root).training
         return training and torch.is_grad_enabled(), not training
 
-    def is_inside(self, module: nn.Module) -> bool:
+    def is_inside(self, module: nn.Module, thread: int) -> bool:
         """Whether a call of a part comes from within one that follows the recipe: of the root, of a part around it, or
         a second one, in a backward pass (activation checkpointing), where torch restores what the first one had."""
-        if torch.compiler.is_compiling():
+        if not thread:
             return self._traced > 0 or self._is_autocast(module)
-        if self._calls.get(threading.get_ident()):
-            return True
         return self._is_autocast(module) or torch._C._current_graph_task_id() != -1
 
     def _is_autocast(self, module: nn.Module) -> bool:
@@ -83,13 +81,13 @@ class Following:
         return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self._autocast
 
     @contextmanager
-    def entered(self, module: nn.Module) -> Iterator[None]:
+    def entered(self, module: nn.Module, thread: int) -> Iterator[None]:
         """A call of the module that follows the recipe; autocast ends with it, also on an exception.
 
         Raises:
             RecipeError: the recipe rounds, and a tracer writes down a graph that would not.
         """
-        thread = self._begin(module)
+        self._begin(module, thread)
         try:
             if self._autocast is None:
                 yield
@@ -98,7 +96,7 @@ class Following:
                     if not self.functions:
                         yield
                     else:
-                        with Float32Functions(self.functions, _part_forward):
+                        with self._widening(thread):
                             yield
         finally:
             self._end(thread)
@@ -110,31 +108,31 @@ class Following:
             "halfstep.apply on the graph (torch.fx)"
         )
 
-    def recomputed(self) -> AbstractContextManager[Any]:
+    def recomputed(self, thread: int) -> AbstractContextManager[Any]:
         """What a call from within enters that comes a second time, in a backward pass, where autocast alone is back."""
-        again = not self._traced and not self._calls.get(threading.get_ident())
-        return Float32Functions(self.functions, _part_forward) if again else nullcontext()
+        again = not self._traced and not self.calls.get(thread)
+        return self._widening(thread) if again else nullcontext()
 
-    def _begin(self, module: nn.Module) -> int:
-        """The thread of a call that begins; 0 of one that is traced."""
-        if torch.compiler.is_compiling():
+    def _widening(self, thread: int) -> Float32Functions:
+        return Float32Functions(self.functions, _part_forward if thread else None)
+
+    def _begin(self, module: nn.Module, thread: int) -> None:
+        if not thread:
             self._traced += 1
-            return 0
+            return
         if self._rounds and ((jit := torch._C._get_tracing_state() is not None) or is_fx_symbolic_tracing()):
             raise self._refusal(module, "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)")
-        thread = threading.get_ident()
-        if thread not in self._calls:
+        if thread not in self.calls:
             self._tell(Clock.check)
-        self._calls[thread] = self._calls.get(thread, 0) + 1
-        return thread
+        self.calls[thread] = self.calls.get(thread, 0) + 1
 
     def _end(self, thread: int) -> None:
         if not thread:
             self._traced -= 1
-        elif self._calls[thread] > 1:
-            self._calls[thread] -= 1
+        elif self.calls[thread] > 1:
+            self.calls[thread] -= 1
         else:
-            del self._calls[thread]
+            del self.calls[thread]
             self._tell(Clock.leave)
 
     def _tell(self, event: Callable[[Clock, nn.Module], None]) -> None:
@@ -142,10 +140,10 @@ class Following:
         if self._clock is not None and root is not None and torch.is_grad_enabled():
             event(self._clock, root)
 
-    def leave(self, output: Any) -> Any:
+    def leave(self, output: Any, thread: int) -> Any:
         """What a call from outside gives back: the output in float32, whose gradients the clock hears of."""
         output = to_float32(output)
-        if self._clock is not None and self._clock.listens:
+        if thread and self._clock is not None and self._clock.listens:
             self._clock.hear(output)
         return output
 
@@ -226,26 +224,33 @@ def following(model: nn.Module) -> AbstractContextManager[None]:
     """
     root = root_of(model)
     applied_to(root)
-    return part_of(root).following.entered(root)  # type: ignore[no-any-return]
+    return part_of(root).following.entered(root, _thread())  # type: ignore[no-any-return]
+
+
+def _thread() -> int:
+    """The thread of a call that begins; 0 of one that is traced, by a compiler, which knows no threads."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part: Following | None = part_of(model).following
     if part is None:  # a bound forward that was taken before `revert`
         return stock(model, *args, **kwargs)
-    if (part.agrees or part.own_reduction) and not torch.compiler.is_compiling():
+    thread = _thread()
+    if thread and (part.agrees or part.own_reduction):
         wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
         if wrapped is not None and part.own_reduction:
             raise under_ddp(applied_to(model).recipe)
         if wrapped is not None and wrapped._join_config.enable:
             raise uneven(applied_to(model).recipe.name)
-    if part.recomputation is not None:
-        part.recomputation.check()
-    with part.entered(model):
+    recomputation = part.recomputation if thread else None
+    if recomputation is not None:
+        recomputation.check()
+    with part.entered(model, thread):
         output = stock(model, *args, **kwargs)
-    output = part.leave(output)
-    if part.recomputation is not None:
-        part.recomputation.mark(output)
+    output = part.leave(output, thread)
+    if recomputation is not None:
+        recomputation.mark(output)
     return output
 
 
@@ -254,18 +259,19 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     part: Following | None = part_of(module).following
     if part is None:
         return stock(module, *args, **kwargs)
-    if part.recomputation is not None:
+    thread = _thread()
+    if thread and part.recomputation is not None:
         part.recomputation.check()
-    if part.is_inside(module):
+    if part.calls.get(thread) or part.is_inside(module, thread):
         if not part.functions:
             return stock(module, *args, **kwargs)
-        with part.recomputed():
+        with part.recomputed(thread):
             return stock(module, *args, **kwargs)
-    if not torch.compiler.is_compiling():
+    if thread:
         part.warn(module)
-    with part.entered(module):
+    with part.entered(module, thread):
         output = stock(module, *args, **kwargs)
-    return part.leave(output)
+    return part.leave(output, thread)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

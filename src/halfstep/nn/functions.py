@@ -29,15 +29,16 @@ class Float32Functions(TorchFunctionMode):
     As with torch.autocast, calls in place, with `out=` or with a `dtype` of their own are left alone.
 
     Args:
-        part: the forward of a part that enters this mode again where it is computed again (activation checkpointing).
+        part: the forward of a part that enters this mode again where it is computed again (activation checkpointing);
+            None in a traced graph, which has no such code.
 
     Raises:
         ModelError: where it is called, code between parts will be computed again without this mode.
     """
 
-    def __init__(self, names: Iterable[str], part: Callable[..., Any]) -> None:
+    def __init__(self, names: Iterable[str], part: Callable[..., Any] | None) -> None:
         super().__init__()
-        self._part, self._grad = part.__code__, torch.is_grad_enabled()
+        self._part = part.__code__ if part is not None and torch.is_grad_enabled() else None
         self.names = frozenset(other for name in names for other in (name, *_OPERATORS.get(name, ())))
 
     def __torch_function__(
@@ -46,7 +47,7 @@ class Float32Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         says_where = kwargs.get("dtype") is not None or kwargs.get("out") is not None
         if getattr(func, "__name__", "") in self.names and not says_where:
-            if self._grad and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if self._part is not None and not torch.is_grad_enabled():
                 self._check_recomputed(func)
             args, kwargs = tree_map_only(Tensor, _widened, (args, dict(kwargs)))
         return func(*args, **kwargs)

@@ -13,20 +13,12 @@ from halfstep.ops.part import part_of
 from halfstep.recipe import Storage
 
 
-def traced_storage(module: nn.Module) -> Storage | None:
-    """How what the module saves of its input is kept in a traced graph; None where it is kept as it is, where nothing
-    is kept, and outside of a graph."""
+def kept(module: nn.Module, x: Any) -> tuple[Storage | None, AbstractContextManager[Any]]:
+    """How what the module saves of its input x is kept in few bits, where the recipe says so of what is not linear: in
+    a traced graph, in which no hooks run, by rounding x as a storage; else within a context, by hooks of autograd."""
     keeping: ops.Keeping | None = part_of(module).keeping
-    if keeping is None or not torch.is_grad_enabled() or not torch.compiler.is_compiling():
-        return None
-    return keeping.saved.nonlinear
-
-
-def around(module: nn.Module, x: Any) -> AbstractContextManager[Any]:
-    """Within it, what autograd saves of the shape of x is kept as the recipe says of what is not linear.
-    Not in a graph that is traced, in which no
-       hooks run."""
-    keeping: ops.Keeping | None = part_of(module).keeping
-    if keeping is None or keeping.saved.nonlinear is None or not isinstance(x, Tensor) or torch.compiler.is_compiling():
-        return nullcontext()
-    return keeping.around(x)
+    if keeping is None or keeping.saved.nonlinear is None or not isinstance(x, Tensor):
+        return None, nullcontext()
+    if not torch.compiler.is_compiling():
+        return None, keeping.around(x)
+    return keeping.saved.nonlinear if torch.is_grad_enabled() else None, nullcontext()

@@ -23,6 +23,7 @@ from halfstep.ops.noise import KEY, key_of, seeds_of
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.part import part_of
 from halfstep.ops.plain import matrix
+from halfstep.quant.memory import has_memory
 from halfstep.recipe import LinearSpec
 from halfstep.unit import MULTIPLIERS
 
@@ -114,7 +115,7 @@ def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
     if isinstance(weight, (Operand, StoredWeight, FrozenWeight)):
         return weight if isinstance(weight, FrozenWeight) else _decoded(weight)
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    if torch.compiler.is_compiling():  # a graph finds by itself what it computes twice
+    if not has_memory(x):  # a graph finds by itself what it computes twice
         return weight
     states, dtype = states_and_key(module, part), product_dtype(x)
     return ops.rounded_weight(weight, spec_of(module), dtype, states, records(module), x)

@@ -78,8 +78,7 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
     dtype, entry = product_dtype(x), own.stored[name]
     if isinstance(entry, Stored):
         held = _tensors(module, entry, expert)
-        reader = None if torch.compiler.is_compiling() else entry.reader
-        codes = StoredWeight(entry.quantizer, entry.shape, entry.dtype, held, dtype, False, reader)
+        codes = StoredWeight(entry.quantizer, entry.shape, entry.dtype, held, dtype, False, entry.reader)
         return codes.t() if entry.weight.transposed else codes
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         whole, quantizer, flipped = getattr(module, name), own.spec.output.rhs, entry.transposed

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import RecipeError
-from halfstep.ops.function import is_eager
 from halfstep.recipe import Recipe
 from halfstep.recipe.stages import starts
 
@@ -134,7 +133,7 @@ class Recomputation:
 
     def mark(self, output: Any) -> None:
         """Have a backward pass say of which stage of the recipe the output is that it begins at."""
-        if not is_eager():
+        if torch._C._are_functorch_transforms_active():
             return
         stage = self._schedule.stage
 
@@ -151,7 +150,7 @@ class Recomputation:
         Raises:
             RecipeError: this is such a call.
         """
-        if torch.compiler.is_compiling() or (now := torch._C._current_graph_task_id()) == -1:
+        if (now := torch._C._current_graph_task_id()) == -1:
             return
         schedule, (task, stage) = self._schedule, self._backward
         if stage == schedule.stage if now == task else not self._is_older():

@@ -32,17 +32,19 @@ def has_subnormals(carrier: Tensor) -> bool:
     return bool(((magnitude < torch.finfo(carrier.dtype).smallest_normal) & (magnitude > 0)).any())
 
 
-def carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
-    """`dtype` if it holds the format's values, times scales of so many significant bits, exactly; else float32."""
+def carrier(key: str, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
+    """`dtype` if it holds the values of the format of that key, times scales of so many significant bits, exactly; else
+    float32. A traced graph takes it for a constant."""
     if dtype == torch.float64:
         return dtype
-    if torch.compiler.is_compiling():
-        format = formats.as_constant(format.key)
-    info = torch.finfo(dtype)
+    format, info = formats.from_key(key), torch.finfo(dtype)
     bits, room = format.significant_bits + scale_bits, 2.0 ** (15 if scale_bits else 0)
     smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps
     fits = 2.0 ** (1 - bits) >= info.eps and format.max * room <= info.max and format.smallest / room >= smallest
     return dtype if fits else torch.float32
+
+
+carrier._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operand_dtype(quantizer: Quantizer | None, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -53,13 +55,13 @@ def operand_dtype(quantizer: Quantizer | None, dtype: torch.dtype, device: torch
     quantizer = quantizer.plain
     scales = quantizer.scales
     if scales is None:
-        return carrier(quantizer.format, dtype)
+        return carrier(quantizer.format.key, dtype)
     if quantizer.inner is not None:
         return operand_dtype(quantizer.inner, dtype, device)
     if quantizer.steps is not None:
         return torch.int8
     if scales.tile == TENSOR and (quantizer.stateful is not None or quantizer.factors):
-        return carrier(quantizer.format, dtype)
+        return carrier(quantizer.format.key, dtype)
     if scales.rule.two_level:
-        return carrier(quantizer.format, dtype, E4M3_BITS)
+        return carrier(quantizer.format.key, dtype, E4M3_BITS)
     return tile_carrier(quantizer.format, scales.rule, dtype, device)

@@ -121,8 +121,7 @@ class CodeTensor(Tensor):
         for name, part in encode_parts(values.detach(), self.quantizer).items():
             own = getattr(self, name)
             (own if own.shape == part.shape else own.resize_(part.shape)).copy_(part)  # there may be more outliers
-        if not torch.compiler.is_compiling():
-            torch.autograd.graph.increment_version(self)  # torch counts its own functions' writes, but for foreach ones
+        torch.autograd.graph.increment_version(self)  # torch counts its own functions' writes, but for foreach ones
 
     def _all_values(self) -> Tensor:
         return decode_parts(self.parts, self.quantizer, tuple(self.whole.shape), self.dtype)

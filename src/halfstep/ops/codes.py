@@ -14,6 +14,7 @@ from halfstep.kernels.largest import amax_of
 from halfstep.kernels.watched import times
 from halfstep.ops.casts import Quantized, quantize
 from halfstep.quant import Quantizer
+from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe.storage import Storage, scaled_dtype
 
@@ -33,7 +34,7 @@ def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
     """codes * scale, in float32, exactly."""
-    if codes.itemsize == 1 and plain(codes, codes.dtype) and not torch.compiler.is_compiling():
+    if codes.itemsize == 1 and has_memory(codes) and plain(codes, codes.dtype):
         values = torch.empty(
             codes.shape, dtype=torch.float32, device="cpu"
         )  # torch's own conversion goes number by number

@@ -10,6 +10,7 @@ from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels.largest import amax_of
 from halfstep.quant import Quantizer
+from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling import Scaling, StatefulScaling
 
 
@@ -19,7 +20,7 @@ def factor_of(
     """What all of x is multiplied by before it is rounded; and the step's amax, where the pass that rounds has yet to
     raise it. On a GPU and in a traced graph it always has: only when it runs is it known whether the factor needs
     max |x| before that pass."""
-    if torch.compiler.is_compiling():
+    if not (held := has_memory(x)):
         format = formats.as_constant(format.key)
     if not isinstance(rule, StatefulScaling):
         amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
@@ -30,7 +31,7 @@ def factor_of(
         return rule.in_use(state, None, format), state[1] if record else None
     amax = amax_of(x, unless=state[0])
     factor = rule.in_use(state, amax, format)  # of this step, whatever comes
-    if record and _noted_later(x):
+    if record and (x.is_cuda or not held):
         return factor, state[1]
     if record:
         rule.record(state, amax)
@@ -67,11 +68,6 @@ def _unusable(rule: StatefulScaling, state: Tensor | None) -> RecipeError:
         f"the state of {rule.name} scaling is on {state.device}, its operand is not: move whole modules (module.to), "
         "whose buffers go with their weights"
     )
-
-
-def _noted_later(x: Tensor) -> bool:
-    """Whether max |x| that was asked for may not have been found."""
-    return x.is_cuda or torch.compiler.is_compiling()
 
 
 def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:

@@ -22,6 +22,7 @@ from halfstep.ops.casts import Quantized
 from halfstep.ops.operand import Operand, is_whole, scale_of
 from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
+from halfstep.quant.memory import has_memory
 from halfstep.recipe import Matmul
 
 
@@ -113,7 +114,6 @@ class StoredWeight:
     dtype: torch.dtype
     transposed: bool = False
     reader: Reader | None = None
-    """None in a traced graph, which calls no kernel."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,19 +155,20 @@ def _rounder(
     if scales.rule.exact:
         into = tile_carrier(format, scales.rule, dtype, torch.device("cpu"))
     else:
-        into = carrier(format, dtype, E4M3_BITS if scales.rule.two_level else 0)
+        into = carrier(format.key, dtype, E4M3_BITS if scales.rule.two_level else 0)
     rounded = tokens.rounder(quantizer, columns, into)
     return None if rounded is None else lambda x: rounded(array(x))
 
 
-def _takes(product: Matmul, weight: Operand | StoredWeight) -> bool:
-    """Whether the product of any few rows and that weight is one of few rows here."""
+def _takes(product: Matmul, weight: Operand | StoredWeight, held: bool = True) -> bool:
+    """Whether the product of any few rows and that weight is one of few rows here. A reader knows only weights that are
+    `held` in memory."""
     quantizer = product.rhs
     if quantizer is None or quantizer.clamp is not None or product.accumulate is not None:
         return False
     if product.hadamard is not None:
         return False
-    if isinstance(weight, StoredWeight) and weight.reader is not None:
+    if isinstance(weight, StoredWeight) and weight.reader is not None and held:
         return weight.reader.knows(quantizer, weight.shape)
     return few_rows.knows(quantizer.plain, *weight.shape)
 
@@ -179,10 +180,10 @@ def few_rows_product(
     rounded once from float32. None where it is no product of few rows here, which depends on nothing that is otherwise
     in inference than in evaluation."""
     rows, columns = lhs.values.shape
-    if traced := torch.compiler.is_compiling():  # a graph of any number of rows has one product for all of them
-        few = torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= few_rows.ROWS)
-    else:
+    if held := has_memory(lhs.values):
         few = 0 < rows <= few_rows.ROWS
+    else:  # a graph of any number of rows has one product for all of them
+        few = torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= few_rows.ROWS)
     if (
         not few
         or columns != weight.shape[1]
@@ -190,14 +191,14 @@ def few_rows_product(
         or (lhs.scale is not None and lhs.scale.dim() != 0)
         or lhs.values.device.type != "cpu"
         or lhs.values.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or (not traced and hasattr(lhs.values, "fake_mode"))
-        or not _takes(product, weight)
+        or hasattr(lhs.values, "fake_mode")
+        or not _takes(product, weight, held)
     ):
         return None
     multiplier = None if product.multiplier is None else product.multiplier.of(rows, shared, weight.shape[0])
     x = (lhs.values if lhs.values.dtype == torch.float32 else lhs.values.float()).contiguous().resolve_neg()
     bias = _wide(bias)
-    if isinstance(weight, StoredWeight) and not weight.transposed and weight.reader is not None:
+    if held and isinstance(weight, StoredWeight) and not weight.transposed and weight.reader is not None:
         known = weight.reader.read(weight)
         scale = scale_of(lhs, Operand(x, _scale(weight, known.whole)))
         out = torch.empty(len(x), weight.matrix[0], dtype=dtype, device="cpu")
@@ -216,7 +217,7 @@ def from_codes(x: Tensor, weight: StoredWeight, bias: Tensor | None, product: Ma
     """x (..., in), rounded as `product` says, times the transpose of a weight in codes, plus bias (out): what
     `few_rows_product` makes of them in evaluation. None where that is to be asked."""
     across, columns = weight.matrix
-    if weight.reader is None or weight.transposed or not plain(x) or x.shape[-1:] != (columns,):
+    if weight.reader is None or weight.transposed or not has_memory(x) or not plain(x) or x.shape[-1:] != (columns,):
         return None
     rounder = weight.reader.rounder(weight, product, x.dtype)
     if rounder is None or not 0 < x.numel() <= few_rows.ROWS * columns:

@@ -49,7 +49,7 @@ def folded(
     rest = None if rhs.remainder is None else rhs.remainder.over(rhs.scale)
     scale, scales = rhs.scale if down else rhs.scale.t(), quantizer.scales
     if quantizer == quantizer.plain and scales is not None and scales.tile == TENSOR:
-        into = carrier(quantizer.format, dtype)
+        into = carrier(quantizer.format.key, dtype)
         made = operators.fold(x, scale, quantizer.format, quantizer.rounding, scales.rule, into)
         if made is not None:
             return Operand(*made), Operand(rhs.values, None, rest)

@@ -31,30 +31,25 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     return (_with_tangent(function) if transformed else _direct(function)).apply(*inputs)
 
 
-def is_eager() -> bool:
-    """Whether nothing is traced, and no transform of `torch.func` is at work."""
-    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-
-
 def apart(y: Tensor) -> Tensor:
     """What a forward gives back, apart from what it is made of.
 
     Where torch 2.11 traces a forward whose last step gives a tensor itself again (a change in place, a cast to the
     dtype that it has), it takes no gradient of it: zeros, without a word.
     """
-    return y.clone() if _LOSES and torch.compiler.is_compiling() else y
+    return y.clone() if _LOSES else y
 
 
 def is_derived() -> bool:
     """Within a backward pass: whether the derivative of what it computes may be taken."""
-    return torch.is_grad_enabled() or not is_eager()
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
     if torch.compiler.is_compiling():
         return torch.autocast(x.device.type, enabled=False)
-    return _Off(x.device.type) if torch.is_autocast_enabled(x.device.type) else _NOTHING
+    return _off(x.device.type) if torch.is_autocast_enabled(x.device.type) else _NOTHING
 
 
 class _Off:
@@ -70,6 +65,9 @@ class _Off:
 
     def __exit__(self, *exception: object) -> None:
         torch.set_autocast_enabled(self.device, True)
+
+
+_off = cache(_Off)
 
 
 @cache

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from halfstep.kernels.watched import unseen
 from halfstep.ops.carriers import operand_dtype
-from halfstep.ops.function import is_eager, no_autocast
+from halfstep.ops.function import no_autocast
 from halfstep.ops.linear_passes import bias_gradient, product_dtype
 from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.product import forward_product, product_of
 from halfstep.quant import Quantizer
+from halfstep.quant.memory import has_memory
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LinearSpec
 
@@ -25,7 +26,7 @@ _GROUPED = "grouped"  # where a spec keeps whether it is
 
 def supports_grouped(spec: LinearSpec, x: Tensor) -> bool:
     """Whether `grouped_linear` takes such rows under the spec, which is decided once."""
-    if not x.is_cpu or not is_eager():
+    if not x.is_cpu or not has_memory(x):
         return False
     if _GROUPED not in spec.known:
         spec.known[_GROUPED] = _rounds_rows_alone(spec)

@@ -11,7 +11,7 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
-from halfstep.ops.function import is_eager, no_autocast, run
+from halfstep.ops.function import no_autocast, run
 from halfstep.ops.linear_passes import Rounded, RoundedWeight, States, product_dtype
 from halfstep.ops.native import Native, native_layer
 from halfstep.ops.noise import seeds_of
@@ -23,6 +23,7 @@ from halfstep.ops.saved import Keeping
 from halfstep.ops.sides import Units, both_sides, side, units_of
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import arrived, check_plain, foreign
+from halfstep.quant.memory import has_memory
 from halfstep.recipe import LinearSpec, Matmul, linear_text
 
 
@@ -88,8 +89,9 @@ def linear(
             check_plain(weight)
         if type(x) is not Tensor:
             x = arrived(x)
-        if keeping is not None and not (keeping.saved.operands and torch.is_grad_enabled() and is_eager()):
-            keeping = None  # a traced graph keeps what its compiler decides, a transform of torch.func what it will
+        if keeping is not None:
+            held = has_memory(x) or hasattr(x, "fake_mode")  # a compiler, and torch.func, keep what they will
+            keeping = keeping if held and keeping.saved.operands and torch.is_grad_enabled() else None
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype)
         if channels is not None:  # whose powers of two no unit multiplies by
@@ -97,7 +99,7 @@ def linear(
         elif not torch.is_grad_enabled():
             units = Units(units.output, there=units.there)
         if len(units.both) == 3 and once_for_all is None and keeping is None and x.requires_grad:
-            native = native_layer(spec, x, weight, dtype) if weight.requires_grad and is_eager() else None
+            native = native_layer(spec, x, weight, dtype) if weight.requires_grad else None
             if native is not None:
                 return run(Native, x, weight, bias, native, states or {}, record)[0]  # type: ignore[no-any-return]
         options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype

@@ -21,6 +21,7 @@ from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
 from halfstep.quant import Clamp, Quantizer, Scales, Tile
 from halfstep.quant.hadamard import RANDOM
+from halfstep.quant.memory import has_memory
 from halfstep.quant.rounding import Seed, number
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
@@ -63,7 +64,7 @@ class Operand:
             return Operand(self.values.float() * self.scale)
         if self.values.dtype == torch.int8:
             return Operand(self.values.to(dtype), self.scale)
-        return Operand(self.values.to(carrier(formats.get(self.values.dtype), dtype)), self.scale)
+        return Operand(self.values.to(carrier(formats.get(self.values.dtype).key, dtype)), self.scale)
 
     def scaled(self) -> Tensor:
         """Values times scale, in float32 or wider."""
@@ -135,7 +136,7 @@ def operand(
     quantizer = quantizer.plain
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
-        return Operand(values(x, quantizer, seed, dtype=carrier(format, dtype)))
+        return Operand(values(x, quantizer, seed, dtype=carrier(format.key, dtype)))
     if quantizer.inner is not None:
         part = x.to(torch.promote_types(x.dtype, torch.float32)) * scales.rule.part
         return over(operand(part, quantizer.inner, dtype, units=False, seed=seed), scales.rule.part)
@@ -143,8 +144,9 @@ def operand(
         return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device), seed))
     native = scaled_mm.outer_dtype(quantizer, x.device) if units else None
     if scales.tile == TENSOR:
-        into = carrier(format, dtype) if native is None else native
-        if (state is None) == (quantizer.stateful is None) and _on_host(x, state):
+        into = carrier(format.key, dtype) if native is None else native
+        readable = x if state is None else state
+        if (state is None) == (quantizer.stateful is None) and x.is_cpu and readable.is_cpu and has_memory(readable):
             known = cast.run_whole(x, into, format, quantizer.rounding, scales.rule, state, record)
             if known is not None:
                 return Operand(*known)
@@ -156,17 +158,9 @@ def operand(
         return _rows(x, quantizer, scales, native, seed)
     if scales.rule.two_level:
         scale = torch.empty((), device=x.device, dtype=torch.float32)
-        into = carrier(format, dtype, E4M3_BITS)
+        into = carrier(format.key, dtype, E4M3_BITS)
         return Operand(values_noted(x, quantizer, seed, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype, seed)
-
-
-def _on_host(x: Tensor, state: Tensor | None) -> bool:
-    """Whether a kernel of the CPU may read x, and the state that its factor follows."""
-    if not x.is_cpu or torch.compiler.is_compiling():
-        return False
-    # Within a transform of torch.func tensors have no memory.
-    return state is None or (state.is_cpu and state.dtype == torch.float32 and torch._C._has_storage(state))
 
 
 def _rotated(
@@ -177,10 +171,10 @@ def _rotated(
     plain = quantizer.plain
     ruled = plain.inner or plain
     scales, format = ruled.scales, ruled.format
-    if quantizer.scales is None or scales is None or quantizer.clamp is not None or torch.compiler.is_compiling():
+    if quantizer.scales is None or scales is None or quantizer.clamp is not None or not has_memory(x):
         return None
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
-    narrow = carrier(format, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
+    narrow = carrier(format.key, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
     if here(x) and gpu_rotated.takes(x, signs, dim, ruled):
         scale, seed = (
             torch.empty((), device=x.device, dtype=torch.float32) if two_level else None,
@@ -231,7 +225,7 @@ def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor, seed: Seed | None = None
     hadamard = product.hadamard
     if hadamard is None:
         return None
-    if hadamard.seed != RANDOM or seed is not None or not torch.compiler.is_compiling():
+    if hadamard.seed != RANDOM or seed is not None:
         return hadamard.signs(lhs.device, seed)
     out = lhs.new_empty(hadamard.size, dtype=torch.float32)
     draw_signs(lhs, rhs, out)

@@ -9,6 +9,7 @@ from halfstep import formats
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.ops.casts import seed_of
 from halfstep.quant import Quantizer
+from halfstep.quant.memory import has_memory
 from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import ROW
 
@@ -21,15 +22,15 @@ def rounded_rows(
     As whole numbers in int8 and their scales, (rows, 1) or (1, columns); or, where scales are powers of two, multiplied
     by them, in `dtype`, or float32 where some would be subnormal in bfloat16, which CPUs' matrix units take for 0.
     """
-    scales, format, traced = quantizer.scales, quantizer.format, torch.compiler.is_compiling()
-    if traced:
+    scales, format, held = quantizer.scales, quantizer.format, has_memory(x)
+    if not held:
         format = formats.as_constant(format.key)
     assert scales is not None
     amax = operators.amax(x.detach(), bounds, 1 if scales.tile == ROW else 0)
     factor = scales.rule.factor(amax, format)
     assert factor is not None
     steps = quantizer.steps
-    if steps is None and dtype == torch.bfloat16 and x.device.type == "cpu" and not traced:
+    if steps is None and dtype == torch.bfloat16 and x.is_cpu and held:
         tiny = bool(((factor > format.smallest * 2.0**126) & (amax > 0)).any())
         dtype = torch.float32 if tiny else dtype
     into = dtype if steps is None else torch.int8

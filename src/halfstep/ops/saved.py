@@ -199,8 +199,8 @@ class _Hooks:
 
 def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     """The values of an operand with one scale, from its codes: as tensor cores take them, where there are any."""
-    native = scaled_mm.outer_dtype(quantizer, codes.device)
-    return decode(codes, quantizer.format, carrier(quantizer.format, dtype)) if native is None else codes.view(native)
+    native, format = scaled_mm.outer_dtype(quantizer, codes.device), quantizer.format
+    return decode(codes, format, carrier(format.key, dtype)) if native is None else codes.view(native)
 
 
 def place_of(x: Tensor) -> Hashable | None:

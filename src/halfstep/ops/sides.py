@@ -25,6 +25,7 @@ from halfstep.ops.operand import Operand, operand
 from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
 from halfstep.quant.hadamard import RANDOM
+from halfstep.quant.memory import has_memory
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
@@ -91,7 +92,7 @@ def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) ->
     if not scaled_mm.is_there(x.device):
         return NO_UNITS
     rows, sizes = x.numel() // max(x.shape[-1], 1), tuple(weight.shape)
-    if torch.compiler.is_compiling():
+    if not has_memory(x):
         return _units_of(spec, rows, sizes, dtype, x.device)
     key = rows, sizes, dtype, x.device, scaled_mm.capability(x.device)
     if key not in spec.known:
@@ -144,8 +145,8 @@ def side(
         down = quantizer if quantizer is None or dim else quantizer.down
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
     if signs is not None:
-        plain, eager = quantizer.plain, not torch.compiler.is_compiling()
-        if eager and here(x) and gpu_rotated.takes(x := x.contiguous(), signs, dim, plain, turned=True):
+        plain = quantizer.plain
+        if here(x) and gpu_rotated.takes(x := x.contiguous(), signs, dim, plain, turned=True):
             shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, seed, x.device))
             return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
         x = rotate(x, signs, dim)
@@ -171,7 +172,7 @@ def both_sides(
     """
     assert quantizer is not None
     quantizer = quantizer.plain
-    scales, eager = quantizer.scales, not torch.compiler.is_compiling()
+    scales = quantizer.scales
     shapes = tuple(x.shape), tuple(x.shape)[::-1]
     along: Quantized | Tiles
     down: Quantized | Tiles
@@ -179,7 +180,7 @@ def both_sides(
     if scales.tile == TENSOR:
         native = unit_kinds.dtype_of(quantizer.format)
         assert native is not None
-        if eager and here(x) and layouts.takes(x, quantizer, given=True):
+        if here(x) and layouts.takes(x, quantizer, given=True):
             formed = yet_to_form(x, quantizer.format, scales.rule, state, record)
             one, other, scale = layouts.codes(x, quantizer, seed_of(quantizer.rounding, given[0], x.device), *formed)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
@@ -188,7 +189,7 @@ def both_sides(
         scale = factor.reciprocal()
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, given[0], amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
-    if signs is not None and not (eager and here(x) and turned.takes(x, quantizer, signs)):
+    if signs is not None and not (here(x) and turned.takes(x, quantizer, signs)):
         first = side(x, quantizer, dtype, coded=True, seed=given[0])
         return first, side(x, quantizer, dtype, signs=signs, dim=0, coded=True, seed=given[1])
     if signs is not None:
@@ -196,7 +197,7 @@ def both_sides(
         seeds = [seed_of(quantizer.rounding, seed, x.device) for seed in given]
         turned.run(x, quantizer, signs, *parts, seeds[0], seeds[1])
         along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
-    elif eager and here(x) and layouts.takes(x, quantizer):
+    elif here(x) and layouts.takes(x, quantizer):
         form = "number" if unit_kinds.kind_of(quantizer) in unit_kinds.NUMBERS else "stored"
         parts = layouts.empty(x, quantizer, form, outer=scales.tile == block(128))
         layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, given[0], x.device))

@@ -15,6 +15,7 @@ from halfstep.ops.casts import Quantized, quantize
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.operand import Operand, is_whole, lies_down, operand, over
 from halfstep.quant import Quantizer, Scales
+from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 
@@ -52,7 +53,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     quantizer = quantized.quantizer
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
-        return Operand(quantized.dequantize(carrier(format, dtype)))
+        return Operand(quantized.dequantize(carrier(format.key, dtype)))
     if quantizer.inner is not None:
         return over(decoded(replace(quantized, quantizer=quantizer.inner), dtype), scales.rule.part)
     if quantizer.steps is not None:
@@ -66,12 +67,12 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     if is_whole(quantizer):
         unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
         scale = scales.rule.multiplier(quantized.tensors, format).view(())
-        into = carrier(format, dtype)
+        into = carrier(format.key, dtype)
         wide = carried.supports(into, quantized.codes.device)  # the product would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
     if scales.rule.two_level:
         blocks = _in_rows(replace(quantized, tensors=without_tensor_scale(quantized.tensors)), scales)
-        return Operand(blocks.dequantize(carrier(format, dtype, E4M3_BITS)), quantized.tensors["tensor_scale"])
+        return Operand(blocks.dequantize(carrier(format.key, dtype, E4M3_BITS)), quantized.tensors["tensor_scale"])
     narrow = tile_carrier(format, scales.rule, dtype, quantized.codes.device)
     result = quantized.dequantize(narrow)
     if narrow == dtype and _may_be_subnormal(quantized, scales.rule) and has_subnormals(result):
@@ -94,7 +95,7 @@ def _in_rows(quantized: Quantized, scales: Scales) -> Quantized:
 
 def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
     """Whether the scales, which are fewer than the values, leave that open, on a CPU; a traced graph cannot ask."""
-    if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():
+    if not quantized.codes.is_cpu or not has_memory(quantized.codes):
         return False
     format = quantized.quantizer.format
     multiplier = rule.multiplier(quantized.tensors, format)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -17,8 +16,6 @@ def foreign(tensor: Tensor) -> str | None:
     Quantised weights of torchao and bitsandbytes are such subclasses, and so are whatever others derive from Tensor or
     Parameter: what they compute is their own affair. In a traced graph, whose tensors stand for others, None.
     """
-    if torch.compiler.is_compiling():
-        return None
     kind: Any = type(tensor)
     if hasattr(tensor, "device_mesh"):
         return "DTensor"

@@ -112,6 +112,7 @@ class LossScaler(Unscaling):
             return map(self._scaled, outputs)
         raise LossScaleError(f"scale() got {type(outputs).__name__}; expected a tensor or a sequence of tensors")
 
+    @untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step()` on the unscaled gradients, unless one of them is infinite or NaN: then nothing.
 
@@ -119,8 +120,6 @@ class LossScaler(Unscaling):
             LossScaleError: called twice since the last update(); with a closure, while the loss is scaled; otherwise
                 as `unscale_`.
         """
-        if torch.compiler.is_compiling():
-            return untraced(LossScaler.step, self, optimizer, *args, **kwargs)
         given = optimizer
         optimizer, pending = self._of(optimizer)
         if not self._enabled:
@@ -151,6 +150,7 @@ class LossScaler(Unscaling):
             if pending.waits:
                 pending.versions = versions(optimizer)
 
+    @untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt S to what the steps since the last update found; call it once, after them.
 
@@ -161,9 +161,6 @@ class LossScaler(Unscaling):
             LossScaleError: no step was taken or unscaled; or the gradients overflow at the scale's floor, or in
                 too many steps in a row of a constant scale.
         """
-        if torch.compiler.is_compiling():
-            untraced(LossScaler.update, self, new_scale)
-            return
         pending, moved = self._pending.take(), []
         for optimizer, one in pending:
             moved.append(one.moved(optimizer))

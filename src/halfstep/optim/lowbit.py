@@ -142,6 +142,7 @@ class LowBit(Stepping):
             if group["rounding_seed"] == own:  # not a loaded one
                 group["rounding_seed"] = seed
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient.
@@ -150,8 +151,6 @@ class LowBit(Stepping):
             OptimizerError: a gradient is sparse; parameters of the optimizer have left the model and others have come;
                 there is no gradient, and weights are codes, which no other optimizer may step on. Nothing has moved.
         """
-        if torch.compiler.is_compiling():
-            return untraced(_STEP, self, closure)  # type: ignore[no-any-return]
         if self._present is not None:
             self._present.check(self.param_groups)
         if self.check_reduced is not None and closure is None:
@@ -281,6 +280,3 @@ class LowBit(Stepping):
         narrow_all(self)
         if self.per_layer is not None:
             self.per_layer.drop()
-
-
-_STEP = LowBit.step  # before torch wraps it, whose hooks have run by then

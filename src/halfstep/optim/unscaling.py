@@ -119,6 +119,7 @@ class Unscaling(DynamicScale):
         self._pending = AllPending()
         self._widened: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
+    @untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S in place, once, for code that wants to look at them before `step`.
 
@@ -132,9 +133,6 @@ class Unscaling(DynamicScale):
                 torch before 2.10): its small values would become zero.
         """
         if not self._enabled:
-            return
-        if torch.compiler.is_compiling():
-            untraced(Unscaling.unscale_, self, optimizer)
             return
         optimizer, pending = self._of(optimizer)
         if pending.stage != "ready":
@@ -150,6 +148,7 @@ class Unscaling(DynamicScale):
         """Whether the optimizer's gradients have been divided by S since the last update(), and are still there."""
         return self._of(optimizer)[1].stage == "unscaled"
 
+    @untraced
     @torch.no_grad()
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all of the optimizer's unscaled gradients together; returns the norm before clipping.
@@ -163,8 +162,6 @@ class Unscaling(DynamicScale):
         Raises:
             LossScaleError: called after step(); otherwise as `unscale_`.
         """
-        if torch.compiler.is_compiling():
-            return untraced(Unscaling.clip_grad_norm_, self, optimizer, max_norm, norm_type)  # type: ignore[no-any-return]
         optimizer, pending = self._of(optimizer)
         if getattr(optimizer, "per_layer", None) is not None:
             raise LossScaleError(

@@ -90,7 +90,7 @@ class Hadamard:
                 ours.
         """
         there = None if device is None else torch.device(device)
-        on_gpu = there is not None and there.type == "cuda" and not torch.compiler.is_compiling()
+        on_gpu = there is not None and there.type == "cuda"
         if self._fixed:
             negative = [sign == "-" for sign in self._fixed]
             return (

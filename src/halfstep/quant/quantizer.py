@@ -207,8 +207,6 @@ class Quantized:
     tensors: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():
-            return  # checked when the graph was made of it; tracing cannot
         expected = layout(self.quantizer, self.shape, self.dtype)
         if set(self.tensors) != set(expected):
             raise QuantizationError(f"tensors {sorted(self.tensors)} found; expected {sorted(expected)}")

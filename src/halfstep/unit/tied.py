@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import Tensor
 
+from halfstep.quant.memory import has_memory
 from halfstep.unit.constraint import Constraint, get_constraint
 
 
@@ -38,7 +38,7 @@ def tied(
     """
     output, *grads = get_constraint(constraint)(*ideal)
     for i, (operand, root, wanted, given) in enumerate(zip(operands, roots, ideal[1:], grads, strict=True)):
-        if root <= 0.5 and given >= 2 * wanted and operand.requires_grad and not torch.compiler.is_compiling():
+        if root <= 0.5 and given >= 2 * wanted and operand.requires_grad and has_memory(operand):
             shape, copies = tuple(operand.shape), root**-2
             warnings.warn(_TIED.format(name, shape, copies, given / wanted, ideal[2 - i] / wanted), stacklevel=3)
     return output, grads[0], grads[1]

@@ -148,7 +148,9 @@ def run_whole(
     It is for what `supports_scaled` says, roundings without noise, and rules whose own factor is max / amax (`Current`,
     and `Delayed` until its state has moved); the state is a plain float32 one.
     """
-    if rounding == "stochastic" or not x.numel() or not supports_scaled(x, dtype, format):
+    if rounding == "stochastic" or not x.numel() or not plain(x) or not _rounds_scaled(format, dtype):
+        return None
+    if state is not None and state.dtype != torch.float32:
         return None
     memory, numbers, chunks = array(x), elements.scalars(format, rounding, "saturate", dtype), -(-x.numel() // CHUNK)
     cells = None if state is None else array(state)

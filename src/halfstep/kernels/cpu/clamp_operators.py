@@ -20,6 +20,7 @@ from halfstep.kernels.operator import Operator
 from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile
 from halfstep.quant.cast import round_to
+from halfstep.quant.memory import has_memory
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, from_text
@@ -47,8 +48,7 @@ def bounds_into(x: Tensor, out: Tensor, clamp: Clamp) -> None:
 def amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
     """The largest magnitude of each row (dim 1) or column (dim 0) between the bounds; NaN where a number or a bound
     is."""
-    found = None if torch.compiler.is_compiling() else rows.run_amax(x, bounds, dim)
-    if found is not None:
+    if has_memory(x) and (found := rows.run_amax(x, bounds, dim)) is not None:
         return found
     low = high = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
     if x.numel() and not (dim == 1 or bounds is None or bounds.shape[1] == 1):
@@ -91,17 +91,17 @@ def clamped(x: Tensor, bounds: Tensor | None) -> Tensor:
 def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype) -> FoldedOrNone:
     """x times scale (a row's or a column's), rounded as one tensor by a rule, in `dtype`, and the scale of that; None
     where no kernel does it."""
-    return None if torch.compiler.is_compiling() else folded.run(x, scale, format, rounding, rule, dtype)
+    return folded.run(x, scale, format, rounding, rule, dtype) if has_memory(x) else None
 
 
 def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
     """What is beyond the bounds of a matrix, less the bound."""
-    if torch.compiler.is_compiling():
-        return clamp.parts(x, bounds)[1].float(), None, None
     if hasattr(x, "fake_mode"):  # which has no values to count
         count = clamp.most_beyond(*x.shape)
         starts = x.new_empty(x.shape[0] + 1, dtype=torch.int64)
         return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.int32), starts
+    if not has_memory(x):
+        return clamp.parts(x, bounds)[1].float(), None, None
     found = rows.run_beyond(x, bounds)
     return sparse(clamp.parts(x, bounds)[1].float()) if found is None else found
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.quant.memory import has_memory
 from halfstep.quant.rounding import Seed
 
 
@@ -49,8 +50,8 @@ def missing() -> str | None:
 
 
 def here(tensor: Tensor) -> bool:
-    """Whether Triton kernels run where this tensor is."""
-    return tensor.is_cuda and missing() is None
+    """Whether Triton kernels run where this tensor is, and can read it."""
+    return tensor.is_cuda and has_memory(tensor) and missing() is None
 
 
 def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:

@@ -51,15 +51,12 @@ def weights(module: Any) -> tuple[Weight, ...]:
     )
 
 
+@untraced
 def forward(stock: Any, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Each expert's two products on the tokens that were sent to it, weighed and added up in the order of experts.
 
     torch.compile breaks its graph here, as how many tokens an expert gets is not known in it.
     """
-    return untraced(_forward, module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-
-
-def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     up, down = weights(module)
     experts, slot = top_k_index.sort(dim=-1, descending=True, stable=True)
     experts, row = experts.flatten().sort(stable=True)  # by expert, and by token within each

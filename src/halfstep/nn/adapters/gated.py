@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import ops
+from halfstep.nn import keeping
 from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of
-from halfstep.nn.keeping import around, traced_storage
 from halfstep.ops import saved_traced
 
 
@@ -44,11 +44,11 @@ def refusal(module: nn.Module) -> str | None:
 def kept(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward, in whose middle what autograd saves may live in few bits."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    storage = traced_storage(module)
+    storage, around = keeping.kept(module, gate)
     if storage is not None:
         hidden = saved_traced.multiplied(module.act_fn(gate), up, storage)
     else:
-        with around(module, gate):
+        with around:
             hidden = module.act_fn(gate) * up
     return module.down_proj(hidden)  # type: ignore[no-any-return]
 
@@ -68,7 +68,7 @@ def by_token(stock: Any, module: Any, x: Tensor) -> Tensor:
 def _smoothed(module: Any, x: Tensor, smooth: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """What goes into the down-projection, and the scale taken out of it."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    with around(module, gate):
+    with keeping.kept(module, gate)[1]:
         return smooth(gate, up, module.act_fn)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.nn.adopt import stock_class
-from halfstep.nn.keeping import around, traced_storage
+from halfstep.nn.keeping import kept
 from halfstep.nn.unit.forwards import UNIT
 from halfstep.ops import saved_traced
 from halfstep.recipe import Storage
@@ -39,10 +39,10 @@ def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock, and
     so are norms that are unit-scaled, whose gains' gradients have factors."""
     x = args[0] if args else next(iter(kwargs.values()), None)
-    storage = traced_storage(module)
-    if storage is not None and isinstance(x, Tensor) and len(args) == 1 and not kwargs:
+    storage, around = kept(module, x)
+    if storage is not None and len(args) == 1 and not kwargs:
         return _traced(stock, module, x, storage)
-    with around(module, x):
+    with around:
         return stock(module, *args, **kwargs)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
+from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling.base import Scaling, Stored
 from halfstep.quant.tile import Tile
 
@@ -37,7 +38,7 @@ class Current(Scaling):
 
 def factor_of(amax: Tensor, element: Format) -> Tensor:
     """max / amax in float32: 1 for an amax of 0, NaN for one that is not finite, at most the largest float32."""
-    if amax.dim() == 0 and amax.device.type == "cpu" and not torch.compiler.is_compiling():
+    if amax.is_cpu and amax.dim() == 0 and has_memory(amax):
         return torch.tensor(number_of(amax.item(), element), dtype=torch.float32, device="cpu")  # the same, in one call
     # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
     factor = (element.max / amax.double()).clamp(max=torch.finfo(torch.float32).max).float()

@@ -10,6 +10,7 @@ from torch import Tensor
 from halfstep.errors import QuantizationError
 from halfstep.formats import Format
 from halfstep.quant.family.floating import power_of_two
+from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling.base import Scaling, StatefulScaling, Stored, check_power
 from halfstep.quant.scaling.current import current, factor_of
 from halfstep.quant.tile import Tile
@@ -65,7 +66,7 @@ class Delayed(StatefulScaling):
         return state
 
     def waits(self, state: Tensor) -> bool:
-        if not self.warmup or state.device.type != "cpu" or torch.compiler.is_compiling():
+        if not self.warmup or not state.is_cpu or not has_memory(state):
             return self.warmup > 0  # a GPU would have to be waited for, and a graph is traced once for all steps
         return not state[0].item()
 

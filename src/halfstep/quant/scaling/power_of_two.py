@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer
 from halfstep.quant.family.floating import power_of_two
+from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling.base import Scaling, Stored, check_power, over
 from halfstep.quant.tile import Tile
 
@@ -44,7 +45,7 @@ class PowerOfTwoScaling(Scaling):
         return stored, self.multiplier(stored, element)
 
     def factor(self, amax: Tensor, element: Format) -> Tensor:
-        if amax.dim() == 0 and _is_at_hand(amax):  # the same, without the twenty calls of torch
+        if amax.is_cpu and amax.dim() == 0 and has_memory(amax):  # the same, without the twenty calls of torch
             return torch.tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32, device="cpu")
         byte = self._byte(amax.double(), element)
         return self.multiplier({"scale": byte}, element).reciprocal()
@@ -73,12 +74,6 @@ class PowerOfTwoScaling(Scaling):
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"scale": (torch.uint8, grid)}
-
-
-def _is_at_hand(amax: Tensor) -> bool:
-    """Whether the number can be asked for: of a plain tensor in this machine's memory, and not under a transform."""
-    plain = type(amax) is Tensor and amax.device.type == "cpu"
-    return plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _floor(element: Format) -> float:
