@@ -28,6 +28,8 @@ try:
 except ModuleNotFoundError as error:
     raise MissingLibraryError.of(error, "accelerate") from None
 
+_FREED = "_halfstep_freed"  # where an accelerator has the model that it let go of
+
 
 def prepare(
     accelerator: Accelerator,
@@ -103,7 +105,7 @@ def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any
     for name in ("unscale_gradients", "clip_grad_norm_", "free_memory"):
         delattr(accelerator, name)
     accelerator.scaler = None
-    accelerator._halfstep_freed = model
+    vars(accelerator)[_FREED] = model
     objects = accelerator.free_memory(*objects)
     release_memory()  # Accelerate collects before it lets go, and keeps optimizers in cycles
     return objects
@@ -111,7 +113,7 @@ def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any
 
 def _let_go(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
     """Revert a model whose preparation this accelerator freed, to be prepared again under the same recipe."""
-    freed = vars(accelerator).pop("_halfstep_freed", lambda: None)()
+    freed = vars(accelerator).pop(_FREED, lambda: None)()
     applied = part_of(model).applied
     if freed is not model or applied is None or applied.quantized or applied.recipe != recipe:
         return

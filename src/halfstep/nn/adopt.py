@@ -10,7 +10,6 @@ from functools import cache, update_wrapper, wraps
 from types import CellType, MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from halfstep.ops.part import part_of
@@ -24,12 +23,12 @@ Members = Callable[[type[nn.Module]], dict[str, Any]]
 module: a function or a frozen dataclass of a module's top level."""
 
 
-_MADE = "_halfstep_made"
+_MADE, _OWN = "_halfstep_made", "_halfstep_own"
 
 
 @dataclass(frozen=True)
 class _Made:
-    """How a class was made, at its attribute `_halfstep_made`."""
+    """How a class was made, at its attribute `_MADE`."""
 
     stock: type[nn.Module]
     members: Members
@@ -154,7 +153,7 @@ class _Calling:
         adopted = _wrapped(stock, calling)
         members: dict[str, Any] = {"forward": adopted}
         if self.patchable:
-            members = {"forward": _Patchable(adopted, forward), "_halfstep_forward": adopted}
+            members = {"forward": _Patchable(adopted, forward)}
         if on_copy is None:
             return members
 
@@ -215,14 +214,13 @@ class _Patchable:
             return self._adopted
         own, around = module.__dict__.get("forward"), self._around
         if own is None:
-            return module._halfstep_forward
+            return self._adopted.__get__(module)  # type: ignore[attr-defined]
 
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)
 
-        if not torch.compiler.is_compiling():  # a traced call asks for no signature, and Dynamo cannot trace `wraps`
-            update_wrapper(patched, own)
-            patched._halfstep_own = own  # type: ignore[attr-defined]
+        update_wrapper(patched, own)
+        vars(patched)[_OWN] = own
         return MethodType(patched, module)
 
     def __set__(self, module: Any, forward: Any) -> None:
@@ -231,7 +229,7 @@ class _Patchable:
         if function is self._adopted:
             module.__dict__.pop("forward", None)
         else:
-            module.__dict__["forward"] = getattr(function, "_halfstep_own", forward)
+            module.__dict__["forward"] = getattr(function, _OWN, forward)
 
     def __delete__(self, module: Any) -> None:
         if module.__dict__.pop("forward", None) is None:

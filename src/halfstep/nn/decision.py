@@ -30,7 +30,7 @@ from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.ops.part import part_of, parts_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.recipe import DTYPES, Recipe, get_recipe
-from halfstep.unit import MULTIPLIERS
+from halfstep.unit.part import unit_part
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _following(name: str, path: str, applied: Applied) -> RecipeError:
 def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
     """Refuse a recipe that this model, these ranks or this torch cannot follow."""
     name = type(model).__name__
-    if recipe.unit_scaled and not any(MULTIPLIERS in vars(module) for module in model.modules()):
+    if recipe.unit_scaled and all(unit_part(module).multipliers is None for module in model.modules()):
         raise ModelError(
             f"recipe {recipe.name!r} casts with scales of 1, for models whose tensors are of unit size, and {name} is "
             "not unit-scaled: call halfstep.unit_scale(model, *inputs) first, or write it with halfstep.unit's modules"

@@ -25,10 +25,7 @@ from halfstep.ops.part import part_of
 from halfstep.ops.plain import matrix
 from halfstep.quant.memory import has_memory
 from halfstep.recipe import LinearSpec
-from halfstep.unit import MULTIPLIERS
-
-
-_PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward multiplies by
+from halfstep.unit import multipliers_of
 
 
 def product(
@@ -55,7 +52,7 @@ def product(
         localize(module)
     own, states = part_of(module), states_and_key(module, part)
     record, evaluates = (False, False) if own.following is None else own.following.modes(module)
-    spec = own.linear or module.__dict__.get(MULTIPLIERS, _PLAIN)
+    spec = own.linear or multipliers_of(module)
     return ops.linear(x, weight, bias, spec, states, record, channels, own.keeping, evaluates)
 
 
@@ -76,7 +73,7 @@ def grouped_product(
 
 def spec_of(module: Any) -> LinearSpec:
     """How the layer's products round their operands, and what they are multiplied by."""
-    return part_of(module).linear or module.__dict__.get(MULTIPLIERS, _PLAIN)
+    return part_of(module).linear or multipliers_of(module)
 
 
 def records(module: Any) -> bool:

@@ -20,7 +20,6 @@ from halfstep.unit.layers import (
 from halfstep.unit.modules import (
     GELU,
     MLP,
-    MULTIPLIERS,
     SAME,
     Attention,
     Conv1d,
@@ -51,7 +50,7 @@ from halfstep.unit.roles import KINDS, Role, Tag, roles, set_depth, set_roles, s
 
 
 __all__ = [
-    "DECAYS", "GELU", "KINDS", "MLP", "MULTIPLIERS", "SAME", "Attention", "Calibration", "Conv1d", "Conv2d", "Dropout",
+    "DECAYS", "GELU", "KINDS", "MLP", "SAME", "Attention", "Calibration", "Conv1d", "Conv2d", "Dropout",
     "Embedding", "GatedMLP", "LayerNorm", "Linear", "LinearReadout", "Parametrization", "RMSNorm", "ReLU", "Role",
     "SiLU", "Sigmoid", "Softmax", "Stack", "Tag", "Tanh", "TransformerLayer", "TransformerStack", "add", "calibrate",
     "conv1d", "conv2d", "cross_entropy", "decouple_decay", "dropout", "embedding", "equal_shares", "fixed",

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, OptimizerError, unknown
 from halfstep.unit.optimizers import OptimizerKind, optimizer_kind
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization
+from halfstep.unit.part import unit_part
 from halfstep.unit.roles import Role, known_roles, no_role
-
-
-READOUT = "_halfstep_readout_constraint"
-"""Where a readout keeps the name of its constraint, which SGD's rule depends on."""
 
 
 def parameter_groups(
@@ -127,7 +124,7 @@ def _one(names: list[str], known: Mapping[str, Role], factor: Any) -> float:
 
 def _readout(model: nn.Module) -> str | None:
     """The constraint that the model's readouts name; None where there is none, or they differ."""
-    named = {vars(module)[READOUT] for module in model.modules() if READOUT in vars(module)}
+    named = {name for module in model.modules() if (name := unit_part(module).readout) is not None}
     return named.pop() if len(named) == 1 else None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, unknown
+from halfstep.unit.part import set_unit_part, unit_part
 
 
 KINDS = {
@@ -22,7 +23,6 @@ KINDS = {
     "bias": "what is added",
 }
 """The roles of weights, and what each stands for."""
-_ROLES, _DEPTH = "_halfstep_roles", "_halfstep_depth"
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _BIASED = (nn.Linear, nn.modules.conv._ConvNd)
 
@@ -60,7 +60,7 @@ class Role:
 def tag_of(module: nn.Module, name: str = "weight") -> Tag | None:
     """What the module says of its parameter of that name; or what its class alone tells (an embedding's table, a
     norm's gain, a linear or convolutional layer's bias); None where nothing tells."""
-    tags: Mapping[str, Tag] = vars(module).get(_ROLES, {})
+    tags: Mapping[str, Tag] = unit_part(module).tags
     if name in tags:
         return tags[name]
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -73,7 +73,7 @@ def tag_of(module: nn.Module, name: str = "weight") -> Tag | None:
 def set_tag(module: nn.Module, name: str, tag: Tag) -> None:
     """Say what a module's own parameter of that name is. It is kept by the module, and so by its copies and pickles: a
     parameter loses its attributes when it is copied."""
-    setattr(module, _ROLES, {**vars(module).get(_ROLES, {}), name: tag})
+    set_unit_part(module, tags={**unit_part(module).tags, name: tag})
 
 
 def set_roles(model: nn.Module, kinds: Mapping[str, str]) -> None:
@@ -112,7 +112,7 @@ def set_depth(stack: nn.Module, depth: int) -> None:
     """
     if depth < 1:
         raise ModelError(f"depth = {depth} given; expected the number of the stack's blocks, at least 1")
-    setattr(stack, _DEPTH, depth)
+    set_unit_part(stack, depth=depth)
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
@@ -172,10 +172,15 @@ def _is_transposed(module: Any) -> bool:
     return bool(getattr(module, "transposed", False)) or type(module).__name__ == "Conv1D"
 
 
+def _own_depth(module: nn.Module) -> int | None:
+    depth = unit_part(module).depth
+    return depth(module) if callable(depth) else depth
+
+
 def _depth(model: nn.Module, path: str) -> int | None:
     parts = path.split(".") if path else []
     stacks = [".".join(parts[:n]) for n in range(len(parts) + 1)]
-    depths = {at: depth for at in stacks if (depth := getattr(model.get_submodule(at), _DEPTH, None)) is not None}
+    depths = {at: depth for at in stacks if (depth := _own_depth(model.get_submodule(at))) is not None}
     if len(depths) > 1:
         outer, inner = list(depths)[:2]
         raise ModelError(

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from halfstep.nn.adopt import stock_class
 from halfstep.nn.keeping import kept
-from halfstep.nn.unit.forwards import UNIT
 from halfstep.ops import saved_traced
 from halfstep.recipe import Storage
+from halfstep.unit.part import unit_part
 
 
 _KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
@@ -51,7 +51,7 @@ def _traced(stock: Any, module: Any, x: Tensor, storage: Storage) -> Any:
         return stock(module, x)
     if isinstance(module, (nn.GELU, nn.SiLU)) and not getattr(module, "inplace", False):
         return saved_traced.elementwise(lambda x: stock(module, x), x, storage)
-    plain = stock_class(module).forward is nn.LayerNorm.forward and UNIT not in module.__dict__
+    plain = stock_class(module).forward is nn.LayerNorm.forward and unit_part(module).forward is None
     if plain and (module.weight is None or module.weight.dtype in (x.dtype, torch.float32)):
         shape = list(module.normalized_shape)
         return saved_traced.layer_norm(x, shape, module.weight, module.bias, module.eps, storage)

@@ -13,10 +13,7 @@ from halfstep.errors import ModelError
 from halfstep.nn.unit.steps import Own
 from halfstep.ops.scale import scale_backward, scaled
 from halfstep.unit.activations import IN_PLACE, times
-
-
-UNIT = "_halfstep_unit"
-"""Where a module has what is made of it: a `Whole`, or its own code's `Own`."""
+from halfstep.unit.part import unit_part
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Whole:
 
 def own(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, whose calls of functions are scaled."""
-    plan: Own = module.__dict__[UNIT]
+    plan: Own = unit_part(module).forward
     running = plan.mode()
     with running:
         output = stock(module, *args, **kwargs)
@@ -81,7 +78,7 @@ class Unsaved:
 
 def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """An embedding's lookup, or a function of each element: both of its factors are its output's."""
-    plan: Whole = module.__dict__[UNIT]
+    plan: Whole = unit_part(module).forward
     if plan.name in IN_PLACE:
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         return times(x, plan.name, plan.alpha, plan.backward[0])
@@ -90,7 +87,7 @@ def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Attention as a module: one factor, and those that residual branches leave at its inputs."""
-    plan: Whole = module.__dict__[UNIT]
+    plan: Whole = unit_part(module).forward
     names = ("query", "key", "value")
     placed = (*names, "mask", "is_causal")[: len(args)]
     given = {**dict(zip(placed, args, strict=True)), **kwargs}
@@ -101,7 +98,7 @@ def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def norm(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The norm, whose gain and bias have gradients of unit size."""
-    plan: Whole = module.__dict__[UNIT]
+    plan: Whole = unit_part(module).forward
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     x = scale_backward(x, plan.backward[0])
     weight, bias = (_parameter(module, name, x, plan) for name in ("weight", "bias"))

@@ -19,17 +19,16 @@ from halfstep.nn.layers import kind_of
 from halfstep.nn.ranks import check_factors
 from halfstep.nn.unit import weights
 from halfstep.nn.unit.factors import Factors
-from halfstep.nn.unit.forwards import UNIT, WHOLE, Shield, Unsaved, own
+from halfstep.nn.unit.forwards import WHOLE, Shield, Unsaved, own
 from halfstep.nn.unit.functions import is_floating
 from halfstep.nn.unit.graph import Graph
 from halfstep.nn.unit.plan import Plan, at_output, entries, plan
 from halfstep.nn.unit.report import UnitReport, operations, unseen
 from halfstep.nn.unit.trace import trace
-from halfstep.nn.unit.weights import SCALED
 from halfstep.ops.part import part_of
 from halfstep.ops.subclasses import check_initialized
-from halfstep.unit import MULTIPLIERS
 from halfstep.unit.constraint import Constraint
+from halfstep.unit.part import set_unit_part, unit_part
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def unit_scale(
     report = UnitReport(
         name, rule, shares, operations(graph), deviations, tuple(found.vectors), unseen(graph), uncalled, notes
     )
-    setattr(model, SCALED, UnitScaled(report, found))
+    set_unit_part(model, scaled=UnitScaled(report, found))
     extend(model, weights.Loading())
     return report
 
@@ -119,20 +118,19 @@ def revert_unit(model: nn.Module) -> None:
     """
     if part_of(model).applied is not None:
         raise RecipeError(f"{type(model).__name__} follows a recipe; halfstep.revert it first")
-    scaled: UnitScaled = vars(model)[SCALED]
+    scaled: UnitScaled = unit_part(model).scaled
     for path, module in model.named_modules():
         if is_covered(module):
             raise RecipeError(f"{path or type(model).__name__} was given another class since; take that away first")
     for module in model.modules():
         release_all(module)
-        for attribute in (UNIT, MULTIPLIERS, SCALED):
-            vars(module).pop(attribute, None)
+        set_unit_part(module, multipliers=None, forward=None, scaled=None)
     weights.multiply(model, scaled.divided)
 
 
 def is_unit_scaled(model: nn.Module) -> bool:
     """Whether `unit_scale` was called on the model."""
-    return SCALED in vars(model)
+    return unit_part(model).scaled is not None
 
 
 def _check(model: nn.Module, residual: float | None) -> None:
@@ -145,7 +143,7 @@ def _check(model: nn.Module, residual: float | None) -> None:
         where = f"its part {path!r}" if path else "it"
         if part_of(module).applied is not None:
             raise RecipeError(f"{name}: {where} follows a recipe; halfstep.revert it, unit-scale, then apply it again")
-        if UNIT in vars(module) or MULTIPLIERS in vars(module):
+        if unit_part(module).forward is not None or unit_part(module).multipliers is not None:
             raise RecipeError(
                 f"{name}: {where} is unit-scaled already (halfstep.revert undoes unit_scale), or is halfstep.unit's own"
             )
@@ -257,15 +255,15 @@ def _adopt(model: nn.Module, made: Plan) -> None:
         module = modules[path]
         kind = kind_of(module)
         assert kind is not None
-        setattr(module, MULTIPLIERS, spec)
+        set_unit_part(module, multipliers=spec)
         adopt(module, kind.forward, beneath=True)
         extend(module, Shield())
     for path, (operation, whole) in made.whole.items():
-        setattr(modules[path], UNIT, whole)
+        set_unit_part(modules[path], forward=whole)
         adopt(modules[path], WHOLE[operation], beneath=True)
         extend(modules[path], Shield())
     for path, steps in made.own.items():
-        setattr(modules[path], UNIT, steps)
+        set_unit_part(modules[path], forward=steps)
         adopt(modules[path], own, beneath=True)
     for module in modules.values():
         if hasattr(module, "save_pretrained"):

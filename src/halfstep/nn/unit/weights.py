@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-
-
-SCALED = "_halfstep_unit_scaled"
-"""Where a model that is unit-scaled has what `unit_scale` left on it, with its `Divided` as `divided`."""
+from halfstep.unit.part import unit_part
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Loading:
         load: Any = stock.load_state_dict
 
         def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            loaded, divided = load(module, *args, **kwargs), vars(module)[SCALED].divided
+            loaded, divided = load(module, *args, **kwargs), unit_part(module).scaled.divided
             if plain := plain_ones(module, divided):
                 warnings.warn(
                     f"{type(module).__name__} is unit-scaled, and {len(plain)} of its {len(divided.weights)} "

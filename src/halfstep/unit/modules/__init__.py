@@ -3,7 +3,6 @@
 from halfstep.unit.modules.activations import GELU, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from halfstep.unit.modules.attention import Attention, square_root_attention
 from halfstep.unit.modules.linear import (
-    MULTIPLIERS,
     SAME,
     Conv1d,
     Conv2d,
@@ -17,7 +16,7 @@ from halfstep.unit.modules.transformer import MLP, GatedMLP, Stack, TransformerL
 
 
 __all__ = [
-    "GELU", "MLP", "MULTIPLIERS", "SAME", "Attention", "Conv1d", "Conv2d", "Dropout", "Embedding", "GatedMLP",
+    "GELU", "MLP", "SAME", "Attention", "Conv1d", "Conv2d", "Dropout", "Embedding", "GatedMLP",
     "LayerNorm", "Linear", "LinearReadout", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Stack", "Tanh",
     "TransformerLayer", "TransformerStack", "multipliers_of", "square_root_attention",
 ]  # fmt: skip

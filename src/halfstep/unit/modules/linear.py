@@ -11,8 +11,8 @@ from halfstep import ops
 from halfstep.errors import ModelError
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 from halfstep.unit import factors
-from halfstep.unit.groups import READOUT
 from halfstep.unit.layers import embedding
+from halfstep.unit.part import set_unit_part, unit_part
 from halfstep.unit.products import conv1d, conv2d
 from halfstep.unit.roles import Tag, set_tag
 
@@ -21,14 +21,12 @@ SAME = "same"
 """The constraint of munit scaling: one factor, fan_in^-1/2 (1 / fan_in of a readout), in all three products. All
 gradients, the weight's too, are then those of y = fan_in^-1/2 x w^T."""
 
-MULTIPLIERS = "_halfstep_multipliers"
-"""Where a layer that is unit-scaled has what its products are multiplied by, a `LinearSpec`."""
 _PLAIN = LinearSpec()
 
 
 def multipliers_of(module: nn.Module) -> LinearSpec:
     """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
-    return module.__dict__.get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
+    return unit_part(module).multipliers or _PLAIN
 
 
 def _reset(layer: Any) -> None:
@@ -63,10 +61,10 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.constraint = constraint
-        setattr(self, MULTIPLIERS, _multipliers(constraint, readout=role == "readout"))
+        readout = role == "readout"
+        named = constraint if readout else None
+        set_unit_part(self, multipliers=_multipliers(constraint, readout), readout=named)
         set_tag(self, "weight", Tag(role, ends_branch))
-        if role == "readout":
-            setattr(self, READOUT, constraint)
 
     reset_parameters = _reset
 
@@ -76,7 +74,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""
-        return ops.linear(input, self.weight, self.bias, self.__dict__[MULTIPLIERS])
+        return ops.linear(input, self.weight, self.bias, multipliers_of(self))
 
 
 class LinearReadout(Linear):
@@ -130,7 +128,7 @@ class _Conv(nn.modules.conv._ConvNd):
         where = stride, padding, dilation, groups
         stock(in_channels, out_channels, kernel_size, *where, bias, padding_mode, device, dtype)
         self.constraint = constraint
-        setattr(self, MULTIPLIERS, factors.linear(constraint))
+        set_unit_part(self, multipliers=factors.linear(constraint))
         set_tag(self, "weight", Tag(role))
 
     reset_parameters = _reset

@@ -13,6 +13,7 @@ from halfstep.unit.modules.activations import GELU, Dropout
 from halfstep.unit.modules.attention import Attention
 from halfstep.unit.modules.linear import SAME, Linear
 from halfstep.unit.modules.norms import LayerNorm, RMSNorm
+from halfstep.unit.part import set_unit_part
 from halfstep.unit.residual import Residual, equal_shares
 
 
@@ -149,9 +150,9 @@ class Stack(nn.Sequential):
     2^-1/2.
     """
 
-    @property
-    def _halfstep_depth(self) -> int:
-        return len(self)
+    def __init__(self, *blocks: Any) -> None:
+        super().__init__(*blocks)
+        set_unit_part(self, depth=len)
 
 
 class TransformerStack(Stack):
