@@ -44,11 +44,9 @@ BOTH = (torch.float32, torch.bfloat16)
 
 def assert_quantises(x, quantizer, seed=None, dtypes=BOTH):
     """Codes and scales; values, and those of the codes, in each of the dtypes."""
-    how = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
     tensors = {name: torch.full_like(tensor, 1) for name, tensor in expected.tensors.items()}
-    assert kernel.supports(x, quantizer)
-    kernel.run(x, *how, tensors, seed)
+    assert kernel.run(x, tensors, quantizer, seed)
     for name, tensor in expected.tensors.items():
         if tensor.is_floating_point():
             same_bits(tensors[name], tensor)
@@ -56,8 +54,7 @@ def assert_quantises(x, quantizer, seed=None, dtypes=BOTH):
             assert torch.equal(tensors[name], tensor), name
     for dtype in dtypes:
         out = torch.empty(x.shape, dtype=dtype)
-        assert kernel.supports_values(x, out, quantizer)
-        kernel.run_values(x, out, *how, seed)
+        assert kernel.run_values(x, out, quantizer, seed) is not None
         same_bits(out, expected.dequantize(dtype))
         back = torch.empty(x.shape, dtype=dtype)
         assert dequantize.run(tensors, back, quantizer)
@@ -162,19 +159,19 @@ def test_shapes(name, shape):
 
 def test_refuses_what_it_does_not_know():
     x = torch.zeros(4, 64)
-    assert not kernel.supports(x, get_quantizer("e4m3fn"))
-    assert not kernel.supports(x[:, :48], get_quantizer("mxfp4"))
-    assert not kernel.supports(torch.zeros(4, 48), get_quantizer("mxfp4"))
-    assert not kernel.supports(x.double(), get_quantizer("mxfp4"))
-    assert not kernel.supports(torch.tensor(1.0), get_quantizer("mxfp4"))
+    assert not kernel.run(x, {}, get_quantizer("e4m3fn"), None)
+    assert not kernel.run(x[:, :48], {}, get_quantizer("mxfp4"), None)
+    assert not kernel.run(torch.zeros(4, 48), {}, get_quantizer("mxfp4"), None)
+    assert not kernel.run(x.double(), {}, get_quantizer("mxfp4"), None)
+    assert not kernel.run(torch.tensor(1.0), {}, get_quantizer("mxfp4"), None)
     for name, rule in (("nvfp4", "four_over_six"), ("nf4", "double_absmax"), ("fp8_128x128", None), ("uint4_64", None)):
-        assert not kernel.supports(torch.zeros(128, 128), get_quantizer(name, scale=rule))
-    assert not kernel.supports(x, get_quantizer("mxfp4", rounding="toward_zero"))
+        assert not kernel.run(torch.zeros(128, 128), {}, get_quantizer(name, scale=rule), None)
+    assert not kernel.run(x, {}, get_quantizer("mxfp4", rounding="toward_zero"), None)
     for rule in (Halved("absmax"), get_scaling("rceil", margin=126), get_scaling("fixed"), get_scaling("current")):
-        assert not kernel.supports(x, Quantizer(formats.get("e2m1fn"), scales=Scales(Tile(1, 32), rule)))
-    assert not kernel.supports_values(x, x, get_quantizer("mxfp4"))
+        assert not kernel.run(x, {}, Quantizer(formats.get("e2m1fn"), scales=Scales(Tile(1, 32), rule)), None)
+    assert kernel.run_values(x, x, get_quantizer("mxfp4"), None) is None
     listed = Quantizer(formats.get("nf4"), scales=Scales(Tile(1, 32), get_scaling("rceil")))
-    assert not kernel.supports(x, listed)
+    assert not kernel.run(x, {}, listed, None)
     same_bits(values(x + 0.3, listed), listed.quantize(x + 0.3).dequantize())
 
 

@@ -56,7 +56,7 @@ def test_every_format_rounding_and_overflow(format, pair):
     out = torch.empty(x.shape, dtype=pair[1])
     for rounding in ROUNDINGS:
         for overflow in OVERFLOWS:
-            if kernel.supports(x, out, format, rounding, overflow):
+            if kernel.run(x, out, format, rounding, overflow, 1):
                 assert_rounds(x, out, format, rounding, overflow)
 
 
@@ -65,10 +65,10 @@ def test_every_format_rounding_and_overflow(format, pair):
 )
 def test_what_it_must_know(name):
     x, format = torch.zeros(3), formats.get(name)
-    assert kernel.supports(x, torch.empty(3), format, "nearest_even", "saturate")
-    assert kernel.supports(x.bfloat16(), x.bfloat16(), format, "stochastic", "saturate")
+    assert kernel.run(x, torch.empty(3), format, "nearest_even", "saturate", 1)
+    assert kernel.run(x.bfloat16(), x.bfloat16(), format, "stochastic", "saturate", 1)
     few = isinstance(format, Integer) or format.mantissa_bits <= 7
-    assert kernel.supports(x, x.bfloat16(), format, "nearest_even", "saturate") == few
+    assert kernel.run(x, x.bfloat16(), format, "nearest_even", "saturate", None) == few
 
 
 IN_PLACE = ["nearest_even", "toward_zero", "stochastic"], [torch.bfloat16, torch.float32], ["e4m3fn", "int8"]
@@ -124,13 +124,13 @@ class Subclass(torch.Tensor):
     ],
 )
 def test_refuses_other_tensors(x, out):
-    assert not kernel.supports(x, out, formats.get("e4m3fn"), "nearest_even", "saturate")
+    assert not kernel.run(x, out, formats.get("e4m3fn"), "nearest_even", "saturate", None)
 
 
 def test_refuses_overlapping_tensors_and_formats_it_does_not_know():
     x = torch.zeros(10)
-    assert not kernel.supports(x[:8], x[2:], formats.get("e4m3fn"), "nearest_even", "saturate")
+    assert not kernel.run(x[:8], x[2:], formats.get("e4m3fn"), "nearest_even", "saturate", None)
     for name in ("fp32", "nf4", "e8m0fnu"):
-        assert not kernel.supports(x, torch.zeros(10), formats.get(name), "nearest_even", "saturate")
-    assert not kernel.supports(x, x.bfloat16(), formats.get("fp16"), "nearest_even", "saturate")
-    assert not kernel.supports(x.bfloat16(), x.bfloat16(), formats.get("fp16"), "nearest_even", "ieee")
+        assert not kernel.run(x, torch.zeros(10), formats.get(name), "nearest_even", "saturate", None)
+    assert not kernel.run(x, x.bfloat16(), formats.get("fp16"), "nearest_even", "saturate", None)
+    assert not kernel.run(x.bfloat16(), x.bfloat16(), formats.get("fp16"), "nearest_even", "ieee", None)

@@ -34,14 +34,13 @@ def down(x):
 
 def assert_rounds(x, quantizer, dtypes=(torch.float32, torch.bfloat16)):
     """By the kernel for columns, and by that for rows: the reference's values, and what both say of small ones."""
-    format, scales = quantizer.format, quantizer.scales
     expected = quantizer.quantize(x)
     for dtype in dtypes:
         out, rows = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
-        assert kernel.supports_view(down(x), out, quantizer)
-        noted = kernel.run_view(down(x), out, format, scales)
+        noted = kernel.run_view(down(x), out, quantizer)
+        assert noted is not None
         same_bits(out, expected.dequantize(dtype))
-        assert blocks.run_values(x, rows, format, "nearest_even", scales, None) == noted
+        assert blocks.run_values(x, rows, quantizer, None) == noted
         same_bits(rows, out)
         assert noted or not has_small(out)
     return noted
@@ -153,25 +152,25 @@ def test_small_values_are_noted_and_zeros_are_not():
 def test_refuses_what_it_does_not_know():
     x, out = torch.zeros(64, 40).t(), torch.empty(40, 64)
     quantizer = get_quantizer("mxfp8_e4m3")
-    assert kernel.supports_view(x, out, quantizer)
-    assert not kernel.supports_view(x.contiguous(), out, quantizer)
-    assert not kernel.supports_view(x.double(), out, quantizer)
-    assert not kernel.supports_view(x, out.half(), quantizer)
-    assert not kernel.supports_view(x, out[:39], quantizer)
-    assert not kernel.supports_view(x, out.t().contiguous().t(), quantizer)
-    assert not kernel.supports_view(x[:, :33], torch.empty(40, 33), quantizer)
-    assert not kernel.supports_view(x[::2], out[::2], quantizer)
-    assert not kernel.supports_view(x[:0], out[:0], quantizer)
-    assert not kernel.supports_view(x[None], out[None], quantizer)
+    assert kernel.run_view(x, out, quantizer) is not None
+    assert kernel.run_view(x.contiguous(), out, quantizer) is None
+    assert kernel.run_view(x.double(), out, quantizer) is None
+    assert kernel.run_view(x, out.half(), quantizer) is None
+    assert kernel.run_view(x, out[:39], quantizer) is None
+    assert kernel.run_view(x, out.t().contiguous().t(), quantizer) is None
+    assert kernel.run_view(x[:, :33], torch.empty(40, 33), quantizer) is None
+    assert kernel.run_view(x[::2], out[::2], quantizer) is None
+    assert kernel.run_view(x[:0], out[:0], quantizer) is None
+    assert kernel.run_view(x[None], out[None], quantizer) is None
     same = torch.zeros(64, 64)
-    assert not kernel.supports_view(same.t(), same, quantizer)
+    assert kernel.run_view(same.t(), same, quantizer) is None
     for other in (
         get_quantizer("mxfp8_e4m3", rounding="stochastic"),
         get_quantizer("nvfp4"),
         get_quantizer("fp8_1x128"),
         get_quantizer("fp8_128x128", scale="rceil"),
     ):
-        assert not kernel.supports_view(torch.zeros(128, 128).t(), torch.empty(128, 128), other)
+        assert kernel.run_view(torch.zeros(128, 128).t(), torch.empty(128, 128), other) is None
 
 
 QUANTIZERS = {
@@ -228,6 +227,6 @@ def test_storages_can_be_resized_afterwards():
     """FSDP2 frees weights so, between their uses."""
     x, out = torch.zeros(64, 40), torch.empty(40, 64)
     mx = get_quantizer("mxfp8_e4m3")
-    kernel.run_view(x.t(), out, mx.format, mx.scales)
+    assert kernel.run_view(x.t(), out, mx) is not None
     for tensor in (x, out):
         tensor.untyped_storage().resize_(0)

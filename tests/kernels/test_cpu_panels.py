@@ -189,6 +189,6 @@ def test_blocks_along_rows_without_the_tensors_scale(rule, rounding, paths):
     for dtype, into in paths:
         x, scale = hard(512, dtype), torch.empty(())
         expected, out = quantizer.quantize(x, seed), torch.empty(x.shape, dtype=into)
-        blocks.run_values(x, out, quantizer.format, rounding, quantizer.scales, seed, scale)
+        blocks.run_values(x, out, quantizer, seed, scale)
         same_bits(out, without(expected).dequantize(into))
         same_bits(scale, expected.tensors["tensor_scale"])

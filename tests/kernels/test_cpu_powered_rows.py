@@ -33,13 +33,12 @@ def assert_rounds(x, quantizer, dtypes=DTYPES):
     expected = quantizer.quantize(x)
     for dtype in dtypes:
         along, across = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
-        assert kernel.supports_values(x, along, quantizer)
-        noted = kernel.run_values(x, along, quantizer.format, "nearest_even", quantizer.scales, None)
+        noted = kernel.run_values(x, along, quantizer, None)
+        assert noted is not None
         same_bits(along, expected.dequantize(dtype))
         assert noted or not has_small(along)
-        assert panels.supports_view(down(x), across, quantizer) != bool(x.shape[1] % 32)
+        assert panels.run_view(down(x), across, quantizer) == (None if x.shape[1] % 32 else noted)
         if not x.shape[1] % 32:
-            assert panels.run_view(down(x), across, quantizer.format, quantizer.scales) == noted
             same_bits(across, along)
     return noted
 
@@ -99,7 +98,7 @@ def test_equals_the_kernel_of_tiles(name):
     x, quantizer = hard(512).nan_to_num(1.0), by_rows(name)
     before, now = torch.empty(x.shape, dtype=torch.bfloat16), torch.empty(x.shape, dtype=torch.bfloat16)
     tiles.run(x, before, quantizer.format, "nearest_even", quantizer.scales, None)
-    kernel.run_values(x, now, quantizer.format, "nearest_even", quantizer.scales, None)
+    kernel.run_values(x, now, quantizer, None)
     same_bits(before, now)
 
 
@@ -119,9 +118,9 @@ def test_views_of_other_kinds_are_copied():
 
 def test_refuses_what_it_does_not_know():
     x, out = torch.ones(64, 32), torch.empty(64, 32)
-    assert kernel.supports_values(x, out, by_rows())
-    assert not kernel.supports_values(x[:0], out[:0], by_rows())
-    assert not panels.supports_view(x.t(), x.new_empty(32, 64).t(), by_rows())
+    assert kernel.run_values(x, out, by_rows(), None) is not None
+    assert kernel.run_values(x[:0], out[:0], by_rows(), None) is None
+    assert panels.run_view(x.t(), x.new_empty(32, 64).t(), by_rows()) is None
     for quantizer in (
         by_rows(rounding="stochastic"),
         by_rows(rounding="nearest_up"),
@@ -130,8 +129,8 @@ def test_refuses_what_it_does_not_know():
         by_rows("bf16"),
         Quantizer(formats.get("e4m3fn")),
     ):
-        assert not kernel.supports_values(x, out, quantizer)
-    assert not kernel.supports_values(x, out.half(), by_rows())
-    assert not kernel.supports_values(x, x, by_rows())
-    assert not kernel.supports_values(x.double(), out, by_rows())
-    assert not kernel.supports_values(x[:, ::2], out[:, ::2], by_rows())
+        assert kernel.run_values(x, out, quantizer, None) is None
+    assert kernel.run_values(x, out.half(), by_rows(), None) is None
+    assert kernel.run_values(x, x, by_rows(), None) is None
+    assert kernel.run_values(x.double(), out, by_rows(), None) is None
+    assert kernel.run_values(x[:, ::2], out[:, ::2], by_rows(), None) is None

@@ -217,19 +217,13 @@ def _native(recipe: Recipe) -> str:
 def _path(quantizer: Quantizer) -> str:
     import torch
 
-    from halfstep.kernels.cpu import blocks, cast, panels, rows, tiles
+    from halfstep.kernels.cpu import blocks, elements, panels, rows, tiles
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
     if scales is None or scales.tile == TENSOR:
-        x = torch.zeros(1, dtype=torch.float32, device="cpu")
-        known = cast.supports(
-            x,
-            torch.zeros(1, dtype=torch.float32, device="cpu"),
-            quantizer.format,
-            quantizer.rounding,
-            quantizer.overflow,
-        )
+        dtypes = torch.float32, torch.float32
+        known = elements.knows(quantizer.format) and elements.holds(quantizer.format, quantizer.overflow, *dtypes)
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
     across, sample = (
         f"{name} {scales.tile} by ",

@@ -64,10 +64,9 @@ class Message:
         """Whether a kernel wrote the mean of messages, one a row, summed in float32 in their order: encoded to `out`,
         and as values to `total`."""
         quantizer, codes = self._storage.quantizer, self._parts["codes"]
-        known = self._storage.dtype is None and codes[1][0] == 1 and means.supports(messages, quantizer, self.length)
-        if known:
-            means.run(messages, quantizer, self.length, self._parts["codes_scale"][2], out, total)
-        return known
+        if self._storage.dtype is not None or codes[1][0] != 1:
+            return False
+        return means.run(messages, quantizer, self.length, self._parts["codes_scale"][2], out, total)
 
     def _views(self, message: Tensor) -> dict[str, Tensor]:
         parts = self._parts.items()

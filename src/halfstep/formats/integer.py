@@ -1,7 +1,6 @@
 """Whole numbers, and whole numbers in steps of a power of two."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import ldexp
 
 from halfstep.errors import FormatError
@@ -27,7 +26,7 @@ class Integer(Format):
                 "and no more negative numbers than two's complement has"
             )
 
-    @cached_property
+    @property
     def key(self) -> str:
         return f"integer {self.low} {self.high} {self.fraction_bits}"
 

@@ -1,7 +1,6 @@
 """Formats that are a list of values: codebooks, and a scale that is a bare exponent."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import isfinite, ldexp, nan
 
 from halfstep.errors import FormatError
@@ -29,7 +28,7 @@ class Codebook(Format):
         if not all(isfinite(v) for v in self.table) or max(self.table) <= 0:
             raise FormatError(f"codebook {self.name!r}: every entry must be finite, and one of them positive")
 
-    @cached_property
+    @property
     def key(self) -> str:
         return f"codebook {self.table}"
 

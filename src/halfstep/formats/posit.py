@@ -1,7 +1,6 @@
 """Posits: floating point whose exponent takes more bits the further it is from zero."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import ldexp, nan
 
 from halfstep.errors import FormatError
@@ -32,7 +31,7 @@ class Posit(Format):
         if not (2 <= self.width <= 32 and 0 <= self.es <= 5):
             raise FormatError(f"posit({self.width}, {self.es}) asked for; expected 2 to 32 bits and es from 0 to 5")
 
-    @cached_property
+    @property
     def key(self) -> str:
         return f"posit {self.width} {self.es}"
 

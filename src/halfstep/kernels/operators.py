@@ -24,7 +24,6 @@ from halfstep.kernels.cpu import (
     posit,
     tiles,
 )
-from halfstep.kernels.cpu.arrays import plain
 from halfstep.kernels.gpu import blocks as gpu_blocks
 from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
@@ -46,10 +45,10 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
     """`quant.round_to` into `out`."""
     if isinstance(format, Posit) and posit.run(x, out, format, rounding):
         return
+    if cast.run(x, out, format, rounding, overflow, seed):
+        return
     if here(x) and isinstance(format, Posit) and gpu_posit.takes(x, out, format, rounding):
         gpu_posit.run(x, out, format)
-    elif cast.supports(x, out, format, rounding, overflow):
-        cast.run(x, out, format, rounding, overflow, number(seed))
     elif here(x) and gpu_cast.takes(x, out, format, overflow):
         gpu_cast.run(x, out, format, rounding, overflow, seed)
     elif not blank(x, out):
@@ -63,9 +62,9 @@ def round_scaled_into(
 
     An `out` of one byte a number is of torch's dtype of the format: its codes.
     """
-    if cast.supports_scaled(x, out.dtype, format) and plain(out):
-        cast.run(x, out, format, rounding, "saturate", number(seed), factor, amax)
-    elif here(x) and gpu_cast.takes(x, out, format, "saturate", factor=True):
+    if cast.run(x, out, format, rounding, "saturate", seed, factor, amax):
+        return
+    if here(x) and gpu_cast.takes(x, out, format, "saturate", factor=True):
         gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
     elif here(x) and out.itemsize == 1 and gpu_cast.takes_codes(x, out.view(torch.uint8), format):
         gpu_cast.run_codes(x, out.view(torch.uint8), format, rounding, "saturate", seed, factor, amax)
@@ -97,15 +96,12 @@ def _codes_into(
     x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None, packed: bool = False
 ) -> bool:
     """Whether a kernel wrote the codes."""
-    if codes.supports(x, out, format, rounding, overflow, packed):
-        coded = codes.run(x, out, format, rounding, overflow, number(seed), packed)
-    elif here(x) and gpu_cast.takes_codes(x, out, format, packed):
+    coded = codes.run(x, out, format, rounding, overflow, seed, packed)
+    if coded is None and here(x) and gpu_cast.takes_codes(x, out, format, packed):
         coded = gpu_cast.run_codes(x, out, format, rounding, overflow, seed, packed=packed)
-    else:
-        return False
-    if not coded:
+    if coded is False:
         raise no_code_for_nan(x, format)
-    return True
+    return bool(coded)
 
 
 def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
@@ -116,15 +112,12 @@ def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
 
 def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
     """Whether a kernel wrote the values of codes."""
-    if codes.supports_decode(stored, out, format, packed):
-        known = codes.run_decode(stored, out, format, packed)
-    elif here(out) and gpu_decode.takes(stored, out, format, packed):
+    known = codes.run_decode(stored, out, format, packed)
+    if known is None and here(out) and gpu_decode.takes(stored, out, format, packed):
         known = gpu_decode.run(stored, out, format, packed)
-    else:
-        return False
-    if not known:
+    if known is False:
         raise no_such_code(stored, format)
-    return True
+    return bool(known)
 
 
 def round_tiles_into(
@@ -138,11 +131,11 @@ def round_tiles_into(
     """
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     if scales is not None:
-        if not x.is_contiguous() and panels.supports_view(x, out, quantizer):
-            return panels.run_view(x, out, format, scales)
+        if not x.is_contiguous() and (small := panels.run_view(x, out, quantizer)) is not None:
+            return small
         x = x.contiguous()
-        if blocks.supports_values(x, out, quantizer):
-            return blocks.run_values(x, out, format, rounding, scales, number(seed), tensor_scale)
+        if (small := blocks.run_values(x, out, quantizer, seed, tensor_scale)) is not None:
+            return small
         if panels.supports_values(x, out, quantizer):
             return panels.run_values(x, out, format, rounding, scales, number(seed), tensor_scale)
         if tiles.supports(x, out, quantizer):
@@ -173,8 +166,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
             rows = whole.view(matrix_shape(tuple(x.shape)))
             stored.copy_(pack(rows, format.bits, format.high_nibble_first))
         return
-    if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
-        blocks.run(x, format, quantizer.rounding, quantizer.scales, tensors, number(seed))
+    if blocks.run(x, tensors, quantizer, seed):
         return
     if here(x) and gpu_blocks.takes(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         gpu_blocks.run(x, tensors, quantizer, seed)

@@ -127,8 +127,7 @@ def _cast(name: str) -> Iterator[Case]:
             x = hard(size, dtype, format)
             for rounding in ("nearest_even", "toward_zero", "stochastic"):
                 out, seed = torch.empty_like(x), _SEED if rounding == "stochastic" else None
-                if cast.supports(x, out, format, rounding, "saturate"):
-                    cast.run(x, out, format, rounding, "saturate", seed)
+                if cast.run(x, out, format, rounding, "saturate", seed):
                     yield quant.round_to(x, format, rounding, "saturate", seed), out, x, words(x, rounding)
 
 
@@ -141,8 +140,7 @@ def _scaled(name: str) -> Iterator[Case]:
                 torch.empty(size, dtype=dtype, device="cpu"),
                 torch.tensor(3.7, dtype=torch.float32, device="cpu"),
             )
-            if cast.supports_scaled(x, out.dtype, format):
-                cast.run(x, out, format, "nearest_even", "saturate", None, factor)
+            if cast.run(x, out, format, "nearest_even", "saturate", None, factor):
                 expected = quant.round_to(x.float() * factor, format, "nearest_even", "saturate", None, out.clone())
                 yield expected, out, x, words(x, "times a factor")
 
@@ -210,14 +208,12 @@ def _codes(name: str) -> Iterator[Case]:
         x = hard(size, torch.float32, format)
         x = x if format.has_nan else x[~x.isnan()]
         out = torch.empty(x.shape, dtype=container, device="cpu")
-        if codes.supports(x, out, format, "nearest_even", "saturate"):
-            codes.run(x, out, format, "nearest_even", "saturate", None)
+        if codes.run(x, out, format, "nearest_even", "saturate", None):
             yield quant.encode(x, format), out, x, words(x, "codes")
     stored = torch.arange(1 << format.bits, dtype=torch.int64, device="cpu").to(container)
     for dtype in (torch.float32, torch.bfloat16):
         back = torch.empty(stored.shape, dtype=dtype, device="cpu")
-        if codes.supports_decode(stored, back, format):
-            codes.run_decode(stored, back, format)
+        if codes.run_decode(stored, back, format):
             yield quant.decode(stored, format, dtype), back, stored, words(stored, f"values in {dtype}")
 
 
@@ -231,23 +227,19 @@ def _blocks(name: str) -> Iterator[Case]:
 
 def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     seed = _SEED if quantizer.rounding == "stochastic" else None
-    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
-    if scales is None or not blocks.supports(x, quantizer):
-        return
     tensors = {key: torch.zeros_like(tensor) for key, tensor in expected.tensors.items()}
-    blocks.run(x, format, rounding, scales, tensors, seed)
+    if not blocks.run(x, tensors, quantizer, seed):
+        return
     for key, tensor in expected.tensors.items():
         yield tensor, tensors[key], torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, {key}"
     out, back = (
         torch.empty(x.shape, dtype=torch.float32, device="cpu"),
         torch.empty(x.shape, dtype=torch.float32, device="cpu"),
     )
-    if blocks.supports_values(x, out, quantizer):
-        blocks.run_values(x, out, format, rounding, scales, seed)
+    if blocks.run_values(x, out, quantizer, seed) is not None:
         yield expected.dequantize(torch.float32), out, x, f"{words}, values"
-    if x.dim() == 2 and panels.supports_view(turned := x.t().contiguous().t(), back, quantizer):
-        panels.run_view(turned, back, format, scales)
+    if x.dim() == 2 and panels.run_view(x.t().contiguous().t(), back, quantizer) is not None:
         yield expected.dequantize(torch.float32), back, x, f"{words}, values down columns"
     if dequantize.run(expected.tensors, back, quantizer):
         yield expected.dequantize(torch.float32), back, x, f"{words}, dequantised"

@@ -54,11 +54,9 @@ def _powered_rows(name: str) -> Iterator[Case]:
         x = hard(33 * 64, dtype).view(33, 64)
         for given, what in ((x, "rows"), (x.t().contiguous().t(), "a transposed view")):
             out = torch.empty(x.shape, dtype=dtype, device="cpu")
-            if not given.is_contiguous() and panels.supports_view(given, out, quantizer):
-                panels.run_view(given, out, quantizer.format, scales)
-                yield quantizer.quantize(x).dequantize(), out, x, words(x, what)
-            elif blocks.supports_values(given, out, quantizer):
-                blocks.run_values(given, out, quantizer.format, "nearest_even", scales, None)
+            view = not given.is_contiguous()
+            small = panels.run_view(given, out, quantizer) if view else blocks.run_values(given, out, quantizer, None)
+            if small is not None:
                 yield quantizer.quantize(x).dequantize(), out, x, words(x, what)
 
 

@@ -60,7 +60,7 @@ class Layout:
             return "it keeps some elements apart from the codes"
         if scales is None:
             return None if self.scales.plain else f"it has no scales, and the layout's are {self.scales.text}"
-        if not self.scales.holds(scales.rule):
+        if self.scales.way(scales.rule) is None:
             return f"its scales ({scales.rule}) are not {self.scales.text}"
         own, its = (self.tile.rows, self.tile.columns), (scales.tile.rows, scales.tile.columns)
         if not all(_divides(small, large) for small, large in zip(own, its, strict=True)):
@@ -88,7 +88,7 @@ class Layout:
         scales = [q.scales for q in quantizers]
         return (
             any(q.format.bits != self.element.bits for q in quantizers),
-            any(s is None or s.tile != self.tile or not self.scales.same(s.rule) for s in scales),
+            any(s is None or s.tile != self.tile or self.scales.way(s.rule) != "same" for s in scales),
         )
 
     def tensors(self, made: Quantized) -> dict[str, Tensor]:

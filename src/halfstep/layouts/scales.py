@@ -31,12 +31,9 @@ class StoredScales(ABC):
     """Whether they hold 1, for codes without scales."""
 
     @abstractmethod
-    def holds(self, rule: Scaling) -> bool:
-        """Whether every scale of the rule can be stored so, and the scale found in it again."""
-
-    @abstractmethod
-    def same(self, rule: Scaling) -> bool:
-        """Whether the rule stores them so as well."""
+    def way(self, rule: Scaling) -> str | None:
+        """How the rule's scales are stored so: the `same`, as the rule stores them, or in `other` numbers in which each
+        is found again. None where some cannot be."""
 
     @abstractmethod
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
@@ -68,12 +65,11 @@ class Float32(StoredScales):
     text = "float32 numbers, one a tile"
     plain = True
 
-    def holds(self, rule: Scaling) -> bool:
+    def way(self, rule: Scaling) -> str | None:
         alone = rule.linear and rule.layout((1, 1)).keys() == {"scale"}
-        return alone and (rule.exact or rule.holds in ("float32", "bf16"))
-
-    def same(self, rule: Scaling) -> bool:
-        return rule.holds == "float32"
+        if not alone or not (rule.exact or rule.holds in ("float32", "bf16")):
+            return None
+        return "same" if rule.holds == "float32" else "other"
 
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
         moved = move(_grid(made))
@@ -101,11 +97,10 @@ class Exponents(StoredScales):
     text = "powers of two, one a tile"
     plain = True
 
-    def holds(self, rule: Scaling) -> bool:
-        return rule.exact and rule.layout((1, 1)).keys() == {"scale"}
-
-    def same(self, rule: Scaling) -> bool:
-        return rule.holds == "float8_e8m0fnu"
+    def way(self, rule: Scaling) -> str | None:
+        if not rule.exact or rule.layout((1, 1)).keys() != {"scale"}:
+            return None
+        return "same" if rule.holds == "float8_e8m0fnu" else "other"
 
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
         return {self.name: move(_exponents(_grid(made)))}
@@ -129,11 +124,8 @@ class TwoLevels(StoredScales):
 
     text = "E4M3 numbers beside one of the tensor"
 
-    def holds(self, rule: Scaling) -> bool:
-        return rule.two_level
-
-    def same(self, rule: Scaling) -> bool:
-        return rule.two_level
+    def way(self, rule: Scaling) -> str | None:
+        return "same" if rule.two_level else None
 
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
         _finite(made.tensors["tensor_scale"])

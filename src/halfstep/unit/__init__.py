@@ -39,11 +39,11 @@ from halfstep.unit.modules import (
     Tanh,
     TransformerLayer,
     TransformerStack,
-    multipliers_of,
     square_root_attention,
 )
 from halfstep.unit.optimizers import decouple_decay
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization, list_parametrizations
+from halfstep.unit.part import multipliers_of
 from halfstep.unit.products import conv1d, conv2d, linear, linear_readout, matmul
 from halfstep.unit.residual import equal_shares, fixed, running_mean
 from halfstep.unit.roles import KINDS, Role, Tag, roles, set_depth, set_roles, set_tag, tag_of

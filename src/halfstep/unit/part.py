@@ -30,12 +30,17 @@ class UnitPart:
     """Of a readout: the constraint that it names."""
 
 
-NONE = UnitPart()
+NONE, _PLAIN = UnitPart(), LinearSpec()
 
 
 def unit_part(module: Any) -> UnitPart:
     """The module's record; an empty one where there is none."""
     return module.__dict__.get(_NAME, NONE)  # type: ignore[no-any-return]
+
+
+def multipliers_of(module: Any) -> LinearSpec:
+    """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
+    return module.__dict__.get(_NAME, NONE).multipliers or _PLAIN
 
 
 def set_unit_part(module: Any, **changes: Any) -> None:

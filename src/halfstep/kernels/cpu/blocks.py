@@ -29,7 +29,7 @@ from halfstep.kernels.cpu.rules import note, room, steps_of
 from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import knows_rule, largest_of, power_scalars
 from halfstep.quant.quantizer import Quantizer, matrix_shape
-from halfstep.quant.scales import Scales
+from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import ROW, Tile
 
@@ -67,13 +67,15 @@ def knows_values(quantizer: Quantizer, columns: int) -> bool:
     )
 
 
-def supports(x: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run` can quantise `x`: a contiguous CPU tensor (fp32, bf16, fp16) whose rows are whole blocks."""
-    return plain(x) and x.dim() > 0 and knows(quantizer, x.shape[-1])
-
-
-def run(x: Tensor, format: Format, rounding: str, scales: Scales, tensors: dict[str, Tensor], seed: int | None) -> None:
-    """Write what x is in these blocks to `tensors` (`codes`, `scale` ...), contiguous and of their layout."""
+def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> bool:
+    """Write what x is in these blocks to `tensors` (`codes`, `scale` ...), of their layout. False where that is not
+    done here: it takes contiguous CPU tensors (fp32, bf16, fp16) whose rows are whole blocks."""
+    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
+    if not plain(x) or not x.dim() or not knows(quantizer, x.shape[-1]):
+        return False
+    if not all(tensor.is_contiguous() for tensor in tensors.values()):
+        return False
+    assert scales is not None
     rule, scale, codes = scales.rule, tensors["scale"], array(tensors["codes"])
     stored = array(scale) if rule.narrow else scale.view(-1).numpy()
     coding = None
@@ -86,12 +88,7 @@ def run(x: Tensor, format: Format, rounding: str, scales: Scales, tensors: dict[
     found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
     tile = CHUNK, scales.tile.columns, levels(scales.tile)
     _tiles(x.numel(), array(x), *tile, *UPRIGHT, *ruled, None, coding, stored, found, *target, seed_keys(seed))
-
-
-def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run_values` can round `x` into `out`: contiguous CPU tensors of one shape, apart in memory."""
-    known = plain(x) and x.dim() > 0 and knows_values(quantizer, x.shape[-1])
-    return known and x.shape == out.shape and takes_values(x, out)
+    return True
 
 
 def takes_values(x: Tensor, out: Tensor) -> bool:
@@ -101,19 +98,20 @@ def takes_values(x: Tensor, out: Tensor) -> bool:
 
 
 def run_values(
-    x: Tensor,
-    out: Tensor,
-    format: Format,
-    rounding: str,
-    scales: Scales,
-    seed: int | None,
-    tensor_scale: Tensor | None = None,
-) -> bool:
+    x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
+) -> bool | None:
     """Write what x, rounded in these blocks or rows, stands for to `out`, without making its codes.
 
-    Returns whether some may be below 2^-126, but not 0: True where that was not checked. Of two levels of scales, a
-    `tensor_scale` (float32 scalar) becomes the tensor's, and is left out of the values.
+    Returns whether some may be below 2^-126, but not 0: True where that was not checked. None where it is not done
+    here: it takes contiguous CPU tensors of one shape, apart in memory. Of two levels of scales, a `tensor_scale`
+    (float32 scalar) becomes the tensor's, and is left out of the values.
     """
+    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
+    if not plain(x) or not x.dim() or not knows_values(quantizer, x.shape[-1]):
+        return None
+    if x.shape != out.shape or not takes_values(x, out):
+        return None
+    assert scales is not None
     tile, rule, apart = scales.tile, scales.rule, None
     if rule.two_level:
         whole = two_level.rule_of(x, format, scales, tensor_scale)

@@ -26,6 +26,7 @@ from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 from halfstep.kernels.cpu.scales import stored_bits
+from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, StatefulScaling
 from halfstep.quant.scaling.current import number_of
 
@@ -98,35 +99,29 @@ def _cut(magnitude: Lane, p: Narrow) -> Lane:
     return (magnitude + ((one - 1 + odd) >> 1)) & (one.constant(0) - one)
 
 
-def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str) -> bool:
-    """Whether `run` can round `x` into `out`: contiguous CPU tensors of one shape, the same one or apart in memory."""
-    return (
-        plain(x)
-        and plain(out)
-        and x.shape == out.shape
-        and elements.knows(format)
-        and elements.holds(format, overflow, x.dtype, out.dtype)
-        and separate(x, out)
-    )
-
-
 def run(
     x: Tensor,
     out: Tensor,
     format: Format,
     rounding: str,
     overflow: str,
-    seed: int | None,
+    seed: Seed | None,
     factor: Tensor | None = None,
     amax: Tensor | None = None,
-) -> None:
-    """Write `x`, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`).
+) -> bool:
+    """Write `x`, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`). False where that
+    is not done here: it takes contiguous CPU tensors of one shape, the same one or apart in memory.
 
-    With a `factor`, a float32 scalar, x * factor in float32 is rounded. `amax`, a float32 scalar, becomes the larger of
-    itself and max |x|, NaN where there is one: while x is read anyway.
+    With a `factor`, a float32 scalar, x * factor in float32 is rounded, and saturated. `amax`, a float32 scalar,
+    becomes the larger of itself and max |x|, NaN where there is one: while x is read anyway.
     """
+    from_dtype = x.dtype if factor is None else torch.float32
+    if not plain(x) or not plain(out) or x.shape != out.shape or not _rounds(format, overflow, from_dtype, out.dtype):
+        return False
     if not x.numel():
-        return
+        return True
+    if not separate(x, out):
+        return False
     numbers: Any = elements.scalars(format, rounding, overflow, out.dtype)
     if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16 and factor is None:
         numbers = narrow_scalars(format, overflow)
@@ -137,6 +132,7 @@ def run(
     if amax is not None and found is not None:
         noted = array(amax)
         noted[0] = max(noted[0], found.max())  # the bits of magnitudes are in their order, and NaN's above all
+    return True
 
 
 def run_whole(
@@ -145,12 +141,12 @@ def run_whole(
     """x times the factor of the whole of it, rounded, in `dtype`, and 1 / factor: the factor that a state has in use,
     else max / amax of x itself; `record` raises the state's amax. None where this is not for a kernel.
 
-    It is for what `supports_scaled` says, roundings without noise, and rules whose own factor is max / amax (`Current`,
-    and `Delayed` until its state has moved); the state is a plain float32 one.
+    It is for what `run` rounds times a factor, roundings without noise, and rules whose own factor is max / amax
+    (`Current`, and `Delayed` until its state has moved); the state is a plain float32 one.
     """
-    if rounding == "stochastic" or not x.numel() or not plain(x) or not _rounds_scaled(format, dtype):
+    if rounding == "stochastic" or not x.numel() or (state is not None and state.dtype != torch.float32):
         return None
-    if state is not None and state.dtype != torch.float32:
+    if not plain(x) or not _rounds(format, "saturate", torch.float32, dtype):
         return None
     memory, numbers, chunks = array(x), elements.scalars(format, rounding, "saturate", dtype), -(-x.numel() // CHUNK)
     cells = None if state is None else array(state)
@@ -179,16 +175,10 @@ def scale(x: NDArray[Any], factor: np.float32, out: NDArray[Any], numbers: Any) 
     _values(x.size, x, out, numbers, None, factor.view(np.uint32), None)
 
 
-def supports_scaled(x: Tensor, dtype: torch.dtype, format: Format) -> bool:
-    """Whether `run` can round `x` times a factor into new memory of that dtype, saturating: x * factor has all of
-    float32's bits."""
-    return plain(x) and _rounds_scaled(format, dtype)
-
-
 @cache
-def _rounds_scaled(format: Format, target: torch.dtype) -> bool:
+def _rounds(format: Format, overflow: str, source: torch.dtype, target: torch.dtype) -> bool:
     known = target in (torch.float32, torch.bfloat16, torch.float16) and elements.knows(format)
-    return known and elements.holds(format, "saturate", torch.float32, target)
+    return known and elements.holds(format, overflow, source, target)
 
 
 @lanes("like")

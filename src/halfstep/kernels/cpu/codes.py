@@ -18,21 +18,20 @@ from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
+from halfstep.quant.rounding import Seed
 
 
-def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, packed: bool = False) -> bool:
-    """Whether `run` can write the codes of `x` to `out`: contiguous CPU tensors of equal shape, fp32, bf16 or fp16.
+def run(
+    x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None, packed: bool = False
+) -> bool | None:
+    """Write the codes of `x`, rounded, to `out`. False: there is NaN in x, and the format has no code for it. None
+    where that is not done here: it takes contiguous CPU tensors of equal shape, fp32, bf16 or fp16.
 
     `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     """
     known = plain(x) and plain(out, out.dtype) and element_codes.knows(format)
-    return known and packing.lie_in(out, x, format, packed)
-
-
-def run(
-    x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None, packed: bool = False
-) -> bool:
-    """Write the codes of `x`, rounded, to `out`. False: there is NaN in x, and the format has no code for it."""
+    if not known or not packing.lie_in(out, x, format, packed):
+        return None
     numbers, codes = element_codes.scalars(format, rounding, overflow)
     worst = None if format.has_nan else np.zeros(-(-x.numel() // CHUNK), np.uint32)
     keys = seed_keys(seed) if rounding == "stochastic" else None
@@ -41,14 +40,12 @@ def run(
     return worst is None or not (worst > INFINITY).any()
 
 
-def supports_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """Whether `run_decode` can write the values of `codes` to `out`: contiguous CPU tensors, as for `supports`."""
+def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool | None:
+    """Write the values of `codes` to `out`. False: there is a code with more bits than the format has. None where that
+    is not done here: it takes contiguous CPU tensors, as `run` does."""
     known = format.bits <= 16 and plain(out) and plain(codes, codes.dtype)
-    return known and packing.lie_in(codes, out, format, packed)
-
-
-def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """Write the values of `codes` to `out`. False: there is a code with more bits than the format has."""
+    if not known or not packing.lie_in(codes, out, format, packed):
+        return None
     size = out.numel()
     shifts = packing.shifts(format) if packed else None
     worst = None if packed or format.bits == format.storage_bits else np.zeros(-(-size // CHUNK), np.uint32)

@@ -22,27 +22,20 @@ from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.quant.quantizer import Quantizer
 
 
-def supports(messages: Tensor, quantizer: Quantizer, size: int) -> bool:
-    """Whether `run` can form the mean: CPU memory, whole blocks, powers of two that take a byte, rounded to nearest."""
-    return (
-        plain(messages, messages.dtype)
-        and blocks.knows(quantizer, size)
-        and quantizer.scales is not None
-        and quantizer.scales.rule.exact
-        and quantizer.rounding == "nearest_even"
-    )
-
-
 def run(
     messages: Tensor, quantizer: Quantizer, size: int, scales: int, out: Tensor | None, total: Tensor | None
-) -> None:
-    """Write the mean of messages, one a row of bytes, as a message to `out`, and in float32 to `total`.
+) -> bool:
+    """Write the mean of messages, one a row of bytes, as a message to `out`, and in float32 to `total`. False where
+    that is not done here: it takes CPU memory, whole blocks, and powers of two that take a byte, rounded to nearest.
 
     Args:
         size: elements of a message, whose codes come first.
         scales: where the bytes of its scales begin.
     """
-    assert quantizer.scales is not None
+    if not plain(messages, messages.dtype) or not blocks.knows(quantizer, size):
+        return False
+    if quantizer.scales is None or not quantizer.scales.rule.exact or quantizer.rounding != "nearest_even":
+        return False
     format, count = quantizer.format, len(messages)
     inverse = np.float32(0 if count & count - 1 else 1 / count)  # of a power of two, by which a product is the quotient
     numbers, codes = element_codes.scalars(format, "nearest_even", "saturate")
@@ -50,6 +43,7 @@ def run(
     written = power_scalars(format, quantizer.scales.rule), numbers, codes
     own = None if out is None else array(out), None if total is None else array(total)
     _mean(size * count, array(messages), size, scales, np.float32(count), inverse, *read, *written, *own)
+    return True
 
 
 @inner

@@ -7,13 +7,16 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from torch import Tensor
 
 from halfstep.kernels.cpu.compiled import CHUNK, inner_overload, none
 from halfstep.kernels.cpu.lanes import Lane, lanes
+from halfstep.quant.rounding import Seed
 
 
-def seed_keys(seed: int | None) -> tuple[np.uint32, np.uint32] | None:
-    """A 64-bit seed as kernels take it."""
+def seed_keys(seed: Seed | None) -> tuple[np.uint32, np.uint32] | None:
+    """A 64-bit seed of the host as kernels take it."""
+    assert not isinstance(seed, Tensor)
     if seed is None:
         return None
     return np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32 & 0xFFFFFFFF)

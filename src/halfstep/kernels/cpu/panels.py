@@ -79,28 +79,19 @@ def run_values(
     return small or rule.two_level
 
 
-def supports_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run_view` can round `x` into `out`: a matrix's transposed view, in blocks of its rows or whole rows of
-    32s, by scales that are powers of two, to nearest."""
-    scales = quantizer.scales
-    return (
-        x.dim() == 2
-        and x.numel() > 0
-        and scales is not None
-        and quantizer.rounding == "nearest_even"
-        and scales.rule.exact
-        and x.shape[1] % (scales.tile.columns or _ROW) == 0
-        and blocks.knows_values(quantizer, x.shape[1])
-        and takes_values(x.t(), out)
-        and x.shape == out.shape
-    )
+def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
+    """Write what x, a matrix's transposed view, rounded in blocks of its rows or rows of 32s, stands for to `out`.
 
-
-def run_view(x: Tensor, out: Tensor, format: Format, scales: Scales) -> bool:
-    """Write what x, rounded in these blocks or rows, stands for to `out`.
-
-    Returns whether some may be below 2^-126, but not 0.
+    Returns whether some may be below 2^-126, but not 0. None where it is not done here: it takes scales that are powers
+    of two, to nearest.
     """
+    format, scales = quantizer.format, quantizer.scales
+    if scales is None or quantizer.rounding != "nearest_even" or not scales.rule.exact:
+        return None
+    if x.dim() != 2 or not x.numel() or x.shape != out.shape or x.shape[1] % (scales.tile.columns or _ROW):
+        return None
+    if not blocks.knows_values(quantizer, x.shape[1]) or not takes_values(x.t(), out):
+        return None
     known = None
     if scales.tile == ROW:
         found = rows.run_amax(x.t(), None, 0)

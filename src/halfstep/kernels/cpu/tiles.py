@@ -37,11 +37,7 @@ def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     matrix = as_rows(x)
     whole = matrix.shape[0] % (tile.rows or 1) == 0 and matrix.shape[1] % (tile.columns or 1) == 0
     narrow = quantizer.format.max < 2.0**100 and quantizer.format.smallest > 2.0**-100  # room for factors in float32
-    return (
-        whole
-        and narrow
-        and cast.supports_scaled(torch.empty(0, dtype=torch.float32, device="cpu"), torch.float32, quantizer.format)
-    )
+    return whole and narrow and elements.knows(quantizer.format)
 
 
 def run(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, seed: int | None) -> bool:
@@ -76,9 +72,8 @@ def run_decode(quantized: Quantized, out: Tensor, scales: Scales) -> bool:
     if quantized.tensors.keys() != {"codes", "scale"} or not plain(out, *dtypes):
         return False
     matrix, packed = out.view(rows, columns), format.bits in (4, 6)
-    if not codes.supports_decode(quantized.codes, matrix, format, packed):
+    if codes.run_decode(quantized.codes, matrix, format, packed) is None:
         return False
-    codes.run_decode(quantized.codes, matrix, format, packed)
     scale = scales.rule.multiplier(quantized.tensors, format)
     high, wide = tile.rows or max(rows, 1), tile.columns or max(columns, 1)
     if rows % high == 0 and columns % wide == 0:

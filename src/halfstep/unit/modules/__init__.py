@@ -9,7 +9,6 @@ from halfstep.unit.modules.linear import (
     Embedding,
     Linear,
     LinearReadout,
-    multipliers_of,
 )
 from halfstep.unit.modules.norms import LayerNorm, RMSNorm
 from halfstep.unit.modules.transformer import MLP, GatedMLP, Stack, TransformerLayer, TransformerStack
@@ -18,5 +17,5 @@ from halfstep.unit.modules.transformer import MLP, GatedMLP, Stack, TransformerL
 __all__ = [
     "GELU", "MLP", "SAME", "Attention", "Conv1d", "Conv2d", "Dropout", "Embedding", "GatedMLP",
     "LayerNorm", "Linear", "LinearReadout", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Stack", "Tanh",
-    "TransformerLayer", "TransformerStack", "multipliers_of", "square_root_attention",
+    "TransformerLayer", "TransformerStack", "square_root_attention",
 ]  # fmt: skip

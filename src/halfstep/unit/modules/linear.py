@@ -12,7 +12,7 @@ from halfstep.errors import ModelError
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 from halfstep.unit import factors
 from halfstep.unit.layers import embedding
-from halfstep.unit.part import set_unit_part, unit_part
+from halfstep.unit.part import multipliers_of, set_unit_part
 from halfstep.unit.products import conv1d, conv2d
 from halfstep.unit.roles import Tag, set_tag
 
@@ -20,13 +20,6 @@ from halfstep.unit.roles import Tag, set_tag
 SAME = "same"
 """The constraint of munit scaling: one factor, fan_in^-1/2 (1 / fan_in of a readout), in all three products. All
 gradients, the weight's too, are then those of y = fan_in^-1/2 x w^T."""
-
-_PLAIN = LinearSpec()
-
-
-def multipliers_of(module: nn.Module) -> LinearSpec:
-    """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
-    return unit_part(module).multipliers or _PLAIN
 
 
 def _reset(layer: Any) -> None:
