@@ -214,7 +214,7 @@ class _Patchable:
             return self._adopted
         own, around = module.__dict__.get("forward"), self._around
         if own is None:
-            return self._adopted.__get__(module)  # type: ignore[attr-defined]
+            return self._adopted.__get__(module)
 
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)

@@ -18,6 +18,7 @@ from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding, Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, NAN, bits_of, lanes
 from halfstep.quant.quantizer import as_rows
+from halfstep.quant.rounding import Seed
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling.base import finite
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -62,7 +63,7 @@ def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
     return (np.float32(format.max), np.float32(scale)), scalars()[0], np.uint32(not rule.clips)
 
 
-def apart(format: Format, seed: int | None, dtype: torch.dtype, leaves: bool) -> Any:
+def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -> Any:
     """Where values, in that dtype, leave out the tensor's scale the `Steps` that they are rounded in, or 0 where they
     are not rounded so; None where they have it."""
     if not leaves:

@@ -38,7 +38,7 @@ def fits(module: nn.Module) -> bool:
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock, and
     so are norms that are unit-scaled, whose gains' gradients have factors."""
-    x = args[0] if args else next(iter(kwargs.values()), None)
+    x: Any = args[0] if args else next(iter(kwargs.values()), None)
     storage, around = kept(module, x)
     if storage is not None and len(args) == 1 and not kwargs:
         return _traced(stock, module, x, storage)
