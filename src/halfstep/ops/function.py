@@ -37,7 +37,7 @@ def apart(y: Tensor) -> Tensor:
     Where torch 2.11 traces a forward whose last step gives a tensor itself again (a change in place, a cast to the
     dtype that it has), it takes no gradient of it: zeros, without a word.
     """
-    return y.clone() if _LOSES else y
+    return y.clone() if _LOSES and torch.compiler.is_compiling() else y
 
 
 def is_derived() -> bool:

@@ -159,8 +159,8 @@ def run_whole(
         if first is None or not first.reciprocal:
             return None
         largest, found = number(memory), None
-        made = torch.tensor(number_of(largest, format), dtype=torch.float32, device="cpu")
-        factor, scale = array(made)[0], made.reciprocal()
+        own = np.float32(number_of(largest, format))
+        factor, scale = own.view(np.uint32), torch.tensor(1 / own, dtype=torch.float32, device="cpu")
         if cells is not None and record:
             cells[1] = max(cells[1], np.float32(largest).view(np.uint32))
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
