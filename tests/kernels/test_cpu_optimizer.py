@@ -129,7 +129,6 @@ def named(weight, master, grad, first, second):
     return weight, kind, kept, grad, {"exp_avg": first, "exp_avg_sq": second}
 
 
-@pytest.mark.quick("bf16-None-bf16-stochastic", "bf16-kahan-fp32", "bf16-collage-bf16")
 @every_storage
 @for_each("shape", [(0,), (0, 3), (), (1,), (7,), (13, 5), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,)])
 def test_every_storage_and_size(storage, shape):
@@ -176,9 +175,6 @@ def test_nan_of_any_payload_stays_nan(storage, moment):
         assert w[:3].isnan().all()
 
 
-@pytest.mark.quick(
-    "bf16-None-fp32-nearest_even-AdamW", "bf16-None-bf16-nearest_even-AdamW", "fp16-None-fp16-nearest_even-AdamW"
-)
 @every_storage_and_class
 @for_each("options", [{"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.0, 0.5)}, {"eps": 0.0, "lr": 1.0}])
 def test_options(storage, torch_class, options):

@@ -191,7 +191,6 @@ def in_place(p, change):
     p.add_(change)
 
 
-@pytest.mark.quick("apply-in_place-fp8-delayed", "apply-on_data-fp8-delayed-megatron")
 @every_stateful
 @pytest.mark.parametrize("perturb", [in_place, on_data])
 @pytest.mark.parametrize("how", ["apply", "prepare"])
@@ -387,7 +386,6 @@ def test_an_abandoned_batch_leaves_no_trace(name):
     assert not any(state.any() for state in states(model).values())
 
 
-@pytest.mark.quick("inf-0-fp8-delayed-megatron", "nan-0-fp8-delayed", "nan-0-fp8-delayed-megatron")
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-delayed-megatron", "fp8-smooth-swiglu"])
 @pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -482,9 +480,6 @@ def follows(target, model, how):
                 mine.lerp_(its, 0.1)
 
 
-@pytest.mark.quick(
-    "copied before-data-fp8-delayed-megatron", "copied-lerp-fp8-delayed", "prepared-lerp-fp8-delayed-megatron"
-)
 @every_stateful
 @pytest.mark.parametrize("how", ["lerp", "data", "load"])
 @pytest.mark.parametrize("made", ["copied before", "copied", "in eval", "prepared"])

@@ -142,11 +142,6 @@ def test_every_kind_of_history_is_the_reference_and_takes_in_nothing_that_is_not
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.quick(
-    "own-{'history': 4, 'warmup': 3, 'algorithm': 'most_recent'}",
-    "carried-{'history': 1, 'algorithm': 'most_recent'}",
-    "carried-{'history': 4, 'warmup': 3, 'algorithm': 'most_recent'}",
-)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_states_that_advance_together_are_those_that_advance_alone(options):
     scaling = Delayed("d", **options)
@@ -386,7 +381,6 @@ class Checkpointed(nn.Module):
         return self.body(x) if self.how is None else checkpoint(self.body, x, use_reentrant=self.how)
 
 
-@pytest.mark.quick("own-True-fp8-delayed", "own-True-fp8-delayed-megatron")
 @every_stateful
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_leaves_the_states_and_gradients_of_the_plain_pass(name, reentrant):

@@ -74,7 +74,6 @@ def assert_close(first, second):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.quick("SGD-{}", "SGD-{'weight_decay': 0.1}", "RMSprop-{}")
 @pytest.mark.parametrize(("torch_class", "options"), CASES, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
 def test_fifty_steps_beside_torch(torch_class, options):
     (torchs, ps), (other, qs) = twins(torch_class, options)
@@ -87,7 +86,6 @@ def test_fifty_steps_beside_torch(torch_class, options):
     assert (start[0] - qs[0]).abs().mean() > 1e-2
 
 
-@pytest.mark.quick("SGD-{}", "SGD-{'weight_decay': 0.1}", "RMSprop-{'weight_decay': 0.1, 'alpha': 0.9}")
 @pytest.mark.parametrize(("torch_class", "options"), CASES, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
 def test_moments_and_step_counts_are_taken_over(torch_class, options):
     (torchs, ps), (other, qs) = twins(torch_class, options)
