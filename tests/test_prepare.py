@@ -35,6 +35,7 @@ def test_16_bit_weights_alone_stall_where_a_master_arrives(weights):
     assert value == master.item() == 0.0
 
 
+@pytest.mark.slow
 def test_fp32_weights_arrive():
     assert stalls("fp32")[0] == 0.0
 

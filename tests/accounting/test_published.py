@@ -83,6 +83,7 @@ def test_scales_of_8_bit_states():
     assert linear("adamw-8bit").bytes.state_scales == 2 * 4 * -(-(10**6) // 256)
 
 
+@pytest.mark.slow
 def test_accelerates_estimate_is_the_model_and_four_times_it():
     """accelerate estimate-memory bert-base-cased, float32: 413.18 MB to load, 1.61 GB to train with Adam."""
     transformers = pytest.importorskip("transformers")

@@ -61,6 +61,7 @@ def test_as_json(run, model):
     assert data["sent"] == {"ddp": 8.0, "fsdp": 12.0}  # float32 gradients twice; and weights twice
 
 
+@pytest.mark.slow
 def test_a_recipe_that_sends_few_bits(run, model, tmp_path):
     path = tmp_path / "mine.toml"
     eight = '{format = "e4m3fn", tile = "1x128", scale = "rceil", flat = true}'

@@ -57,6 +57,7 @@ def test_a_table_of_roles(memory):
     assert float(found["peak, in MB"]) == pytest.approx(1.048576 * float(found["peak"]), abs=0.02)
 
 
+@pytest.mark.slow
 def test_recipes_stand_side_by_side_and_in_json(memory):
     options = ("--recipe", "fp32", "--recipe", "bf16-pure", "--batch", "2", "--seq", "16")
     _, out, _ = memory("gpt", *options)

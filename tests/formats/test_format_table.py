@@ -246,6 +246,7 @@ def test_posits_are_ordered_like_signed_integers_and_negated_like_them(name):
     np.testing.assert_array_equal(values[1:middle], -values[:middle:-1])
 
 
+@pytest.mark.slow
 def test_which_posits_other_formats_hold():
     """Every 8-bit posit is exact in bfloat16; of posit8_2, 8 codes are too large for float16."""
     for name in ("posit8_0", "posit8_1", "posit8_2"):

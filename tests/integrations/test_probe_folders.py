@@ -36,6 +36,7 @@ def probe(run, folder, *words):
     return run("probe", str(folder), "--batches", "1", "--context", "12", *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless("llama".__eq__, ["t5", "gpt2", "llama", "bert"]))
 def test_a_healthy_model_of_a_folder_is_safe(run, saved, kind):
     code, out, _ = probe(run, saved(kind), "--json")

@@ -90,6 +90,7 @@ def test_its_weights_are_those_of_bitsandbytes(double):
         assert ((ours != theirs.bfloat16().float()).float().mean()) < 1e-3
 
 
+@pytest.mark.slow
 def test_it_takes_the_bytes_and_learns_as_bitsandbytes_does():
     model, optimizer, scaler = qlora("nf4")
     other = adapted(with_bitsandbytes(llama()))
@@ -136,6 +137,7 @@ def test_it_resumes_from_the_adapters_file_and_the_optimizers_state(tmp_path):
     assert train(again, optimizer, scaler, 3) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.quick("mxfp4")
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp4"])
 def test_it_trains_over_an_exported_folder(name, tmp_path):

@@ -258,6 +258,7 @@ def test_options_of_prepare_reach_it(tmp_path):
     assert all("q_proj" in name for name in scales)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_runs_layers_again_and_changes_no_bit(tmp_path):
     plain = trainer("fp8-delayed", tmp_path, max_steps=2)
     again = trainer("fp8-delayed", tmp_path, max_steps=2, **{CHECKPOINTING: True})

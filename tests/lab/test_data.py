@@ -16,6 +16,7 @@ from halfstep.lab.tasks.lm import LanguageModelling
 LINE = b"the quick brown fox jumps over the lazy dog\n"
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_megabytes_of_text_the_same_each_time():
     corpus = load_corpus(None, 64)
     assert len(corpus.train) > 3_000_000

@@ -70,6 +70,7 @@ def test_a_part_pays_where_the_whole_interval_says_so(fp4):
     }
 
 
+@pytest.mark.slow
 def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
     model = {"layers": 4, "width": 192, "heads": 6, "parameters": 1_869_504}
     told = fp4.experiment(fp4.CASES["fp32"]).to_dict() | {"model": model}

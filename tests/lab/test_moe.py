@@ -222,6 +222,7 @@ def test_ranks_that_share_their_counts_average_to_the_global_loss(tmp_path):
     torch.testing.assert_close(torch.stack(found).mean(), balance(whole, counted(whole)))
 
 
+@pytest.mark.slow
 def test_the_lab_adds_its_balance_loss_in_training_alone(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     options = {"batch": 2, "context": 16, "warmup": 1, "validations": 1, "statistics": 1, "checkpoints": 1, "seeds": 1}

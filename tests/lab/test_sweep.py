@@ -68,6 +68,7 @@ def numbers(path):
     return {cell: [{k: v for k, v in row.items() if k not in TIMINGS} for row in folder.rows(cell)] for cell in cells}
 
 
+@pytest.mark.slow
 def test_cells_are_the_runs_of_compare(place):
     sweep = a_sweep()
     told = trained(place / "swept", sweep)

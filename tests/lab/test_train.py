@@ -106,6 +106,7 @@ def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name
     stopped_and_resumed(name, random.Random(name).randrange(1, SMALL["steps"]), tmp_path, corpus, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("6")
 @pytest.mark.parametrize("stop", slow_unless((6, 7).__contains__, [5, 6, 7, 8, 11]))
 def test_so_does_one_stopped_on_either_side_of_a_change_of_stage(stop, tmp_path, corpus, monkeypatch):
@@ -141,6 +142,7 @@ def test_statistics_are_of_the_gradients_and_not_of_their_codes(tmp_path, corpus
     assert largest["fp8lm-o1"] < 0  # codes go up to 448
 
 
+@pytest.mark.slow
 def test_seeds_differ_and_repeat(tmp_path, corpus):
     recipe = get_recipe("bf16-stochastic")
     first, again = (train(tmp_path / n, recipe, corpus) for n in "ab")

@@ -131,6 +131,7 @@ def test_torchs_attention_module_too(weights, causal):
         assert not torch.equal(rounded_weights, stock_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("own")
 def test_it_trains():
     model = gpt()

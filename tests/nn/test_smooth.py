@@ -104,6 +104,7 @@ def test_the_state_of_the_down_projection_follows_the_smoothed_product():
     assert factor >= 32  # 240 / amax: an amax below 8, which is silu of the gate and no more
 
 
+@pytest.mark.slow
 @pytest.mark.quick("own")
 def test_a_token_that_aligns_costs_the_others_nothing():
     """Its scale is that of the whole channel: the weight, whose own scale is of earlier steps, stays as it is."""

@@ -139,6 +139,7 @@ def test_the_sheets_underflow_after_activations(function, normal, wide):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.quick("umup-umup-fp8")
 @pytest.mark.parametrize(("parametrization", "recipe"), [("umup", "umup-fp8"), ("munit", "munit-fp8")])
 def test_a_unit_gpt_trains_in_fp8_as_in_float32(parametrization, recipe):
