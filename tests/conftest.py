@@ -25,6 +25,7 @@ def pytest_configure(config):
     # In processes that tests start too: with torch's own number they would compile kernels again, in parallel.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        compile_share(config)  # before the first import of the library
         prepare(threads)
 
 
@@ -72,10 +73,9 @@ pytest_fixture_setup = pytest_pyfunc_call  # so too where a fixture makes what t
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session):
+def pytest_collection():
     """Thousands of tests stay to the end: no collection of garbage, now or later, need go through them."""
     gc.disable()
-    compile_share(session.config)
     try:
         return (yield)
     finally:
