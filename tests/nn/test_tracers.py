@@ -38,6 +38,20 @@ class Net(nn.Module):
         return self.second(F.gelu(self.first(x)))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, as it traces
+def test_a_model_that_is_compiled_itself_trains():
+    """Dynamo begins at each of its frames."""
+    found, x = [], torch.randn(4, 16)
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, optimizer, scaler = prepared("fp8-delayed", Net())
+        called = torch.compile(model, backend="eager") if compiled else model
+        losses = descend(lambda called=called: called(x).square().mean(), optimizer, scaler, 2)
+        found.append((losses, [parameter.detach() for parameter in model.parameters()]))
+    assert_same(*found)
+
+
 def made():
     torch.manual_seed(0)
     return Net().eval(), torch.randn(96, 16)

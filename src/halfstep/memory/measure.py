@@ -12,12 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import AccountError, unknown
 from halfstep.memory.live import Live, parts_of
+from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import BytesPerParameter, is_master
 
 
 _ROLES = ("weights", "buffers", "master", "states", "scales", "state_scales")
-_HISTORY = "_halfstep_scaling_"
-"""In the names of buffers that scalings follow earlier steps by (`nn.scaling`)."""
 _RECOMPUTED = ("none", "selective", "full")
 
 
@@ -196,7 +195,7 @@ def _persistent(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
         for name, part in parts_of(parameter).items():
             found["scales" if _is_scale(name) else "weights"].append(part)
     for name, buffer in model.named_buffers():
-        found["scales" if _HISTORY in name else "buffers"].append(buffer)
+        found["scales" if STATES in name else "buffers"].append(buffer)
     for state in optimizer.state.values() if optimizer is not None else ():
         for name, value in state.items():
             if isinstance(value, Tensor):

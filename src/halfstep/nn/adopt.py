@@ -23,7 +23,7 @@ Members = Callable[[type[nn.Module]], dict[str, Any]]
 module: a function or a frozen dataclass of a module's top level."""
 
 
-_MADE, _OWN = "_halfstep_made", "_halfstep_own"
+_MADE, _OWN, _FORWARD = "_halfstep_made", "_halfstep_own", "_halfstep_forward"
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Calling:
         adopted = _wrapped(stock, calling)
         members: dict[str, Any] = {"forward": adopted}
         if self.patchable:
-            members = {"forward": _Patchable(adopted, forward)}
+            members = {"forward": _Patchable(adopted, forward), _FORWARD: adopted}
         if on_copy is None:
             return members
 
@@ -214,7 +214,7 @@ class _Patchable:
             return self._adopted
         own, around = module.__dict__.get("forward"), self._around
         if own is None:
-            return self._adopted.__get__(module)
+            return getattr(module, _FORWARD)  # bound by torch, of which a graph makes the same again
 
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)

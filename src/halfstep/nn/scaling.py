@@ -25,10 +25,11 @@ from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
+from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import LinearSpec
 
 
-PREFIX = "_halfstep_scaling_"
+PREFIX = STATES
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for what DDP does not broadcast
 
 

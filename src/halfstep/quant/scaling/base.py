@@ -20,6 +20,8 @@ Stored = dict[str, Tensor]
 """The tensors a rule keeps beside the codes; `scale` is always one of them, with an entry a tile."""
 
 
+STATES = "_halfstep_scaling_"
+"""How the names of the buffers begin in which a module has the states of its scalings."""
 _MOST = 2**20
 """The largest number that an option of a rule may be: of steps, or of powers of two."""
 
