@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,12 @@ from halfstep.kernels.watched import times
 from halfstep.ops.casts import Quantized, quantize
 from halfstep.quant import Quantizer
 from halfstep.quant.memory import has_memory
+from halfstep.quant.quantizer import matrix_shape
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe.storage import Storage, scaled_dtype
+
+
+_FEW = 8  # numbers, whose codes fill whole bytes
 
 
 def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,6 +78,29 @@ def store(storage: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
         parts = {part: torch.empty(shape, dtype=dtype, device=values.device) for part, (dtype, shape) in layout}
     write(storage, name, parts, values)
     return parts
+
+
+Zeros = dict[tuple[Storage, torch.device], Sequence[Tensor]]
+"""The parts of a few zeros."""
+
+
+def store_zeros(
+    storage: Storage, name: str, shape: tuple[int, ...], device: torch.device, known: Zeros
+) -> dict[str, Tensor]:
+    """As `store`, of zeros of that shape, which have one code and one scale: those of a few of them, which go into what
+    is `known`."""
+    rows, columns = matrix_shape(storage.matrix(shape))
+    if rows * columns <= _FEW or columns * storage.quantizer.format.bits % 8:  # a byte with bits left over
+        return store(storage, name, torch.zeros(shape, dtype=torch.float32, device=device))
+    few = known.get((storage, device))
+    if few is None:
+        made = store(storage, name, torch.zeros(_FEW, dtype=torch.float32, device=device))
+        few = known[storage, device] = [part.view(-1)[0] for part in made.values()]
+    sizes = storage.layout(name, shape).items()
+    return {
+        part: torch.empty(size, dtype=dtype, device=device).copy_(one)
+        for (part, (dtype, size)), one in zip(sizes, few, strict=True)
+    }
 
 
 def read(storage: Storage, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
