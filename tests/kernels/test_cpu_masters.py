@@ -29,7 +29,7 @@ def pairs(kind, dtype, count=1 << 16, seed=0):
         anything = bits.to(torch.int16).view(torch.bfloat16)
         near = (weight.float() * (torch.rand(count, generator=generator) - 0.5) * 2.0**-6).bfloat16()
     else:
-        anything = near = bits.to(torch.int16)
+        anything = near = bits.to(held)
     return weight, {name: torch.where(torch.rand(count, generator=generator) < 0.5, anything, near)}
 
 

@@ -14,7 +14,16 @@ from halfstep.optim.rules.base import never
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 
-_RECIPES = ("fp32", "bf16-master", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-plus", "fp16-pure")
+_RECIPES = (
+    "fp32",
+    "bf16-master",
+    "bf16-stochastic",
+    "bf16-split",
+    "bf16-kahan",
+    "bf16-collage-plus",
+    "bf16-7byte",
+    "fp16-pure",
+)
 
 
 def outcomes() -> Iterator[Outcome]:

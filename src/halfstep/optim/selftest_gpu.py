@@ -29,7 +29,7 @@ SIZES = (0, 1, 17, 1024, 4096 + 259)
 _LARGE = 17
 _RECIPES = (
     "fp32", "bf16-master", "bf16-pure", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-light",
-    "bf16-collage-plus", "fp16-pure", "fp16-master", "fp8-adam", "adamw-8bit",
+    "bf16-collage-plus", "bf16-7byte", "fp16-pure", "fp16-master", "fp8-adam", "adamw-8bit",
     "coat", "fp8-fishman", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3",
 )  # fmt: skip
 _OTHERS = ("fp32", "bf16-master", "bf16-stochastic", "adamw-8bit")

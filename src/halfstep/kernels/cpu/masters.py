@@ -19,12 +19,15 @@ from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, rounded_up_half
 
 
-KEPT = {"none": None, "fp32": "master", "split": "low", "kahan": "compensation", "collage": "residual"}
+KEPT = {
+    "none": None, "fp32": "master", "split": "low", "kahan": "compensation", "collage": "residual",
+    "residue": "residue",
+}  # fmt: skip
 """What a master of that name keeps."""
 
 PLAIN = {
     torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16,
-    torch.int16: torch.uint16,  # the lower halves of split weights
+    torch.int16: torch.uint16, torch.int8: torch.uint8,  # the lower bits of split weights
 }  # fmt: skip
 """The numpy type in which a tensor's dtype travels."""
 
@@ -34,7 +37,7 @@ def run(weight: Tensor, master: str, kept: Mapping[str, Tensor]) -> bool:
     here: it takes dense contiguous CPU tensors, kept by a master of `KEPT`."""
     if KEPT.get(master) not in kept or not plain(weight, torch.bfloat16, torch.float16):
         return False
-    if not all(plain(t, torch.float32, torch.bfloat16, torch.int16) for t in kept.values()):
+    if not all(plain(t, torch.float32, torch.bfloat16, torch.int16, torch.int8) for t in kept.values()):
         return False
     beside = tuple(_array(kept[name]) if name in kept else None for name in KEPT.values() if name)
     _follow(weight.numel(), _array(weight), beside)
@@ -86,18 +89,23 @@ def _is_image(weight: Lane, master: Lane) -> Lane:
 
 @lanes(types.uint16)
 def _strange_half(found, weight, low):
-    """`found`, with a bit set where the two halves are together NaN, or about to be."""
+    """`found`, with a bit set where the upper half and the lower bits are together NaN, or about to be."""
     return found | _joins_to_nan(weight, low).to(16)
 
 
-@lanes(types.uint16)
+@lanes("low")
 def _half(weight, low):
-    """The lower half, or 0 where it makes a NaN."""
+    """The lower bits, or 0 where they make a NaN."""
     return _joins_to_nan(weight, low).pick(low.constant(0), low)
 
 
+def joined(weight: Lane, low: Lane) -> Lane:
+    """The float32 of an upper half and the signed bits that follow it: 16, or 8."""
+    return ((weight.to(32) << 16) + (low.to(32) << 32 - low.type.width).shift_signed(16)).float()
+
+
 def _joins_to_nan(weight: Lane, low: Lane) -> Lane:
-    return ((weight.to(32) << 16) + (low.to(32) << 16).shift_signed(16)).float().is_nan()
+    return joined(weight, low).is_nan()
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
@@ -134,12 +142,14 @@ def _follow_half(weight, low):
 
 
 @inner
-def follow(weight, master, low, compensation, residual):
+def follow(weight, master, low, compensation, residual, residue):
     """One chunk, for kernels: whichever is not None, in place."""
     if master is not None:
         _follow_image(weight, master)
     if low is not None:
         _follow_half(weight, low)
+    if residue is not None:
+        _follow_half(weight, residue)
     if compensation is not None:
         _follow_rest(weight, compensation)
     if residual is not None:
@@ -148,8 +158,9 @@ def follow(weight, master, low, compensation, residual):
 
 @Kernel
 def _follow(weight, kept):
-    master, low, compensation, residual = kept
+    master, low, compensation, residual, residue = kept
     for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, weight.size)
-        follow(weight[a:b], piece(master, a, b), piece(low, a, b), piece(compensation, a, b), piece(residual, a, b))
+        one, two = (piece(master, a, b), piece(low, a, b)), (piece(compensation, a, b), piece(residual, a, b))
+        follow(weight[a:b], *one, *two, piece(residue, a, b))

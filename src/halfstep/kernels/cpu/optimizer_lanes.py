@@ -30,7 +30,7 @@ from halfstep.kernels.cpu.lanes import (
     trace,
     vectorise_fully,
 )
-from halfstep.kernels.cpu.masters import followed_master, followed_rest
+from halfstep.kernels.cpu.masters import followed_master, followed_rest, joined
 from halfstep.kernels.cpu.noise import noise
 
 
@@ -155,7 +155,7 @@ def _stochastic(value: Lane, drawn: Lane) -> Lane:
 
 
 class Weight:
-    """A weight of one element and what its master keeps: (master, low, compensation, residual), or None for each."""
+    """A weight of one element and what its master keeps, by `masters.KEPT`; None for what it does not."""
 
     def __init__(self, context: Any, builder: Any, weight: Spot, numba_type: Any, value: Any, i: Any) -> None:
         self._weight = weight
@@ -164,7 +164,8 @@ class Weight:
             else Spot(context, builder, kind, builder.extract_value(value, n), i)
             for n, kind in enumerate(numba_type)
         ]  # fmt: skip
-        self._master, self._low, self._compensation, self._residual = spots
+        self._master, low, self._compensation, self._residual, residue = spots
+        self._low = low or residue
 
     def read(self) -> Lane:
         """The float32 that the rule sees."""
@@ -174,8 +175,7 @@ class Weight:
         if self._master is not None:
             full = followed_master(weight, self._master.read())
         elif self._low is not None:
-            upper = weight.to(32) << 16
-            both = (upper + (self._low.read().to(32) << 16).shift_signed(16)).float()
+            both = joined(weight, self._low.read())
             full = both.is_nan().pick(full, both)
         elif self._residual is not None or self._compensation is not None:
             beside = self._residual or self._compensation
@@ -190,7 +190,11 @@ class Weight:
         """Write the weight and what is kept beside it, after the rule made `new` of what was read."""
         if self._low is not None:  # the upper half with ties away; a NaN's payload may not carry
             bits = new.bits()
-            self._low.write(bits.to(16))
+            if self._low.stored == types.uint8:  # of 24 bits, the last to nearest, ties to even
+                bits = bits + ((bits >> 8) & 1) + 0x7F
+                self._low.write((bits >> 8).to(8))
+            else:
+                self._low.write(bits.to(16))
             self._weight.write((new.is_nan().pick(bits.constant(NAN), bits + 0x8000) >> 16).to(16))
         elif self._compensation is not None:
             rest = _bf16(self._rest + _nearest_bf16(new - self._full))

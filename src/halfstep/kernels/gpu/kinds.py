@@ -29,10 +29,10 @@ from halfstep.quant.tile import TENSOR
 LONGEST = 1 << 20
 """Steps after which what follows from their number must stay: bias corrections of a beta of 0.99996 do."""
 
-_KEPT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16"}
+_BYTES = "uint8"
+_KEPT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16", torch.int8: _BYTES}
 _SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 """Of codes that lie as numbers of a dtype, under the smallest power of two that brings all of them in range."""
-_BYTES = "uint8"
 
 
 class Options(NamedTuple):

@@ -33,9 +33,9 @@ def beside(weight, rest):
 
 @triton.jit
 def joined(stored, low):
-    """The bits of a rounded upper half and the signed rest; of the half alone where both together are NaN."""
+    """The bits of a rounded upper half and the signed rest, an int32; of the half alone where both together are NaN."""
     upper = widened(stored, "bfloat16")
-    both = upper + low.to(tl.int32).to(tl.uint32, bitcast=True)
+    both = upper + low.to(tl.uint32, bitcast=True)
     return tl.where(is_nan(both), upper, both)
 
 
@@ -48,7 +48,9 @@ def whole(stored, kept, MASTER: tl.constexpr, KIND: tl.constexpr, HALF: tl.const
         image = ~is_nan(bits) & (nearest(as_float(bits), KIND, HALF) == stored)
         own = tl.where(image, bits, own)
     if MASTER == "split":
-        own = joined(stored, kept)
+        own = joined(stored, kept.to(tl.int32))
+    if MASTER == "residue":
+        own = joined(stored, kept.to(tl.int8, bitcast=True).to(tl.int32) << 8)
     if MASTER == "collage":
         return as_float(own) + as_float(beside(own, widened(kept, "bfloat16")))
     return as_float(own)
@@ -71,6 +73,12 @@ def kept_after(
         lost = is_nan(bits)  # whose lower half is the processor's
         upper, low = tl.where(lost, 0x7FC00000, bits + 0x8000), tl.where(lost, 0, bits)
         return narrowed(upper, "bfloat16"), low.to(tl.uint16).to(tl.int16, bitcast=True)
+    elif MASTER == "residue":
+        bits = as_bits(updated)
+        lost = is_nan(bits)
+        bits = bits + ((bits >> 8) & 1) + 0x7F  # 24 bits, to nearest, ties to even
+        upper, low = tl.where(lost, 0x7FC00000, bits + 0x8000), tl.where(lost, 0, bits >> 8)
+        return narrowed(upper, "bfloat16"), low.to(tl.uint8)
     elif MASTER == "kahan":
         rest = as_float(beside(widened(stored, KIND), widened(kept, KIND)))
         rest = sum_bf16(rest, as_float(nearest_bf16(updated - full)))
