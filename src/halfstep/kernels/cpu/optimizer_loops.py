@@ -238,7 +238,7 @@ def _largest(rule, weight, grad, chunk, numbers, at, size):
     """The bits of the largest magnitudes of the new moments."""
     most = zeros(chunk)
     for k in range(size):
-        most = foresee(rule, weight, (None, None, None, None), grad, chunk, None, numbers, at, k, most)
+        most = foresee(rule, weight, (None, None, None, None, None), grad, chunk, None, numbers, at, k, most)
     return most
 
 
