@@ -263,7 +263,7 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     gradient, stored = torch.randn(n), torch.zeros(n, dtype=torch.bfloat16)
     program = traced(lambda weight, grad, moments, options: (weight - grad, {}), [], [], [], {})
     one_chunk(
-        rule_of(program.element), stored.view(torch.uint16).numpy(), (None,) * 4, (-gradient).numpy(), (),
+        rule_of(program.element), stored.view(torch.uint16).numpy(), (None,) * 5, (-gradient).numpy(), (),
         (np.float32(1),), chunk_keys(seed_keys(seed), start // CHUNK), 0, 0, n,
     )  # fmt: skip
     bits = gradient.view(torch.int32).long() & 0xFFFFFFFF
