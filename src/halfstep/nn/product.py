@@ -112,7 +112,7 @@ def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
     if isinstance(weight, (Operand, StoredWeight, FrozenWeight)):
         return weight if isinstance(weight, FrozenWeight) else _decoded(weight)
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    if not has_memory(x) and not hasattr(x, "fake_mode"):  # a graph finds by itself what it computes twice
+    if not has_memory(x, or_fake=True):  # a graph finds by itself what it computes twice
         return weight
     states, dtype = states_and_key(module, part), product_dtype(x)
     return ops.rounded_weight(weight, spec_of(module), dtype, states, records(module), x)

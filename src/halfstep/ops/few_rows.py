@@ -191,7 +191,7 @@ def few_rows_product(
         or (lhs.scale is not None and lhs.scale.dim() != 0)
         or lhs.values.device.type != "cpu"
         or lhs.values.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or hasattr(lhs.values, "fake_mode")
+        or (not held and has_memory(lhs.values, or_fake=True))
         or not _takes(product, weight, held)
     ):
         return None

@@ -90,7 +90,7 @@ def linear(
         if type(x) is not Tensor:
             x = arrived(x)
         if keeping is not None:
-            held = has_memory(x) or hasattr(x, "fake_mode")  # a compiler, and torch.func, keep what they will
+            held = has_memory(x, or_fake=True)  # a compiler, and torch.func, keep what they will
             keeping = keeping if held and keeping.saved.operands and torch.is_grad_enabled() else None
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype)

@@ -96,7 +96,7 @@ def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling,
 
 def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
     """What is beyond the bounds of a matrix, less the bound."""
-    if hasattr(x, "fake_mode"):  # which has no values to count
+    if not has_memory(x) and has_memory(x, or_fake=True):  # which has no values to count
         count = clamp.most_beyond(*x.shape)
         starts = x.new_empty(x.shape[0] + 1, dtype=torch.int64)
         return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.int32), starts
