@@ -145,15 +145,14 @@ def operand(
     native = scaled_mm.outer_dtype(quantizer, x.device) if units else None
     if scales.tile == TENSOR:
         into = carrier(format.key, dtype) if native is None else native
-        readable = x if state is None else state
-        if (state is None) == (quantizer.stateful is None) and x.is_cpu and readable.is_cpu and has_memory(readable):
+        read = x if state is None else state
+        if (state is None) == (quantizer.stateful is None) and x.is_cpu and read.is_cpu and has_memory(read):
             known = cast.run_whole(x, into, format, quantizer.rounding, scales.rule, state, record)
             if known is not None:
                 return Operand(*known)
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
-            rounded = round_scaled(x, factor, format, quantizer.rounding, into, seed, amax)
-            return Operand(rounded, factor.reciprocal())
+            return Operand(round_scaled(x, factor, format, quantizer.rounding, into, seed, amax), factor.reciprocal())
     elif native is not None:
         return _rows(x, quantizer, scales, native, seed)
     if scales.rule.two_level:
