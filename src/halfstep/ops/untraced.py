@@ -6,19 +6,24 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch._C._dynamo import eval_frame
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_NAMES = "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"  # torch's own, and private
 
 
 def untraced(function: Function) -> Function:
     """The function itself, marked: a call of it breaks the graph of a function that is traced.
 
     What torch.compiler.disable does with a second function around it, which imports the whole compiler at its first
-    call: seconds, though nothing is compiled.
+    call: seconds, though nothing is compiled. A torch that has it otherwise takes that.
     """
+    parts = [getattr(eval_frame, name, None) for name in _NAMES]
+    if None in parts:
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    action, strategy, mark = parts
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    eval_frame.set_code_exec_strategy(inspect.unwrap(function).__code__, _SKIP)  # beneath torch.no_grad
+    mark(inspect.unwrap(function).__code__, strategy(action.SKIP, action.SKIP))  # beneath torch.no_grad
     return function
