@@ -20,10 +20,9 @@ def untraced(function: Function) -> Function:
     What torch.compiler.disable does with a second function around it, which imports the whole compiler at its first
     call: seconds, though nothing is compiled. A torch that has it otherwise takes that.
     """
-    parts = [getattr(eval_frame, name, None) for name in _NAMES]
-    if None in parts:
-        return torch.compiler.disable(function)  # type: ignore[no-any-return]
-    action, strategy, mark = parts
+    if not all(hasattr(eval_frame, name) for name in _NAMES):
+        return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+    action, strategy, mark = (getattr(eval_frame, name) for name in _NAMES)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     mark(inspect.unwrap(function).__code__, strategy(action.SKIP, action.SKIP))  # beneath torch.no_grad
     return function
