@@ -33,6 +33,7 @@ from halfstep.lab.environment import environment
 from halfstep.ops import factors, native
 from halfstep.optim.together import Together
 from halfstep.quant.scaling import StatefulScaling
+from on_gpu.products import Sink
 
 
 KEPT = Path(__file__).parent / "results" / "host.json"
@@ -79,19 +80,6 @@ def stand_in() -> None:
     factors.amax_of = amax.run  # type: ignore[assignment]
 
 
-class Pass(torch.autograd.Function):
-    """The forward and backward pass of a layer, given its output's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, grad: Tensor) -> Tensor:
-        ctx.save_for_backward(grad)
-        return y.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
 def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[], None]:
     """Forward and backward of linear layers: of a recipe, or as they are."""
     side = 16 if recipe is None and kind is nn.Linear else SIDE
@@ -106,7 +94,7 @@ def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[],
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16) if kind is nn.Linear and recipe is None else nullcontext():
             y = model(x)
-        Pass.apply(y, grad).backward()
+        Sink.apply(y, grad).backward()
 
     return run
 

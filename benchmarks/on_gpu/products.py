@@ -104,7 +104,7 @@ def _times(found: dict[str, Any], baseline: str, operations: int = 0) -> dict[st
     return found
 
 
-class _Sink(torch.autograd.Function):
+class Sink(torch.autograd.Function):
     """Ends a model in a scalar whose gradient is a given matrix: no loss to compute, no output to widen."""
 
     @staticmethod
@@ -127,7 +127,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The end of a forward pass, with a gradient to start the backward one from."""
-        return _Sink.apply(self.linear(x), self.grad)  # type: ignore[no-any-return]
+        return Sink.apply(self.linear(x), self.grad)  # type: ignore[no-any-return]
 
 
 def _linear(bench: Bench, recipe: str) -> dict[str, Any]:

@@ -15,15 +15,9 @@ from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 
 _RECIPES = (
-    "fp32",
-    "bf16-master",
-    "bf16-stochastic",
-    "bf16-split",
-    "bf16-kahan",
-    "bf16-collage-plus",
-    "bf16-7byte",
+    "fp32", "bf16-master", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-7byte",
     "fp16-pure",
-)
+)  # fmt: skip
 
 
 def outcomes() -> Iterator[Outcome]:
