@@ -104,9 +104,7 @@ class Hidden:
 
 def commands():
     """The words of every command of halfstep that there is."""
-    from typer.main import get_command
-
-    from halfstep.cli.app import app
+    from halfstep.cli.app import COMMANDS, load
 
     def walk(command, words=()):
         if not hasattr(command, "commands"):
@@ -117,7 +115,7 @@ def commands():
         for name, inner in command.commands.items():
             yield from walk(inner, (*words, name))
 
-    return list(walk(get_command(app)))
+    return [words for name in COMMANDS for words in walk(load(name), (name,))]
 
 
 def prepare():

@@ -24,7 +24,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-@pytest.mark.parametrize("module", ["halfstep.cli.app", "typer", "halfstep.cli.probe"])
+@pytest.mark.parametrize("module", ["halfstep.cli.app", "typer", "halfstep.cli.terminal"])
 def test_an_interrupted_import_ends_quietly(start, module):
     done = subprocess.run([sys.executable, "-c", STOPPED.format(module) + start], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

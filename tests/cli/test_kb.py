@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from halfstep.cli.app import app, main
+from halfstep.cli.app import COMMANDS, app, main
 
 
 REFERENCE = "config https://github.com/toys/toy/blob/0123abc/train.yaml precision: bf16"
@@ -99,18 +99,12 @@ def test_an_unknown_use_is_an_error_with_the_known_ones(kb):
     assert "unknown type to run a model in 'bf61'; nearest: bf16" in err
 
 
-def test_the_inspector_is_named_once_this_halfstep_has_one():
-    from halfstep.cli.kb import _measure
-
-    class Context:
-        def __init__(self, *commands):
-            self.command = type("Group", (), {"commands": dict.fromkeys(commands)})
-
-        def find_root(self):
-            return self
-
-    assert _measure(Context("kb"), "x") == []
-    assert [step.split()[1] for step in _measure(Context("kb", "probe", "inspect"), "x")] == ["inspect", "probe"]
+def test_what_is_unknown_can_be_measured_by_commands_that_there_are(kb):
+    _, out, _ = kb("show", "nowhere/unheard-of")
+    assert [step for step in re.findall(r"^next: halfstep (\w+)", out, re.MULTILINE) if step in COMMANDS] == [
+        "inspect",
+        "probe",
+    ]
 
 
 @pytest.mark.quick("words3", "words4")

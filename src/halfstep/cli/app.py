@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
 import halfstep
-from halfstep.cli.audit import SETTINGS, audit
-from halfstep.cli.claims import claims
-from halfstep.cli.compare import compare, train
-from halfstep.cli.diff import diff
-from halfstep.cli.doctor import doctor
-from halfstep.cli.export import export
-from halfstep.cli.formats import formats
-from halfstep.cli.inspect import inspect
-from halfstep.cli.kb import kb
-from halfstep.cli.law import law
-from halfstep.cli.memory import memory
-from halfstep.cli.mismatch import mismatch
-from halfstep.cli.probe import probe
-from halfstep.cli.recipes import recipes
-from halfstep.cli.scales import scales
-from halfstep.cli.site import site
-from halfstep.cli.sweep import sweep
 from halfstep.cli.terminal import fail
 from halfstep.errors import HalfstepError
 
+
+COMMANDS = {
+    "compare": (
+        "Train one model under several recipes: the same first weights, the same batches; then say what each broke."
+    ),
+    "train": "Train a model under one recipe; fp32's cached baseline, where there is one, judges it.",
+    "doctor": (
+        "Say which path each recipe takes here and why, and test every kernel against the reference, bit for bit."
+    ),
+    "audit": (
+        "Run SCRIPT for a few steps: what share of its updates is lost, what it stores in which dtype, and "
+        "what mends it."
+    ),
+    "inspect": "Which precision is this checkpoint, really? Reads the bits of every value, once, in bounded memory.",
+    "diff": "How does checkpoint B follow from A? Cast, quantised, merged, trained further: what the bits show.",
+    "export": (
+        "Write MODEL for servers: vLLM, SGLang, transformers. Values in the file are those that training multiplied by."
+    ),
+    "probe": "Is MODEL safe in a number format, in the forward and in the backward pass?",
+    "mismatch": (
+        "How far are POLICY's next-token distributions under two recipes: KL, importance ratios, and where it begins."
+    ),
+    "scales": "The standard deviation of every activation, weight and gradient of MODEL, beside the ranges of formats.",
+    "memory": "What training MODEL takes, byte by byte: each recipe is run on tensors without memory.",
+    "site": "Write one page that needs no network: the knowledge base, number formats, and the memory of training.",
+    "sweep": "Train recipes over a grid of learning rates, sizes or steps, with several seeds: does it hold?",
+    "law": "Scaling laws for precision: predict a loss, or fit the law to a sweep.",
+    "formats": "List the number formats; `formats show NAME` prints all about one, and what rounding does to a number.",
+    "recipes": "List the recipes; `recipes show NAME` prints every field of one.",
+    "kb": "In which precision was this model pre-trained, and is it safe to run it in another?",
+    "claims": "What papers claim, what we measured, and the verdict; `claims show ID` prints all of one.",
+}
+"""Each command, with its line in the list of commands; a command's file is imported when it is called."""
 
 _EXTRAS = {
     "matplotlib": "lab",
@@ -41,7 +60,32 @@ _EXTRAS = {
 }
 """What commands import that a plain installation has not, and the extra that brings it."""
 
+
+class _Commands(TyperGroup):
+    """Lists commands by their names and lines of help, and imports the one that a command line calls."""
+
+    def __init__(self, **attributes: Any) -> None:
+        commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+        super().__init__(**{**attributes, "commands": commands})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(name), rest
+
+
+def load(name: str) -> Any:
+    """The command of that name, as click knows one; its file is `halfstep.cli.NAME`, `train`'s is that of `compare`."""
+    module = import_module(f"halfstep.cli.{'compare' if name == 'train' else name}")
+    command, holder = getattr(module, name), typer.Typer()
+    if isinstance(command, typer.Typer):
+        holder.add_typer(command, name=name, help=COMMANDS[name])
+    else:
+        holder.command(name, context_settings=getattr(module, "SETTINGS", None))(command)
+    return get_group(holder).commands[name]
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="halfstep",
     help="Train neural networks in few bits: fp16, bf16 and below, measured against fp32.",
     no_args_is_help=True,
@@ -64,26 +108,6 @@ def options(
     ] = False,
 ) -> None:
     """Train neural networks in few bits: fp16, bf16 and below, measured against fp32."""
-
-
-app.command("compare")(compare)
-app.command("train")(train)
-app.command("doctor")(doctor)
-app.command("audit", context_settings=SETTINGS)(audit)
-app.command("inspect")(inspect)
-app.command("diff")(diff)
-app.command("export")(export)
-app.command("probe")(probe)
-app.command("mismatch")(mismatch)
-app.command("scales")(scales)
-app.command("memory")(memory)
-app.command("site")(site)
-app.add_typer(sweep, name="sweep")
-app.add_typer(law, name="law")
-app.add_typer(formats, name="formats")
-app.add_typer(recipes, name="recipes")
-app.add_typer(kb, name="kb")
-app.add_typer(claims, name="claims")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.terminal import fail, line_width, show_json, show_table
+from halfstep.cli.terminal import Json, fail, line_width, show_json, show_table
 from halfstep.errors import ClaimError
 
 
@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from halfstep.claims import Claim
 
 
-claims = typer.Typer(
-    help="What papers claim, what we measured, and the verdict; `claims show ID` prints all of one.",
-    invoke_without_command=True,
-)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+claims = typer.Typer(invoke_without_command=True)
 
 
 @claims.callback()

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.terminal import fail, show_json, show_table
+from halfstep.cli.terminal import Json, fail, show_json, show_table
 
 
 if TYPE_CHECKING:
     from halfstep.quant import Quantizer
     from halfstep.recipe import Recipe
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def doctor(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.kb_add import add
-from halfstep.cli.terminal import fail, show_json, show_table, write_text
+from halfstep.cli.terminal import Json, fail, show_json, show_table, write_text
 from halfstep.errors import KnowledgeBaseError, unknown
 from halfstep.printable import printable
 
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from halfstep.kb import Entry, KnowledgeBase
 
 
-kb = typer.Typer(
-    help="In which precision was this model pre-trained, and is it safe to run it in another?", no_args_is_help=True
-)
+kb = typer.Typer(no_args_is_help=True)
 kb.command("add")(add)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(help="A hub id, an alias, or the path of a local Hugging Face folder.")]
 Overlay = Annotated[
     Path | None, typer.Option("--overlay", help="A folder with your own entries.", show_default="~/.config/halfstep/kb")
@@ -42,7 +39,6 @@ class Format(StrEnum):
 
 @kb.command()
 def check(
-    context: typer.Context,
     model: Model,
     use: Annotated[str, typer.Option("--use", help="fp32, tf32, bf16, fp16, int8, fp8, mxfp4 or nvfp4.")],
     overlay: Overlay = None,
@@ -63,12 +59,12 @@ def check(
             }
         )
     else:
-        typer.echo(describe_verdict(verdict, () if verdict.safe else _measure(context, model)))
+        typer.echo(describe_verdict(verdict, () if verdict.safe else _measure(model)))
     raise typer.Exit({"safe": 0, "risky": 1, "unknown": 3}[verdict.verdict])
 
 
 @kb.command()
-def show(context: typer.Context, model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
+def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
     """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
     from halfstep.kb.descriptions import describe_answer
     from halfstep.kb.resolve import find
@@ -78,7 +74,7 @@ def show(context: typer.Context, model: Model, overlay: Overlay = None, as_json:
         show_json({**asdict(answer), "tier": answer.tier, "conflict": answer.conflict})
     else:
         typer.echo(describe_answer(answer))
-        for step in () if answer.known else _measure(context, model):
+        for step in () if answer.known else _measure(model):
             typer.echo(f"next: {step}")
     raise typer.Exit(0 if answer.known else 1)
 
@@ -213,15 +209,13 @@ def _counted(entries: Any) -> str:
     return f"{definitive} definitive entries; apart from them, {len(entries) - definitive} inferred"
 
 
-def _measure(context: typer.Context, model: str) -> list[str]:
-    """How to find out by measuring, with the commands that this halfstep has."""
-    commands = getattr(context.find_root().command, "commands", {})
+def _measure(model: str) -> list[str]:
+    """How to find out by measuring."""
     model = printable(model)
-    known = {
-        "inspect": f"halfstep inspect {model}: read from a downloaded folder which types its weights went through",
-        "probe": f"halfstep probe {model}: measure the range of activations and gradients",
-    }
-    return [step for name, step in known.items() if name in commands]
+    return [
+        f"halfstep inspect {model}: read from a downloaded folder which types its weights went through",
+        f"halfstep probe {model}: measure the range of activations and gradients",
+    ]
 
 
 def _plain(value: Any) -> Any:

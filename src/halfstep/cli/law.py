@@ -17,7 +17,7 @@ from halfstep.errors import LawError
 if TYPE_CHECKING:
     from halfstep.law import Law
 
-law = typer.Typer(no_args_is_help=True, help="Scaling laws for precision: predict a loss, or fit the law to a sweep.")
+law = typer.Typer(no_args_is_help=True)
 
 _Folders = Annotated[list[Path], typer.Argument(metavar="SWEEP...", help="Folders of sweeps.")]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.cli.terminal import Json, show_json, show_table, stages
 from halfstep.errors import AccountError
 from halfstep.printable import printable
 
@@ -89,12 +89,8 @@ def _row(kind: str, made: Cost, works: list[Any]) -> tuple[str, ...]:
     return (kind, f"{share:.1%}", *widths, f"{part.share:.1%}", f"{part.speed_up:.2f}")
 
 
-recipes = typer.Typer(
-    help="List the recipes; `recipes show NAME` prints every field of one.", invoke_without_command=True
-)
+recipes = typer.Typer(invoke_without_command=True)
 recipes.command()(cost)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @recipes.callback()

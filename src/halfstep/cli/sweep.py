@@ -48,11 +48,7 @@ class _Group(TyperGroup):
         return super().parse_args(ctx, ["run", *args] if own else args)
 
 
-sweep = typer.Typer(
-    cls=_Group,
-    no_args_is_help=True,
-    help="Train recipes over a grid of learning rates, sizes or steps, with several seeds: does it hold?",
-)
+sweep = typer.Typer(cls=_Group, no_args_is_help=True)
 
 
 @sweep.command("run")

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
@@ -17,6 +18,7 @@ from halfstep.errors import HalfstepError
 from halfstep.printable import printable
 
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _WIDEST = 10_000
 
 

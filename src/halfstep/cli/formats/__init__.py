@@ -7,15 +7,11 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.terminal import show_json
+from halfstep.cli.terminal import Json, show_json
 
 
-formats = typer.Typer(
-    help="List the number formats; `formats show NAME` prints all about one, and what rounding does to a number.",
-    invoke_without_command=True,
-)
+formats = typer.Typer(invoke_without_command=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Argument(help="A format's name or alias; also eXmY and positN_ES.")]
 Rounding = Annotated[
     str, typer.Option("--rounding", help="nearest_even, nearest_away, nearest_up, toward_zero, up, down or stochastic.")
