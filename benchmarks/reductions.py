@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.mean import mean_steps
+from halfstep.distributed.mean import mean_steps, run
 from halfstep.distributed.message import gather, spread
-from halfstep.distributed.simulated import run
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT

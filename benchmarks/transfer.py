@@ -26,8 +26,7 @@ from halfstep import unit
 from halfstep.lab.data import VOCABULARY, load_corpus
 from halfstep.lab.digits import load_digits
 from halfstep.lab.environment import environment
-from halfstep.lab.models.gpt import GPT
-from halfstep.lab.models.unit_gpt import UnitGPT
+from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.task import stream
 from halfstep.lab.tasks.lm import LanguageModelling
 from harness import RESULTS, keep

@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.distributed import compress
 from halfstep.distributed.collectives import Exchange
-from halfstep.distributed.mean import mean_steps
-from halfstep.distributed.simulated import Simulated
+from halfstep.distributed.mean import Simulated, mean_steps
 from halfstep.lab.environment import environment
 from halfstep.recipe import FP4, FP8, Communication, get_storage
 from harness import keep

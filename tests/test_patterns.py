@@ -20,7 +20,7 @@ MADE = {
     "inspection/roles.py": [pattern for _, pattern in ROLES],
     "kb/schema.py": [json.loads(one) for one in re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(schema()))],
     "kb/entry.py": ["[^/]*[^/]*", "[^/]*a[^/]*"],
-    "nn/tuners.py": [translate(glob) for rule in KEEP for glob in rule.path.split("|")],
+    "nn/paths.py": [translate(glob) for rule in KEEP for glob in rule.path.split("|")],
 }
 """The expressions of files that do not write them out where they use them."""
 

@@ -23,13 +23,13 @@ from halfstep.nn.decision import decide, keep_grads
 from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import came_later, root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.paths import adapters_of
 from halfstep.nn.plan import Plan
 from halfstep.nn.projections import projections
 from halfstep.nn.ranks import Reduced, check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import end_watch
-from halfstep.nn.tuners import adapters_of
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference

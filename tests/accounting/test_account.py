@@ -21,8 +21,8 @@ from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
 from halfstep.memory import measure, measure_step
+from halfstep.quant import family
 from halfstep.quant.cast import shared_range
-from halfstep.quant.family import table
 from halfstep.recipe import Recipe, get_recipe
 from halfstep.recipe.saved import COAT
 from tiny import EVERY, SMOOTH
@@ -241,7 +241,7 @@ def fakes():
 @pytest.mark.slow
 def test_nothing_of_an_account_stays_behind():
     """Numbers that are cached while tensors have no values would be wrong ever after, and in silence."""
-    for cached in (shared_range, table._lists, table._codes, table._decoded):
+    for cached in (shared_range, family._lists, family._codes, family._decoded):
         cached.cache_clear()
     others = fakes()  # of graphs that were traced before
     subject = replace(SUBJECTS["llama"], build=lambda: Llama(64, 40, layers=1, width=64, heads=4))

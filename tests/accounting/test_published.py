@@ -9,8 +9,8 @@ from torch import nn
 
 from families import slow_unless
 from halfstep.accounting import Account, Batch, Subject, account, architectures, check_ranks, load_subject, share
+from halfstep.distributed.mean import run
 from halfstep.distributed.reduction import Reduction
-from halfstep.distributed.simulated import run
 from halfstep.errors import AccountError
 from halfstep.memory import StepBytes
 from halfstep.recipe import FP4, FP8, FP8_LM, PROJECTOR, Projection, Recipe, get_recipe

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from halfstep import formats, ops
-from halfstep.claims.checks import fp8lm, get_check
+from halfstep.claims.checks import fp8lm
+from halfstep.claims.checks.base import get_check
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

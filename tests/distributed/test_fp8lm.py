@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.simulated import run
+from halfstep.distributed.mean import run
 from halfstep.recipe import FP8_LM
 
 

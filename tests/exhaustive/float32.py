@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from halfstep import round_to  # noqa: E402 - after the path to the oracles
-from halfstep.lab.environment import environment  # noqa: E402
+from halfstep.lab.compare import environment  # noqa: E402
 from oracles import formats as oracle  # noqa: E402
 
 

@@ -24,7 +24,7 @@ from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.integrations.accelerate import prepare
 from halfstep.integrations.lightning import HalfstepPrecision
 from halfstep.memory import stored_bytes
-from halfstep.nn.tuners import plain_name
+from halfstep.nn.paths import plain_name
 from tiny import assert_same
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from halfstep.lab.digits import load_digits
-from halfstep.lab.measures.detection import Found, Truth, iou, mean_average_precision, suppress
-from halfstep.lab.measures.sentences import bleu, edit_distance, error_rate
+from halfstep.lab.measures import Found, Truth, bleu, edit_distance, error_rate, iou, mean_average_precision, suppress
 from halfstep.lab.tasks.detection import Detection
 from halfstep.lab.tasks.gan import Space, frechet_distance
 from halfstep.lab.tasks.recommender import auc

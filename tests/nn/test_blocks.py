@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import RecipeError
-from halfstep.nn.blocks import stacks
+from halfstep.nn.paths import stacks
 from halfstep.quant import get_quantizer
 from halfstep.recipe import LinearSpec, Recipe, Rule, from_data, linear_spec, to_data
 from halfstep.recipe.blocks import chosen

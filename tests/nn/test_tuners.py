@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import OptimizerError, RecipeError
-from halfstep.nn.tuners import adapters_of, plain_name
+from halfstep.nn.paths import adapters_of, plain_name
 from halfstep.recipe import LinearSpec, Matmul, Rule, get_recipe
 from tiny import adamw, assert_same, mlp, prepared, train
 

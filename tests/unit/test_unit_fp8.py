@@ -9,8 +9,7 @@ import halfstep
 from families import for_each
 from halfstep import formats, unit
 from halfstep.errors import RecipeError
-from halfstep.lab.models.gpt import GPT
-from halfstep.lab.models.unit_gpt import UnitGPT
+from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.recipe import LinearSpec, Recipe, Rule, get_recipe
 
 

@@ -5,9 +5,9 @@ from halfstep.accounting.checkpointing import CHECKPOINTING
 from halfstep.accounting.cost import cost
 from halfstep.accounting.inference import InferenceBytes, inference
 from halfstep.accounting.models import architectures, load_subject, named
+from halfstep.accounting.products import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, speeds_from
 from halfstep.accounting.sharing import Share, bytes_from, check_ranks, largest, sent_a_parameter, share
 from halfstep.accounting.subject import Batch, Subject
-from halfstep.accounting.works import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, speeds_from
 
 
 __all__ = [

@@ -10,11 +10,30 @@ from itertools import pairwise
 from torch import nn
 
 from halfstep import formats
-from halfstep.accounting import works
 from halfstep.accounting.account import blank, sequence_of
-from halfstep.accounting.products import CORE, LAYER, Product, Products
+from halfstep.accounting.products import (
+    ATTENTION,
+    ATTENTION_CORE,
+    CORE,
+    ESTIMATES,
+    FEED_FORWARD,
+    HEAD,
+    KINDS,
+    LAYER,
+    LAYERS,
+    OTHERS,
+    OVERHEADS,
+    PASSES,
+    REMAINDERS,
+    ROTATIONS,
+    SPEEDS,
+    Cost,
+    Product,
+    Products,
+    Work,
+    speed_of,
+)
 from halfstep.accounting.subject import Subject
-from halfstep.accounting.works import Cost, Work, speed_of
 from halfstep.errors import AccountError
 from halfstep.nn.adapters import wide
 from halfstep.nn.layers import Matched, match
@@ -37,7 +56,7 @@ _FORM_PRODUCTS = frozenset({
 def cost(
     subject: Subject,
     recipe: str | Recipe,
-    speeds: Mapping[int, float] = works.SPEEDS,
+    speeds: Mapping[int, float] = SPEEDS,
     *,
     batch: int = 1,
     sequence: int | None = None,
@@ -85,7 +104,7 @@ def cost(
         raise AccountError(
             f"{subject.name} forms no product of matrices in its forward pass: there is nothing to weigh"
         )
-    places = (*works.KINDS, *works.OVERHEADS, *works.PASSES)
+    places = (*KINDS, *OVERHEADS, *PASSES)
     order = {name: place for place, name in enumerate(places)}
     made = sorted((Work(*key, count) for key, count in found.items()), key=lambda w: (order[w.kind], order[w.step]))
     for work in made:
@@ -117,7 +136,7 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> d
     for product in products:
         kind = _kind(product, model)
         spec = _spec(product, kind, matched, recipe, cores[product.path])
-        cores[product.path] += kind == works.CORE
+        cores[product.path] += kind == ATTENTION_CORE
         plain = 32 if any(_within(product.path, path) for path in float32) else _bits(recipe)
         for step, matmul, formed in _steps(product, spec):
             if formed:
@@ -132,28 +151,28 @@ def _kind(product: Product, model: nn.Module) -> str:
     path = product.path.lower()
     attention = "attn" in path or "attention" in path
     if product.kind != LAYER:
-        return works.CORE if product.kind == CORE or attention else works.OTHERS
+        return ATTENTION_CORE if product.kind == CORE or attention else OTHERS
     module = model.get_submodule(product.path)
     if isinstance(module, nn.Embedding) or any(fnmatchcase(product.path, head) for head in HEADS):
-        return works.HEAD
+        return HEAD
     if attention or isinstance(module, nn.MultiheadAttention):
-        return works.ATTENTION
+        return ATTENTION
     linear = not isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.rnn.RNNCellBase))
-    return works.FEED_FORWARD if linear and any(part.isdigit() for part in path.split(".")) else works.LAYERS
+    return FEED_FORWARD if linear and any(part.isdigit() for part in path.split(".")) else LAYERS
 
 
 def _spec(product: Product, kind: str, matched: Matched, recipe: Recipe, index: int) -> LinearSpec:
     """How the recipe rounds a product's operands: the first of attention's two is that of its scores."""
     if product.kind == LAYER:
         return matched.specs.get(product.path, LinearSpec())
-    if kind == works.CORE and recipe.attention is not None and product.path in matched.attends:
+    if kind == ATTENTION_CORE and recipe.attention is not None and product.path in matched.attends:
         return recipe.attention.mix if index % 2 else recipe.attention.scores
     return LinearSpec()
 
 
 def _steps(product: Product, spec: LinearSpec) -> tuple[tuple[str, Matmul, bool], ...]:
     """The three products: their operands, and whether they are formed."""
-    forward, of_input, of_weight = works.PASSES
+    forward, of_input, of_weight = PASSES
     return (
         (forward, spec.output, True),
         (of_input, spec.grad_input, product.input_grad),
@@ -166,15 +185,15 @@ def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> It
     whose clamp is compensated a sparse product, of the share of values that are beyond a quantile; of a weight whose
     rounding has a derivative one for each element of its gradient."""
     input, weight, output = product.elements
-    operands = dict(zip(works.PASSES, (input + weight, output + weight, output + input), strict=True))
+    operands = dict(zip(PASSES, (input + weight, output + weight, output + input), strict=True))
     if matmul.hadamard is not None:
-        yield works.ROTATIONS, matmul.hadamard.size * operands[step]
+        yield ROTATIONS, matmul.hadamard.size * operands[step]
     for quantizer in (matmul.lhs, matmul.rhs):
         if quantizer is not None and quantizer.clamp is not None and quantizer.clamp.compensation:
-            yield works.REMAINDERS, 2 * (1 - quantizer.clamp.quantile) * product.multiply_adds
+            yield REMAINDERS, 2 * (1 - quantizer.clamp.quantile) * product.multiply_adds
     rounded = spec.output.rhs
-    if step == works.PASSES[2] and rounded is not None and rounded.estimator is not None:
-        yield works.ESTIMATES, weight
+    if step == PASSES[2] and rounded is not None and rounded.estimator is not None:
+        yield ESTIMATES, weight
 
 
 def _bits(recipe: Recipe) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.claims.checks import get_check
+from halfstep.claims.checks.base import get_check
 from halfstep.claims.claim import RESULTS, Claim
 from halfstep.errors import ClaimError, unknown
 

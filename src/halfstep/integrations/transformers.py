@@ -23,9 +23,9 @@ from halfstep.auditing import Audit, Running, Watch, audit, running
 from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError
 from halfstep.nn.following import following, root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.paths import adapters_of
 from halfstep.nn.quantized import quantize_model
 from halfstep.nn.stages import schedule_of
-from halfstep.nn.tuners import adapters_of
 from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import prepare

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from halfstep.kb.entry import Entry, FailureReport, matches
-from halfstep.kb.local import is_folder, read_folder
 from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
-from halfstep.kb.spelling import may_be, means, spelling
+from halfstep.kb.spelling import is_folder, may_be, means, read_folder, spelling
 
 
 T = TypeVar("T")

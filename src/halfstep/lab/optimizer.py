@@ -21,7 +21,7 @@ def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Opt
     added to the gradient is left out: Adam would divide it by the size of the gradient, and so a loss scale or a
     weight's scale would change what it does.
 
-    A model with a `parametrization` (`lab.models.unit_gpt`) has groups with their own learning rates, and in each, as
+    A model with a `parametrization` (`UnitGPT`) has groups with their own learning rates, and in each, as
     `factor`, what the experiment's is multiplied by.
 
     Where it takes matrices alone (Muon), AdamW takes the other parameters and embeddings, at the same learning rate:

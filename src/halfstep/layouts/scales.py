@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.errors import LayoutError
 from halfstep.ops import Quantized
 from halfstep.quant import Quantizer
-from halfstep.quant.family.floating import power_of_two
+from halfstep.quant.family import power_of_two
 from halfstep.quant.scaling import Scaling
 
 

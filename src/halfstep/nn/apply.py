@@ -14,10 +14,10 @@ from halfstep.nn.decision import decide, undo
 from halfstep.nn.dtypes import store
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.paths import same_parameters
 from halfstep.nn.plan import Plan
 from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import watch
-from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.ops.part import part_of
 from halfstep.ops.untraced import untraced

@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep import ops
 from halfstep.kernels import carried
-from halfstep.nn.adapters import encoder, gated, lstm, nonlinear, wide, widening
+from halfstep.nn.adapters import encoder, gated, lstm, nonlinear, wide
 from halfstep.nn.adopt import Forward, adopt, forward_owner, owner_of
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.quantized_weights import Weight
@@ -19,7 +19,7 @@ from halfstep.recipe import DTYPES, LinearSpec, Recipe, Saved
 from halfstep.unit import multipliers_of
 
 
-_WIDENING = {owner_of(owner): forward for owner, forward in widening.FORWARDS.items()}
+_WIDENING = {owner_of(owner): forward for owner, forward in wide.FORWARDS.items()}
 """What stands in for forwards of torch's that refuse two dtypes, by the class whose forward it is."""
 _ENCODERS = frozenset(map(owner_of, encoder.FORWARD_OF))
 _LSTM = frozenset(map(owner_of, lstm.FORWARD_OF))
@@ -77,9 +77,9 @@ class Arrangement:
             if recipe.weights != "fp32":
                 if owner in _WIDENING:
                     adopt(module, _WIDENING[owner])
-                if widening.has_own_code(module):
-                    adopt(module, widening.own_code)
-                widening.widen_hooked(module)
+                if wide.has_own_code(module):
+                    adopt(module, wide.own_code)
+                wide.widen_hooked(module)
             if path in self.widened:
                 adopt(module, wide.forward)
             elif path in matched.kinds and (carries or path in specs or path in around or path in matched.attends):

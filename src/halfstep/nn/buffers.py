@@ -11,7 +11,7 @@ from halfstep.bits.memory import InMemory
 from halfstep.bits.narrowed import narrowed, progression
 from halfstep.bits.scan import scan
 from halfstep.errors import ModelError, RecipeError, unknown
-from halfstep.nn.tuners import matches
+from halfstep.nn.paths import matches
 
 
 RECOMPUTE = (

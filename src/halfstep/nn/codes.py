@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.nn.adopt import extend
-from halfstep.nn.tuners import same_parameters
+from halfstep.nn.paths import same_parameters
 from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, round_gradients
 from halfstep.ops.snapshot import snapshot
 from halfstep.recipe import Codes

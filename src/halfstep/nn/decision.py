@@ -21,11 +21,11 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.dtypes import check_grad_dtype, storable, store, unstorable, wide_adapters
 from halfstep.nn.following import follow
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
+from halfstep.nn.paths import same_parameters
 from halfstep.nn.plan import Plan, PlannedLayer
 from halfstep.nn.schedule import Schedule
 from halfstep.nn.stages import check_alike, clear, lay_in_turn
 from halfstep.nn.stock_steps import end_watch
-from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.ops.part import part_of, parts_of
 from halfstep.ops.subclasses import check_initialized

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import wide
-from halfstep.nn.tuners import adapters_of
+from halfstep.nn.paths import adapters_of
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import DTYPES, Recipe
 

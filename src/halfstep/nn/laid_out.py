@@ -13,9 +13,9 @@ import halfstep
 from halfstep.errors import LayoutError, RecipeError
 from halfstep.layouts import Layout, fitting
 from halfstep.nn.applied import applied_to
+from halfstep.nn.paths import adapters_of
 from halfstep.nn.quantized_weights import Stored, Weight, matrices_of, quantized_weight
 from halfstep.nn.scaling import states_of
-from halfstep.nn.tuners import adapters_of
 from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.ops.part import part_of, parts_of
 from halfstep.quant.description import describe

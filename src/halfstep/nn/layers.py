@@ -16,9 +16,8 @@ from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, falcon, gated, linear, recurrent
 from halfstep.nn.adopt import forward_owner, owner_of
 from halfstep.nn.attention import DotProductAttention
-from halfstep.nn.blocks import blocks_of, is_in
+from halfstep.nn.paths import adapters_of, blocks_of, is_in, pattern, plain_name
 from halfstep.nn.quantized_weights import Weight
-from halfstep.nn.tuners import adapters_of, pattern, plain_name
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
 from halfstep.unit import KINDS as KINDS_OF_ROLES

@@ -10,7 +10,7 @@ from torch import nn
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adapters import conv1d
 from halfstep.nn.adopt import has_forward_of
-from halfstep.nn.tuners import matches
+from halfstep.nn.paths import matches
 from halfstep.recipe import Projection, Recipe
 from halfstep.recipe.high_precision import KEEP
 

@@ -17,12 +17,12 @@ from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import apply, revert
 from halfstep.nn.dtypes import count
 from halfstep.nn.layers import ModuleFilter, match
+from halfstep.nn.paths import adapters_of
 from halfstep.nn.plan import Plan
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
 from halfstep.nn.quantized_weights import Weight, check_before_loading, freeze, place_codes, store_weight
 from halfstep.nn.scaling import detach, moved
 from halfstep.nn.smooth import merge_smooth_scales
-from halfstep.nn.tuners import adapters_of
 from halfstep.ops import Quantized
 from halfstep.ops.part import own_part, part_of
 from halfstep.ops.subclasses import check_initialized

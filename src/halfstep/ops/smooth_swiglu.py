@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.quant.family.floating import power_of_two
+from halfstep.quant.family import power_of_two
 
 
 def channel_scale(linear: Tensor) -> Tensor:

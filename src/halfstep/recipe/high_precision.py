@@ -23,7 +23,7 @@ ADAPTER_NAMES = (
     "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "prompt_encoder",
 )  # fmt: skip
 """Modules and parameters of adapters, by name: LoRA's and DoRA's, and soft prompts. `Recipe.float32_adapters` means
-them, and what a layer declares to be an adapter's, as PEFT's do (`nn.tuners`)."""
+them, and what a layer declares to be an adapter's, as PEFT's do (`nn.paths`)."""
 
 KEEP = tuple(
     Rule("|".join(paths), LinearSpec(), optional=True, why=why)

@@ -1,11 +1,13 @@
-"""A rule of a recipe: which layers it means, and how they round their products."""
+"""A rule of a recipe: which layers it means, and how they round; and what rows of a call share under rules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from halfstep.quant import Quantizer
 from halfstep.recipe.blocks import check_blocks
-from halfstep.recipe.products import LinearSpec
+from halfstep.recipe.products import AttentionSpec, LinearSpec
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Rule:
 
     Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`. With a `role` only those
     whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last of a residual branch. With
-    `blocks` only those in some of the model's repeated blocks, by depth (`nn.blocks`): `first 2`, `last 15%`, `first 1,
+    `blocks` only those in some of the model's repeated blocks, by depth (`nn.paths`): `first 2`, `last 15%`, `first 1,
     last 2`.
 
     A rule that matches no layer is an error, unless it is `optional`. A rule whose spec rounds nothing keeps its
@@ -38,3 +40,34 @@ class Rule:
         """Path, role and blocks, in words."""
         role = "" if self.role is None else f" with role {self.role}"
         return self.path.replace("|", ", ") + role + ("" if self.blocks is None else f" in blocks {self.blocks}")
+
+
+def shared_in_a_call(rules: Iterable[Rule], attention: AttentionSpec | None, smooth_glu: str | None) -> tuple[str, ...]:
+    """What all rows of a call share in a forward pass, so that each row's result depends on the others; () for nothing.
+
+    Weights are the same in every call, and what is formed of gradients alone is in no output.
+    """
+    found = {f"input of linear {rule.where!r}": rule.linear.output.lhs for rule in rules}
+    if attention is not None:
+        for name, spec in (("scores", attention.scores), ("mix", attention.mix)):
+            found |= {f"first operand of {name}": spec.output.lhs, f"second operand of {name}": spec.output.rhs}
+    reasons = [f"{name}: {why}" for name, own in found.items() if own is not None and (why := _over_rows(own))]
+    if smooth_glu == "channel":
+        reasons.append("products of gated MLPs: a scale of each channel over all rows")
+    return tuple(reasons)
+
+
+def _over_rows(quantizer: Quantizer) -> str | None:
+    """What of a matrix's rounding is taken over more than a row."""
+    scales = quantizer.scales
+    if quantizer.rounding == "stochastic":
+        return "noise that is drawn for the call"
+    if quantizer.clamp is not None and quantizer.clamp.tile != "row":
+        return f"{quantizer.clamp} over all rows"
+    if quantizer.outliers is not None:
+        return "columns with outliers in any row are kept apart"
+    if scales is None or not scales.rule.reads:
+        return None
+    if scales.rule.two_level:
+        return f"{scales.rule.name}, with a scale over all rows"
+    return f"{scales.rule.name} scales of {scales.tile}" if scales.tile.rows != 1 else None

@@ -17,26 +17,21 @@ from halfstep.unit.layers import (
     residual_split,
     rms_norm,
 )
-from halfstep.unit.modules import (
-    GELU,
-    MLP,
+from halfstep.unit.modules.activations import GELU, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from halfstep.unit.modules.linear import (
     SAME,
-    Attention,
     Conv1d,
     Conv2d,
-    Dropout,
     Embedding,
-    GatedMLP,
-    LayerNorm,
     Linear,
     LinearReadout,
-    ReLU,
-    RMSNorm,
-    Sigmoid,
-    SiLU,
-    Softmax,
+)
+from halfstep.unit.modules.norms import LayerNorm, RMSNorm
+from halfstep.unit.modules.transformer import (
+    MLP,
+    Attention,
+    GatedMLP,
     Stack,
-    Tanh,
     TransformerLayer,
     TransformerStack,
     square_root_attention,

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from halfstep.claims.checks import get_check
+from halfstep.claims.checks.base import get_check
 from halfstep.errors import HalfstepError
 
 

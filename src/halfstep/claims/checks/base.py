@@ -1,16 +1,19 @@
-"""What a check is: a name, which is its claim's id, and a function that measures."""
+"""What a check is: a name, which is its claim's id, and a function that measures; the check of a name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.errors import ClaimError, unknown
 from halfstep.optim import LowBit
 from halfstep.recipe import DTYPES, get_recipe
+from halfstep.registry import collect
 
 
 Numbers = dict[str, float]
@@ -30,6 +33,27 @@ class Check:
 def check(name: str) -> Callable[[Callable[[], Numbers]], Check]:
     """Make a check of the function below it."""
     return lambda measure: Check(name, measure)
+
+
+@cache
+def _named() -> dict[str, Check]:
+    return collect("halfstep.claims.checks", Check)
+
+
+def list_checks() -> list[str]:
+    """The names of all checks, which are the ids of their claims."""
+    return sorted(_named())
+
+
+def get_check(name: str) -> Check:
+    """The check of that name.
+
+    Raises:
+        ClaimError: no check has that name; the nearest names are shown.
+    """
+    if name not in _named():
+        raise ClaimError(unknown("check", name, _named()))
+    return _named()[name]
 
 
 def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tuple[nn.Parameter, LowBit]:

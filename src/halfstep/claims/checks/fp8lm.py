@@ -12,9 +12,8 @@ import halfstep
 from halfstep import formats, memory, tracking
 from halfstep.claims.checks.base import Numbers, check
 from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.mean import Steps, mean_steps
+from halfstep.distributed.mean import Simulated, Steps, mean_steps, run
 from halfstep.distributed.message import Message
-from halfstep.distributed.simulated import Simulated, run
 from halfstep.quant import Quantizer, Scales, round_to
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.lab.digits import Digits, load_digits
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.measures.detection import Found, Truth, iou, mean_average_precision, suppress
+from halfstep.lab.measures import Found, Truth, iou, mean_average_precision, suppress
 from halfstep.lab.models.cnn import conv_block
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 

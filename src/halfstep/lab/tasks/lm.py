@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.models.gpt import GPT
+from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.moe import MoE
-from halfstep.lab.models.unit_gpt import UnitGPT
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.measures.sentences import error_rate
+from halfstep.lab.measures import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.measures.sentences import error_rate
+from halfstep.lab.measures import error_rate
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.measures.sentences import bleu
+from halfstep.lab.measures import bleu
 from halfstep.lab.models.seq2seq import Seq2Seq
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 

@@ -1,15 +1,30 @@
-"""Modules that compute in float32 under autocast: what an op-level policy names beyond autocast's own lists."""
+"""Modules that compute wider than torch would have them: in float32 under autocast, or as wide as what comes in.
+
+In float32 compute the modules that an op-level policy names beyond autocast's own lists (`forward`). Others have 16-bit
+weights that torch wants in their input's dtype, and an input that arrives wider meets wider weights (`FORWARDS`).
+A float32 buffer in a model (a positional encoding) widens the activations, and so does the model's own input. torch's
+CPU kernels refuse a float32 input with 16-bit weights, and its CUDA kernels differ; autocast casts the operands of
+products alone. Here the few weights are widened instead, and the layer computes in the input's precision. Power
+iterations and matrix exponentials (spectral norms, orthogonal weights) need more than 16 bits, whatever comes in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import TorchFunctionMode
 
-from halfstep.nn.tuners import matches
+from halfstep.nn.adopt import extend
+from halfstep.nn.paths import matches
 
 
 def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
@@ -32,3 +47,133 @@ def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_STRICT: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.bilinear,
+        torch.layer_norm, torch.group_norm, torch.batch_norm, torch.instance_norm, torch.rms_norm, torch.bilinear,
+        torch.mv, torch.dot, torch.vdot, torch.inner, torch.addmv, torch.lerp, torch.tensordot,
+        Tensor.mv, Tensor.dot, Tensor.vdot, Tensor.inner, Tensor.addmv, Tensor.lerp,
+    }
+)  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _norm(stock: Any, module: Any, input: Tensor, *more: Tensor) -> Tensor:
+    """The stock forward, except for inputs whose dtype is not the weights'."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if weight is None or all(x.dtype == weight.dtype for x in (input, *more)):
+        return stock(module, input, *more)  # type: ignore[no-any-return]
+    running = getattr(module, "track_running_stats", False)
+    if running:  # its weights are float32, and its buffers are the stock forward's own
+        return stock(module, input)  # type: ignore[no-any-return]
+    dtype = torch.promote_types(input.dtype, weight.dtype)
+    input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(input, module.num_groups, weight, bias, module.eps)
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(input, module.normalized_shape, weight, module.eps)
+    if isinstance(module, nn.Bilinear):
+        return F.bilinear(input, more[0].to(dtype), weight, bias)
+    module._check_input_dim(input)
+    if isinstance(module, _BATCH):
+        return F.batch_norm(input, None, None, weight, bias, True, 0.0, module.eps)
+    single = input.dim() == module._get_no_batch_dim()
+    y = F.instance_norm(input[None] if single else input, None, None, weight, bias, True, 0.0, module.eps)
+    return y[0] if single else y
+
+
+def _bag(
+    stock: Any, module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+) -> Tensor:
+    """The stock forward; where the weights of the samples are wider than the table, the rows that the bags name are
+    widened (never the table) and summed so."""
+    table = module.weight
+    if per_sample_weights is None or per_sample_weights.dtype == table.dtype or module.mode != "sum":
+        return stock(module, input, offsets, per_sample_weights)  # type: ignore[no-any-return]
+    dtype = torch.promote_types(per_sample_weights.dtype, table.dtype)
+    options = (module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.sparse)
+    rows = F.embedding(input.reshape(-1), table, *options).to(dtype)
+    weights = per_sample_weights.to(dtype)
+    if module.padding_idx is not None:
+        weights = weights.masked_fill(input == module.padding_idx, 0.0)
+    places = torch.arange(input.numel(), device=input.device, dtype=torch.int64).view(input.shape)
+    last = module.include_last_offset
+    offsets = offsets if offsets is None else offsets.to(places.dtype)
+    return F.embedding_bag(places, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=last)
+
+
+def _spectral(stock: Any, module: Any, weight: Tensor) -> Tensor:
+    """The stock forward in float32, rounded to the weight's dtype."""
+    with torch.autocast(weight.device.type, enabled=False):
+        return stock(module, weight.float()).to(weight.dtype)  # type: ignore[no-any-return]
+
+
+FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    **dict.fromkeys((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_INSTANCE, *_BATCH, nn.Bilinear), _norm),
+    **dict.fromkeys((parametrizations._SpectralNorm, parametrizations._Orthogonal), _spectral),
+    nn.EmbeddingBag: _bag,
+}
+"""By the class of torch's whose forward it stands in for."""
+
+
+def widen_hooked(module: nn.Module) -> None:
+    """Let the hook of `torch.nn.utils.spectral_norm` (the older one) read its weight in float32."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            extend(module, _Widened(f"{hook.name}_orig"))
+
+
+@dataclass(frozen=True)
+class _Widened:
+    """The members that show a parameter in float32."""
+
+    name: str
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        return {self.name: property(partial(_in_float32, name=self.name))}
+
+
+def _in_float32(module: Any, name: str) -> Tensor:
+    return module._parameters[name].float()  # type: ignore[no-any-return]
+
+
+def has_own_code(module: nn.Module) -> bool:
+    """Whether the module's forward is not torch's, and has weights of its own to use."""
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return own and not f"{type(module).forward.__module__}.".startswith("torch.")
+
+
+def own_code(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward; with the functions above widened where something in float32 comes in or lies beside."""
+    if any(map(_is_wide, (*args, *kwargs.values(), *module._buffers.values()))):
+        with _Widening():
+            return stock(module, *args, **kwargs)
+    return stock(module, *args, **kwargs)
+
+
+class _Widening(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _STRICT:
+            floating = [x.dtype for x in (*args, *kwargs.values()) if _is_floating(x)]
+            if len(set(floating)) > 1:
+                widest = floating[0]
+                for dtype in floating[1:]:
+                    widest = torch.promote_types(widest, dtype)
+                args = [x.to(widest) if _is_floating(x) else x for x in args]
+                kwargs = {name: x.to(widest) if _is_floating(x) else x for name, x in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _is_wide(x: Any) -> bool:
+    return _is_floating(x) and x.dtype not in _NARROW

@@ -3,8 +3,7 @@
 from functools import cache
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.quant.masters.base import Kept, Master
-from halfstep.quant.masters.own import Own
+from halfstep.quant.masters.base import Kept, Master, Own
 from halfstep.registry import collect
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.errors import QuantizationError
 from halfstep.formats import Format
-from halfstep.quant.family.floating import power_of_two
+from halfstep.quant.family import power_of_two
 from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling.base import Scaling, StatefulScaling, Stored, check_power
 from halfstep.quant.scaling.current import current, factor_of

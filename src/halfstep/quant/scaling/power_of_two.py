@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer
-from halfstep.quant.family.floating import power_of_two
+from halfstep.quant.family import power_of_two
 from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling.base import Scaling, Stored, check_power, over
 from halfstep.quant.tile import Tile

@@ -1,1 +1,0 @@
-"""The metrics of the fields, each a function on plain tensors or lists."""
