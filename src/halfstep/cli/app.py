@@ -70,7 +70,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, load(name), rest
+        return name, load(str(name)), rest
 
 
 def load(name: str) -> Any:
