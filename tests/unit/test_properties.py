@@ -295,7 +295,7 @@ def test_embeddings(rows, lookups):
 def test_every_operation_stands_here():
     """The list of exceptions is closed because there is no operation besides: each has a property above."""
     text = Path(__file__).read_text(encoding="utf-8")
-    rooms = activations, attention, layers, products, modules.attention
+    rooms = activations, attention, layers, products, modules.transformer
     operations = {
         name
         for name in unit.__all__
