@@ -126,7 +126,7 @@ def products(request, carry):
 @pytest.fixture
 def unrendered(monkeypatch):
     """Reports build their figures, and write no pictures of them: most of a report's time."""
-    monkeypatch.setattr("halfstep.lab.report.page.png", lambda figure: b"no picture")
+    monkeypatch.setattr("halfstep.lab.report.png", lambda figure: b"no picture")
 
 
 @pytest.fixture

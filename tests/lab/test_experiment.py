@@ -13,8 +13,7 @@ from halfstep.lab.compare import open_experiment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import TIMINGS
 from halfstep.lab.optimizer import build_optimizer
-from halfstep.lab.report import write_report
-from halfstep.lab.report.page import command
+from halfstep.lab.report import command, write_report
 from halfstep.optim import Lamb, Lion, update_rules
 
 

@@ -14,9 +14,9 @@ from run_folder import USUAL, Run, changed, edited, usual_experiment, write
 
 from families import slow_unless
 from halfstep.errors import RunError
+from halfstep.lab import report as pages
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.report import curves, exponents, style, write_report
-from halfstep.lab.report import page as pages
 from halfstep.lab.report.results import load
 from halfstep.lab.verdict import rule
 

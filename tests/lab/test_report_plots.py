@@ -13,8 +13,7 @@ from run_folder import BYTES, USUAL, Run, rows, statistics_row, uniform, usual_e
 from halfstep import formats
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder
-from halfstep.lab.report import curves, descent, exponents, gaps, memory, scales, speed, zeroed
-from halfstep.lab.report.page import PICTURES
+from halfstep.lab.report import PICTURES, curves, descent, exponents, gaps, memory, scales, speed, zeroed
 from halfstep.lab.report.results import load
 from halfstep.lab.report.style import looks, percent_ticks, plain, power, share, signed, spread
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.accounting.account import Blank
+from halfstep.accounting.subject import Blank
 from halfstep.errors import AccountError
 from halfstep.memory import activation_bytes, measure_step
 

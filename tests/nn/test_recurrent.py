@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import halfstep
 from families import for_each, in_turn, slow_unless
 from halfstep import recipe
-from halfstep.nn.adapters import lstm
+from halfstep.nn.adapters import stock as adapter
 from halfstep.tracking import activation_gradients
 from tiny import BREAKS, FAST, RECIPES, prepared
 
@@ -73,7 +73,7 @@ def inputs(layer, way, stock):
 def compare(name, layer, way, units, monkeypatch):
     """A layer under a recipe with stock float32: outputs, and in training gradients."""
     if units == "carried":
-        monkeypatch.setattr(lstm, "lacks_kernel", lambda *_: True)
+        monkeypatch.setattr(adapter, "lacks_kernel", lambda *_: True)
     stock, model = Model(layer, way == "in 16 bits"), Model(layer, way == "in 16 bits")
     x, states = inputs(layer, way, stock)
     halfstep.apply(model, name)
@@ -114,7 +114,7 @@ def test_it_is_stock_float32_within_rounding_under_the_others(name, layer, way, 
 
 def test_a_carried_lstm_is_float32s_between_two_roundings(monkeypatch):
     """Written out: rounded weights and inputs, torch's float32 LSTM, rounded outputs and states."""
-    monkeypatch.setattr(lstm, "lacks_kernel", lambda *_: True)
+    monkeypatch.setattr(adapter, "lacks_kernel", lambda *_: True)
     model, twin, x = Model("lstm"), Model("lstm").layer, torch.randn(3, 4, 8)
     halfstep.apply(model, "fp16-mixed")
     for parameter in twin.parameters():
@@ -132,7 +132,7 @@ def test_a_carried_lstm_is_float32s_between_two_roundings(monkeypatch):
 
 
 def test_dropout_between_layers_draws_as_the_stock_layer_does(monkeypatch):
-    monkeypatch.setattr(lstm, "lacks_kernel", lambda *_: True)
+    monkeypatch.setattr(adapter, "lacks_kernel", lambda *_: True)
     model, stock = nn.ModuleDict({"layer": nn.LSTM(8, 6, 2, dropout=0.5)}), nn.LSTM(8, 6, 2, dropout=0.5)
     stock.load_state_dict(model.layer.state_dict())
     halfstep.apply(model, "fp16-mixed")

@@ -1,9 +1,8 @@
 """What a training setup takes before it exists, on tensors without memory: bytes by role, and its products."""
 
-from halfstep.accounting.account import OPTIMIZERS, Account, account
+from halfstep.accounting.account import OPTIMIZERS, Account, InferenceBytes, account, inference
 from halfstep.accounting.checkpointing import CHECKPOINTING
 from halfstep.accounting.cost import cost
-from halfstep.accounting.inference import InferenceBytes, inference
 from halfstep.accounting.models import architectures, load_subject, named
 from halfstep.accounting.products import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, speeds_from
 from halfstep.accounting.sharing import Share, bytes_from, check_ranks, largest, sent_a_parameter, share

@@ -10,7 +10,6 @@ from itertools import pairwise
 from torch import nn
 
 from halfstep import formats
-from halfstep.accounting.account import blank, sequence_of
 from halfstep.accounting.products import (
     ATTENTION,
     ATTENTION_CORE,
@@ -32,8 +31,8 @@ from halfstep.accounting.products import (
     Products,
     Work,
     speed_of,
-)
-from halfstep.accounting.subject import Subject
+)  # fmt: skip
+from halfstep.accounting.subject import Subject, blank, sequence_of
 from halfstep.errors import AccountError
 from halfstep.nn.adapters import wide
 from halfstep.nn.layers import Matched, match

@@ -21,6 +21,20 @@ _aten = torch.ops.aten
 
 LAYER, CORE, OTHER = "layer", "core", "activations"
 """What a product is of: a layer's weight, attention's queries, keys and values, or other activations."""
+PASSES = "forward", "input gradient", "weight gradient"
+"""The three products of a layer, or of each of attention's two."""
+ATTENTION, FEED_FORWARD, ATTENTION_CORE = "attention linears", "feed-forward linears", "attention core"
+LAYERS, OTHERS = "other layers", "other products"
+HEAD = "head"
+"""The kind of work of the layer whose outputs are the logits."""
+KINDS = ATTENTION, FEED_FORWARD, LAYERS, ATTENTION_CORE, OTHERS, HEAD
+"""What products are of, in the order of the report."""
+ROTATIONS, REMAINDERS, ESTIMATES = "Hadamard transforms", "clamped remainders", "estimators"
+OVERHEADS = ROTATIONS, REMAINDERS, ESTIMATES
+"""What a recipe's products have beside them, which training in 16 bits has not."""
+SPEEDS = {16: 1.0, 8: 2.0, 4: 4.0}
+"""Multiply-adds in the time of one in 16 bits, by the bits of the wider operand: as tensor cores are sold."""
+BASE = 16
 
 
 @dataclass(frozen=True)
@@ -164,26 +178,6 @@ _COUNTS: dict[Any, _Count] = {
     _aten._scaled_dot_product_efficient_attention: _attention,
     _aten._scaled_dot_product_cudnn_attention: _attention,
 }
-
-
-PASSES = "forward", "input gradient", "weight gradient"
-"""The three products of a layer, or of each of attention's two."""
-
-ATTENTION, FEED_FORWARD, ATTENTION_CORE = "attention linears", "feed-forward linears", "attention core"
-LAYERS, OTHERS = "other layers", "other products"
-HEAD = "head"
-"""The kind of work of the layer whose outputs are the logits."""
-KINDS = ATTENTION, FEED_FORWARD, LAYERS, ATTENTION_CORE, OTHERS, HEAD
-"""What products are of, in the order of the report."""
-
-ROTATIONS, REMAINDERS, ESTIMATES = "Hadamard transforms", "clamped remainders", "estimators"
-OVERHEADS = ROTATIONS, REMAINDERS, ESTIMATES
-"""What a recipe's products have beside them, which training in 16 bits has not."""
-
-SPEEDS = {16: 1.0, 8: 2.0, 4: 4.0}
-"""Multiply-adds in the time of one in 16 bits, by the bits of the wider operand: as tensor cores are sold."""
-
-BASE = 16
 
 
 @dataclass(frozen=True)

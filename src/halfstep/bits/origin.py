@@ -10,8 +10,7 @@ from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fit_bits, halved
 from halfstep.bits.factors import CODE_BITS, factored, powers
 from halfstep.bits.grids import fit_levels, fit_tiles
-from halfstep.bits.levels import come_again, copied, few_levels, repetition
-from halfstep.bits.looks import Looks, looks
+from halfstep.bits.looks import Looks, come_again, copied, few_levels, looks, repetition
 from halfstep.bits.scan import Scan
 from halfstep.bits.tiles import named
 from halfstep.formats import Float

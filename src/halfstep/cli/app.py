@@ -48,6 +48,7 @@ COMMANDS = {
 }
 """Each command, with its line in the list of commands; a command's file is imported when it is called."""
 
+_FILES = {"train": "compare", "mismatch": "probe"}
 _EXTRAS = {
     "matplotlib": "lab",
     "jinja2": "lab",
@@ -74,8 +75,8 @@ class _Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The command of that name, as click knows one; its file is `halfstep.cli.NAME`, `train`'s is that of `compare`."""
-    module = import_module(f"halfstep.cli.{'compare' if name == 'train' else name}")
+    """The command of that name, as click knows one; its file is `halfstep.cli.NAME` where `_FILES` names none."""
+    module = import_module(f"halfstep.cli.{_FILES.get(name, name)}")
     command, holder = getattr(module, name), typer.Typer()
     if isinstance(command, typer.Typer):
         holder.add_typer(command, name=name, help=COMMANDS[name])

@@ -137,7 +137,7 @@ def plan(
     with stages() as progress:
         progress("loading torch and the model")
         from halfstep.accounting import load_subject
-        from halfstep.accounting.account import blank
+        from halfstep.accounting.subject import blank
         from halfstep.preparation import plan as plan_for
 
         subject = load_subject(model)

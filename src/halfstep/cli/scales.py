@@ -123,7 +123,7 @@ class _Subject:
     def unit_scale(self) -> None:
         """Unit-scale the model by its first batch."""
         from halfstep import unit_scale
-        from halfstep.lab.unit import unit_scale_on
+        from halfstep.lab.optimizer import unit_scale_on
         from halfstep.probe.batch import loss_of_output
 
         batch = self.batches[0]

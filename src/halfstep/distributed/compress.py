@@ -1,4 +1,4 @@
-"""`compress`: a model under DDP or FSDP2 sends its gradients, and gathers its weights, as its recipe says."""
+"""What DDP, FSDP2 and sequence parallelism send in few bits: `compress`, as the recipe says; `GatherCodes`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.distributed.collectives import LIMIT
@@ -148,3 +150,22 @@ def _bits(tensor: Tensor) -> int:
     """The sum of a tensor's bits as whole numbers: alike on all machines."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return int(tensor.contiguous().view(whole).sum(dtype=torch.int64))
+
+
+class GatherCodes(ColwiseParallel):
+    """torch's `ColwiseParallel` of a layer whose input's tokens are spread over ranks, and whose recipe rounds them:
+    ranks send their tokens' codes, in the forward pass and again in the backward pass, and keep no others' tokens.
+
+        parallelize_module(model, mesh, {"up": GatherCodes(Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))})
+
+    `ColwiseParallel(input_layouts=Shard(1))` gives the same bits, sends tokens in the dtype that they have, once, and
+    keeps all of them for the backward pass.
+
+    Args:
+        tokens: the dimension of the input that is spread: `Shard(1)` of (batch, tokens, in).
+        options: as `ColwiseParallel`.
+    """
+
+    def __init__(self, tokens: Shard, **options: Any) -> None:
+        super().__init__(input_layouts=tokens, **options)
+        self.desired_input_layouts: tuple[Any] = self.input_layouts  # as they are

@@ -30,6 +30,10 @@ _SIZES = frozenset(
 _TOKEN = re.compile(r"(?:\d+x\d+b|a\d+b|\d+(?:\.\d+)?[bmtke])(?![a-z0-9])|[a-z]+|\d+")
 _SIZE = re.compile(r"\d+x\d+b|a?\d+(?:\.\d+)?[bmt]|\d+e")  # parameters, all or active, or experts
 _DATE = re.compile(r"\d{4}|\d{6}|\d{8}|\d+k")  # of a release, or the length of its context
+_FILES = {"config.json", "adapter_config.json", "README.md"}
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".distcp", ".h5", ".msgpack")
+_BASES = 100  # origins of a folder; a merge of models has a few
+_LIMIT = 1 << 20  # a model card or a config.json is far smaller; nothing is read beyond
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,6 @@ def may_be(one: Spelling, other: Spelling) -> bool:
     following = other.core[len(one.core) :]
     unclear = not one.numbered and not one.sizes and other.core[: len(one.core)] == one.core
     return unclear and bool(following) and (following[0].isdigit() or following[0] == "v")
-
-
-_FILES = {"config.json", "adapter_config.json", "README.md"}
-_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".distcp", ".h5", ".msgpack")
-_BASES = 100  # origins of a folder; a merge of models has a few
-_LIMIT = 1 << 20  # a model card or a config.json is far smaller; nothing is read beyond
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 
+Sentence = Sequence[Hashable]
+
+
 @dataclass(frozen=True)
 class Found:
     """What a detector says about one image: boxes (n, 4), scores (n,), classes (n,)."""
@@ -98,9 +101,6 @@ def _average_precision(found: Sequence[Found], truth: Sequence[Truth], kind: int
         ceiling = max(ceiling, precision)
         area += ceiling / total
     return area
-
-
-Sentence = Sequence[Hashable]
 
 
 def edit_distance(found: Sentence, wanted: Sentence) -> int:

@@ -21,9 +21,8 @@ from halfstep.lab.checkpoint import Training
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.look import Look, counted
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
-from halfstep.lab.optimizer import build_optimizer
+from halfstep.lab.optimizer import build_optimizer, unit_scale_on
 from halfstep.lab.task import Batch, Task, check_finite
-from halfstep.lab.unit import unit_scale_on
 from halfstep.memory import measure
 from halfstep.nn.applied import applied_to
 from halfstep.recipe import Recipe

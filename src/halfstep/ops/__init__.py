@@ -1,5 +1,8 @@
 """Operations on quantised tensors, and differentiable ones on quantised operands."""
 
+from torch import Tensor
+
+from halfstep.kernels.cpu import masters as kernel
 from halfstep.kernels.largest import amax_of
 from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import Quantized, decode, encode, fake_quantize, quantize, round_to
@@ -9,7 +12,6 @@ from halfstep.ops.convolution import convolution
 from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import linear, rounded_weight
 from halfstep.ops.linear_passes import RoundedWeight
-from halfstep.ops.masters import follow
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
 from halfstep.ops.saved import Keeping
@@ -17,6 +19,7 @@ from halfstep.ops.scale import scale_backward, scale_forward
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.window import Window
+from halfstep.quant.masters import Kept, Master
 
 
 __all__ = [
@@ -26,3 +29,9 @@ __all__ = [
     "rounded_weight", "save_quantized", "scale_backward", "scale_forward",
     "smooth_channels", "smooth_tokens", "token_scale", "values_of",
 ]  # fmt: skip
+
+
+def follow(master: Master, weight: Tensor, kept: Kept) -> None:
+    """`master.follow(weight, kept)`: by a kernel where one supports the call, else the reference."""
+    if not kernel.run(weight, master.name, kept):
+        master.follow(weight, kept)

@@ -1,10 +1,11 @@
-"""The page: three tabs in one file that opens from a folder and asks no network for anything; the formats' numbers."""
+"""The page: three tabs in one file that opens from a folder and asks no network; two tabs' facts, memory's apart."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+from collections import Counter
 from importlib.resources import files
 from math import isfinite
 from typing import Any
@@ -15,9 +16,12 @@ from halfstep.cli.formats.table import bits_per_value, kind, layout, tile_text
 from halfstep.errors import MissingLibraryError
 from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
-from halfstep.kb import KnowledgeBase
+from halfstep.kb import KnowledgeBase, casts
+from halfstep.kb.descriptions import because
+from halfstep.kb.schema import uses
+from halfstep.kb.verdict import Verdict, judge, most_careful
 from halfstep.printable import printable
-from halfstep.site import kb, memory
+from halfstep.site import memory
 
 
 try:
@@ -28,6 +32,8 @@ except ModuleNotFoundError as error:
 
 TABS = {"kb": "Knowledge base", "formats": "Formats", "memory": "Memory"}
 _SCRIPTS = "frame", "exact", "share", "kb", "formats", "memory", "tabs"
+_Said = tuple[str, tuple[int, ...], tuple[str, ...]]
+"""A verdict, the numbers of the texts that say why, and what to keep in fp32."""
 
 
 def to_html(base: KnowledgeBase) -> str:
@@ -47,10 +53,10 @@ def to_html(base: KnowledgeBase) -> str:
     )
     environment.filters["printable"] = printable
     style, code = _trimmed(part("page.css")), script()
-    data: dict[str, Any] = {"kb": kb.checker(base), "formats": table(), "memory": memory.table()}
+    data: dict[str, Any] = {"kb": checker(base), "formats": table(), "memory": memory.table()}
     said = json.dumps(data, separators=(",", ":"))
     return environment.get_template("page.html").render(
-        **kb.facts(base),
+        **entries(base),
         **facts(),
         models=data["memory"]["models"],
         recipes=data["memory"]["recipes"],
@@ -132,3 +138,71 @@ def facts() -> dict[str, Any]:
         {"name": b.name, "element": b.element.name, "tile": tile_text(b), "bits": bits_per_value(b)} for b in blocks
     ]
     return {"formats": table(), "roundings": ROUNDINGS, "blocks": rows}
+
+
+def entries(base: KnowledgeBase) -> dict[str, Any]:
+    """What kb.html is written from."""
+    return {
+        "entries": sorted(base.entries, key=lambda entry: (-entry.year, entry.family.casefold(), entry.id)),
+        "failures": base.failures,
+        "reports": {
+            entry.id: [report for report in base.failures if entry.id in report.entries] for entry in base.entries
+        },
+        "counts": base.counts(),
+        "precisions": Counter(kind for entry in base.entries for kind in entry.computes),
+        "evidence": Counter(entry.evidence_kind for entry in base.entries),
+        "years": sorted({entry.year for entry in base.entries}, reverse=True),
+        "uses": uses(),
+        "natives": list(dict.fromkeys(native for native, _ in casts.table())),
+        "cells": casts.table(),
+    }
+
+
+def checker(base: KnowledgeBase) -> dict[str, Any]:
+    """What the page's cast checker answers from: every verdict is `judge`'s, none is made in the page."""
+    texts: dict[str, int] = {}
+    said: dict[_Said, int] = {}
+    answers: dict[tuple[str, ...], dict[str, Any]] = {}
+    names: dict[str, tuple[int, str]] = {}
+    globs: list[tuple[str, list[str], int]] = []
+    for entry in base.entries:
+        for name in (*entry.model_ids, entry.id, *entry.aliases):
+            verdicts = {use: judge(base, name, use) for use in uses()}
+            found = verdicts["fp32"].answer
+            key = tuple(sorted(each.id for each in found.entries))
+            if key not in answers:
+                numbers = [said.setdefault(_said(verdict, texts), len(said)) for verdict in verdicts.values()]
+                answers[key] = {"entries": [each.id for each in found.entries], "tier": found.tier, "said": numbers}
+            number = list(answers).index(key)
+            if "*" in name:
+                globs.append((name.lower(), [other.lower() for other in entry.except_ids], number))
+            else:
+                names.setdefault(name.lower(), (number, found.how))
+    reports = [
+        {
+            "id": report.id,
+            "kind": report.kind,
+            "uses": report.uses,
+            "entries": report.entries,
+            "globs": [name.lower() for name in report.model_ids],
+        }
+        for report in base.failures
+    ]
+    ways: dict[tuple[int, str], list[str]] = {}
+    for name, way in names.items():
+        ways.setdefault(way, []).append(name)
+    listed = {
+        "names": [[*way, called] for way, called in ways.items()],
+        "answers": list(answers.values()),
+        "said": list(said),
+        "texts": list(texts),
+    }
+    return {"uses": uses(), "globs": globs, **listed, "reports": reports}
+
+
+def _said(verdict: Verdict, texts: dict[str, int]) -> _Said:
+    """What the entries say; the page adds the reports of failures, which depend on the name."""
+    own = [reason for reason in verdict.reasons if reason.entry is not None] or list(verdict.reasons)
+    lines = map(because, own)
+    numbers = tuple(texts.setdefault(printable(line), len(texts)) for line in dict.fromkeys(lines))
+    return most_careful(own), numbers, tuple(printable(part) for part in verdict.keep_in_fp32)

@@ -1,6 +1,185 @@
-"""Reports: what the files of a run folder say, as summary.json, plots and one page. Imports no torch."""
+"""Reports: what a run folder's files say, as summary.json, plots/*.png, and report.html with all of it. No torch."""
 
-from halfstep.lab.report.page import write_report
+from __future__ import annotations
+
+import base64
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib import rc_context
+
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.folder import RunFolder, write_json
+from halfstep.lab.report import curves, descent, exponents, field, gaps, memory, scales, speed, zeroed
+from halfstep.lab.report.results import BASELINE, Results, load
+from halfstep.lab.report.style import SETTINGS, Picture, png, signed, times
+from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNDECIDED, RecipeVerdict, enough, rule
 
 
 __all__ = ["write_report"]
+
+PICTURES: tuple[Callable[[Results], Picture], ...] = (
+    curves.picture,
+    field.picture,
+    gaps.picture,
+    speed.picture,
+    memory.picture,
+    scales.picture,
+    exponents.picture,
+    zeroed.picture,
+    descent.picture,
+)
+"""The plots in the page's order."""
+
+_SIGNS = {MATCHES: ("good", "✓"), DEGRADES: ("poor", "▲"), DIVERGED: ("bad", "✕"), UNDECIDED: ("open", "?")}
+_OPTIONS = (
+    *("task", "data", "steps", "seeds", "baseline_seeds", "margin", "model", "batch", "context"),
+    *("lr", "recipe_lr", "optimizer"),
+)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One recipe in the verdict table, in words."""
+
+    recipe: str
+    sign: str
+    kind: str
+    verdict: str
+    details: str
+    numbers: tuple[str, ...]
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Judge every recipe and write summary.json, plots/*.png and report.html into the run folder; return the page.
+
+    Runs may be unfinished, diverged or missing: the page says what is there. Writing it twice writes the same bytes.
+
+    Raises:
+        RunError: a file of the folder is damaged or was edited.
+    """
+    results = load(folder)
+    write_json(folder.path / "summary.json", results.summary())
+    plots = folder.path / "plots"
+    plots.mkdir(exist_ok=True)
+    shown: list[tuple[Picture, str | None]] = []
+    with rc_context(SETTINGS):
+        for picture in (make(results) for make in PICTURES):
+            file = plots / f"{picture.name}.png"
+            file.unlink(missing_ok=True)
+            if picture.figure is not None:
+                file.write_bytes(png(picture.figure))
+                shown.append((picture, base64.b64encode(file.read_bytes()).decode()))
+            else:
+                shown.append((picture, None))
+    page = folder.path / "report.html"
+    partial = page.with_name("report.html.partial")
+    partial.write_text(_page(results, shown), encoding="utf-8")
+    os.replace(partial, page)
+    return page
+
+
+def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
+    templates = Environment(
+        loader=PackageLoader("halfstep.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    band = results.band
+    unit = f" {results.facts.loss_unit}" if results.facts.loss_unit else ""
+    data = results.experiment.to_dict()
+    data["data"] = data["data"] or "left out: the task's own"
+    return templates.get_template("report.html").render(
+        name=results.name,
+        headline=results.headline(),
+        rule=rule(results.facts.metric, results.experiment.margin),
+        loss_unit=results.facts.loss_unit,
+        metric=results.facts.metric,
+        learning_rates=results.learning_rates,
+        band=None if band is None else f"{band.mean:#.5g} ± {band.half_width / 2:#.3g}{unit} over {band.seeds} seeds",
+        lines=[_line(results, verdict) for verdict in results.verdicts],
+        explanations=[(v.recipe, v.explanation) for v in results.verdicts if v.explanation],
+        pictures=pictures,
+        environment=[(key, _word(value)) for key, value in results.environment.items()],
+        experiment=[(key, _word(value)) for key, value in data.items()],
+        command=command(results.experiment, results.folder.path, results.facts.defaults),
+    )
+
+
+def _line(results: Results, verdict: RecipeVerdict) -> _Line:
+    kind, sign = _SIGNS.get(verdict.status, ("open", "…"))
+    words, details = verdict.status, ""
+    if verdict.status == DIVERGED:
+        words = f"diverged at step {verdict.diverged_at}"
+        first = f"first non-finite tensor: {verdict.first_nonfinite}" if verdict.first_nonfinite else ""
+        details = "; ".join(part for part in (first, verdict.reason) if part)
+    elif verdict.final_loss is None:
+        words = "not finished" if verdict.seeds else "not begun"
+    elif verdict.recipe == BASELINE:
+        kind, sign, words = "good", "=", "the baseline"
+        details = counted(verdict.seeds)
+    else:
+        details = counted(verdict.seeds) + (
+            f"; {enough(verdict.interval, verdict.seeds_to_decide)}" if verdict.status == UNDECIDED else ""
+        )
+    ratio, size = results.slowdown(verdict), verdict.bytes_per_parameter
+    metric, interval, rates = results.facts.metric, verdict.interval, results.learning_rates
+    numbers = (
+        *((f"{rates[verdict.recipe]:g}",) if rates else ()),
+        _number(verdict.final_loss, "{:#.5g}"),
+        *(() if metric is None else (metric.show(verdict.final_metric).replace("-", "–"),)),
+        "–" if verdict.paired_gap is None or verdict.recipe == BASELINE else signed(verdict.paired_gap),
+        "–"
+        if interval is None or verdict.recipe == BASELINE
+        else f"{signed(interval.low)} to\u00a0{signed(interval.high)}",
+        _number(verdict.ms_per_step, "{:.1f}"),
+        "–" if ratio is None else f"{times(ratio)}×",
+        "–" if size is None else f"{memory.total_bytes(size):.4g}",
+        str(verdict.skipped_steps),
+    )
+    return _Line(verdict.recipe, sign, kind, words, details, numbers)
+
+
+def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | None = None) -> str | None:
+    """The command that goes on with this run; None where the command line cannot say the experiment.
+
+    Args:
+        defaults: what the experiment's task sets otherwise than `Experiment` does.
+    """
+    usual = {f.name: f.default for f in fields(Experiment)} | {"recipe_lr": {}} | _tuples(defaults or {})
+    changed = {name: value for name in usual if (value := getattr(experiment, name)) != usual[name]}
+    recipes = changed.pop("recipes")
+    if any(name not in _OPTIONS for name in changed):
+        return None
+    if "recipe_lr" in changed:
+        changed["recipe_lr"] = ",".join(f"{recipe}={rate}" for recipe, rate in experiment.recipe_lr.items())
+    words = ["halfstep", "compare", "--recipes", ",".join(recipes)]
+    if len(recipes) == 1 and "recipe_lr" not in changed and experiment.baseline_seeds == experiment.seeds:
+        words = ["halfstep", "train", "--recipe", recipes[0]]
+        changed = {name: value for name, value in changed.items() if name not in ("seeds", "baseline_seeds")}
+        changed |= {} if experiment.seeds == 1 else {"seeds": experiment.seeds}
+    for name, value in changed.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--out", str(path), "--resume"])
+
+
+def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+
+
+def counted(seeds: int) -> str:
+    """A number of seeds in words."""
+    return f"{seeds} seed{'s' if seeds != 1 else ''}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "none"
+    return ", ".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from halfstep.errors import ModelError
-from halfstep.nn.adapters import lstm
 from halfstep.nn.adapters.cell import GATES, State
+from halfstep.nn.adapters.stock import lstm_forward
 from halfstep.nn.adopt import is_stock
 from halfstep.nn.product import product, repeated_weight, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
@@ -45,7 +45,7 @@ def forward(stock: Any, module: Any, input: Tensor | PackedSequence, hx: Any = N
         ModelError: an input without steps, or of another number of dimensions than the states.
     """
     if not spec_of(module).rounds:
-        return lstm.forward(stock, module, input, hx) if isinstance(module, nn.LSTM) else stock(module, input, hx)
+        return lstm_forward(stock, module, input, hx) if isinstance(module, nn.LSTM) else stock(module, input, hx)
     if isinstance(input, PackedSequence):
         return _packed(module, input, hx)
     batched = input.dim() == 3

@@ -27,6 +27,19 @@ from halfstep.nn.adopt import extend
 from halfstep.nn.paths import matches
 
 
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_STRICT: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.bilinear,
+        torch.layer_norm, torch.group_norm, torch.batch_norm, torch.instance_norm, torch.rms_norm, torch.bilinear,
+        torch.mv, torch.dot, torch.vdot, torch.inner, torch.addmv, torch.lerp, torch.tensordot,
+        Tensor.mv, Tensor.dot, Tensor.vdot, Tensor.inner, Tensor.addmv, Tensor.lerp,
+    }
+)  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
+
+
 def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
     """The modules, by path, whose class's name (`LlamaRMSNorm` is an `*RMSNorm`) or whose path a glob matches."""
     if not globs:
@@ -47,19 +60,6 @@ def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_STRICT: frozenset[Callable[..., Any]] = frozenset(
-    {
-        F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.bilinear,
-        torch.layer_norm, torch.group_norm, torch.batch_norm, torch.instance_norm, torch.rms_norm, torch.bilinear,
-        torch.mv, torch.dot, torch.vdot, torch.inner, torch.addmv, torch.lerp, torch.tensordot,
-        Tensor.mv, Tensor.dot, Tensor.vdot, Tensor.inner, Tensor.addmv, Tensor.lerp,
-    }
-)  # fmt: skip
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def _norm(stock: Any, module: Any, input: Tensor, *more: Tensor) -> Tensor:

@@ -25,6 +25,13 @@ from halfstep.unit.part import set_unit_part
 from halfstep.unit.residual import Residual, equal_shares
 
 
+PLACES = {
+    "pre": "x + f(norm(x)): GPT-2, Llama; u-muP",
+    "post": "norm(x + f(x)): the first transformers, BERT",
+    "res-post": "x + norm(f(x)): Swin-v2; munit scaling",
+}
+
+
 class Attention(nn.Module):
     """Self-attention on (batch, time, width) with logits mult q k^T / head, its sum brought to unit variance.
 
@@ -167,11 +174,6 @@ class MLP(nn.Module):
         return self.down_proj(self.act(self.up_proj(x)))  # type: ignore[no-any-return]
 
 
-PLACES = {
-    "pre": "x + f(norm(x)): GPT-2, Llama; u-muP",
-    "post": "norm(x + f(x)): the first transformers, BERT",
-    "res-post": "x + norm(f(x)): Swin-v2; munit scaling",
-}
 _NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 _MLPS = {"gated": GatedMLP, "gelu": MLP}
 
