@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import unit
-from halfstep.lab.data import VOCABULARY, load_corpus
-from halfstep.lab.digits import load_digits
+from halfstep.lab.data import VOCABULARY, load_corpus, load_digits
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.task import stream

@@ -23,7 +23,7 @@ from halfstep.memory import measure, measure_step
 from halfstep.quant import family
 from halfstep.quant.cast import shared_range
 from halfstep.recipe import Recipe, get_recipe
-from halfstep.recipe.saved import COAT
+from halfstep.recipe.storage import COAT
 from tiny import EVERY, SMOOTH
 
 

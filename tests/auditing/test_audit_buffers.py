@@ -8,9 +8,9 @@ from torch import nn
 
 import halfstep
 from families import for_each
-from halfstep.bits.memory import InMemory
 from halfstep.bits.narrowed import narrowed
 from halfstep.bits.scan import scan
+from halfstep.bits.values import InMemory
 from tiny import adamw
 
 

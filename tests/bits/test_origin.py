@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.scan import scan
 from halfstep.bits.sentences import Evidence
 from halfstep.bits.statistics import statistics
+from halfstep.bits.values import InMemory
 from halfstep.bits.verdict import verdict
 from halfstep.inspection.inspector import quick_origin
 

@@ -9,10 +9,10 @@ from pipelines import SPACES, Pipeline, circulant, drawn, made, right, untrue
 from torch import Tensor
 
 from families import for_each
-from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import origin
 from halfstep.bits.scan import scan
 from halfstep.bits.sentences import Evidence
+from halfstep.bits.values import InMemory
 from halfstep.bits.verdict import verdict
 
 

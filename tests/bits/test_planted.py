@@ -11,10 +11,10 @@ import torch
 from test_grids import E2M1, ROUND, nearest, quantised
 from torch import Tensor
 
-from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import Origin, origin
 from halfstep.bits.scan import scan
 from halfstep.bits.sentences import Evidence
+from halfstep.bits.values import InMemory
 from halfstep.bits.verdict import verdict
 
 

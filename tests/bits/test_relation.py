@@ -8,9 +8,9 @@ import torch
 
 import halfstep
 from families import for_each, in_turn, slow_unless
-from halfstep.bits.memory import InMemory
 from halfstep.bits.pair import Pair, as_numbers, change
 from halfstep.bits.relation import KINDS, relation
+from halfstep.bits.values import InMemory
 
 
 CASTS = ("bf16", "fp16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "tf32")

@@ -10,9 +10,9 @@ import torch
 
 from families import slow_unless
 from halfstep.bits import pieces
-from halfstep.bits.memory import InMemory
 from halfstep.bits.pieces import even
 from halfstep.bits.scan import scan
+from halfstep.bits.values import InMemory
 from halfstep.bits.what_if import CANDIDATES, Trials
 from halfstep.errors import QuantizationError
 

@@ -8,7 +8,7 @@ import pytest
 from families import for_each
 from halfstep.claims import get_claim, load
 from halfstep.claims.checks.base import get_check, list_checks
-from halfstep.claims.ledger import data
+from halfstep.claims.claim import data
 from halfstep.claims.page import describe, markdown
 from halfstep.claims.rules import ledger_problems
 from halfstep.errors import ClaimError

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import halfstep
-from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import origin, origins, stored_format
 from halfstep.bits.scan import scan, scan_small
 from halfstep.bits.statistics import of_scans, statistics
+from halfstep.bits.values import InMemory
 from halfstep.inspection.files import File
 from halfstep.kernels.cpu.compiled import Kernel
 

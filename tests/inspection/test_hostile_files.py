@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from watching import nothing_but_reading
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection import bounded_json, open_checkpoint, opening
+from halfstep.inspection import limits, open_checkpoint, opening
 from halfstep.inspection.limits import TENSORS, TEXT
 
 
@@ -128,7 +128,7 @@ def test_safetensors_header_lengths_that_lie(length, tmp_path):
 
 
 def test_a_header_as_large_as_the_limit_is_not_parsed_if_it_is_made_of_many_objects(tmp_path, monkeypatch):
-    monkeypatch.setattr(bounded_json, "PARSED", 1 << 20)
+    monkeypatch.setattr(limits, "PARSED", 1 << 20)
     for piece in (b"{}", b"[]", b"0"):
         header = b'{"a":[' + b",".join([piece] * (1 << 14)) + b"]}"
         refuses(with_header(tmp_path / "a.safetensors", header), "MiB of memory; expected at most")

@@ -15,8 +15,8 @@ from torch import nn
 
 import halfstep
 from families import for_each
-from halfstep.bits.memory import InMemory
 from halfstep.bits.scan import scan
+from halfstep.bits.values import InMemory
 from halfstep.errors import QuantizationError
 from halfstep.inspection.declared import Known
 from halfstep.inspection.opening import read

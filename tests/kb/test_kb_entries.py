@@ -7,10 +7,9 @@ import pytest
 from families import for_each
 from halfstep.kb import check, load, lookup
 from halfstep.kb.add import validate
-from halfstep.kb.casts import table
 from halfstep.kb.reader import package_folder
 from halfstep.kb.schema import schema, uses, words
-from halfstep.kb.verdict import judge
+from halfstep.kb.verdict import casts, judge
 
 
 ENTRIES = load(None).entries
@@ -181,7 +180,7 @@ def test_every_report_is_linked_to_an_entry_or_names_its_model(base):
 
 def test_the_cast_table_has_a_cell_for_every_training_type_and_use():
     natives = {word.split("_")[0] for word in schema()["$defs"]["precision"]["enum"]}
-    assert set(table()) == {(native, use) for native in natives for use in uses()}
+    assert set(casts()) == {(native, use) for native in natives for use in uses()}
 
 
 def test_parts_take_the_words_of_whole_models():

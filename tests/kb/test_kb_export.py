@@ -11,8 +11,7 @@ import yaml
 
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb import KnowledgeBase
-from halfstep.kb.card import model_card
-from halfstep.kb.export.plain import escaped, to_csv, to_json, to_markdown
+from halfstep.kb.export import escaped, model_card, to_csv, to_json, to_markdown
 from halfstep.kb.resolve import find
 
 

@@ -5,9 +5,8 @@ import torch
 
 from halfstep import kb
 from halfstep.errors import KnowledgeBaseError
-from halfstep.kb.casts import normal_use
 from halfstep.kb.schema import uses
-from halfstep.kb.verdict import judge
+from halfstep.kb.verdict import judge, normal_use
 
 
 def verdict(model, use):

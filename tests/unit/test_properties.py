@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep import unit
-from halfstep.unit import activations, attention, factors, layers, modules, products
+from halfstep.unit import activations, factors, layers, modules, products
 
 
 SIZES = st.integers(24, 160)
@@ -295,7 +295,7 @@ def test_embeddings(rows, lookups):
 def test_every_operation_stands_here():
     """The list of exceptions is closed because there is no operation besides: each has a property above."""
     text = Path(__file__).read_text(encoding="utf-8")
-    rooms = activations, attention, layers, products, modules.transformer
+    rooms = activations, layers, products, modules.transformer
     operations = {
         name
         for name in unit.__all__

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from halfstep.bits.dtypes import TYPES
-from halfstep.bits.memory import InMemory, runs
 from halfstep.bits.scan import Scan, readable, scan
+from halfstep.bits.values import InMemory, runs
 
 
 PIECE = 1 << 22

@@ -10,7 +10,7 @@ from textwrap import fill
 from typing import Any, Literal
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.bounded_json import parse_object
+from halfstep.inspection.limits import parse_object
 from halfstep.printable import shortened
 
 

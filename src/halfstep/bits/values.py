@@ -1,11 +1,17 @@
-"""The values of one tensor, wherever they lie: what this room reads."""
+"""The values of one tensor, wherever they lie, what this room reads: in a file, or in memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from halfstep.bits.dtypes import TYPES
 
 
 class Values(Protocol):
@@ -34,3 +40,53 @@ class Values(Protocol):
         8 bits in uint8), bool as uint8, integers and complex numbers as they are. What may go wrong is the source's to
         say: a file may be broken, or may have been changed meanwhile.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A plain tensor of one of `dtypes.TYPES`, on any device, as `Values`."""
+
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> str:
+        """torch's name without "torch."."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its dimensions."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return self.tensor.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.tensor.nbytes
+
+    def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
+        """The values in row-major order; copied only where they do not lie so in this machine's memory."""
+        for run in runs(self.tensor, max(nbytes // self.tensor.element_size(), 1)):
+            dense = run if run.stride(0) == 1 else run.clone(memory_format=torch.contiguous_format)
+            bits = dense.cpu().view(torch.uint8).numpy().view(TYPES[self.dtype].piece)
+            bits.flags.writeable = False  # as a file's are: kernels are compiled for those
+            yield bits
+
+
+def runs(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    """The values in row-major order, flat, at most `count` at a time; copied only where they do not lie so."""
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1)
+        yield from (flat[first : first + count] for first in range(0, flat.numel(), count))
+        return
+    row = math.prod(tensor.shape[1:])
+    if row > count:
+        for one in tensor:
+            yield from runs(one, count)
+    else:
+        rows = count // row
+        yield from (tensor[first : first + rows].reshape(-1) for first in range(0, len(tensor), rows))

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from datetime import date
 from typing import Any
 
-from halfstep.claims.claim import READ, SHORT, VERDICTS
-from halfstep.claims.ledger import claim_from
+from halfstep.claims.claim import READ, SHORT, VERDICTS, claim_from
 from halfstep.errors import unknown
 
 

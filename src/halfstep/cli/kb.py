@@ -126,7 +126,7 @@ def listing(
 @kb.command("model-card")
 def model_card(model: Model, overlay: Overlay = None) -> None:
     """Print the field of a model card that says how MODEL was trained, as YAML."""
-    from halfstep.kb.card import model_card as card
+    from halfstep.kb.export import model_card as card
     from halfstep.kb.resolve import find
 
     typer.echo(card(find(_load(overlay), model)))
@@ -163,10 +163,10 @@ def export(
     overlay: Overlay = None,
 ) -> None:
     """Write the whole knowledge base; `halfstep site` writes the page for a browser."""
-    from halfstep.kb.export import plain
+    from halfstep.kb.export import to_csv, to_json, to_markdown
 
     base = _load(overlay)
-    text = {"json": plain.to_json, "csv": plain.to_csv, "md": plain.to_markdown}[form](base)
+    text = {"json": to_json, "csv": to_csv, "md": to_markdown}[form](base)
     if output is None:
         sys.stdout.write(text)
         return
@@ -181,7 +181,7 @@ def _load(overlay: Path | None) -> KnowledgeBase:
 
 
 def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
-    from halfstep.kb.export.plain import entry_data
+    from halfstep.kb.export import entry_data
 
     if as_json:
         show_json([entry_data(entry) for entry in entries])

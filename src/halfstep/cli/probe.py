@@ -16,9 +16,11 @@ from halfstep.printable import printable
 if TYPE_CHECKING:
     from halfstep.kb import Verdict
     from halfstep.probe import ProbeReport
+    from halfstep.probe.ranges import Counts, Range
 
 
 _ROWS = 12
+_COLUMNS = ("largest", "bits left", "beyond", "subnormal", "vanish", "error", "tensor")
 
 
 def probe(
@@ -124,7 +126,6 @@ def _known(model: str, format: str) -> Verdict | None:
 
 def _show(report: ProbeReport, known: Verdict | None) -> None:
     from halfstep.kb.descriptions import because
-    from halfstep.probe.table import COLUMNS, rows
 
     typer.echo("\n".join(map(printable, str(report).split("\n"))))
     if known is not None:
@@ -135,7 +136,7 @@ def _show(report: ProbeReport, known: Verdict | None) -> None:
         if known.failures:
             typer.echo(f"  {len(known.failures)} reports of failures: halfstep kb check MODEL --use {known.use}")
     typer.echo()
-    show_table(COLUMNS, [tuple(map(printable, row)) for row in rows(report, _ROWS)], right=COLUMNS[:-1])
+    show_table(_COLUMNS, [tuple(map(printable, row)) for row in _rows(report, _ROWS)], right=_COLUMNS[:-1])
 
 
 def _write(report: ProbeReport, path: Path) -> None:
@@ -199,3 +200,26 @@ def mismatch(
         typer.echo(printable(f"{described}:"))
         typer.echo("\n".join(map(printable, str(report).split("\n"))))
     raise typer.Exit(int(report.kl_most > 0 or report.difference_most > 0))
+
+
+def _rows(report: ProbeReport, count: int) -> list[tuple[str, ...]]:
+    """The worst tensors, a row each, as `_COLUMNS` says. One that several modules hand on is shown once."""
+    distinct: dict[Counts, Range] = {}
+    for found in report.worst():
+        distinct.setdefault(found.counts, found)
+    return [_row(found, report) for found in list(distinct.values())[:count]]
+
+
+def _row(found: Range, report: ProbeReport) -> tuple[str, ...]:
+    error = report.trial.errors.get(found.site.module) if found.site.role == "output" else None
+    return (
+        f"{found.counts.largest:.4g}",
+        f"{found.headroom:.1f}",
+        *map(_share, (found.share_beyond, found.share_subnormal, found.share_vanished)),
+        "-" if error is None else f"{error:.2g}",
+        str(found.site),
+    )
+
+
+def _share(value: float) -> str:
+    return "-" if value == 0 else f"{value:.2g}" if value < 0.001 else f"{value:.1%}"

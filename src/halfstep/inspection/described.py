@@ -9,9 +9,9 @@ import torch
 
 from halfstep.bits.layer import Layer
 from halfstep.errors import CheckpointError
-from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.gguf_blocks import BLOCKS
 from halfstep.inspection.layers import Layers, tile_text, written
+from halfstep.inspection.limits import parse_object
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.printable import printable
 from halfstep.quant import Quantizer

@@ -11,13 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from halfstep.bits.layer import Layer
-from halfstep.bits.memory import InMemory
-from halfstep.bits.values import Values
+from halfstep.bits.values import InMemory, Values
 from halfstep.errors import CheckpointError
-from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.described import described
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import find_layers
+from halfstep.inspection.limits import parse_object
 from halfstep.inspection.schemes import tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.inspection.views import Scaled

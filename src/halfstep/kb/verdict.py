@@ -1,17 +1,24 @@
-"""Is it safe to run this model in that type? The verdict, its reasons, and what to do."""
+"""Is it safe to run this model in that type? The verdict, its reasons, and what to do; the general cast table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
-from halfstep.kb.casts import normal_use, table
+from halfstep.errors import FormatError, KnowledgeBaseError, unknown
+from halfstep.formats import get
 from halfstep.kb.entry import Entry, FailureReport, Reference, compute
 from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
 from halfstep.kb.resolve import Answer, find
+from halfstep.kb.schema import uses
 
 
+_VERDICTS = {"none": "safe", "low": "safe", "medium": "risky", "high": "risky", "unknown": "unknown"}
 _CAREFUL = ("safe", "unknown", "risky")  # of two verdicts, the later one is the more careful advice
 _REPORTED = {
     "safe": ("unknown", "that says it is safe, and failures in {use} are reported: the two do not agree"),
@@ -22,6 +29,57 @@ _RANGE_STEP = (
     "run one batch in fp32 and record the largest activation of every module: above 16000, a quarter of fp16's "
     "largest value, take fp16 for unsafe; a backward pass can overflow where the forward pass does not"
 )
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One cell of the table: its risk, the reason, and what to keep in fp32 when doing it all the same."""
+
+    native: str
+    use: str
+    risk: str
+    reason: str
+    keep_in_fp32: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """safe, risky or unknown."""
+        return _VERDICTS[self.risk]
+
+
+@cache
+def casts() -> Mapping[tuple[str, str], Cast]:
+    """All cells by (training type, type to run in)."""
+    rows = tomllib.loads(files("halfstep.kb").joinpath("casts.toml").read_text(encoding="utf-8"))["cast"]
+    natives = list(dict.fromkeys(native for row in rows for native in row["native"] if native != "any"))
+    cells: dict[tuple[str, str], Cast] = {}
+    # The lines for "any" come first, so that a type's own line overwrites them.
+    for row in sorted(rows, key=lambda row: row["native"] != ["any"]):
+        for native in natives if row["native"] == ["any"] else row["native"]:
+            texts = {name: tuple(row.get(name, ())) for name in ("keep_in_fp32", "sources")}
+            cells[native, row["use"]] = Cast(native, row["use"], row["risk"], row["reason"], **texts)
+    return cells
+
+
+def normal_use(use: object) -> str:
+    """The table's word for a type to run in; torch's names and a `torch.dtype` are understood.
+
+    >>> normal_use("float16"), normal_use("torch.bfloat16"), normal_use("float8_e4m3fn")
+    ('fp16', 'bf16', 'fp8')
+
+    Raises:
+        KnowledgeBaseError: no type of that name; the known ones are shown.
+    """
+    word = str(use).removeprefix("torch.").lower()
+    if word not in uses():
+        with suppress(FormatError):
+            word = get(word).name
+    if word.startswith("float8"):
+        return "fp8"
+    if word not in uses():
+        raise KnowledgeBaseError(unknown("type to run a model in", str(use), uses()))
+    return word
 
 
 @dataclass(frozen=True)
@@ -128,7 +186,7 @@ def reasons_of(entry: Entry, use: str) -> tuple[Reason, ...]:
 
 
 def _reason(entry: Entry, part: str | None, precision: str, use: str) -> Reason:
-    cast = table()[compute(precision), use]
+    cast = casts()[compute(precision), use]
     verdict, text = cast.verdict, cast.reason
     if use in entry.safe:
         verdict, text = "safe", entry.safe[use]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from halfstep.bits.memory import InMemory
 from halfstep.bits.narrowed import narrowed, progression
 from halfstep.bits.scan import scan
+from halfstep.bits.values import InMemory
 from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.paths import matches
 

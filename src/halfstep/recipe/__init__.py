@@ -13,7 +13,6 @@ from halfstep.recipe.partial import is_partial, partial
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
 from halfstep.recipe.rule import Rule
-from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
     MASTER,
     BytesPerParameter,
@@ -22,7 +21,7 @@ from halfstep.recipe.spec import (
     is_master,
 )  # fmt: skip
 from halfstep.recipe.stages import Stage
-from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
+from halfstep.recipe.storage import COAT, DTYPES, Codes, Saved, Storage, get_storage
 from halfstep.recipe.written import to_data
 from halfstep.registry import collect
 

@@ -28,10 +28,9 @@ from halfstep.recipe.operands import (
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.projection import Projection
 from halfstep.recipe.rule import Rule
-from halfstep.recipe.saved import Saved
 from halfstep.recipe.spec import LossScale, Recipe
 from halfstep.recipe.stages import Stage
-from halfstep.recipe.storage import Codes, Storage
+from halfstep.recipe.storage import Codes, Saved, Storage
 
 
 _USES = {

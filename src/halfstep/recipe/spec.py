@@ -21,9 +21,8 @@ from halfstep.recipe.communication import Communication
 from halfstep.recipe.products import AttentionSpec, linear_text
 from halfstep.recipe.projection import LARGEST, PROJECTOR, Projection, Shape
 from halfstep.recipe.rule import Rule, shared_in_a_call
-from halfstep.recipe.saved import Saved
 from halfstep.recipe.stages import Stage, check_stages
-from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
+from halfstep.recipe.storage import DTYPES, Codes, Saved, Storage, get_storage
 from halfstep.recipe.written import to_data
 
 

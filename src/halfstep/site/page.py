@@ -16,10 +16,10 @@ from halfstep.cli.formats.table import bits_per_value, kind, layout, tile_text
 from halfstep.errors import MissingLibraryError
 from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
-from halfstep.kb import KnowledgeBase, casts
+from halfstep.kb import KnowledgeBase
 from halfstep.kb.descriptions import because
 from halfstep.kb.schema import uses
-from halfstep.kb.verdict import Verdict, judge, most_careful
+from halfstep.kb.verdict import Verdict, casts, judge, most_careful
 from halfstep.printable import printable
 from halfstep.site import memory
 
@@ -153,8 +153,8 @@ def entries(base: KnowledgeBase) -> dict[str, Any]:
         "evidence": Counter(entry.evidence_kind for entry in base.entries),
         "years": sorted({entry.year for entry in base.entries}, reverse=True),
         "uses": uses(),
-        "natives": list(dict.fromkeys(native for native, _ in casts.table())),
-        "cells": casts.table(),
+        "natives": list(dict.fromkeys(native for native, _ in casts())),
+        "cells": casts(),
     }
 
 

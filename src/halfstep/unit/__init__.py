@@ -2,7 +2,6 @@
 
 from halfstep.ops.scale import scale_backward, scale_forward
 from halfstep.unit.activations import gated_silu, gelu, relu, sigmoid, silu, softmax, tanh
-from halfstep.unit.attention import scaled_dot_product_attention
 from halfstep.unit.calibration import Calibration, calibrate
 from halfstep.unit.constraint import geometric_mean, get_constraint, none, to_grad_input, to_output
 from halfstep.unit.groups import parameter_groups
@@ -17,7 +16,7 @@ from halfstep.unit.layers import (
     residual_split,
     rms_norm,
 )
-from halfstep.unit.modules.activations import GELU, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from halfstep.unit.modules.activations import GELU, Dropout, LayerNorm, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
 from halfstep.unit.modules.linear import (
     SAME,
     Conv1d,
@@ -26,7 +25,6 @@ from halfstep.unit.modules.linear import (
     Linear,
     LinearReadout,
 )
-from halfstep.unit.modules.norms import LayerNorm, RMSNorm
 from halfstep.unit.modules.transformer import (
     MLP,
     Attention,
@@ -39,7 +37,7 @@ from halfstep.unit.modules.transformer import (
 from halfstep.unit.optimizers import decouple_decay
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization, list_parametrizations
 from halfstep.unit.part import multipliers_of
-from halfstep.unit.products import conv1d, conv2d, linear, linear_readout, matmul
+from halfstep.unit.products import conv1d, conv2d, linear, linear_readout, matmul, scaled_dot_product_attention
 from halfstep.unit.residual import equal_shares, fixed, running_mean
 from halfstep.unit.roles import KINDS, Role, Tag, roles, set_depth, set_roles, set_tag, tag_of
 

@@ -1,4 +1,4 @@
-"""Which of an operation's factors are tied: rules on the factor of the output and those of the gradients of its inputs.
+"""Which of an operation's factors are tied: rules on the factors of the output and of its inputs' gradients; tied ones.
 
 An edge of the graph that is no cut-edge (its removal leaves the graph whole) takes the same constant forward and
 backward; else gradients would be no multiple of the true ones. The rules differ in which constant that is.
@@ -9,9 +9,13 @@ Source: Blake, Orr and Luschi 2023 (the geometric mean); u-muP, Blake et al. 202
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
+from torch import Tensor
+
 from halfstep.errors import ModelError, unknown
+from halfstep.quant.memory import has_memory
 
 
 Constraint = Callable[..., tuple[float, ...]]
@@ -72,3 +76,37 @@ def get_constraint(name: str | Constraint | None) -> Constraint:
     if name not in _RULES:
         raise ModelError(unknown("constraint", name, _RULES))
     return _RULES[name]
+
+
+_TIED = (
+    "unit.{}: the operand of shape {} is broadcast to {:,.0f} copies, and its gradient, their sum, is {:.3g} "
+    "times unit size, since the constraint ties it to the other factors. Give constraint=None where this operand is a "
+    "parameter, or shares no input with the other; where both are made of one tensor x, give None and make this one "
+    "of unit.scale_backward(x, {:.4g}), so that x's gradient stays the true one times a constant"
+)
+
+
+def tied(
+    name: str,
+    constraint: str | Constraint | None,
+    ideal: tuple[float, float, float],
+    operands: tuple[Tensor, Tensor],
+    roots: tuple[float, float],
+) -> tuple[float, float, float]:
+    """The factors of the output and of both gradients under a constraint.
+
+    The gradient of an operand that is broadcast is a sum over its copies: its ideal factor is smaller by their number's
+    root, and a constraint gives it that of the others. From four copies on a warning says so, where its gradient
+    becomes twice unit size or more.
+
+    Args:
+        name: of the function, which warns at its caller.
+        ideal: of the output and both gradients, each of unit size by itself.
+        roots: copies^-1/2 of each operand.
+    """
+    output, *grads = get_constraint(constraint)(*ideal)
+    for i, (operand, root, wanted, given) in enumerate(zip(operands, roots, ideal[1:], grads, strict=True)):
+        if root <= 0.5 and given >= 2 * wanted and operand.requires_grad and has_memory(operand):
+            shape, copies = tuple(operand.shape), root**-2
+            warnings.warn(_TIED.format(name, shape, copies, given / wanted, ideal[2 - i] / wanted), stacklevel=3)
+    return output, grads[0], grads[1]

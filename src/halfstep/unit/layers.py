@@ -14,8 +14,7 @@ from halfstep.errors import ModelError, unknown
 from halfstep.ops.function import run
 from halfstep.ops.scale import scale_backward, scale_forward, scaled, weighted_sum
 from halfstep.unit import factors
-from halfstep.unit.constraint import Constraint
-from halfstep.unit.tied import tied
+from halfstep.unit.constraint import Constraint, tied
 
 
 def layer_norm(

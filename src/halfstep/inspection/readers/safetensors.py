@@ -8,10 +8,9 @@ from typing import Any
 
 from halfstep.bits.dtypes import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.files import File, head
 from halfstep.inspection.layout import Plain
-from halfstep.inspection.limits import DIMENSIONS, TEXT, check_count
+from halfstep.inspection.limits import DIMENSIONS, TEXT, check_count, parse_object
 from halfstep.inspection.readers.base import Reader
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.files import File
 from halfstep.inspection.folders import inside
-from halfstep.inspection.limits import TEXT, check_count
+from halfstep.inspection.limits import TEXT, check_count, parse_object
 from halfstep.inspection.readers import pickled, safetensors, torch_legacy, torch_zip
 from halfstep.inspection.readers.base import Reader
 from halfstep.inspection.stored import Checkpoint, StoredTensor

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.digits import load_digits
+from halfstep.lab.data import load_digits
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import Block
 from halfstep.lab.task import Batch, Task, TaskSpec

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.digits import Digits, load_digits
+from halfstep.lab.data import Digits, load_digits
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures import Found, Truth, iou, mean_average_precision, suppress
 from halfstep.lab.models.cnn import conv_block

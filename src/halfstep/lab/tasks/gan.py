@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfstep.lab.digits import Digits, load_digits
+from halfstep.lab.data import Digits, load_digits
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 

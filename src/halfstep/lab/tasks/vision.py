@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.digits import Digits, load_digits
+from halfstep.lab.data import Digits, load_digits
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.task import Batch, Task, TaskSpec, stream

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import ops
-from halfstep.nn import keeping
-from halfstep.nn.adapters import linear
+from halfstep.nn.adapters import linear, nonlinear
 from halfstep.nn.adopt import has_forward_of
 from halfstep.ops import saved_traced
 
@@ -44,7 +43,7 @@ def refusal(module: nn.Module) -> str | None:
 def kept(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward, in whose middle what autograd saves may live in few bits."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    storage, around = keeping.kept(module, gate)
+    storage, around = nonlinear.kept(module, gate)
     if storage is not None:
         hidden = saved_traced.multiplied(module.act_fn(gate), up, storage)
     else:
@@ -68,7 +67,7 @@ def by_token(stock: Any, module: Any, x: Tensor) -> Tensor:
 def _smoothed(module: Any, x: Tensor, smooth: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """What goes into the down-projection, and the scale taken out of it."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    with keeping.kept(module, gate)[1]:
+    with nonlinear.kept(module, gate)[1]:
         return smooth(gate, up, module.act_fn)
 
 

@@ -6,14 +6,16 @@ left alone: its gradient asks which outputs are 0, and in few bits small ones wo
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep import ops
 from halfstep.nn.adopt import stock_class
-from halfstep.nn.keeping import kept
 from halfstep.ops import saved_traced
+from halfstep.ops.part import part_of
 from halfstep.recipe import Storage
 from halfstep.unit.part import unit_part
 
@@ -21,6 +23,17 @@ from halfstep.unit.part import unit_part
 _KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
 _NORMS = ("layernorm", "rmsnorm")
 _ACTIVATIONS = ("gelu", "silu")
+
+
+def kept(module: nn.Module, x: Any) -> tuple[Storage | None, AbstractContextManager[Any]]:
+    """How what the module saves of its input x is kept in few bits, where the recipe says so of what is not linear: in
+    a traced graph, in which no hooks run, by rounding x as a storage; else within a context, by hooks of autograd."""
+    keeping: ops.Keeping | None = part_of(module).keeping
+    if keeping is None or keeping.saved.nonlinear is None or not isinstance(x, Tensor):
+        return None, nullcontext()
+    if not torch.compiler.is_compiling():
+        return None, keeping.around(x)
+    return keeping.saved.nonlinear if torch.is_grad_enabled() else None, nullcontext()
 
 
 def fits(module: nn.Module) -> bool:

@@ -7,9 +7,8 @@ from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
 from halfstep.recipe.rule import Rule
-from halfstep.recipe.saved import COAT
 from halfstep.recipe.spec import Recipe
-from halfstep.recipe.storage import get_storage
+from halfstep.recipe.storage import COAT, get_storage
 
 
 _e4m3, _e5m2 = (Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in ("e4m3fn", "e5m2"))

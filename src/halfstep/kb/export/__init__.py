@@ -1,1 +1,0 @@
-"""The knowledge base as JSON, CSV, Markdown, or one HTML page."""
