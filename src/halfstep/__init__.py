@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
     from halfstep.nn.apply import advance, apply, plan_of, revert
+    from halfstep.nn.cached import cached_weights
     from halfstep.nn.dequantized import dequantize_model
     from halfstep.nn.following import following
     from halfstep.nn.plan import Plan
@@ -67,6 +68,7 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
+    "cached_weights": "halfstep.nn",
     "dequantize_model": "halfstep.nn",
     "diff": "halfstep.inspection",
     "export": "halfstep.serving",
@@ -120,6 +122,7 @@ __all__ = [
     "advance",
     "apply",
     "audit",
+    "cached_weights",
     "auditing",
     "decode",
     "dequantize_model",

@@ -47,8 +47,9 @@ def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=
     return (made if bias is None else made + bias.double()).to(output_dtype)
 
 
-def layer(name, seed, steps=2):
-    """What two micro-steps of a layer leave: outputs, gradients and scaling states."""
+def layer(name, seed, steps=2, cached=False):
+    """What two steps of two micro-batches leave: outputs, gradients and scaling states. `cached`: the weight is rounded
+    once a step."""
     spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
     spec.known.clear()
     torch.manual_seed(seed)
@@ -58,10 +59,15 @@ def layer(name, seed, steps=2):
     for step in range(steps):
         x, w, b = torch.randn(rows, fan_in).bfloat16(), torch.randn(fan_out, fan_in), torch.randn(fan_out)
         x, w, b = ((t * 3.0**step).requires_grad_() for t in (x, w, b))
-        with torch.autocast("cpu", torch.bfloat16):
-            y = ops.linear(x, w, b, spec, states, record=True)
-        y.backward(torch.randn(rows, fan_out).bfloat16())
-        left += [y.detach(), x.grad, w.grad, b.grad, *(state.clone() for state in states.values())]
+        more = torch.randn(2 * rows, fan_in).bfloat16().requires_grad_()
+        weights = [w, w]
+        if cached:
+            weights = [ops.rounded_weight(w, spec, torch.bfloat16, states, True)] * 2
+        for batch, weight in zip((x, more), weights, strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = ops.linear(batch, weight, b, spec, states, record=True)
+            y.backward(torch.randn(len(batch), fan_out).bfloat16())
+        left += [y.detach(), x.grad, more.grad, w.grad, b.grad, *(state.clone() for state in states.values())]
         for key, quantizer in spec.states.items():
             quantizer.stateful.advance(states[key], quantizer.format)
     return left
@@ -75,14 +81,30 @@ if __name__ == "__main__":
     StatefulScaling.waits = lambda self, state: True  # as on a GPU, which the host does not ask
     linear, made = import_module("halfstep.ops.linear"), native.native_layer
     native.plain = blocks.plain = layouts.plain = lies_plain
+    rounded, rounding = [], native.Rounding.__call__
+
+    def counted(self, x, *given):
+        rounded.append(tuple(x.shape))
+        return rounding(self, x, *given)
+
+    native.Rounding.__call__ = counted
     for name in sys.argv[1:] or CASES:
         asked = []
         linear.native_layer = lambda *given: None
         expected = layer(name, 1)
-        linear.native_layer = lambda *given, asked=asked: asked.append(made(*given)) or asked[-1]
+
+        def native_layer(*given, asked=asked):
+            asked.append(made(*given))
+            return asked[-1]
+
+        linear.native_layer = native_layer
         factors.amax_of, kept = lambda x, unless=None: largest_of(x, unless), factors.amax_of
-        found = layer(name, 1)
+        wrong, weights = [], []
+        for cached in (False, True):
+            rounded.clear()
+            found = layer(name, 1, cached=cached)
+            weights.append(rounded.count(CASES[name][:0:-1]))
+            wrong += [place for place, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
         factors.amax_of = kept
-        wrong = [place for place, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
         told = {"triton": triton.__version__, "recipe": name, "wrong": wrong, "native": all(asked) and len(asked)}
-        print(json.dumps(told), flush=True)
+        print(json.dumps(told | {"weights": weights}), flush=True)

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import halfstep
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.integrations import transformers as integration
+from halfstep.integrations.weights import CachedWeightsCallback
 from tiny import are_same, assert_same, batch, copied, mlp
 
 
@@ -352,3 +353,14 @@ def test_a_callback_tells_a_stock_trainer_what_it_loses(tmp_path, capsys, steps)
     out = capsys.readouterr().out
     assert out.count("Your updates are being lost: 9") == 1
     assert "HalfstepTrainer as Trainer" in out
+
+
+def test_weights_are_rounded_once_a_step(tmp_path):
+    runs, callback = [], CachedWeightsCallback()
+    for callbacks in ([], [callback]):
+        trained = trainer("fp8-current", tmp_path, callbacks=callbacks, gradient_accumulation_steps=3)
+        trained.train()
+        runs.append(dict(trained.model.state_dict()))
+    assert_same(*runs)
+    assert 3 * callback.cached.rounded == callback.cached.used > 0
+    assert trained.model._halfstep.following.cached is None

@@ -132,7 +132,7 @@ def test_without_a_bias_that_needs_it_the_gradient_of_a_bias_is_the_sum_of_rows_
 def test_a_quantised_layer_in_inference_has_the_multiplier_of_its_output(operands):
     spec = OPERANDS[operands]
     x, w, b, _ = tensors(torch.float32)
-    weight = ops.rounded_weight(w, spec, torch.float32).output
+    weight = ops.rounded_weight(w, spec, torch.float32).sides.output
     found = ops.linear(x, weight, b, spec.times(TIMES))
     expected = (ops.linear(x.double(), w.double(), None, spec) * (1.25 * 40**-0.5)).float() + b
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

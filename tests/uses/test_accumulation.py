@@ -1,9 +1,13 @@
 """Gradients of several micro-batches, added up."""
 
+import warnings
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from ways import apart, assert_like_fp32, both, prepare, start_of, tolerance, values, way
 
+import halfstep
 from tiny import assert_same, batch
 
 
@@ -51,5 +55,19 @@ def test_an_evaluation_between_micro_batches(name):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+        runs.append(values(model))
+    assert_same(*runs)
+
+
+@way()
+def test_weights_that_are_rounded_once(name):
+    """Weights rounded once for several forwards: `with halfstep.cached_weights(model):` around micro-batches, an
+    evaluation, or all of it; the same bits."""
+    runs = []
+    for cached in (True, False):
+        model, optimizer, scaler = prepare(name, start_of(name))
+        with warnings.catch_warnings(), halfstep.cached_weights(model) if cached else nullcontext():
+            warnings.filterwarnings("ignore", "no weight was rounded within")
+            accumulated(model, optimizer, scaler)
         runs.append(values(model))
     assert_same(*runs)

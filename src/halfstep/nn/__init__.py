@@ -2,6 +2,7 @@
 
 from halfstep.nn.apply import advance, apply, plan_of, revert
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.cached import cached_weights
 from halfstep.nn.dequantized import dequantize_model
 from halfstep.nn.following import following
 from halfstep.nn.plan import Plan
@@ -11,6 +12,6 @@ from halfstep.nn.unit import UnitReport, unit_scale
 
 
 __all__ = [
-    "DotProductAttention", "Plan", "UnitReport", "advance", "apply", "dequantize_model", "following",
-    "measure_smooth_scales", "merge_smooth_scales", "plan_of", "quantize_model", "revert", "unit_scale",
+    "DotProductAttention", "Plan", "UnitReport", "advance", "apply", "cached_weights", "dequantize_model",
+    "following", "measure_smooth_scales", "merge_smooth_scales", "plan_of", "quantize_model", "revert", "unit_scale",
 ]  # fmt: skip

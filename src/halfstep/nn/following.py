@@ -43,12 +43,14 @@ class Following:
 
     copied = Copied(lambda: None)
     """Of a copy: of which model."""
+    cached: Any = None
+    """Within `nn.cached.cached_weights`: the rounded weights."""
     watch: RemovableHandle | None = None
     """The hook that looks at optimizers' first steps (`nn.stock_steps`); copies have none."""
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_root": _no_root, "calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
-        return {**vars(self), **own, "watch": None, "copied": Copied(self._root)}
+        return {**vars(self), **own, "watch": None, "cached": None, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
         """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""

@@ -53,7 +53,9 @@ def product(
     own, states = part_of(module), states_and_key(module, part)
     record, evaluates = (False, False) if own.following is None else own.following.modes(module)
     spec = own.linear or multipliers_of(module)
-    return ops.linear(x, weight, bias, spec, states, record, channels, own.keeping, evaluates)
+    cached = None if own.following is None else own.following.cached
+    used = weight if cached is None else cached.weight((module, part), weight, x, spec, states, record)
+    return ops.linear(x, used, bias, spec, states, record, channels, own.keeping, evaluates)
 
 
 def grouped_product(

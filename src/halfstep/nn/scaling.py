@@ -218,6 +218,8 @@ class Scalings:
     def _set(self, saved: Mapping[str, Tensor]) -> None:
         for name, state, _ in _states(self._model):
             state.copy_(saved[name])
+        if (cached := part_of(self._model).following.cached) is not None:
+            cached.clear()
         if saved:  # loading weights beside them is no optimizer step
             clock = part_of(self._model).applied.clock
             assert clock is not None
@@ -253,6 +255,8 @@ class Scalings:
                 "evaluation (dropout, BatchNorm, a frozen backbone) take part.eval() after it, which is honoured"
             )
         clock.end(self._model)
+        if own.following.cached is not None:
+            own.following.cached.clear()
         if not known.alike:  # it is the stage of the recipe that the clock is for
             return
         if together:

@@ -12,7 +12,7 @@ from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import no_autocast, run
-from halfstep.ops.linear_passes import Rounded, RoundedWeight, States, product_dtype
+from halfstep.ops.linear_passes import Rounded, RoundedSides, RoundedWeight, States, product_dtype
 from halfstep.ops.native import Native, native_layer
 from halfstep.ops.noise import seeds_of
 from halfstep.ops.operand import Operand, operand, signs_of
@@ -20,7 +20,7 @@ from halfstep.ops.parallel import parallel_linear
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.product import forward_product
 from halfstep.ops.saved import Keeping
-from halfstep.ops.sides import Units, both_sides, side, units_of
+from halfstep.ops.sides import Side, Units, both_sides, side, units_of
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import arrived, check_plain, foreign
 from halfstep.quant.memory import has_memory
@@ -71,9 +71,9 @@ def linear(
         )
     if isinstance(weight, (Operand, StoredWeight)):
         return _infer(x, weight, bias, spec.output, states or {}, channels, evaluates)
-    once_for_all = weight if isinstance(weight, RoundedWeight) else None
+    once_for_all = None
     if isinstance(weight, RoundedWeight):
-        weight = weight.weight
+        weight, once_for_all = weight
     elif type(weight) not in _PLAIN:
         weight = values_of(weight)
     if spec.rounds:
@@ -98,10 +98,11 @@ def linear(
             units = Units(there=units.there)
         elif not torch.is_grad_enabled():
             units = Units(units.output, there=units.there)
-        if len(units.both) == 3 and once_for_all is None and keeping is None and x.requires_grad:
+        if len(units.both) == 3 and keeping is None and x.requires_grad:
             native = native_layer(spec, x, weight, dtype) if weight.requires_grad else None
             if native is not None:
-                return run(Native, x, weight, bias, native, states or {}, record)[0]  # type: ignore[no-any-return]
+                given = states or {}, record, once_for_all
+                return run(Native, x, weight, bias, native, *given)[0]  # type: ignore[no-any-return]
         options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype
         return run(Rounded, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
@@ -128,26 +129,33 @@ def rounded_weight(
     states: States | None = None,
     record: bool = False,
     like: Tensor | None = None,
+    backward: bool = True,
 ) -> RoundedWeight:
     """A weight (out, in) for several calls of `linear` whose products run in `dtype`, rounded once for all of them.
 
     Args:
         like: what its noise follows from beside the states' key: an input of the layer, other in each micro-batch.
+        backward: False for calls without a backward pass, for which the forward product's side is enough.
     """
     check_plain(weight)
     seeds, later_seeds = seeds_of(states, weight if like is None else like, spec.output, spec.grad_input)
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False), unseen():
-        signs = signs_of(spec.output, weight, weight, seeds.signs)
-        later = signs_of(spec.grad_input, weight, weight, later_seeds.signs)
-        state, units = (states or {}).get("weight"), units_of(spec, weight, weight, dtype)
-        first, second = spec.output.rhs, spec.grad_input.rhs
-        if "weight" in units.both and first is not None:
-            return RoundedWeight(weight, *both_sides(weight, first, dtype, state, record, given=(seeds.rhs, seeds.rhs)))
-        output = operand(weight, first, dtype, state, record, signs, seed=seeds.rhs)
-        if "weight" not in spec.rerounded:
-            return RoundedWeight(weight, output, output)
-        grad_input = side(weight, second, dtype, signs=later, dim=0, seed=later_seeds.rhs)
-        return RoundedWeight(weight, output, grad_input, (signs, later))
+    state, units, at = (states or {}).get("weight"), units_of(spec, weight, weight, dtype), weight.detach()
+
+    @torch.no_grad()
+    def form() -> tuple[Side, Side, tuple[Tensor | None, Tensor | None]]:
+        with torch.autocast(weight.device.type, enabled=False), unseen():
+            signs = signs_of(spec.output, at, at, seeds.signs)
+            later = signs_of(spec.grad_input, at, at, later_seeds.signs)
+            first, second = spec.output.rhs, spec.grad_input.rhs
+            if "weight" in units.both and first is not None:
+                return *both_sides(at, first, dtype, state, record, given=(seeds.rhs, seeds.rhs)), (signs, later)
+            output = operand(at, first, dtype, state, record, signs, seed=seeds.rhs)
+            if "weight" not in spec.rerounded or not backward:
+                return output, output, (signs, later)
+            grad_input = side(at, second, dtype, signs=later, dim=0, seed=later_seeds.rhs)
+            return output, grad_input, (signs, later)
+
+    return RoundedWeight(weight, RoundedSides(form))
 
 
 def _infer(

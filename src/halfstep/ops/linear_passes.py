@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -42,15 +42,52 @@ States = Mapping[str, Tensor]
 key of what is drawn (`ops.noise`)."""
 
 
-@dataclass(frozen=True, eq=False)
-class RoundedWeight:
-    """A weight, and what it is rounded to in the two products that take it: for layers that call them several times."""
+class RoundedSides:
+    """What a weight is rounded to in the two products that take it, for layers that call them several times: formed
+    when it is first asked for, by the products or, on a GPU, by the native layer that stands for all of them."""
+
+    def __init__(self, form: Callable[[], tuple[Side, Side, tuple[Tensor | None, Tensor | None]]]) -> None:
+        self._form = form
+        self._native: tuple[Any, Any] | None = None
+
+    @cached_property
+    def _formed(self) -> tuple[Side, Side, tuple[Tensor | None, Tensor | None]]:
+        return self._form()
+
+    @property
+    def output(self) -> Side:
+        """For the forward product."""
+        return self._formed[0]
+
+    @property
+    def grad_input(self) -> Side:
+        """For the product that gives the gradient of the input."""
+        return self._formed[1]
+
+    @property
+    def signs(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of the rotations of the two products."""
+        return self._formed[2]
+
+    def native(self, form: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """For a native layer (`ops.native`), which `form` makes."""
+        if self._native is None:
+            self._native = form()
+        return self._native
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Those of what has been formed so far."""
+        for made in (*(self._native or ()), *vars(self).get("_formed", ())[:2]):
+            parts = made.made.tensors if isinstance(made, Coded) else vars(made) if isinstance(made, Operand) else made
+            parts = parts.values() if isinstance(parts, Mapping) else parts
+            yield from (part for part in parts if isinstance(part, Tensor))
+
+
+class RoundedWeight(NamedTuple):
+    """A weight (out, in), which gradients are of, and what it is rounded to."""
 
     weight: Tensor
-    output: Side
-    grad_input: Side
-    signs: tuple[Tensor | None, Tensor | None] = (None, None)
-    """Of the rotations of the two products."""
+    sides: RoundedSides
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -77,7 +114,7 @@ class Rounded(Once):
         states: States,
         record: bool,
         channels: Tensor | None,
-        rounded: RoundedWeight | None,
+        rounded: RoundedSides | None,
         keeping: Keeping | None,
         evaluates: bool,
         units: Units,
@@ -174,7 +211,7 @@ class _Layer(NamedTuple):
     """Of x."""
     dtypes: tuple[torch.dtype | None, ...]
     """Of x, weight and bias."""
-    rounded: RoundedWeight | None
+    rounded: RoundedSides | None
     again: bool
     """The weight is rounded a second time."""
     units: Units

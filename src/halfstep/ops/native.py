@@ -6,6 +6,7 @@ their products and all decided once for its sizes: what is left of a pass are al
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -22,7 +23,7 @@ from halfstep.ops.carriers import operand_dtype
 from halfstep.ops.factors import yet_to_form
 from halfstep.ops.folding import folds
 from halfstep.ops.function import no_autocast
-from halfstep.ops.linear_passes import States, bias_gradient
+from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient
 from halfstep.ops.once import Once, once
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.quant import Quantizer
@@ -185,12 +186,19 @@ class Native(Once):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLayer, states: States, record: bool
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: NativeLayer,
+        states: States,
+        record: bool,
+        rounded: RoundedSides | None,
     ) -> tuple[Tensor, ...]:
         rows = x if x.dim() == 2 else matrix(x)
         with no_autocast(x), unseen():
             lhs, lhs_turned = layer.input(rows, states.get("input"), record)
-            rhs, rhs_turned = layer.weight(weight, states.get("weight"), record)
+            both = partial(layer.weight, weight, states.get("weight"), record)
+            rhs, rhs_turned = both() if rounded is None else rounded.native(both)
             y = units_mm(lhs, rhs, None if bias is None else bias.to(layer.dtype), layer.dtype)
         y = y if x.dim() == 2 else unflatten(y, x)
         return y, y.new_empty(()), *lhs_turned[::2], *rhs_turned[::2]
@@ -198,7 +206,7 @@ class Native(Once):
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Save what the backward takes."""
-        x, weight, bias, layer, states, record = inputs
+        x, weight, bias, layer, states, record, _ = inputs
         ctx.set_materialize_grads(False)
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.layer = layer, states, record, x.shape, dtypes
@@ -206,7 +214,7 @@ class Native(Once):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), None, None, None
+        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 4
 
 
 def _form(grad: Tensor, needs: tuple[bool, ...], given: tuple[Any, ...], _: Tensor, *kept: Tensor) -> Any:

@@ -1,0 +1,45 @@
+"""Weights rounded once for all micro-batches of a step, in transformers' Trainer and in whatever inherits from it.
+
+HalfstepTrainer(model=model, args=args, train_dataset=data, callbacks=[CachedWeightsCallback()])
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from halfstep.errors import MissingLibraryError
+from halfstep.nn.cached import CachedWeights, cached_weights
+
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    raise MissingLibraryError.of(error, "trainer") from None
+
+
+__all__ = ["CachedWeightsCallback"]
+
+
+class CachedWeightsCallback(TrainerCallback):
+    """Enters `halfstep.cached_weights` for the micro-batches of each optimizer step (`gradient_accumulation_steps`)."""
+
+    def __init__(self) -> None:
+        self.cached: CachedWeights | None = None
+        """Of the last step."""
+        self._entered = ExitStack()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Before a step's first micro-batch."""
+        self._entered.close()
+        self.cached = self._entered.enter_context(cached_weights(kwargs["model"]))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """After its last one."""
+        self._entered.close()
+
+    on_train_end = on_pre_optimizer_step

@@ -1,0 +1,330 @@
+"""Weights that are rounded once for several forwards: the same numbers, fewer roundings, and nothing stale."""
+
+import copy
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import formats, ops
+from halfstep.errors import ModelError, RecipeError
+from tiny import assert_same, batch, grads, prepared
+
+
+MICRO = 3
+
+
+def steps(name, cached, count=2, model=None, forward=None, then=None):
+    """The gradients and weights of some steps of several micro-batches, and the caches."""
+    model, optimizer, scaler = prepared(name, model)
+    found, caches = [], []
+    for _ in range(count):
+        with halfstep.cached_weights(model) if cached else torch.enable_grad() as cache:
+            for i in range(MICRO):
+                x, y = batch(seed=i)
+                out = model(x) if forward is None else forward(model, x)
+                scaler.scale(F.mse_loss(out, y)).backward()
+        found.append(grads(model))
+        caches.append(cache)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if then is not None:
+            then(model)
+    return [*found, dict(model.state_dict())], caches
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "nvfp4", "coat", "fp8-block"])
+def test_micro_batches_give_the_same_bits(name):
+    plain, _ = steps(name, cached=False)
+    found, caches = steps(name, cached=True)
+    assert_same(found, plain)
+    assert [(cache.rounded, cache.used) for cache in caches] == [(2, 2 * MICRO)] * 2
+
+
+@pytest.fixture
+def roundings(monkeypatch):
+    """The shapes of what is rounded for a product, by every call of the function that does it."""
+    seen, real = [], sys.modules["halfstep.ops.operand"].operand
+
+    def counted(x, *args, **kwargs):
+        seen.append(tuple(x.shape))
+        return real(x, *args, **kwargs)
+
+    for name in ("linear", "linear_passes", "operand", "sides"):
+        monkeypatch.setattr(sys.modules[f"halfstep.ops.{name}"], "operand", counted, raising=False)
+    return seen
+
+
+def test_a_weight_is_rounded_once(roundings):
+    model, _, _ = prepared("mxfp8", nn.Linear(48, 32, bias=False))
+    counts = []
+    for cached in (False, True):
+        roundings.clear()
+        with halfstep.cached_weights(model) if cached else torch.enable_grad() as cache:
+            for _ in range(MICRO):
+                model(torch.randn(16, 48, requires_grad=True)).sum().backward()
+        counts.append(roundings.count((32, 48)))
+    assert counts == [2 * MICRO, 2]  # along its rows, and along its columns
+    assert (cache.rounded, cache.used) == (1, MICRO)
+    assert cache.nbytes in (2 * 2 * 32 * 48, 2 * 4 * 32 * 48)  # bf16 values for either product; float32 without AVX-512
+    assert str(cache) == "1 roundings of weights for 3 products; they took 0.0 MiB at most"
+
+
+def test_evaluation_holds_the_forward_products_side_alone(roundings):
+    model, _, _ = prepared("mxfp8", nn.Linear(48, 32, bias=False))
+    model.eval()
+    x = torch.randn(16, 48)
+    with torch.no_grad():
+        expected = model(x)
+        roundings.clear()
+        with halfstep.cached_weights(model) as cache:
+            assert all(torch.equal(model(x), expected) for _ in range(MICRO))
+    assert roundings.count((32, 48)) == 1
+    assert cache.nbytes in (2 * 32 * 48, 4 * 32 * 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients", "training"),
+    [("fp8-delayed", False, True), ("fp8-delayed", True, True), ("mxfp8", False, True), ("mxfp8", False, False)],
+)
+def test_evaluation_and_gradients_within_one(name, gradients, training):
+    """What was rounded without gradients is not taken where they are wanted, and the step's amax is recorded."""
+
+    def both(model, x):
+        model.eval()
+        with torch.set_grad_enabled(gradients):
+            model(x)
+        model.train(training)
+        return model(x)
+
+    assert_same(steps(name, True, forward=both)[0], steps(name, False, forward=both)[0])
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "coat"])
+def test_checkpointing(name):
+    def again(model, x):
+        return checkpoint(model, x, use_reentrant=False)
+
+    assert_same(steps(name, True, forward=again)[0], steps(name, False, forward=again)[0])
+
+
+def test_attention_projections_and_a_transposed_weight():
+    """Views of a parameter: slices of one for three projections, and transformers' Conv1D."""
+    transformers = pytest.importorskip("transformers")
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(5)
+            self.enter = transformers.pytorch_utils.Conv1D(16, 8)
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.leave = nn.Linear(16, 4)
+
+        def forward(self, x):
+            x = self.enter(x)[None]
+            x, _ = self.attention(x, x + 1, x + 1, need_weights=False)
+            return self.leave(x[0])
+
+    plain, _ = steps("fp8-current", False, model=Attends())
+    found, caches = steps("fp8-current", True, model=Attends())
+    assert_same(found, plain)
+    assert [(cache.rounded, cache.used) for cache in caches] == [(6, 6 * MICRO)] * 2
+
+
+# ---- weights that change within it ---------------------------------------------------------------------------------
+
+
+def changed(write, name="fp8-current"):
+    """Outputs before and after a write within one context, and without any."""
+    outputs = []
+    for cached in (False, True):
+        model, optimizer, scaler = prepared(name)
+        x, y = batch()
+        with halfstep.cached_weights(model) if cached else torch.enable_grad() as cache:
+            first = model(x)
+            scaler.scale(F.mse_loss(first, y)).backward()
+            write(model, optimizer, scaler, cache)
+            outputs.append((first.detach(), model(x).detach()))
+    assert not torch.equal(*outputs[0])
+    assert_same(outputs[1], outputs[0])
+
+
+def test_a_step_within_it():
+    def step(model, optimizer, scaler, cache):
+        scaler.step(optimizer)
+        scaler.update()
+
+    changed(step)
+    changed(step, "fp8-delayed")
+
+
+def test_a_step_that_torch_does_not_count():
+    """Optimizers that write through .data, as many of one's own do."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.sub_(p.grad.data)
+
+    def step(model, optimizer, scaler, cache):
+        Plain(model.parameters(), lr=1.0).step()
+
+    changed(step)
+
+
+def test_scales_that_move_without_a_step():
+    """What was rounded by the older ones is rounded again."""
+    outputs = []
+    for cached in (False, True):
+        model, _, scaler = prepared("fp8-delayed")
+        with halfstep.cached_weights(model) if cached else torch.enable_grad():
+            first = model(batch()[0])
+            first.sum().backward()
+            with torch.no_grad():  # an amax that changes the scale
+                for state in (b for name, b in model.named_buffers() if name.endswith("weight")):
+                    state[1].mul_(3.3)
+            scaler.update()
+            outputs.append((first.detach(), model(batch()[0]).detach()))
+    assert not torch.equal(*outputs[0])
+    assert_same(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize("write", ["in place", "copy", "data is set", "data is set twice", "a new parameter"])
+def test_a_write_that_torch_counts(write):
+    def do(model, optimizer, scaler, cache):
+        with torch.no_grad():
+            if write == "in place":
+                model[0].weight.mul_(1.5)
+            elif write == "copy":
+                model[0].weight.copy_(model[0].weight * 1.5)
+            elif write == "data is set":
+                model[0].weight.data = model[0].weight.data * 1.5
+            elif write == "data is set twice":  # the second may come to the memory that the first one left
+                for _ in range(2):
+                    model[0].weight.data = model[0].weight.data * 1.5
+            else:
+                model[0].weight = nn.Parameter(model[0].weight * 1.5)
+
+    changed(do)
+
+
+def through_data(model):
+    model[0].weight.data.mul_(1.5)
+
+
+def test_a_write_that_torch_does_not_count_is_an_error():
+    model, optimizer, _ = prepared("fp8-current")
+    inside, said = halfstep.cached_weights(model), r"1 weights of shapes \[\(16, 8\)\] were written to .* \.clear\(\)"
+    inside.__enter__()
+    model(batch()[0]).sum().backward()
+    through_data(model)
+    with pytest.raises(ModelError, match=said):
+        inside.__exit__(None, None, None)
+    model(batch()[0])  # outside of it all is as it was
+
+    with halfstep.cached_weights(model):
+        model(batch()[0]).sum().backward()
+        through_data(model)
+        before = model[0].weight.clone()
+        with pytest.raises(ModelError, match=r"within halfstep\.cached_weights"):
+            optimizer.step()
+        assert torch.equal(model[0].weight, before)
+        model._halfstep.following.cached.clear()
+
+
+def test_another_stage_of_the_recipe():
+    """What a layer rounds by may change between forwards (`nn.stages`)."""
+
+    def stage(model, optimizer, scaler, cache):
+        spec = model[0]._halfstep.linear
+        coarser = replace(spec.output.rhs, format=formats.get("e5m2"))
+        model[0]._halfstep.linear = replace(spec, output=replace(spec.output, rhs=coarser))
+
+    changed(stage)
+
+
+def test_cleared_by_hand():
+    def write(model, optimizer, scaler, cache):
+        through_data(model)
+        if cache is not None:
+            cache.clear()
+
+    changed(write)
+
+
+# ---- where there is nothing to round -----------------------------------------------------------------------------
+
+
+def test_a_model_that_follows_no_recipe():
+    with pytest.raises(RecipeError, match="recipe"), halfstep.cached_weights(nn.Linear(2, 2)):
+        pass
+
+
+def test_recipes_that_round_no_weight_are_left_alone(recwarn):
+    model, _, _ = prepared("bf16-mixed")
+    with halfstep.cached_weights(model) as cache:
+        model(batch()[0])
+    assert (cache.rounded, cache.nbytes, len(recwarn)) == (0, 0, 0)
+
+
+def test_weights_that_are_codes_themselves_are_decoded_in_each_forward():
+    model, _, _ = prepared("fp4-wang")
+    with pytest.warns(UserWarning, match="computed in each forward"), halfstep.cached_weights(model):
+        model(batch()[0])
+
+
+@pytest.mark.slow
+def test_a_compiled_model_says_that_nothing_was_cached():
+    model, _, _ = prepared("fp8-current")
+    compiled = torch.compile(model, backend="eager")
+    said = pytest.warns(UserWarning, match=r"no weight was rounded within halfstep\.cached_weights")
+    with said, halfstep.cached_weights(model), torch.no_grad():
+        compiled(batch()[0])
+
+
+def test_one_within_another_and_a_copy_of_the_model():
+    model, _, _ = prepared("fp8-current")
+    with halfstep.cached_weights(model) as outer:
+        model(batch()[0])
+        with halfstep.cached_weights(model) as inner:
+            model(batch()[0])
+        assert inner is outer
+        assert (outer.rounded, outer.used) == (2, 4)
+        clone = copy.deepcopy(model)
+        clone(batch()[0])
+        assert outer.used == 4
+    assert model._halfstep.following.cached is None
+
+
+def test_frozen_weights_beside_adapters():
+    """LoRA: the base weight takes no gradient, and its product is cached all the same."""
+    model, _, _ = prepared("fp8-current")
+    model[0].weight.requires_grad_(False)
+    with halfstep.cached_weights(model) as cache:
+        for _ in range(MICRO):
+            model(batch()[0]).sum().backward()
+    assert cache.rounded == 2
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (16, 8)])
+def test_the_sum_of_bits_sees_every_element(dtype, shape):
+    from halfstep.nn.cached import _bits
+
+    weight = nn.Parameter(torch.randn(7 + 200).to(dtype)[3 : 3 + ops.values_of(torch.empty(shape)).numel()].view(shape))
+    before = _bits(weight)
+    for i in range(weight.numel()):
+        kept = weight.data.view(-1)[i].clone()
+        for new in (-kept, kept * 2, kept + 1):
+            weight.data.view(-1)[i] = new
+            assert _bits(weight) != before
+        weight.data.view(-1)[i] = kept
+    assert _bits(weight) == before
