@@ -20,7 +20,7 @@
 Each message says what was found, what was expected, and what to do next.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -91,6 +91,17 @@ class MissingLibraryError(HalfstepError, ImportError):
     def of(cls, error: ModuleNotFoundError, extra: str) -> "MissingLibraryError":
         """What an import raised, and the extra of halfstep that brings what it looked for."""
         return cls(f"{error.name} is not installed; it comes with: pip install 'halfstep[{extra}]'", name=error.name)
+
+
+def one_of(kind: str, name: str, known: Collection[str], error: type[HalfstepError]) -> str:
+    """The name, one of those known.
+
+    Raises:
+        error: it is none of them; the nearest are shown.
+    """
+    if name not in known:
+        raise error(unknown(kind, name, known))
+    return name
 
 
 def unknown(kind: str, name: object, known: Iterable[str], meant: str | None = None) -> str:

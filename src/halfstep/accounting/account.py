@@ -11,7 +11,7 @@ import torch
 from halfstep.accounting.checkpointing import checkpointed
 from halfstep.accounting.subject import Subject, blank, loss_of, sequence_of
 from halfstep.distributed.sharded import shared
-from halfstep.errors import AccountError, unknown
+from halfstep.errors import AccountError, one_of
 from halfstep.memory import Live, StepBytes, measure_persistent, measure_step, measure_update, parts_of
 from halfstep.nn import apply
 from halfstep.optim import Lamb, Lion
@@ -78,8 +78,7 @@ def account(
         RecipeError, ModelError, OptimizerError: as `halfstep.prepare`; a model that cannot be run without values.
     """
     recipe = get_recipe(recipe)
-    if optimizer not in OPTIMIZERS:
-        raise AccountError(unknown("optimizer", optimizer, OPTIMIZERS))
+    one_of("optimizer", optimizer, OPTIMIZERS, AccountError)
     length = sequence_of(subject, sequence)
     if recipe.stages:
         options: dict[str, Any] = {"batch": batch, "sequence": sequence, "optimizer": optimizer}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.errors import AccountError, unknown
+from halfstep.errors import AccountError, one_of
 
 
 def checkpointed(model: nn.Module, how: str) -> nn.Module:
@@ -22,9 +22,7 @@ def checkpointed(model: nn.Module, how: str) -> nn.Module:
     Raises:
         AccountError: no such way; or the model has no blocks.
     """
-    if how not in CHECKPOINTING:
-        raise AccountError(unknown("checkpointing", how, CHECKPOINTING))
-    return CHECKPOINTING[how](model)
+    return CHECKPOINTING[one_of("checkpointing", how, CHECKPOINTING, AccountError)](model)
 
 
 def _full(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.terminal import line_width, show_table
+from halfstep.cli.terminal import line_width, number, show_table
 
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ def _curves(recipes: dict[str, Any]) -> None:
             recipe,
             f"{at['lr']:g}",
             str(at["runs"]),
-            _number(at["mean"], "{:.4f}"),
+            number(at["mean"], "{:.4f}"),
             _interval(at["interval"], "{:.4f}"),
             _share(at["diverged"]),
             _share(at["spiked"]),
-            _number(at["ms_per_step"], "{:.3g}"),
-            _number(at["bytes_per_parameter"], "{:g}"),
+            number(at["ms_per_step"], "{:.3g}"),
+            number(at["bytes_per_parameter"], "{:g}"),
         ]
         for recipe, curve in recipes.items()
         for at in curve
@@ -101,9 +101,9 @@ def _best(best: dict[str, Any]) -> None:
             f"{found['lr']:g}",
             f"{found['loss']:.4f}",
             _interval(found["interval"], "{:.4f}"),
-            _number(found["gap"], "{:+.2%}"),
+            number(found["gap"], "{:+.2%}"),
             _interval(found["gap_interval"], "{:+.2%}"),
-            _number(found["other_rate"], "{:.0%}"),
+            number(found["other_rate"], "{:.0%}"),
         ]
         for recipe, found in best.items()
     ]
@@ -138,7 +138,3 @@ def _share(share: dict[str, Any]) -> str:
 
 def _interval(interval: dict[str, float] | None, form: str) -> str:
     return "-" if interval is None else f"{form.format(interval['low'])} to {form.format(interval['high'])}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

@@ -39,6 +39,11 @@ def write_text(path: Path, text: str, failed: type[HalfstepError]) -> None:
         raise failed(f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists") from None
 
 
+def number(value: float | None, form: str) -> str:
+    """A number as `form` has it; a dash where there is none."""
+    return "-" if value is None else form.format(value)
+
+
 def show_json(data: Any) -> None:
     """Print data as JSON, for machines."""
     print(json.dumps(data, indent=2))

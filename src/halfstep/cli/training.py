@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from halfstep.cli.terminal import line_width, show_json, show_table
+from halfstep.cli.terminal import line_width, number, show_json, show_table
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import list_tasks
@@ -194,11 +194,11 @@ def _show(summary: dict[str, Any]) -> None:
                 verdict["recipe"],
                 _words(verdict),
                 str(verdict["seeds"]),
-                _number(verdict["final_loss"], "{:#.5g}"),
+                number(verdict["final_loss"], "{:#.5g}"),
                 *([metric.show(verdict["final_metric"])] if metric else []),
                 *([f"{rates[verdict['recipe']]:g}"] if rates else []),
                 *_differences(verdict),
-                _number(verdict["ms_per_step"], "{:.0f}"),
+                number(verdict["ms_per_step"], "{:.0f}"),
                 "-" if size is None else f"{sum(size[r] for r in ('weights', 'grads', 'master', 'states')):g}",
                 str(verdict["skipped_steps"]),
             )
@@ -244,7 +244,3 @@ def _differences(verdict: dict[str, Any]) -> tuple[str, str]:
     interval = verdict["interval"]
     ends = "-" if interval is None else f"{interval['low']:+.2%} to {interval['high']:+.2%}"
     return f"{verdict['paired_gap']:+.2%}", ends
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

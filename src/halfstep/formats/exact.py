@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import copysign, inf, isfinite, nan
 
-from halfstep.errors import FormatError, unknown
+from halfstep.errors import FormatError, one_of
 from halfstep.formats.base import Format
 from halfstep.formats.floating import Float
 from halfstep.formats.line import infinity_code, line, nan_codes, negated
@@ -84,8 +84,7 @@ def round_exactly(
     (3.25, Fraction(27, 8), Fraction(-1, 20))
     """
     for kind, name, known in (("rounding", rounding, ROUNDINGS), ("overflow", overflow, OVERFLOWS)):
-        if name not in known:
-            raise FormatError(unknown(kind, name, known))
+        one_of(kind, name, known, FormatError)
     if x != x or (format.min > 0 and x <= 0):
         return Rounded(x, nan, nan_code(format))
     if not is_finite(x):

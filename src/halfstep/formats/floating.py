@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import frexp, inf, ldexp, nan
 
-from halfstep.errors import FormatError, unknown
+from halfstep.errors import FormatError, one_of
 from halfstep.formats.base import Format
 
 
@@ -38,8 +38,7 @@ class Float(Format):
     """Bits of the container, where that is wider than the format needs (tf32)."""
 
     def __post_init__(self) -> None:
-        if self.specials not in SPECIALS:
-            raise FormatError(unknown("specials", self.specials, SPECIALS))
+        one_of("specials", self.specials, SPECIALS, FormatError)
         if not 2 <= self.exponent_bits <= 10 or self.mantissa_bits < 0 or self.bits > 32:
             raise FormatError(
                 f"format {self.name!r}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits given; "

@@ -78,13 +78,20 @@ class Posit(Format):
 
 def _magnitude(code: int, width: int, es: int) -> float:
     """The value of a positive code."""
-    body = f"{code:0{width - 1}b}"
-    run = len(body) - len(body.lstrip(body[0]))
-    regime = run - 1 if body[0] == "1" else -run
-    rest = body[run + 1 :]
-    exponent = int(rest[:es].ljust(es, "0") or "0", 2)
-    fraction = rest[es:]
+    _, regime, power, fraction = parts(f"{code:0{width - 1}b}", es)
+    exponent = int(power.ljust(es, "0") or "0", 2)
     return ldexp((1 << len(fraction)) + int(fraction or "0", 2), (regime << es) + exponent - len(fraction))
+
+
+def parts(body: str, es: int) -> tuple[str, int, str, str]:
+    """A positive code's bits behind the sign: the regime's, its value, those of the exponent that are there, the rest.
+
+    >>> parts("1001101", 2)
+    ('10', 0, '01', '101')
+    """
+    run = len(body) - len(body.lstrip(body[0]))
+    rest = body[run + 1 :]
+    return body[: run + 1], run - 1 if body[0] == "1" else -run, rest[:es], rest[es:]
 
 
 def posit(width: int, es: int) -> Posit:

@@ -17,7 +17,7 @@ from halfstep.bits.pieces import castable, needs_largest, pieces, with_largest
 from halfstep.bits.places import as_float32
 from halfstep.bits.scan import CHUNK, Progress
 from halfstep.bits.what_if import CANDIDATES
-from halfstep.errors import CheckpointError, QuantizationError, unknown
+from halfstep.errors import CheckpointError, QuantizationError, one_of
 from halfstep.inspection.gguf_blocks import DECODED
 from halfstep.inspection.new_file import CODES, Part, new_file, refuse_existing
 from halfstep.inspection.report import TensorReport
@@ -182,8 +182,7 @@ def write(
 
 def check_target(target: str, path: Path) -> None:
     """Raise what `write` would, before anything is read."""
-    if target not in TARGETS:
-        raise QuantizationError(unknown("format to write", target, TARGETS))
+    one_of("format to write", target, TARGETS, QuantizationError)
     refuse_existing(path)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep import formats, ops
-from halfstep.errors import MissingLibraryError, ModelError, QuantizationError, unknown
+from halfstep.errors import MissingLibraryError, ModelError, QuantizationError, one_of
 from halfstep.quant import Quantized, Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
@@ -98,9 +98,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 def _kind(given: str | Quantizer) -> Quantizer:
     if isinstance(given, str):
-        if given not in KINDS:
-            raise QuantizationError(unknown("kind of KV cache", given, KINDS))
-        return KINDS[given]
+        return KINDS[one_of("kind of KV cache", given, KINDS, QuantizationError)]
     scales = given.scales
     if (
         scales is None or scales.tile.rows != 1 or scales.rule.two_level or given.stateful

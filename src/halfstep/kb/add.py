@@ -150,7 +150,7 @@ def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
     if one.id == other.id:
         yield f"{place}: an entry of this id stands in {one.origin} already; give each its own id"
         return
-    if _declared(one, other):
+    if one.conflicts(other):
         return
     shared = _claims(one) & _claims(other)
     if shared:
@@ -171,11 +171,6 @@ def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
                     f"{wide.origin}: entry {wide.id!r}: the glob {glob!r} swallows {name!r} of entry "
                     f"{narrow.id!r} ({narrow.origin}); narrow the glob, or list the id in except_ids"
                 )
-
-
-def _declared(one: Entry, other: Entry) -> bool:
-    """Whether one names the conflict with the other; that the other has to name it back is for `_conflict` to say."""
-    return one.conflict_with == other.id or other.conflict_with == one.id
 
 
 def _claims(entry: Entry) -> set[str]:

@@ -95,6 +95,10 @@ class Entry:
             return []
         return [name for name in self.globs if matches(name, model_id)]
 
+    def conflicts(self, other: Entry) -> bool:
+        """Whether one declares a conflict with the other."""
+        return self.conflict_with == other.id or other.conflict_with == self.id
+
     def confirms(self, model_id: str) -> bool:
         """Whether a reference names this very hub id."""
         return model_id.casefold() in {name.casefold() for name in self.id_confirmed}

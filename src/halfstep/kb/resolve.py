@@ -170,7 +170,7 @@ def _spelled(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
     found = {key: [own for own in owns if means(one, spelling(own))] for key, owns in names.items()}
     entries = tuple(entry for entry in base.entries if found[entry.id])
     if not one.sizes:  # a series is of all who disagree on it
-        entries = tuple(e for e in base.entries if e in entries or any(_disagree(e, other) for other in entries))
+        entries = tuple(e for e in base.entries if e in entries or any(e.conflicts(other) for other in entries))
     others = (own for key, owns in names.items() if not found[key] for own in owns)
     if not _one(entries) or any(may_be(one, spelling(own)) for own in others):
         return answer
@@ -185,7 +185,7 @@ def _spelled(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
 
 def _one(entries: tuple[Entry, ...]) -> bool:
     """Whether entries are one answer: a single one, or a declared conflict."""
-    return bool(entries) and all(_disagree(entry, entries[0]) for entry in entries[1:])
+    return bool(entries) and all(entry.conflicts(entries[0]) for entry in entries[1:])
 
 
 def _folded(name: str) -> str:
@@ -213,12 +213,8 @@ def _own_first(found: list[Entry]) -> tuple[Entry, ...]:
     own = [entry for entry in found if entry.overlay]
     if not own:
         return tuple(found)
-    rivals = [entry for entry in found if not entry.overlay and any(_disagree(entry, mine) for mine in own)]
+    rivals = [entry for entry in found if not entry.overlay and any(entry.conflicts(mine) for mine in own)]
     return tuple(own + rivals)
-
-
-def _disagree(one: Entry, other: Entry) -> bool:
-    return one.conflict_with == other.id or other.conflict_with == one.id
 
 
 def _failures(base: KnowledgeBase, model_id: str, entries: tuple[Entry, ...]) -> tuple[FailureReport, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, RunError, unknown
+from halfstep.errors import ModelError, RunError, one_of
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.task import Batch, Task
 from halfstep.nn import UnitReport, unit_scale
@@ -33,9 +33,7 @@ def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Opt
         RunError: no update rule has that name; the nearest ones are shown.
     """
     rules = update_rules()
-    if experiment.optimizer not in rules:
-        raise RunError(unknown("optimizer", experiment.optimizer, rules))
-    rule = rules[experiment.optimizer]
+    rule = rules[one_of("optimizer", experiment.optimizer, rules, RunError)]
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]

@@ -18,6 +18,8 @@ from halfstep.quant import derive_seed
 
 
 Batch = dict[str, Tensor]
+PAD, START, END = 0, 1, 2
+"""What stands around and behind the numbers of a text that a model spells."""
 
 
 class Task(ABC):
@@ -85,6 +87,19 @@ class TaskSpec:
 def stream(seed: int, step: int) -> torch.Generator:
     """A random generator for the batch of a step, of its own."""
     return torch.Generator().manual_seed(derive_seed(seed, step) >> 1)
+
+
+def greedy(model: Callable[[Tensor], Tensor], text: Tensor, count: int) -> Tensor:
+    """Texts (rows, time) int64 with `count` numbers more: each time those of the largest logits at the last place."""
+    for _ in range(count):
+        text = torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
+    return text
+
+
+def without_marks(row: Tensor) -> list[int]:
+    """The numbers between START and END."""
+    numbers: list[int] = row.tolist()[1:]
+    return numbers[: numbers.index(END)] if END in numbers else numbers
 
 
 def check_finite(batch: Batch, step: int) -> None:

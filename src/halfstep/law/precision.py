@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from halfstep.errors import LawError, unknown
+from halfstep.errors import LawError, one_of
 
 
 PARTS = ("weights", "activations", "kv")
@@ -85,8 +85,7 @@ class Law:
             LawError: a part that the law does not know, or bits that are not positive.
         """
         for part, width in bits.items():
-            if part not in self.widths:
-                raise LawError(unknown("part", part, self.widths))
+            one_of("part", part, self.widths, LawError)
             _positive(f"bits of {part}", width)
         return math.prod(self.widths[part].share(width) for part, width in bits.items())
 

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from halfstep.errors import LayoutError, unknown
+from halfstep.errors import LayoutError, one_of
 from halfstep.layouts.base import Layout
 from halfstep.quant import Quantizer
 from halfstep.registry import collect
@@ -29,9 +29,7 @@ def get_layout(name: str | Layout) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    if name not in _by_name():
-        raise LayoutError(unknown("layout", name, _by_name()))
-    return _by_name()[name]
+    return _by_name()[one_of("layout", name, _by_name(), LayoutError)]
 
 
 def fitting(quantizers: tuple[Quantizer, ...], inputs: tuple[Quantizer | None, ...] = ()) -> list[Layout]:

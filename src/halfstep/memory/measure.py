@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.errors import AccountError, unknown
+from halfstep.errors import AccountError, one_of
 from halfstep.memory.live import Live, parts_of
 from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import BytesPerParameter, is_master
@@ -267,8 +267,7 @@ def activation_bytes(
     >>> activation_bytes(1, 2048, 12288, 96) / (2048 * 12288)  # 34 + 5 a s / h = 34 + 80
     114.0
     """
-    if recompute not in _RECOMPUTED:
-        raise AccountError(unknown("way to recompute", recompute, _RECOMPUTED))
+    one_of("way to recompute", recompute, _RECOMPUTED, AccountError)
     if recompute == "full":
         return float(nbytes * sequence * batch * width)
     masks = 2 * mask_bytes if dropout else 0

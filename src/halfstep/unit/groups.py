@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, OptimizerError, unknown
+from halfstep.errors import ModelError, OptimizerError, one_of
 from halfstep.unit.optimizers import OptimizerKind, optimizer_kind
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization
 from halfstep.unit.part import unit_part
@@ -54,9 +54,7 @@ def parameter_groups(
     [(5, 0.5), (1, 0.03125)]
     """
     kind, rule = optimizer_kind(optimizer), get_parametrization(parametrization)
-    meaning = rule.decay if decay is None else decay
-    if meaning not in DECAYS:
-        raise OptimizerError(unknown("decay", meaning, DECAYS))
+    meaning = one_of("decay", rule.decay if decay is None else decay, DECAYS, OptimizerError)
     readout = readout_constraint if readout_constraint is not None else _readout(model)
     every: list[Mapping[str, Any]] = [{"params": model.parameters()}]
     given = [_listed(group) for group in (every if groups is None else groups)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, unknown
+from halfstep.errors import ModelError, one_of, unknown
 from halfstep.unit.part import set_unit_part, unit_part
 
 
@@ -40,8 +40,7 @@ class Tag:
     """Whether it is the matrix of the last layer of a residual branch: attention's output, an MLP's down-projection."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ModelError(unknown("role of a parameter", self.kind, KINDS))
+        one_of("role of a parameter", self.kind, KINDS, ModelError)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.errors import ClaimError, unknown
+from halfstep.errors import ClaimError, one_of
 from halfstep.optim import LowBit
 from halfstep.recipe import DTYPES, get_recipe
 from halfstep.registry import collect
@@ -51,9 +51,7 @@ def get_check(name: str) -> Check:
     Raises:
         ClaimError: no check has that name; the nearest names are shown.
     """
-    if name not in _named():
-        raise ClaimError(unknown("check", name, _named()))
-    return _named()[name]
+    return _named()[one_of("check", name, _named(), ClaimError)]
 
 
 def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tuple[nn.Parameter, LowBit]:

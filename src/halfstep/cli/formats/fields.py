@@ -9,6 +9,7 @@ from math import isinf, isnan
 from halfstep.cli.formats.labelled import labelled
 from halfstep.cli.formats.number import exact_text
 from halfstep.formats import Codebook, Float, Format, Integer, Posit, PowerOfTwo
+from halfstep.formats.posit import parts
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,11 @@ def _posit_fields(format: Posit, code: int) -> list[Field]:
     sign, top = code >> format.bits - 1, 1 << format.bits - 1
     if code in (0, top):
         return [Field("sign", str(sign), ""), Field("rest", "0" * (format.bits - 1), "NaR" if sign else "zero")]
-    body = f"{(2 * top - code if sign else code):0{format.bits - 1}b}"
-    run = len(body) - len(body.lstrip(body[0]))
-    regime = run - 1 if body[0] == "1" else -run
-    rest = body[run + 1 :]
-    power, fraction = rest[: format.es], rest[format.es :]
+    lead, regime, power, fraction = parts(f"{(2 * top - code if sign else code):0{format.bits - 1}b}", format.es)
     stored = int(power.ljust(format.es, "0") or "0", 2)
     return [
         Field("sign", str(sign), "-: the rest is shown negated (two's complement)" if sign else "+"),
-        Field("regime", body[: run + 1], f"{regime}: 2^({regime} * {1 << format.es}) = 2^{regime << format.es}"),
+        Field("regime", lead, f"{regime}: 2^({regime} * {1 << format.es}) = 2^{regime << format.es}"),
         Field("exponent", power, f"{stored}: 2^{stored}" if format.es else "the format has none"),
         Field("fraction", fraction, f"1 + {int(fraction, 2)}/{1 << len(fraction)}" if fraction else "1"),
     ]

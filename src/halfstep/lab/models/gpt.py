@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import unit
-from halfstep.errors import ModelError, unknown
+from halfstep.errors import ModelError, one_of
 from halfstep.nn import DotProductAttention
 
 
@@ -33,12 +33,16 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = (
+            mlp
+            if mlp is not None
+            else nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """One block of the residual stream."""
@@ -98,8 +102,7 @@ class UnitGPT(nn.Module):
         self, vocabulary: int, context: int, layers: int, width: int, heads: int, parametrization: str = "umup"
     ) -> None:
         super().__init__()
-        if parametrization not in _FAMILIES:
-            raise ModelError(unknown("parametrization of a UnitGPT", parametrization, _FAMILIES))
+        one_of("parametrization of a UnitGPT", parametrization, _FAMILIES, ModelError)
         options = _FAMILIES[parametrization](width // heads)
         readout = unit.SAME if parametrization == "munit" else "none"
         self.parametrization = parametrization

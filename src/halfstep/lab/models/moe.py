@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.models.gpt import Attention
+from halfstep.lab.models import gpt
 
 
 BALANCE = 0.01
@@ -135,17 +135,10 @@ class Mixture(nn.Module):
         return self.experts(tokens, kept, gates).view_as(x), Routing(probabilities, chosen)
 
 
-class Block(nn.Module):
+class Block(gpt.Block):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = mlp
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:  # type: ignore[override]
         """One block of the residual stream, and where its tokens went."""
         x = x + self.attention(self.norm1(x))
         change, routing = self.mlp(self.norm2(x)), None

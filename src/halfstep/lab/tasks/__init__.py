@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from halfstep.errors import RunError, unknown
+from halfstep.errors import RunError, one_of
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.task import TaskSpec
 from halfstep.registry import collect
@@ -22,9 +22,7 @@ def get_task(name: str) -> TaskSpec:
     Raises:
         RunError: no task has that name; the nearest ones are shown.
     """
-    if name not in _named():
-        raise RunError(unknown("task", name, _named()))
-    return _named()[name]
+    return _named()[one_of("task", name, _named(), RunError)]
 
 
 def experiment_for(task: str, **given: Any) -> Experiment:

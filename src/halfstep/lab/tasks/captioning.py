@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from halfstep.lab.data import load_digits
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import Block
-from halfstep.lab.task import Batch, Task, TaskSpec
+from halfstep.lab.task import END, PAD, START, Batch, Task, TaskSpec, greedy
 from halfstep.lab.tasks.vision import Vision
 
 
 _SIZES = {"captioner": (2, 64, 4), "captioner-wide": (3, 192, 6)}  # layers, width, heads
-_PAD, _START, _END = 0, 1, 2
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _LETTERS = "".join(sorted(set("".join(_NAMES))))
 _LONGEST = 6  # five letters, and the end
@@ -25,8 +24,8 @@ _LONGEST = 6  # five letters, and the end
 
 def _row(name: str) -> list[int]:
     """START, the letters, END, padding."""
-    row = [_START, *(_LETTERS.index(letter) + _END + 1 for letter in name), _END]
-    return row + [_PAD] * (_LONGEST + 1 - len(row))
+    row = [START, *(_LETTERS.index(letter) + END + 1 for letter in name), END]
+    return row + [PAD] * (_LONGEST + 1 - len(row))
 
 
 _SPELLED = [_row(name) for name in _NAMES]
@@ -44,7 +43,7 @@ class Captioning(Task):
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """captioner and captioner-wide: decoders that read 16 patches before the letters."""
-        size = _END + 1 + len(_LETTERS)
+        size = END + 1 + len(_LETTERS)
         return {name: partial(Captioner, size, 8, _LONGEST, *shape) for name, shape in _SIZES.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
@@ -58,16 +57,14 @@ class Captioning(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy, padding left out."""
         logits = model(batch["images"], batch["letters"][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch["letters"][:, 1:].flatten(), ignore_index=_PAD)
+        return F.cross_entropy(logits.flatten(0, 1), batch["letters"][:, 1:].flatten(), ignore_index=PAD)
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """Accuracy: the share of held-out images whose name is spelled right, greedily, letter by letter."""
         (batch,) = self.held_out()
         images, names = batch["images"], batch["letters"]
-        text = names[:, :1]
-        for _ in range(_LONGEST):
-            text = torch.cat([text, model(images, text)[:, -1:].argmax(-1)], 1)
-        return float(((text == names) | (names == _PAD)).all(1).float().mean())
+        text = greedy(partial(model, images), names[:, :1], _LONGEST)
+        return float(((text == names) | (names == PAD)).all(1).float().mean())
 
     def by_heart(self) -> nn.Module:
         """Spells the held-out names as they are."""
@@ -80,7 +77,7 @@ class _Speller(nn.Module):
         self.letters = letters
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
-        return F.one_hot(self.letters[:, 1 : text.shape[1] + 1], _END + 1 + len(_LETTERS)).float()
+        return F.one_hot(self.letters[:, 1 : text.shape[1] + 1], END + 1 + len(_LETTERS)).float()
 
 
 def _named(batch: Batch) -> Batch:

@@ -16,10 +16,9 @@ from halfstep.errors import DataError
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import END, PAD, START, Batch, Task, TaskSpec, greedy, stream, without_marks
 
 
-PAD, START, END = 0, 1, 2
 LONGEST = 14
 """No word has more letters and no pronunciation more phonemes, END included."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz'"
@@ -119,11 +118,8 @@ class Pronunciation(Task):
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """PER, the phoneme error rate: of the greedy pronunciation of the held-out words."""
-        spoken = torch.full((len(self.test.letters), 1), START, dtype=torch.int64, device="cpu")
-        for _ in range(LONGEST):
-            best = model(self.test.letters, spoken)[:, -1].argmax(-1)
-            spoken = torch.cat([spoken, best[:, None]], 1)
-        return error_rate([_phonemes(row) for row in spoken], [_phonemes(row) for row in self.test.phonemes])
+        spoken = greedy(partial(model, self.test.letters), self.test.phonemes[:, :1], LONGEST)
+        return error_rate([*map(without_marks, spoken)], [*map(without_marks, self.test.phonemes)])
 
     def by_heart(self) -> nn.Module:
         """Says the held-out words as the dictionary does."""
@@ -137,12 +133,6 @@ class _Dictionary(nn.Module):
 
     def forward(self, letters: Tensor, spoken: Tensor) -> Tensor:
         return F.one_hot(self.phonemes[:, 1 : spoken.shape[1] + 1], END + 1 + len(PHONEMES)).float()
-
-
-def _phonemes(row: Tensor) -> list[int]:
-    """The phonemes between START and END."""
-    phonemes: list[int] = row.tolist()[1:]
-    return phonemes[: phonemes.index(END)] if END in phonemes else phonemes
 
 
 pronunciation = TaskSpec(

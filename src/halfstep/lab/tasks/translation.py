@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures import bleu
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import END, PAD, START, Batch, Task, TaskSpec, greedy, stream, without_marks
 
 
 _SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
@@ -55,11 +55,8 @@ class Translation(Task):
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """BLEU of the greedy translation of the held-out sentences."""
         batch = self._held_out
-        target = torch.full((len(batch["source"]), 1), START, dtype=torch.int64, device="cpu")
-        for _ in range(LONGEST - 1):
-            best = model(batch["source"], target)[:, -1].argmax(-1)
-            target = torch.cat([target, best[:, None]], 1)
-        return bleu([_words(row) for row in target], [_words(row) for row in batch["target"]])
+        target = greedy(partial(model, batch["source"]), batch["target"][:, :1], LONGEST - 1)
+        return bleu([*map(without_marks, target)], [*map(without_marks, batch["target"])])
 
 
 def _batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
@@ -67,12 +64,6 @@ def _batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
         return torch.tensor([row + [PAD] * (LONGEST - len(row)) for row in sequences], dtype=torch.int64, device="cpu")
 
     return {"source": rows([a for a, _ in pairs]), "target": rows([[START, *b] for _, b in pairs])}
-
-
-def _words(row: Tensor) -> list[int]:
-    """The words between START and END."""
-    words: list[int] = row.tolist()[1:]
-    return words[: words.index(END)] if END in words else words
 
 
 translation = TaskSpec(
@@ -87,7 +78,6 @@ translation = TaskSpec(
 )
 
 
-PAD, START, END = 0, 1, 2
 NOUNS, ADJECTIVES, VERBS, TENSES, GENDERS = 60, 24, 30, 3, 3
 LONGEST = 16
 """No sentence of either has more words, END included."""

@@ -11,6 +11,14 @@ from halfstep.unit.layers import dropout, layer_norm, rms_norm
 from halfstep.unit.roles import Tag, set_tag
 
 
+class _Constrained(nn.Module):
+    """A module whose factors a constraint ties, and that takes nothing else."""
+
+    def __init__(self, constraint: str = "to_output") -> None:
+        super().__init__()
+        self.constraint = constraint
+
+
 class GELU(nn.GELU):
     """`unit.gelu` as a module; `mult` sharpens it: gelu(mult x) / mult."""
 
@@ -35,36 +43,24 @@ class SiLU(nn.SiLU):
         return silu(input, mult=self.mult, constraint=self.constraint)
 
 
-class ReLU(nn.ReLU):
+class ReLU(_Constrained, nn.ReLU):
     """`unit.relu` as a module."""
-
-    def __init__(self, constraint: str = "to_output") -> None:
-        super().__init__()
-        self.constraint = constraint
 
     def forward(self, input: Tensor) -> Tensor:
         """Elementwise."""
         return relu(input, constraint=self.constraint)
 
 
-class Tanh(nn.Tanh):
+class Tanh(_Constrained, nn.Tanh):
     """`unit.tanh` as a module."""
-
-    def __init__(self, constraint: str = "to_output") -> None:
-        super().__init__()
-        self.constraint = constraint
 
     def forward(self, input: Tensor) -> Tensor:
         """Elementwise."""
         return tanh(input, constraint=self.constraint)
 
 
-class Sigmoid(nn.Sigmoid):
+class Sigmoid(_Constrained, nn.Sigmoid):
     """`unit.sigmoid` as a module."""
-
-    def __init__(self, constraint: str = "to_output") -> None:
-        super().__init__()
-        self.constraint = constraint
 
     def forward(self, input: Tensor) -> Tensor:
         """Elementwise."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, unknown
+from halfstep.errors import ModelError, one_of
 from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.noise import key_of
 from halfstep.ops.part import part_of
@@ -218,8 +218,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         for kind, name, known in (("place", place, PLACES), ("norm", norm, _NORMS), ("mlp", mlp, _MLPS)):
-            if name not in known:
-                raise ModelError(unknown(f"{kind} of a transformer's layer", name, known))
+            one_of(f"{kind} of a transformer's layer", name, known, ModelError)
         self.ratios, self.place = ratios, place
         make = _NORMS[norm]
         self.attention_norm = make(width, elementwise_affine=affine, **factory)

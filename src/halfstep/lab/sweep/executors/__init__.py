@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from halfstep.errors import RunError, unknown
+from halfstep.errors import RunError, one_of
 from halfstep.lab.sweep.run import Executor
 
 
@@ -20,8 +20,6 @@ def get_executor(text: str, jobs: int) -> Executor:
         ModuleNotFoundError: its library is not installed.
     """
     name, _, where = text.partition(":")
-    known = [module.name for module in iter_modules(__path__)]
-    if name not in known:
-        raise RunError(unknown("executor", name, known))
+    one_of("executor", name, [module.name for module in iter_modules(__path__)], RunError)
     found: Executor = import_module(f"{__name__}.{name}").executor(where, jobs)
     return found
