@@ -11,12 +11,12 @@ from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File
 from halfstep.inspection.folders import inside
 from halfstep.inspection.limits import TEXT, check_count, parse_object
-from halfstep.inspection.readers import pickled, safetensors, torch_legacy, torch_zip
+from halfstep.inspection.readers import safetensors, torch_legacy, torch_zip
 from halfstep.inspection.readers.base import Reader
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 
 
-SHARDS = (safetensors.reader, torch_zip.reader, torch_legacy.reader, pickled.reader)
+SHARDS = (safetensors.reader, torch_zip.reader, torch_legacy.reader, torch_legacy.bare)
 """The readers of the files that an index or a folder may be made of."""
 
 

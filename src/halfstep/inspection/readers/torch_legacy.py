@@ -1,6 +1,7 @@
-"""Files of torch.save before version 1.6.
+"""Files of torch.save before version 1.6; other files that begin with a pickle are known, and refused.
 
-Three short pickles, that of the tensors, one of the keys of their storages, then the bytes of the storages.
+Three short pickles, that of the tensors, one of the keys of their storages, then the bytes of the storages. A file of
+pickle.dump has the bytes of tensors inside the pickle, so that they cannot be found without reading all of it.
 """
 
 from pathlib import Path
@@ -18,6 +19,7 @@ from halfstep.inspection.torch_storages import Order, Region
 
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
 
+_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _VERSION = 1001
 
 
@@ -76,4 +78,17 @@ def _regions(file: File, at: int, keys: object, found: dict[str, Storage], order
     return regions
 
 
+def refuse(path: Path) -> Checkpoint:
+    """Nothing.
+
+    Raises:
+        CheckpointError: always; it says how to save the file in a form that is read.
+    """
+    raise CheckpointError(
+        f"{path}: a bare pickle, as pickle.dump writes; expected a file of torch.save, or safetensors. If you trust "
+        "where it comes from: torch.save(torch.load(path, weights_only=True), new_path)"
+    )
+
+
 reader = Reader("torch legacy", lambda path: head(path, len(MAGIC)) == MAGIC, open_legacy)
+bare = Reader("bare pickle", lambda path: head(path, 2) in _PROTOCOLS and not reader.recognises(path), refuse)
