@@ -12,9 +12,8 @@ import numpy as np
 
 from halfstep import formats
 from halfstep.bits.evidence import CERTAIN
-from halfstep.bits.low_rank import LowRank, low_rank
 from halfstep.bits.origin import origin, stored_format
-from halfstep.bits.pair import Change, Doubles, Pair, change, comparable, same_bytes
+from halfstep.bits.pair import Change, Doubles, LowRank, Pair, change, comparable, low_rank, same_bytes
 from halfstep.bits.rounded import STOCHASTIC, Requantised, Rounded, Rounding, nearest, requantised, steps
 from halfstep.bits.scan import readable, scan
 from halfstep.formats import Float
