@@ -6,8 +6,7 @@ from functools import cache
 from typing import TypeVar, overload
 
 from halfstep.errors import FormatError, unknown
-from halfstep.formats.base import Format
-from halfstep.formats.block import BlockFormat
+from halfstep.formats.base import BlockFormat, Format
 from halfstep.formats.floating import Float, ieee
 from halfstep.formats.integer import Integer
 from halfstep.formats.lookup import Codebook, PowerOfTwo

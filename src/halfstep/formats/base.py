@@ -1,10 +1,10 @@
-"""What a number format is: a finite set of values, each with a code, and where rounding turns between neighbours."""
+"""What a number format is: a finite set of values, each with a code, and where rounding turns; and a block format."""
 
 import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import ClassVar
 
 from halfstep.errors import FormatError
@@ -122,3 +122,34 @@ class Format(ABC):
 @cache
 def _values(format: Format) -> tuple[float, ...]:
     return tuple(sorted({v + 0.0 for v in map(format.decode, format.codes()) if isfinite(v)}))
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Elements of `element`, in tiles of (rows, columns) that share a scale; 0 stands for the whole dimension.
+
+    `rules` are the ways to choose the scale that the format admits, by name, the usual one first. A scale is always
+    multiplied to get back to the tensor.
+    """
+
+    name: str
+    element: Format
+    tile: tuple[int, int]
+    rules: tuple[str, ...]
+    scale_bits: float
+    """Bits of the scales of one tile (those of the whole tensor left out)."""
+    source: str
+    aliases: tuple[str, ...] = ()
+    outliers: float | None = None
+    """Columns with a magnitude of at least this are kept apart, as they are."""
+
+    def __post_init__(self) -> None:
+        if len(self.tile) != 2 or min(self.tile) < 0:
+            raise FormatError(
+                f"block format {self.name!r}: tile {self.tile}; expected (rows, columns), 0 for a whole dimension"
+            )
+
+    @property
+    def bits(self) -> float:
+        """Bits per value, scales included where the size of a tile is known."""
+        return self.element.bits + (self.scale_bits / prod(self.tile) if prod(self.tile) else 0)

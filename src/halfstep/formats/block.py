@@ -1,42 +1,9 @@
 """Block formats: elements of a scalar format that share a scale, tile by tile."""
 
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
-from halfstep.errors import FormatError
 from halfstep.formats import codebooks, integer, ocp
-from halfstep.formats.base import Format
-
-
-@dataclass(frozen=True)
-class BlockFormat:
-    """Elements of `element`, in tiles of (rows, columns) that share a scale; 0 stands for the whole dimension.
-
-    `rules` are the ways to choose the scale that the format admits, by name, the usual one first. A scale is always
-    multiplied to get back to the tensor.
-    """
-
-    name: str
-    element: Format
-    tile: tuple[int, int]
-    rules: tuple[str, ...]
-    scale_bits: float
-    """Bits of the scales of one tile (those of the whole tensor left out)."""
-    source: str
-    aliases: tuple[str, ...] = ()
-    outliers: float | None = None
-    """Columns with a magnitude of at least this are kept apart, as they are."""
-
-    def __post_init__(self) -> None:
-        if len(self.tile) != 2 or min(self.tile) < 0:
-            raise FormatError(
-                f"block format {self.name!r}: tile {self.tile}; expected (rows, columns), 0 for a whole dimension"
-            )
-
-    @property
-    def bits(self) -> float:
-        """Bits per value, scales included where the size of a tile is known."""
-        return self.element.bits + (self.scale_bits / prod(self.tile) if prod(self.tile) else 0)
+from halfstep.formats.base import BlockFormat
 
 
 _MX = "OCP Microscaling Formats (MX) 1.0, sections 5 and 6; ceil, even and rceil as in torchao"
