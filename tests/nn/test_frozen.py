@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_tuners import Lora
+from test_paths import Lora
 from torch import nn
 
 import halfstep
