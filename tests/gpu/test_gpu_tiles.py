@@ -22,7 +22,7 @@ def test_every_block_format_is_taken_but_those_that_are_known_to_be_left():
         (name, rule)
         for name in formats.block_names()
         for rule in formats.get_block(name).rules
-        if not blocks.takes(torch.empty(128, 256, device=META), get_quantizer(name, scale=rule))
+        if blocks.cut_of(torch.empty(128, 256, device=META), get_quantizer(name, scale=rule)) is None
     }
     left = {(name, rule) for name in formats.block_names() for rule in formats.get_block(name).rules if rule in LEFT}
     assert found == left | {("llm_int8", "absmax")}
@@ -36,22 +36,21 @@ def test_what_is_taken_can_be_read_back_too(shape):
         quantizer = get_quantizer(name, scale=rule)
         sizes = layout(quantizer, shape, x.dtype).items()
         tensors = {key: torch.empty(size, dtype=dtype, device=META) for key, (dtype, size) in sizes}
-        taken = blocks.takes(x, quantizer)
-        assert taken == dequantize.takes(tensors, x, quantizer), name
+        taken = blocks.cut_of(x, quantizer) is not None
+        assert taken == (dequantize.known(tensors, x, quantizer) is not None), name
         whole = {4: 2, 6: 4}.get(quantizer.format.bits, 1)
         assert taken == bool(shape and x.numel() and shape[-1] % whole == 0), name
 
 
 def test_other_dtypes_tiles_and_layouts_are_left_to_the_reference():
     x, quantizer = torch.empty(128, 256, device=META), get_quantizer("mxfp8")
-    assert not blocks.takes(x.double(), quantizer)
-    assert not blocks.takes(x.t(), quantizer)
+    assert blocks.cut_of(x.double(), quantizer) is None
+    assert blocks.cut_of(x.t(), quantizer) is None
     for tile in (Tile(1, 48), Tile(256, 256), Tile(3, 1), Tile(0, 16), Tile(16, 0)):
         scales = Scales(tile, get_scaling("rceil"))
-        assert not blocks.takes(x, Quantizer(formats.get("e4m3fn"), scales=scales)), tile
-    assert not blocks.takes(
-        x, Quantizer(formats.get("e4m3fn"), "toward_zero", scales=Scales(Tile(1, 32), get_scaling("rceil")))
-    )
+        assert blocks.cut_of(x, Quantizer(formats.get("e4m3fn"), scales=scales)) is None, tile
+    directed = Quantizer(formats.get("e4m3fn"), "toward_zero", scales=Scales(Tile(1, 32), get_scaling("rceil")))
+    assert blocks.cut_of(x, directed) is None
 
 
 def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_holds_the_tile():
@@ -67,19 +66,22 @@ def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_hol
         ("int4", Tile(1, 16), False),
     ):
         quantizer = Quantizer(formats.get(format), scales=Scales(tile, rule))
-        assert blocks.takes(x, quantizer) == taken, (format, tile)
-        assert layouts.takes(x, quantizer) == (taken and tile.columns == 16)
-        assert rotated.takes(x, torch.empty(16, device=META), 1, quantizer) == (taken and tile == Tile(1, 16))
+        assert (blocks.cut_of(x, quantizer) is not None) == taken, (format, tile)
+        assert (layouts.told(x, quantizer) is not None) == (taken and tile.columns == 16)
+        told = rotated.told(x, torch.empty(16, device=META), 1, quantizer)
+        assert (told is not None) == (taken and tile == Tile(1, 16))
 
 
 def test_both_layouts_by_a_seed_only_where_they_share_their_codes():
     x = torch.empty(128, 256, device=META)
     for name, shared in (("mxfp8", False), ("fp8_1x128", False), ("fp8_128x128", True), ("int8_tensor", True)):
-        assert layouts.takes(x, get_quantizer(name)), name
-        assert layouts.takes(x, get_quantizer(name, rounding="stochastic")) == shared, name
-    assert not layouts.takes(x, get_quantizer("mxfp8"), given=True)
-    assert layouts.takes(x, get_quantizer("int8_tensor"), given=True) == formats.get("int8").has_nan
-    assert not layouts.takes(torch.empty(5, 256, device=META), get_quantizer("mxfp4"))  # 5 codes of 4 bits
+        assert layouts.told(x, get_quantizer(name)) is not None, name
+        told = layouts.told(x, get_quantizer(name, rounding="stochastic"))
+        assert (told is not None) == shared, name
+    assert layouts.told(x, get_quantizer("mxfp8"), given=True) is None
+    told = layouts.told(x, get_quantizer("int8_tensor"), given=True)
+    assert (told is not None) == formats.get("int8").has_nan
+    assert layouts.told(torch.empty(5, 256, device=META), get_quantizer("mxfp4")) is None  # 5 codes of 4 bits
 
 
 def test_scales_of_both_copies_lie_as_units_read_them():

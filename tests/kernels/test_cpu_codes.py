@@ -46,7 +46,7 @@ def test_every_format_rounding_and_overflow(format, dtype):
     x = x if format.has_nan else x[~x.isnan()]
     for rounding in ROUNDINGS:
         for overflow in OVERFLOWS:
-            if element_codes.knows(format):
+            if element_codes.scalars(format, "nearest_even", "saturate") is not None:
                 assert_encodes(x, format, rounding, overflow)
 
 

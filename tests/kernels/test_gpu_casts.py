@@ -1,5 +1,7 @@
 """Which calls Triton's casts take, asked without a GPU; that they are right is `tests/gpu`."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -8,50 +10,61 @@ import halfstep
 from families import for_each
 from halfstep import formats
 from halfstep.cli.doctor import gpu_path
-from halfstep.kernels.gpu import amax, cast, decode
-from halfstep.kernels.gpu.launch import here
+from halfstep.kernels.gpu import cast, decode
+from halfstep.kernels.gpu.launch import here, lies_plain
 from halfstep.ops import amax_of, casts
 from halfstep.quant.cast import CONTAINERS
+
+
+NEAREST = "nearest_even", "saturate", None
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches that compute nothing: what is asked of a call without a GPU is asked."""
+    for module in (cast, decode):
+        monkeypatch.setattr(module, "launch", Mock())
+        monkeypatch.setattr(module, "functions", Mock())
 
 
 def of(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype)
 
 
-def test_kernels_of_a_gpu_take_no_tensor_of_a_cpu():
+def test_kernels_of_a_gpu_take_no_tensor_of_a_cpu(launches):
     x, out, e4m3 = torch.zeros(4), torch.zeros(4), formats.get("e4m3fn")
     codes = torch.zeros(4, dtype=torch.uint8)
-    assert cast.takes(x, out, e4m3, "saturate")
-    assert cast.takes_codes(x, codes, e4m3)
-    assert decode.takes(codes, out, e4m3)
-    assert amax.takes(x)
+    assert cast.run(x, out, e4m3, *NEAREST)
+    assert cast.run_codes(x, codes, e4m3, *NEAREST)
+    assert decode.run(codes, out, e4m3)
+    assert lies_plain(x)
     assert not here(x)
     assert cast.instruction(e4m3, "nearest_even", "saturate", x.device) is None
 
 
-def test_what_the_result_does_not_hold_is_left_to_the_reference():
+def test_what_the_result_does_not_hold_is_left_to_the_reference(launches):
     fp16 = formats.get("fp16")
-    assert cast.takes(of(4), of(4, dtype=torch.float32), fp16, "saturate")
-    assert not cast.takes(of(4, dtype=torch.float32), of(4), fp16, "saturate")  # fp16's fraction is no bf16's
-    assert not cast.takes(of(4), of(5), fp16, "saturate")
-    assert not cast.takes(of(4), of(4), formats.get("posit8_2"), "saturate")
+    assert cast.run(of(4), of(4, dtype=torch.float32), fp16, *NEAREST)
+    assert not cast.run(of(4, dtype=torch.float32), of(4), fp16, *NEAREST)  # fp16's fraction is no bf16's
+    assert not cast.run(of(4), of(5), fp16, *NEAREST)
+    assert not cast.run(of(4), of(4), formats.get("posit8_2"), *NEAREST)
 
 
-def test_packed_rows_are_those_that_fill_their_bytes():
+def test_packed_rows_are_those_that_fill_their_bytes(launches):
     for name, columns, width in (("e2m1fn", 6, 3), ("e3m2fn", 8, 6)):
         format = formats.get(name)
         x, codes = of(5, columns), of(5, width, dtype=torch.uint8)
-        assert cast.takes_codes(x, codes, format, packed=True)
-        assert decode.takes(codes, x, format, packed=True)
-        assert not cast.takes_codes(of(5, columns - 1), codes, format, packed=True)
-    assert not cast.takes_codes(x, of(5, 8, dtype=torch.uint8), formats.get("e4m3fn"), packed=True)
+        assert cast.run_codes(x, codes, format, *NEAREST, packed=True)
+        assert decode.run(codes, x, format, packed=True)
+        assert cast.run_codes(of(5, columns - 1), codes, format, *NEAREST, packed=True) is None
+    assert cast.run_codes(x, of(5, 8, dtype=torch.uint8), formats.get("e4m3fn"), *NEAREST, packed=True) is None
 
 
 @for_each("name", formats.names())
-def test_codes_of_sixteen_bits_at_most_are_decoded(name):
+def test_codes_of_sixteen_bits_at_most_are_decoded(name, launches):
     format = formats.get(name)
     stored = of(4, dtype=CONTAINERS[format.storage_bits])
-    assert decode.takes(stored, of(4), format) == (format.bits <= 16)
+    assert (decode.run(stored, of(4), format) is not None) == (format.bits <= 16)
 
 
 def test_a_tensor_without_values_is_traced_on_a_gpu():

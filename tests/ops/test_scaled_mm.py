@@ -214,13 +214,14 @@ def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
     """What torch calls on every GPU but 9.x takes E5M2 on the left alone."""
     left, right = scaled(E5, ROW), scaled(E4, ROW)
     operands = [selftest_units.Fp8(draw(16, 16).to(dtype), torch.ones(16, 1)) for dtype in (FLOAT8[E4], FLOAT8[E5])]
+    monkeypatch.setattr(scaled_mm, "units_mm", lambda lhs, *rest: lhs.codes)
     for capability, takes in (((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)):
         monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
         assert scaled_mm.product_refusal(left, right, CPU) is None
         refusal = scaled_mm.product_refusal(right, left, CPU)
         assert refusal is None if takes else "E5M2 on the right with a scale a row" in refusal
-        assert scaled_mm.supports(*operands, torch.bfloat16) is takes
-        assert scaled_mm.supports(*operands[::-1], torch.bfloat16)
+        assert (scaled_mm.run(*operands, None, torch.bfloat16) is not None) is takes
+        assert scaled_mm.run(*operands[::-1], None, torch.bfloat16) is not None
 
 
 def test_a_torch_without_such_products_is_the_reason(monkeypatch):

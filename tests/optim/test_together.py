@@ -307,11 +307,11 @@ def test_a_beta_whose_corrections_never_end_is_left_to_the_reference():
     weight, number = torch.ones(4), torch.zeros(())
     tensors = kinds.Tensors(weight, weight, number, "none", {}, (weight, weight), None, "nearest_even", None, 0, 0, 0)
     usual = options_of(betas=(0.9, 0.99))
-    assert kinds.takes(tensors, options_of(betas=(0.9, 0.9999)))
-    assert not kinds.takes(tensors, options_of(betas=(0.9, 1 - 1e-9)))
-    assert not kinds.takes(tensors._replace(grad=torch.ones(8)[::2]), usual)
-    assert not kinds.takes(tensors._replace(rounding="stochastic"), usual)
-    assert not kinds.takes(tensors._replace(moments=(weight, weight, weight)), usual)
+    assert kinds.kind_of(tensors, options_of(betas=(0.9, 0.9999))) is not None
+    assert kinds.kind_of(tensors, options_of(betas=(0.9, 1 - 1e-9))) is None
+    assert kinds.kind_of(tensors._replace(grad=torch.ones(8)[::2]), usual) is None
+    assert kinds.kind_of(tensors._replace(rounding="stochastic"), usual) is None
+    assert kinds.kind_of(tensors._replace(moments=(weight, weight, weight)), usual) is None
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -187,18 +187,14 @@ def gpu_path(quantizer: Quantizer) -> str:
     """Triton kernel or reference, for a quantizer of CUDA tensors; asked without a GPU, too."""
     import torch
 
-    from halfstep.kernels.gpu import blocks, cast, posit
+    from halfstep.kernels.gpu import blocks
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
     if scales is None or scales.tile == TENSOR:
-        x, out = torch.zeros(1, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.float32, device="cpu")
-        known = cast.takes(x, out, quantizer.format, quantizer.overflow) or (
-            scales is None and posit.takes(x, out, quantizer.format, quantizer.rounding)
-        )
-        return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
+        return f"{name} by {_by_element(quantizer)}"
     sample = torch.zeros(scales.tile.rows or 128, scales.tile.columns or 128, dtype=torch.float32, device="cpu")
-    known = blocks.takes_values(sample, sample.clone(), quantizer)
+    known = blocks.cut_of(sample, quantizer) is not None
     return f"{name} {scales.tile} by {'kernel' if known else 'reference: no kernel for the tile or its scale rule'}"
 
 
@@ -213,27 +209,33 @@ def _native(recipe: Recipe) -> str:
 
 
 def _path(quantizer: Quantizer) -> str:
-    import torch
-
-    from halfstep.kernels.cpu import blocks, elements, panels, rows, tiles
+    from halfstep.kernels.cpu import blocks, panels, rows, tiles
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
     if scales is None or scales.tile == TENSOR:
-        dtypes = torch.float32, torch.float32
-        known = elements.knows(quantizer.format) and elements.holds(quantizer.format, quantizer.overflow, *dtypes)
-        return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
-    across, sample = (
-        f"{name} {scales.tile} by ",
-        torch.zeros(scales.tile.rows or 1, scales.tile.columns or 1, dtype=torch.float32, device="cpu"),
-    )
-    if quantizer.by_rows and rows.knows(quantizer.format, quantizer.rounding):
+        return f"{name} by {_by_element(quantizer)}"
+    across = f"{name} {scales.tile} by "
+    if quantizer.by_rows and rows.scalars(quantizer.format, quantizer.rounding) is not None:
         return across + "kernel"
     quantizer = quantizer.plain.inner or quantizer.plain
-    if blocks.knows_values(quantizer, scales.tile.columns or 1) or panels.supports_values(
-        sample, sample.clone(), quantizer
-    ):
+    found = blocks.values_of(quantizer, scales.tile.columns or 1)
+    if found is not None or panels.numbers_of(quantizer) is not None:
         return across + "kernel"
-    if tiles.supports(sample, sample.clone(), quantizer):
+    if tiles.numbers_of(quantizer) is not None:
         return across + "kernel, in several passes"
     return across + "reference: no kernel for the tile or its scale rule"
+
+
+def _by_element(quantizer: Quantizer) -> str:
+    """What rounds element by element, on CPUs and GPUs."""
+    import torch
+
+    from halfstep.formats import Posit
+    from halfstep.kernels.cpu import elements, posit
+
+    format, dtypes = quantizer.format, (torch.float32, torch.float32)
+    known = elements.scalars(format, quantizer.rounding, quantizer.overflow, *dtypes)
+    if known is None and quantizer.scales is None and isinstance(format, Posit):
+        known = posit.scalars(format, quantizer.rounding, *dtypes)
+    return "reference: no kernel for the format" if known is None else "kernel"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import amax
 from halfstep.kernels.gpu import amax as gpu_amax
-from halfstep.kernels.gpu.launch import here
+from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.operator import Operator
 from halfstep.quant.memory import has_memory
 
@@ -21,7 +21,7 @@ def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
         return x.new_zeros((), dtype=torch.float32)
     if x.is_cpu and has_memory(x) and (found := amax.run(x)) is not None:
         return found
-    if here(x) and gpu_amax.takes(x):
+    if plain(x):
         return gpu_amax.run(x, unless)
     if unless is None:
         return _by_torch(x)

@@ -37,7 +37,7 @@ from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
-from halfstep.quant.rounding import Seed, number
+from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import from_text
 
 
@@ -47,11 +47,11 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
         return
     if cast.run(x, out, format, rounding, overflow, seed):
         return
-    if here(x) and isinstance(format, Posit) and gpu_posit.takes(x, out, format, rounding):
-        gpu_posit.run(x, out, format)
-    elif here(x) and gpu_cast.takes(x, out, format, overflow):
-        gpu_cast.run(x, out, format, rounding, overflow, seed)
-    elif not blank(x, out):
+    if here(x) and isinstance(format, Posit) and gpu_posit.run(x, out, format, rounding):
+        return
+    if here(x) and gpu_cast.run(x, out, format, rounding, overflow, seed):
+        return
+    if not blank(x, out):
         quant.round_to(x, format, rounding, overflow, seed, out)
 
 
@@ -64,11 +64,13 @@ def round_scaled_into(
     """
     if cast.run(x, out, format, rounding, "saturate", seed, factor, amax):
         return
-    if here(x) and gpu_cast.takes(x, out, format, "saturate", factor=True):
-        gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
-    elif here(x) and out.itemsize == 1 and gpu_cast.takes_codes(x, out.view(torch.uint8), format):
-        gpu_cast.run_codes(x, out.view(torch.uint8), format, rounding, "saturate", seed, factor, amax)
-    elif out.itemsize == 1:
+    if here(x):
+        how = format, rounding, "saturate", seed, factor, amax
+        if gpu_cast.run(x, out, *how):
+            return
+        if out.itemsize == 1 and gpu_cast.run_codes(x, out.view(torch.uint8), *how) is not None:
+            return
+    if out.itemsize == 1:
         rounded = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         round_scaled_into(x, factor, rounded, format, rounding, seed, amax)
         if not blank(rounded, out):
@@ -86,9 +88,9 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
     """`quant.encode` into `out`."""
     if isinstance(format, Posit) and posit.run_encode(x, out, format, rounding):
         return
-    if here(x) and isinstance(format, Posit) and gpu_posit.takes_codes(x, out, format, rounding):
-        gpu_posit.run(x, out, format)
-    elif not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
+    if here(x) and isinstance(format, Posit) and gpu_posit.run(x, out, format, rounding):
+        return
+    if not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
         out.copy_(quant.encode(x, format, rounding, overflow, seed))
 
 
@@ -97,7 +99,7 @@ def _codes_into(
 ) -> bool:
     """Whether a kernel wrote the codes."""
     coded = codes.run(x, out, format, rounding, overflow, seed, packed)
-    if coded is None and here(x) and gpu_cast.takes_codes(x, out, format, packed):
+    if coded is None and here(x):
         coded = gpu_cast.run_codes(x, out, format, rounding, overflow, seed, packed=packed)
     if coded is False:
         raise no_code_for_nan(x, format)
@@ -113,7 +115,7 @@ def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
 def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
     """Whether a kernel wrote the values of codes."""
     known = codes.run_decode(stored, out, format, packed)
-    if known is None and here(out) and gpu_decode.takes(stored, out, format, packed):
+    if known is None and here(out):
         known = gpu_decode.run(stored, out, format, packed)
     if known is False:
         raise no_such_code(stored, format)
@@ -129,19 +131,17 @@ def round_tiles_into(
     Returns whether some may be below 2^-126, bfloat16's smallest normal number, but not 0: True where that was not
     checked.
     """
-    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
-    if scales is not None:
+    if quantizer.scales is not None:
         if not x.is_contiguous() and (small := panels.run_view(x, out, quantizer)) is not None:
             return small
         x = x.contiguous()
         if (small := blocks.run_values(x, out, quantizer, seed, tensor_scale)) is not None:
             return small
-        if panels.supports_values(x, out, quantizer):
-            return panels.run_values(x, out, format, rounding, scales, number(seed), tensor_scale)
-        if tiles.supports(x, out, quantizer):
-            return tiles.run(x, out, format, rounding, scales, number(seed))
-        if here(x) and gpu_blocks.takes_values(x, out, quantizer):
-            gpu_blocks.run_values(x, out, quantizer, seed, tensor_scale)
+        if (small := panels.run_values(x, out, quantizer, seed, tensor_scale)) is not None:
+            return small
+        if (small := tiles.run(x, out, quantizer, seed)) is not None:
+            return small
+        if here(x) and gpu_blocks.run_values(x, out, quantizer, seed, tensor_scale):
             return True
     if tensor_scale is not None:
         if not blank(x, out, tensor_scale):
@@ -168,8 +168,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
         return
     if blocks.run(x, tensors, quantizer, seed):
         return
-    if here(x) and gpu_blocks.takes(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
-        gpu_blocks.run(x, tensors, quantizer, seed)
+    if here(x) and gpu_blocks.run(x, tensors, quantizer, seed):
         return
     if not blank(x, *tensors.values()):
         for name, tensor in quantizer.quantize(x, seed).tensors.items():
@@ -189,9 +188,9 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         return
     if scales is not None and tiles.run_decode(quantized, out, scales):
         return
-    if here(out) and gpu_dequantize.takes(quantized.tensors, out, quantized.quantizer):
-        gpu_dequantize.run(quantized.tensors, out, quantized.quantizer)
-    elif not blank(quantized.codes, out):
+    if here(out) and gpu_dequantize.run(quantized.tensors, out, quantized.quantizer):
+        return
+    if not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
 

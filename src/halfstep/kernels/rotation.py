@@ -18,11 +18,9 @@ def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
 
 
 def _rotate(x: Tensor, signs: Tensor, dim: int) -> Tensor:
-    if rotated.supports(x := x.contiguous(), signs, dim):
-        return rotated.run(x, signs, dim)
-    if here(x) and gpu_rotated.takes(x, signs, dim):
-        return gpu_rotated.run(x, signs, dim)
-    return quant.rotate(x, signs, dim)
+    x = x.contiguous()
+    made = gpu_rotated.run(x, signs, dim) if here(x) else rotated.run(x, signs, dim)
+    return quant.rotate(x, signs, dim) if made is None else made
 
 
 def _rotated_like(x: Tensor, signs: Tensor, dim: int) -> Tensor:

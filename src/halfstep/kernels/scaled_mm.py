@@ -124,7 +124,7 @@ def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.
         return f"{one.words} times {other.words}: tensor cores take no such pair"
     if dtype_of(lhs.format) == dtype_of(rhs.format) == torch.float8_e5m2:
         return "E5M2 times E5M2: FP8 tensor cores take E4M3 on one side at least"
-    if ROWS in (one, other) and not _takes_on_the_right(dtype_of(rhs.format), device):
+    if ROWS in (one, other) and dtype_of(rhs.format) not in _on_the_right(device):
         return f"E5M2 on the right with a scale a row: on compute capability {_text(_capability(device))} it is E4M3"
     return None
 
@@ -155,9 +155,9 @@ def takes(
     return dtype in _results(whole) and misfit(lhs, rhs, sizes) is None
 
 
-def _takes_on_the_right(dtype: torch.dtype | None, device: torch.device) -> bool:
-    """Whether a product with a scale a row takes that dtype on its right: all but 9.x take E4M3 alone (CUTLASS)."""
-    return dtype == torch.float8_e4m3fn or _capability(device)[0] == 9
+def _on_the_right(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes on the right of a product with a scale a row: but on 9.x E4M3 alone (CUTLASS)."""
+    return (torch.float8_e4m3fn, torch.float8_e5m2) if _capability(device)[0] == 9 else (torch.float8_e4m3fn,)
 
 
 def _results(whole: bool) -> tuple[torch.dtype, ...]:
@@ -204,26 +204,25 @@ _toolkit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def supports(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> bool:
-    """Whether these two have a native product in `dtype`: of FP8 tensor cores' dtypes, not both E5M2, with aligned
-    sides."""
-    dtypes = {lhs.values.dtype, rhs.values.dtype}
-    if not dtypes <= set(FP8.values()) or dtypes == {torch.float8_e5m2}:
-        return False
-    one, other = (TENSORS if side.scale is not None and side.scale.dim() == 0 else ROWS for side in (lhs, rhs))
-    whole = one is TENSORS and other is TENSORS
-    (rows, shared), across = lhs.values.shape, rhs.values.shape[1]
-    takes_both = whole or _takes_on_the_right(rhs.values.dtype, rhs.values.device)
-    return takes_both and dtype in _results(whole) and unfit(one, other, rows, shared, across) is None
-
-
-def run(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None) -> Tensor:
+def run(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None
+) -> Tensor | None:
     """lhs (rows, shared) times rhs (shared, columns), each times its scale, times multiplier, plus bias, rounded to
-    dtype.
+    dtype. None where there is no native product: it takes FP8 tensor cores' dtypes, not both E5M2, and aligned sides.
 
     Tensor cores want the rows of lhs and the columns of rhs one after another in memory; what does not lie so is
     copied. They sum with an accuracy of their own; torch is asked for the accurate accumulation, not for the fast one.
     """
+    dtypes = {lhs.values.dtype, rhs.values.dtype}
+    if not dtypes <= set(FP8.values()) or dtypes == {torch.float8_e5m2}:
+        return None
+    one, two = (TENSORS if side.scale is not None and side.scale.dim() == 0 else ROWS for side in (lhs, rhs))
+    whole = one is TENSORS and two is TENSORS
+    (rows, shared), across = lhs.values.shape, rhs.values.shape[1]
+    if dtype not in _results(whole) or unfit(one, two, rows, shared, across) is not None:
+        return None
+    if not whole and rhs.values.dtype not in _on_the_right(rhs.values.device):
+        return None
     scale, other = (_scale(side) for side in (lhs, rhs))
     if multiplier is not None:
         scale = scale * multiplier
@@ -237,24 +236,19 @@ def _scale(side: Operand) -> Tensor:
     return side.values.new_ones((), dtype=torch.float32) if side.scale is None else side.scale
 
 
-def supports_tiled(
-    lhs: Quantized | Tiles, rhs: Quantized | Tiles, dtype: torch.dtype, multiplier: float | None = None
-) -> bool:
-    """Whether `run_tiled` takes these two."""
-    sizes = (lhs.matrix_shape[0], lhs.matrix_shape[1], rhs.matrix_shape[0])
-    return takes(lhs.quantizer, rhs.quantizer, sizes, dtype, lhs.codes.device, multiplier is not None)
-
-
 def run_tiled(
     lhs: Quantized | Tiles,
     rhs: Quantized | Tiles,
     bias: Tensor | None,
     dtype: torch.dtype,
     multiplier: float | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """lhs (rows, shared) times the transpose of rhs (columns, shared), both in codes with tiles along the shared
     dimension, times multiplier, plus bias, rounded to dtype. Nothing is copied but scales that do not lie as units
-    read them."""
+    read them. None where tensor cores do not compute it (`takes`)."""
+    sizes = (lhs.matrix_shape[0], lhs.matrix_shape[1], rhs.matrix_shape[0])
+    if not takes(lhs.quantizer, rhs.quantizer, sizes, dtype, lhs.codes.device, multiplier is not None):
+        return None
     one, other = (_handed(side) for side in (lhs, rhs))
     if multiplier is not None:
         one = (

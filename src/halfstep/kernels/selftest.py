@@ -154,13 +154,11 @@ def _amax(name: str) -> Iterator[Case]:
 
 def _tiles(name: str) -> Iterator[Case]:
     for tile in (Tile(1, 0), Tile(0, 0), Tile(16, 16)):
-        format, scales = formats.get(name), Scales(tile, get_scaling("rceil"))
-        quantizer = Quantizer(format, scales=scales)
+        quantizer = Quantizer(formats.get(name), scales=Scales(tile, get_scaling("rceil")))
         for dtype in (torch.float32, torch.bfloat16):
             x = hard(32 * 48, dtype).view(32, 48).nan_to_num(1.0)
             out = torch.empty_like(x)
-            if tiles.supports(x, out, quantizer):
-                tiles.run(x, out, format, quantizer.rounding, scales, None)
+            if tiles.run(x, out, quantizer, None) is not None:
                 yield quantizer.quantize(x).dequantize(), out, x, words(x, str(tile))
 
 
@@ -171,8 +169,7 @@ def _panels(name: str) -> Iterator[Case]:
         for dtype in (torch.float32, torch.bfloat16):
             x = hard(33 * 47, dtype).view(33, 47)
             seed, out = _SEED if rounding == "stochastic" else None, torch.empty_like(x)
-            if panels.supports_values(x, out, quantizer):
-                panels.run_values(x, out, quantizer.format, rounding, scales, seed)
+            if panels.run_values(x, out, quantizer, seed) is not None:
                 yield quantizer.quantize(x, seed).dequantize(), out, x, words(x, str(tile), rounding)
 
 
@@ -181,13 +178,9 @@ def _rotated(name: str) -> Iterator[Case]:
     for size, dim in itertools.product((2, 16, 64), (0, 1)):
         x, signs = hard(33 * 47, getattr(torch, name)).view(33, 47).nan_to_num(1.0), quant.Hadamard(size, 5).signs()
         x = torch.where(x.abs() < 1e30, x, 1.0)
-        if rotated.supports(x, signs, dim):
-            yield (
-                quant.rotate(x, signs, dim),
-                rotated.run(x, signs, dim),
-                torch.empty(0, dtype=torch.float32, device="cpu"),
-                words(x, f"blocks of {size}"),
-            )
+        if (found := rotated.run(x, signs, dim)) is not None:
+            nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+            yield quant.rotate(x, signs, dim), found, nothing, words(x, f"blocks of {size}")
 
 
 def _posit(name: str) -> Iterator[Case]:

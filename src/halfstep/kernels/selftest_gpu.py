@@ -47,8 +47,7 @@ def _cast(name: str, device: torch.device) -> Iterator[Case]:
             for rounding in _ROUNDINGS:
                 for overflow in ("saturate", "ieee"):
                     out, seed = torch.full_like(x, 7, device=device), _SEED if rounding == "stochastic" else None
-                    if cast.takes(x, out, format, overflow):
-                        cast.run(x.to(device), out, format, rounding, overflow, seed)
+                    if cast.run(x.to(device), out, format, rounding, overflow, seed):
                         expected = quant.round_to(x, format, rounding, overflow, seed)
                         yield expected, out.cpu(), x, words(x, rounding, overflow)
 
@@ -71,8 +70,8 @@ def _scaled(name: str, device: torch.device) -> Iterator[Case]:
         x, out = hard(size, dtype, format), torch.empty(size, dtype=torch.bfloat16, device=device)
         for known in (x, x.nan_to_num(1.0)):
             largest = torch.full((), 0.5, device=device, dtype=torch.float32)
-            if cast.takes(x, out, format, "saturate", factor=True):
-                cast.run(known.to(device), out, format, "nearest_even", "saturate", None, factor.to(device), largest)
+            given = known.to(device), out, format, "nearest_even", "saturate", None, factor.to(device), largest
+            if cast.run(*given):
                 wide = known.float() * factor
                 expected = quant.round_to(wide, format, "nearest_even", "saturate", None, torch.empty_like(out.cpu()))
                 yield expected, out.cpu(), x, words(x, "times a factor")
@@ -92,8 +91,9 @@ def _codes(name: str, device: torch.device) -> Iterator[Case]:
         x = x if format.has_nan else x[~x.isnan()]
         seed = _SEED if rounding == "stochastic" else None
         out = torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits], device=device)
-        if cast.takes_codes(x, out, format):
-            yield _done(cast.run_codes(x.to(device), out, format, rounding, "saturate", seed))
+        done = cast.run_codes(x.to(device), out, format, rounding, "saturate", seed)
+        if done is not None:
+            yield _done(done)
             yield quant.encode(x, format, rounding, "saturate", seed), out.cpu(), x, words(x, rounding, "codes")
 
 
@@ -105,11 +105,13 @@ def _packed(name: str, device: torch.device) -> Iterator[Case]:
         codes = quant.encode(x, format)
         expected = pack(codes, format.bits, format.high_nibble_first)
         out, back = torch.empty_like(expected, device=device), torch.empty_like(x, device=device)
-        if cast.takes_codes(x, out, format, packed=True):
-            yield _done(cast.run_codes(x.to(device), out, format, "nearest_even", "saturate", None, packed=True))
+        done = cast.run_codes(x.to(device), out, format, "nearest_even", "saturate", None, packed=True)
+        if done is not None:
+            yield _done(done)
             yield expected, out.cpu(), torch.empty(0, dtype=torch.float32, device="cpu"), words(x, "packed codes")
-        if decode.takes(expected, back, format, packed=True):
-            yield _done(decode.run(expected.to(device), back, format, packed=True))
+        done = decode.run(expected.to(device), back, format, packed=True)
+        if done is not None:
+            yield _done(done)
             yield (
                 quant.decode(codes, format, dtype),
                 back.cpu(),
@@ -124,8 +126,9 @@ def _decode(name: str, device: torch.device) -> Iterator[Case]:
     codes = torch.arange(1 << format.bits, dtype=torch.int64, device="cpu").to(CONTAINERS[format.storage_bits])
     for dtype in _DTYPES:
         out = torch.empty(codes.shape, dtype=dtype, device=device)
-        if decode.takes(codes, out, format):
-            yield _done(decode.run(codes.to(device), out, format))
+        done = decode.run(codes.to(device), out, format)
+        if done is not None:
+            yield _done(done)
             yield quant.decode(codes, format, dtype), out.cpu(), codes, words(codes, f"values in {dtype}")
 
 
@@ -135,13 +138,11 @@ def _posit(name: str, device: torch.device) -> Iterator[Case]:
         x = hard(size, dtype, format)
         out, codes = (
             torch.empty_like(x, device=device),
-            torch.empty(size, dtype=CONTAINERS[format.storage_bits], device="cpu"),
+            torch.empty(size, dtype=CONTAINERS[format.storage_bits], device=device),
         )
-        if posit.takes(x, out, format, "nearest_even"):
-            posit.run(x.to(device), out, format)
+        if posit.run(x.to(device), out, format, "nearest_even"):
             yield quant.round_to(x, format), out.cpu(), x, words(x, "values")
-        if posit.takes_codes(x, codes, format, "nearest_even"):
-            posit.run(x.to(device), codes := codes.to(device), format)
+        if posit.run(x.to(device), codes, format, "nearest_even"):
             yield quant.encode(x, format), codes.cpu(), x, words(x, "codes")
 
 
@@ -149,18 +150,14 @@ def _amax(name: str, device: torch.device) -> Iterator[Case]:
     for size in (*SIZES, (1 << 14) + 5):
         x = hard(size, getattr(torch, name))
         for known in (x, x.nan_to_num(1.0)):
-            if amax.takes(known):
-                expected = known.float().abs().max() if size else torch.tensor(0.0, dtype=torch.float32, device="cpu")
-                yield (
-                    expected,
-                    amax.run(known.to(device)).cpu(),
-                    torch.empty(0, dtype=torch.float32, device="cpu"),
-                    words(x),
-                )
-                for number in (-0.0, 1e-45, float("nan")):
-                    wanted = torch.tensor(0.0, dtype=torch.float32, device="cpu") if number else expected
-                    found = amax.run(known.to(device), torch.full((), number, device=device, dtype=torch.float32)).cpu()
-                    yield wanted, found, torch.empty(0, dtype=torch.float32, device="cpu"), words(x, f"unless {number}")
+            zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            nothing = zero.new_empty(0)
+            expected = known.float().abs().max() if size else zero
+            yield expected, amax.run(known.to(device)).cpu(), nothing, words(x)
+            for number in (-0.0, 1e-45, float("nan")):
+                wanted = zero if number else expected
+                found = amax.run(known.to(device), torch.full((), number, device=device, dtype=torch.float32)).cpu()
+                yield wanted, found, nothing, words(x, f"unless {number}")
 
 
 def _by_integers(name: str, device: torch.device) -> Iterator[Case]:

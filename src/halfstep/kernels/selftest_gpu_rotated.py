@@ -52,8 +52,8 @@ def rotations(x: Tensor, hadamard: Hadamard, device: torch.device) -> Iterator[C
     """The transform alone, both ways."""
     signs = hadamard.signs()
     for dim in (0, 1):
-        if rotated.takes(x, signs, dim):
-            yield quant.rotate(x, signs, dim), rotated.run(x.to(device), signs.to(device), dim).cpu(), _NONE, words(x)
+        if (found := rotated.run(x.to(device), signs.to(device), dim)) is not None:
+            yield quant.rotate(x, signs, dim), found.cpu(), _NONE, words(x)
 
 
 def valued(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.device) -> Iterator[Case]:
@@ -64,17 +64,17 @@ def valued(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.de
     two_level = quantizer.scales.rule.two_level
     for dim, dtype, part in ((0, torch.bfloat16, 0.75), (1, x.dtype, 1.0)):
         own = quantizer if dim else quantizer.down
-        if not rotated.takes(x, signs, dim, own):
+        if (told := rotated.told(x, signs, dim, own)) is None:
             continue
         wide = quant.rotate(x, signs, dim) * part
         upright = dim or two_level
         expected = own.quantize(wide, seed) if upright else quantizer.quantize(wide.t().contiguous(), seed)
         values = expected.dequantize(dtype)
-        found = rotated.run_values(*there, dim, own, seed, dtype, part)
+        found = rotated.run_values(*there, dim, own, told, seed, dtype, part)
         yield values if upright else values.t(), found.cpu(), _NONE, words(x, f"dim {dim}", str(dtype))
         if two_level:
             scale = torch.zeros((), device=device, dtype=torch.float32)
-            found = rotated.run_values(*there, dim, own, seed, torch.float32, part, scale)
+            found = rotated.run_values(*there, dim, own, told, seed, torch.float32, part, scale)
             apart = expected.tensors | {"tensor_scale": torch.ones((), dtype=torch.float32, device="cpu")}
             yield expected.tensors["tensor_scale"], scale.cpu(), _NONE, words(x, f"dim {dim}", "tensor's scale")
             values = Quantized(own, expected.shape, torch.float32, apart).dequantize()
@@ -85,10 +85,10 @@ def coded(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.dev
     """Codes and scales both ways: down columns, the transposed matrix's."""
     signs, seed = hadamard.signs(), _SEED if quantizer.rounding == "stochastic" else None
     for dim in (0, 1):
-        if rotated.takes(x, signs, dim, quantizer, turned=True):
+        if (told := rotated.told(x, signs, dim, quantizer, turned=True)) is not None:
             wide = quant.rotate(x, signs, dim)
             expected = quantizer.quantize(wide if dim else wide.t().contiguous(), seed).tensors
-            shape, found = rotated.run_codes(x.to(device), signs.to(device), dim, quantizer, seed)
+            shape, found = rotated.run_codes(x.to(device), signs.to(device), dim, quantizer, told, seed)
             assert shape == tuple(wide.shape if dim else wide.t().shape)
             for key, tensor in found.items():
                 yield expected[key], tensor.cpu(), _NONE, words(x, key, f"dim {dim}")
@@ -97,10 +97,10 @@ def coded(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.dev
 def both(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.device) -> Iterator[Case]:
     """Codes and scales as the matrix lies, and of its rotated columns, by a seed each: one is in the GPU's memory."""
     signs, stochastic = hadamard.signs(), quantizer.rounding == "stochastic"
-    if turned.takes(x, quantizer, signs):
+    if (told := turned.told(x, quantizer, signs)) is not None:
         made = layouts.empty(x.to(device), quantizer)
         seeds = (cell(_SEED, device), 7) if stochastic else ()
-        turned.run(x.to(device), quantizer, signs.to(device), *made, *seeds)
+        turned.run(x.to(device), quantizer, told, signs.to(device), *made, *seeds)
         one = quantizer.quantize(x, _SEED if stochastic else None).tensors
         other = quantizer.quantize(quant.rotate(x, signs, 0).t().contiguous(), 7 if stochastic else None).tensors
         for expected, found, which in ((one, made[0], "as it lies"), (other, made[1], "rotated")):

@@ -108,10 +108,9 @@ def tied(rows: int, columns: int) -> Tensor:
 def quantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
     """Codes and scales of a tensor."""
     seed = _seed(quantizer)
-    if blocks.takes(x, quantizer):
-        sizes = layout(quantizer, tuple(x.shape), x.dtype).items()
-        tensors = {key: torch.full(size, 7, dtype=kind, device=device) for key, (kind, size) in sizes}  # type: ignore[arg-type]
-        blocks.run(x.to(device), tensors, quantizer, _handed(seed, x, device))
+    sizes = layout(quantizer, tuple(x.shape), x.dtype).items()
+    tensors = {key: torch.full(size, 7, dtype=kind, device=device) for key, (kind, size) in sizes}  # type: ignore[arg-type]
+    if blocks.run(x.to(device), tensors, quantizer, _handed(seed, x, device)):
         expected = quantizer.quantize(x, seed)
         for key, found in tensors.items():
             yield (
@@ -127,9 +126,8 @@ def valued(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Ca
     seed = _seed(quantizer)
     for into in dict.fromkeys((x.dtype, torch.bfloat16)):
         out = torch.full(x.shape, 7, dtype=into, device=device)
-        if blocks.takes_values(x, out, quantizer):
+        if blocks.run_values(x.to(device), out, quantizer, seed):
             expected = quantizer.quantize(x, seed)
-            blocks.run_values(x.to(device), out, quantizer, seed)
             yield expected.dequantize(into), out.cpu(), x, words(x, f"to {into}", str(tuple(x.shape)))
             if "tensor_scale" in expected.tensors:
                 scale = torch.zeros((), device=device, dtype=torch.float32)
@@ -153,8 +151,7 @@ def dequantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterat
     made.codes[::2] = codes[::2].to(made.codes.dtype)
     tensors = {key: tensor.to(device) for key, tensor in made.tensors.items()}
     out = torch.full(x.shape, 7, dtype=x.dtype, device=device)
-    if dequantize.takes(tensors, out, quantizer):
-        dequantize.run(tensors, out, quantizer)
+    if dequantize.run(tensors, out, quantizer):
         yield (
             made.dequantize(),
             out.cpu(),
@@ -166,7 +163,7 @@ def dequantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterat
 def both(x: Tensor, quantizer: Quantizer, device: torch.device, form: str, outer: bool) -> Iterator[Case]:
     """Codes and scales of a matrix and of its transpose; by a seed, the transpose has the matrix's codes."""
     seed = _seed(quantizer)
-    if not layouts.takes(x, quantizer):
+    if layouts.told(x, quantizer) is None:
         return
     along, turned = layouts.empty(x.to(device), quantizer, form, outer)
     layouts.run(x.to(device), quantizer, along, turned, _handed(seed, x, device))

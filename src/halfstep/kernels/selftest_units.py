@@ -61,6 +61,7 @@ def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
             a = Fp8(lhs.to(device, unit_kinds.dtype_of(left)), scale.to(device))
             b = Fp8(rhs.to(device, unit_kinds.dtype_of(right)).t(), torch.ones((), device=device, dtype=torch.float32))
             found = scaled_mm.run(a, b, None, torch.bfloat16)
+            assert found is not None
             yield (exact * scale).bfloat16(), found.cpu(), _NONE, f"{rows}x{shared}x{across}, {scale.numel()} scales"
 
 
@@ -86,6 +87,7 @@ def tiled_units(name: str, device: torch.device) -> Iterator[Case]:
         exact = sides[0].dequantize(torch.float64) @ sides[1].dequantize(torch.float64).t()
         there = [replace(one, tensors={key: part.to(device) for key, part in one.tensors.items()}) for one in sides]
         found = scaled_mm.run_tiled(there[0], there[1], None, torch.bfloat16)
+        assert found is not None
         yield exact.float().bfloat16(), found.cpu(), _NONE, f"{rows}x{shared}x{across}"
 
 

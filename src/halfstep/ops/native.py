@@ -173,7 +173,7 @@ def _decided(
         kind, x = kind_of(quantizer), torch.empty(shape, dtype=dtype, device="meta")
         if quantizer.clamp is not None or kind not in (TENSORS, *NUMBERS):
             return None
-        if not layouts.takes(x, quantizer, given=kind is TENSORS):
+        if layouts.told(x, quantizer, given=kind is TENSORS) is None:
             return None
         made.append(Rounding(quantizer, kind, shape, dtype, device))
     return NativeLayer(made[0], made[1], made[2], dtypes[-1])

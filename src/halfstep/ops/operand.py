@@ -174,23 +174,24 @@ def _rotated(
         return None
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
     narrow = carrier(format.key, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
-    if here(x) and gpu_rotated.takes(x, signs, dim, ruled):
+    if here(x) and (told := gpu_rotated.told(x, signs, dim, ruled)) is not None:
         scale, seed = (
             torch.empty((), device=x.device, dtype=torch.float32) if two_level else None,
             seed_of(ruled.rounding, given, x.device),
         )
-        values = gpu_rotated.run_values(x, signs, dim, ruled, seed, narrow, share, scale)
+        values = gpu_rotated.run_values(x, signs, dim, ruled, told, seed, narrow, share, scale)
         return Operand(values, scale) if plain.inner is None else over(Operand(values), share)
-    if not rotated_tiles.supports(x, signs, dim, ruled, narrow):
+    numbers = rotated_tiles.numbers_of(x, signs, dim, ruled, narrow)
+    if numbers is None:
         return None
     if two_level:
         scale = rotated_tiles.tensor_scale(x, signs, ruled)
         if scale is None:
             return None
         seed = number(seed_of(ruled.rounding, given, x.device))
-        return Operand(rotated_tiles.run_two_levels(x, signs, ruled, seed, scale, narrow), scale)
+        return Operand(rotated_tiles.run_two_levels(x, signs, ruled, numbers, seed, scale, narrow), scale)
     seed = number(seed_of(ruled.rounding, given, x.device))
-    made, may_be_subnormal = rotated_tiles.run_powers(x, signs, dim, ruled, seed, share, narrow)
+    made, may_be_subnormal = rotated_tiles.run_powers(x, signs, dim, ruled, numbers, seed, share, narrow)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
         made = _upright(rotate(x, signs, dim) * share, ruled, torch.float32, seed)[0]
     return Operand(made) if plain.inner is None else over(Operand(made), share)

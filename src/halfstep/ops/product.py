@@ -43,33 +43,36 @@ def product_of(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype, pr
         multiplier = product.multiplier.of(lhs.shape[0], shared, rhs.shape[1])
     if isinstance(lhs, Coded) and isinstance(rhs, Coded) and product.accumulate is None:
         along = not lhs.turned and rhs.turned  # what both are made of lies along the shared dimension
-        if along and scaled_mm.supports_tiled(lhs.made, rhs.made, dtype, multiplier):
-            return scaled_mm.run_tiled(lhs.made, rhs.made, bias, dtype, multiplier)
+        y = scaled_mm.run_tiled(lhs.made, rhs.made, bias, dtype, multiplier) if along else None
+        if y is not None:
+            return y
     lhs = lhs.operand() if isinstance(lhs, Coded) else lhs
     rhs = rhs.operand() if isinstance(rhs, Coded) else rhs
     if min(lhs.values.itemsize, rhs.values.itemsize) > 1 and lhs.remainder is None and rhs.remainder is None:
         bias = None if bias is None else bias.to(dtype)
         return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
-    apart = lhs.remainder is not None or rhs.remainder is not None
-    if product.accumulate is None and not apart and scaled_mm.supports(lhs, rhs, dtype):
-        return scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
-    both = lhs.remainder is not None and rhs.remainder is not None
-    if product.accumulate is None and not both and (whole_mm.supports(lhs, rhs) or is_sparse(lhs, rhs)):
-        return _with_remainders(lhs, rhs, bias, dtype, multiplier)
+    apart, y = sum(side.remainder is not None for side in (lhs, rhs)), None
+    if product.accumulate is None and not apart:
+        y = scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
+    if product.accumulate is None and apart < 2 and y is None:
+        y = _with_remainders(lhs, rhs, bias, dtype, multiplier)
+    if y is not None:
+        return y
     lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
     return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
 
 
 def _with_remainders(
     lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None
-) -> Tensor:
-    """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them."""
+) -> Tensor | None:
+    """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them. None
+    where they are not, and nothing is."""
     more = sparse_sum(lhs, rhs) if is_sparse(lhs, rhs) else None
     if more is not None and multiplier is not None:
         more = times(more, multiplier)
-    if whole_mm.supports(lhs, rhs):
-        return whole_mm.run(lhs, rhs, bias, dtype, multiplier, more)
-    assert more is not None
+    y = whole_mm.run(lhs, rhs, bias, dtype, multiplier, more)
+    if y is not None or more is None:
+        return y
     lhs, rhs = replace(lhs, remainder=None).widened(dtype), replace(rhs, remainder=None).widened(dtype)
     bias = None if bias is None else bias.to(dtype)
     product = matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, None, multiplier)

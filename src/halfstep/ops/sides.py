@@ -146,8 +146,11 @@ def side(
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
     if signs is not None:
         plain = quantizer.plain
-        if here(x) and gpu_rotated.takes(x := x.contiguous(), signs, dim, plain, turned=True):
-            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, seed, x.device))
+        x = x.contiguous() if here(x) else x
+        told = gpu_rotated.told(x, signs, dim, plain, turned=True) if here(x) else None
+        if told is not None:
+            drawn = seed_of(plain.rounding, seed, x.device)
+            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, told, drawn)
             return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
         x = rotate(x, signs, dim)
     return Coded(quantize(x if dim else x.t(), quantizer.plain, generator=seed), dtype, not dim)
@@ -180,7 +183,7 @@ def both_sides(
     if scales.tile == TENSOR:
         native = unit_kinds.dtype_of(quantizer.format)
         assert native is not None
-        if here(x) and layouts.takes(x, quantizer, given=True):
+        if here(x) and layouts.told(x, quantizer, given=True) is not None:
             formed = yet_to_form(x, quantizer.format, scales.rule, state, record)
             one, other, scale = layouts.codes(x, quantizer, seed_of(quantizer.rounding, given[0], x.device), *formed)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
@@ -189,15 +192,16 @@ def both_sides(
         scale = factor.reciprocal()
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, given[0], amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
-    if signs is not None and not (here(x) and turned.takes(x, quantizer, signs)):
+    told = turned.told(x, quantizer, signs) if signs is not None and here(x) else None
+    if signs is not None and told is None:
         first = side(x, quantizer, dtype, coded=True, seed=given[0])
         return first, side(x, quantizer, dtype, signs=signs, dim=0, coded=True, seed=given[1])
-    if signs is not None:
+    if signs is not None and told is not None:
         parts = layouts.empty(x, quantizer)
         seeds = [seed_of(quantizer.rounding, seed, x.device) for seed in given]
-        turned.run(x, quantizer, signs, *parts, seeds[0], seeds[1])
+        turned.run(x, quantizer, told, signs, *parts, seeds[0], seeds[1])
         along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
-    elif here(x) and layouts.takes(x, quantizer):
+    elif here(x) and layouts.told(x, quantizer) is not None:
         form = "number" if unit_kinds.kind_of(quantizer) in unit_kinds.NUMBERS else "stored"
         parts = layouts.empty(x, quantizer, form, outer=scales.tile == block(128))
         layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, given[0], x.device))

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.errors import OptimizerError
 from halfstep.kernels.arithmetic import NOTHING, Program
 from halfstep.kernels.cpu.coded import Coded
-from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, takes
+from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, kind_of
 from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.ops import CodeTensor
@@ -161,7 +161,7 @@ class Together:
             options = _options(owner) if on_gpu and not options else options
             way = owner.way(parameter, group, index, grad, self._varies[number], kernels and not on_gpu)
             own = self._tensors(owner, way, grad, number, options[number].program) if on_gpu else None
-            if own is None or not takes(own, options[own.group]):
+            if own is None or kind_of(own, options[own.group]) is None:
                 if group.get("capturable"):
                     raise OptimizerError(_NOT_CAPTURABLE.format(index, tuple(parameter.shape), parameter.dtype))
                 if on_gpu and kernels:

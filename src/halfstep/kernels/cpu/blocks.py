@@ -26,8 +26,7 @@ from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.powers import FAR, TINY
 from halfstep.kernels.cpu.rotated import NEAR, opened_piece
 from halfstep.kernels.cpu.rules import note, room, steps_of
-from halfstep.kernels.cpu.scales import knows as knows_element
-from halfstep.kernels.cpu.scales import knows_rule, largest_of, power_scalars
+from halfstep.kernels.cpu.scales import largest_of, power_scalars
 from halfstep.quant.quantizer import Quantizer, matrix_shape
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling
@@ -39,41 +38,36 @@ UPRIGHT = (None,) * 4
 """What is not rotated."""
 
 
-def knows(quantizer: Quantizer, columns: int) -> bool:
-    """Whether the kernels here encode what this quantizer does to rows of that many columns, in whole blocks."""
+def numbers_of(quantizer: Quantizer, columns: int) -> Any:
+    """The `element_numbers` of blocks of rows of that many columns. None where the kernels here do not encode what this
+    quantizer makes of them: they take whole blocks."""
     if quantizer.scales is None or quantizer.outliers is not None:
-        return False
-    tile, rule = quantizer.scales.tile, quantizer.scales.rule
-    return (
-        tile.rows == 1
-        and tile.columns in LEVELS
-        and columns % tile.columns == 0
-        and quantizer.rounding in ("nearest_even", "stochastic")
-        and _knows(quantizer.format, quantizer.rounding, rule)
-    )
+        return None
+    tile = quantizer.scales.tile
+    if tile.rows != 1 or tile.columns not in LEVELS or columns % tile.columns:
+        return None
+    return element_numbers(quantizer.format, quantizer.rounding, quantizer.scales.rule)
 
 
-def knows_values(quantizer: Quantizer, columns: int) -> bool:
-    """Whether they make the values at once, too; and so of whole rows under a power of two each."""
+def values_of(quantizer: Quantizer, columns: int) -> Any:
+    """What elements are rounded to values by: the numbers of a format, and a codebook's cuts. None where the kernels
+    here do not make the values at once: they take blocks, and whole rows under a power of two each."""
     scales, format = quantizer.scales, quantizer.format
     if scales is None or scales.tile != ROW:
-        return knows(quantizer, columns) and not (isinstance(format, Codebook) and format.bits == 8)
-    return (
-        quantizer.rounding == "nearest_even"
-        and quantizer.outliers is None
-        and scales.rule.exact
-        and knows_element(format)
-        and knows_rule(format, scales.rule)
-    )
+        wide = isinstance(format, Codebook) and format.bits == 8
+        found = None if wide else numbers_of(quantizer, columns)
+    else:
+        known = quantizer.rounding == "nearest_even" and quantizer.outliers is None and scales.rule.exact
+        found = element_numbers(format, quantizer.rounding, scales.rule) if known else None
+    return None if found is None else (found[0], cut_points(format, True))
 
 
 def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> bool:
     """Write what x is in these blocks to `tensors` (`codes`, `scale` ...), of their layout. False where that is not
     done here: it takes contiguous CPU tensors (fp32, bf16, fp16) whose rows are whole blocks."""
-    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
-    if not plain(x) or not x.dim() or not knows(quantizer, x.shape[-1]):
-        return False
-    if not all(tensor.is_contiguous() for tensor in tensors.values()):
+    format, scales = quantizer.format, quantizer.scales
+    numbers = numbers_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
+    if numbers is None or not all(tensor.is_contiguous() for tensor in tensors.values()):
         return False
     assert scales is not None
     rule, scale, codes = scales.rule, tensors["scale"], array(tensors["codes"])
@@ -84,7 +78,7 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
         ruled, coding = (whole[1], whole[0], whole[2], None), two_level.scalars()[1]
     else:
         ruled = ruled_by(format, rule)
-    target = codes, *_numbers(format, rounding), cuts_of(format), packing.shifts(format)
+    target = codes, *numbers, cuts_of(format), packing.shifts(format)
     found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
     tile = CHUNK, scales.tile.columns, levels(scales.tile)
     _tiles(x.numel(), array(x), *tile, *UPRIGHT, *ruled, None, coding, stored, found, *target, seed_keys(seed))
@@ -106,10 +100,9 @@ def run_values(
     here: it takes contiguous CPU tensors of one shape, apart in memory. Of two levels of scales, a `tensor_scale`
     (float32 scalar) becomes the tensor's, and is left out of the values.
     """
-    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
-    if not plain(x) or not x.dim() or not knows_values(quantizer, x.shape[-1]):
-        return None
-    if x.shape != out.shape or not takes_values(x, out):
+    format, scales = quantizer.format, quantizer.scales
+    numbers = values_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
+    if numbers is None or x.shape != out.shape or not takes_values(x, out):
         return None
     assert scales is not None
     tile, rule, apart = scales.tile, scales.rule, None
@@ -123,7 +116,7 @@ def run_values(
         x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16
     )  # fmt: skip
     sides = sides_of(tile, matrix_shape(tuple(x.shape))[1])
-    how = ruled, apart, stored, *value_numbers(format, rounding)
+    how = ruled, apart, stored, *numbers
     return round_values(array(x), array(out), sides, *how, seed_keys(seed)) or not rule.exact
 
 
@@ -152,11 +145,6 @@ def ruled_by(format: Format, rule: Scaling, values: bool = False) -> Any:
     return None, np.float32(format.max), None, None
 
 
-def value_numbers(format: Format, rounding: str) -> tuple[Any, Any]:
-    """What elements are rounded to values by: the numbers of a format, or a codebook's cuts."""
-    return _numbers(format, rounding)[0], cut_points(format, True)
-
-
 def cuts_of(format: Format) -> Any:
     """What codes of a codebook are found by; None of other formats."""
     return codebook.search(format) if isinstance(format, Codebook) and format.bits == 8 else cut_points(format, False)
@@ -168,22 +156,19 @@ def levels(tile: Tile) -> tuple[np.uint32, ...]:
 
 
 @cache
-def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
-    if isinstance(format, Codebook):
-        if rounding != "nearest_even" or format.ties != "lower" or rule.exact:
-            return False
-        if format.bits == 8:
-            return rule.quotient and codebook.search(format) is not None
-        return format.bits == 4 and knows_rule(format, rule)
-    return knows_element(format) and (rule.narrow or knows_rule(format, rule))
-
-
-@cache
-def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
+def element_numbers(format: Format, rounding: str, rule: Scaling) -> tuple[Any, Any] | None:
+    """What elements under scales of that rule are rounded and coded by: `element_codes.scalars`; of a codebook None,
+    and where its codes of 4 bits do not count up the codes by place. None in place of both where no kernel does it."""
+    ruled = rule.quotient or rule.two_level or power_scalars(format, rule) is not None
     if not isinstance(format, Codebook):
-        return element_codes.scalars(format, rounding, "saturate")
+        known = rounding in ("nearest_even", "stochastic") and (rule.narrow or ruled)
+        return element_codes.in_bytes(format, rounding) if known else None
+    if rounding != "nearest_even" or format.ties != "lower" or rule.exact:
+        return None
     if format.bits == 8:
-        return None, None
+        return (None, None) if rule.quotient and codebook.search(format) is not None else None
+    if format.bits != 4 or not ruled:
+        return None
     values = format.values()
     order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
     halves = [sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:])]

@@ -60,7 +60,7 @@ NarrowScalars = tuple[np.uint16, ...]
 
 @cache
 def narrow_scalars(format: Format, overflow: str) -> NarrowScalars:
-    """The `Narrow` of a format that `elements.knows`."""
+    """The `Narrow` of a format that `elements.scalars` describes."""
     wide = elements.scalars(format, "nearest_even", overflow, torch.bfloat16)
     p = Rounding(*(int(number) >> 16 for number in wide))  # only fields that bfloat16 holds exactly are used
     step = format.min_exponent - format.mantissa_bits if isinstance(format, Float) else -format.fraction_bits
@@ -115,14 +115,14 @@ def run(
     With a `factor`, a float32 scalar, x * factor in float32 is rounded, and saturated. `amax`, a float32 scalar,
     becomes the larger of itself and max |x|, NaN where there is one: while x is read anyway.
     """
-    from_dtype = x.dtype if factor is None else torch.float32
-    if not plain(x) or not plain(out) or x.shape != out.shape or not _rounds(format, overflow, from_dtype, out.dtype):
+    if not plain(x) or not plain(out) or x.shape != out.shape:
+        return False
+    source = x.dtype if factor is None else torch.float32
+    numbers = elements.scalars(format, rounding, overflow, out.dtype, source)
+    if numbers is None or (x.numel() and not separate(x, out)):
         return False
     if not x.numel():
         return True
-    if not separate(x, out):
-        return False
-    numbers: Any = elements.scalars(format, rounding, overflow, out.dtype)
     if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16 and factor is None:
         numbers = narrow_scalars(format, overflow)
     target = None if x.data_ptr() == out.data_ptr() and amax is None else array(out)
@@ -146,9 +146,10 @@ def run_whole(
     """
     if rounding == "stochastic" or not x.numel() or (state is not None and state.dtype != torch.float32):
         return None
-    if not plain(x) or not _rounds(format, "saturate", torch.float32, dtype):
+    numbers = elements.scalars(format, rounding, "saturate", dtype, torch.float32)
+    if numbers is None or not plain(x):
         return None
-    memory, numbers, chunks = array(x), elements.scalars(format, rounding, "saturate", dtype), -(-x.numel() // CHUNK)
+    memory, chunks = array(x), -(-x.numel() // CHUNK)
     cells = None if state is None else array(state)
     if cells is not None and cells[0]:
         assert state is not None
@@ -173,12 +174,6 @@ def run_whole(
 def scale(x: NDArray[Any], factor: np.float32, out: NDArray[Any], numbers: Any) -> None:
     """The same of `array`s: x * factor, rounded by the `elements.scalars` of the format and out's dtype."""
     _values(x.size, x, out, numbers, None, factor.view(np.uint32), None)
-
-
-@cache
-def _rounds(format: Format, overflow: str, source: torch.dtype, target: torch.dtype) -> bool:
-    known = target in (torch.float32, torch.bfloat16, torch.float16) and elements.knows(format)
-    return known and elements.holds(format, overflow, source, target)
 
 
 @lanes("like")

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from halfstep.formats import Codebook, Format, Integer
-from halfstep.kernels.cpu import elements, scales, two_level
+from halfstep.kernels.cpu import element_codes, elements, scales, two_level
 from halfstep.kernels.cpu.cast_error_loops import sum_plain_errors, sum_scaled_errors, sum_squares
 from halfstep.kernels.cpu.comparison import Errors, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
@@ -41,16 +41,17 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     if quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
         return False
     if quantizer.scales is None:
-        return elements.knows(quantizer.format) and quantizer.overflow == "ieee"
+        known = elements.scalars(quantizer.format, "nearest_even", "ieee") is not None
+        return known and quantizer.overflow == "ieee"
     tile, rule, format = quantizer.scales.tile, quantizer.scales.rule, quantizer.format
     width = tile.columns or columns
     blocks = tile.rows == 1 and width in _LEVELS
-    ruled = rule.quotient or (blocks and scales.knows_rule(format, rule))
+    ruled = rule.quotient or (blocks and (rule.two_level or scales.power_scalars(format, rule) is not None))
     if not ruled or columns % width or width % _BLOCK:
         return False
-    return (
-        format.ties == "lower" if isinstance(format, Codebook) else scales.knows(format) and format.max == -format.min
-    )
+    if isinstance(format, Codebook):
+        return format.ties == "lower"
+    return element_codes.in_bytes(format, "nearest_even") is not None and format.max == -format.min
 
 
 class Rows:

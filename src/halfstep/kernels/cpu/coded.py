@@ -53,7 +53,7 @@ class Coded(NamedTuple):
             and not scales.rule.narrow
             and quantizer.rounding == "nearest_even"
             and quantizer.format.bits == 8
-            and any(kernel.knows(quantizer, columns) for kernel in (blocks, expansion))
+            and (blocks.numbers_of(quantizer, columns) is not None or expansion.knows(quantizer, columns))
             and all(hasattr(part, "fake_mode") or plain(part, part.dtype) for part in self.parts.values())
         )
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numba
 import numpy as np
-import torch
 from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu import element_codes, elements, packing
+from halfstep.kernels.cpu import element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.element_codes import Coding
@@ -29,14 +26,13 @@ def run(
 
     `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     """
-    known = plain(x) and plain(out, out.dtype) and element_codes.knows(format)
-    if not known or not packing.lie_in(out, x, format, packed):
+    known = element_codes.scalars(format, rounding, overflow) if plain(x) and plain(out, out.dtype) else None
+    if known is None or not packing.lie_in(out, x, format, packed):
         return None
-    numbers, codes = element_codes.scalars(format, rounding, overflow)
     worst = None if format.has_nan else np.zeros(-(-x.numel() // CHUNK), np.uint32)
     keys = seed_keys(seed) if rounding == "stochastic" else None
     shifts = packing.shifts(format) if packed else None
-    _encode(x.numel(), array(x), array(out), numbers, codes, worst, shifts, keys)
+    _encode(x.numel(), array(x), array(out), *known, worst, shifts, keys)
     return worst is None or not (worst > INFINITY).any()
 
 
@@ -49,17 +45,11 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
     size = out.numel()
     shifts = packing.shifts(format) if packed else None
     worst = None if packed or format.bits == format.storage_bits else np.zeros(-(-size // CHUNK), np.uint32)
-    if _decodes(format, out.dtype):
-        _decode(size, array(codes), array(out), element_codes.decoding_scalars(format), worst, shifts)
+    if (numbers := element_codes.decoding_scalars(format, out.dtype)) is not None:
+        _decode(size, array(codes), array(out), numbers, worst, shifts)
     else:
         _look_up(size, array(codes), array(out), array(element_codes.table(format, out.dtype)), worst, shifts)
     return worst is None or not (worst >> np.uint32(format.bits)).any()
-
-
-@cache
-def _decodes(format: Format, dtype: torch.dtype) -> bool:
-    """Whether a code is decoded by arithmetic, not by a table: its value needs no rounding."""
-    return element_codes.knows(format) and elements.holds(format, "ieee", torch.float64, dtype)
 
 
 @lanes("like")

@@ -29,7 +29,8 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
     format, scales = quantizer.format, quantizer.scales
     if scales is None or not plain(out, torch.float32, torch.bfloat16) or not out.dim():
         return False
-    if not blocks.knows(quantizer, out.shape[-1]) or not all(plain(t, t.dtype) for t in tensors.values()):
+    known = blocks.numbers_of(quantizer, out.shape[-1]) is not None
+    if not known or not all(plain(t, t.dtype) for t in tensors.values()):
         return False
     whole = tensors["scale"].view(-1)
     stored = (whole.float() if scales.rule.narrow else whole).numpy()

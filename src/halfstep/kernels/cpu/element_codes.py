@@ -14,7 +14,7 @@ import torch
 
 from halfstep.formats import Codebook, Float, Format, Integer
 from halfstep.kernels.cpu import elements
-from halfstep.kernels.cpu.elements import Rounding, Scalars, float_bits
+from halfstep.kernels.cpu.elements import Rounding, float_bits
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane
 
 
@@ -38,15 +38,18 @@ class Coding(NamedTuple):
     """Negative integers: the bits of a code, all set; 0 for floats."""
 
 
-def knows(format: Format) -> bool:
-    """Whether `scalars` can describe the format."""
-    return elements.knows(format) and format.bits <= 16
+def in_bytes(format: Format, rounding: str) -> Any:
+    """`scalars`, saturating, of a format whose codes are packed into bytes: of 4, 6 or 8 bits. None of others."""
+    return scalars(format, rounding, "saturate") if format.bits in (4, 6, 8) else None
 
 
 @cache
-def scalars(format: Format, rounding: str, overflow: str) -> tuple[Scalars, Scalars]:
-    """The `Rounding` and the `Coding` of a format that this module knows."""
+def scalars(format: Format, rounding: str, overflow: str) -> Any:
+    """The `Rounding` and the `Coding` of a format, `Scalars` each. None for more than 16 bits, and where
+    `elements.scalars` gives None."""
     numbers = elements.scalars(format, rounding, overflow)
+    if numbers is None or format.bits > 16:
+        return None
     p = Rounding(*(int(n) for n in numbers))
     bias = 0
     if isinstance(format, Float):
@@ -149,10 +152,16 @@ class Decoding(NamedTuple):
 
 
 @cache
-def decoding_scalars(format: Float | Integer) -> Scalars:
-    """The `Decoding` of a float that `knows` accepts; of an integer, the bits above its sign's and its step."""
+def decoding_scalars(format: Format, dtype: torch.dtype | None = None) -> Any:
+    """The `Decoding` of a float that `scalars` describes; of an integer, the bits above its sign's and its step. With a
+    `dtype`, None where a value is not decoded by arithmetic, or would have to be rounded to it."""
+    if dtype is not None and (
+        format.bits > 16 or elements.scalars(format, "nearest_even", "ieee", dtype, torch.float64) is None
+    ):
+        return None
     if isinstance(format, Integer):
         return np.uint32(32 - format.bits if format.low else 0), np.uint32(float_bits(format.smallest))
+    assert isinstance(format, Float)
     magnitude = (1 << format.bits - 1) - 1
     infinity = (1 << format.exponent_bits) - 1 << format.mantissa_bits
     same = format.min_exponent == -126

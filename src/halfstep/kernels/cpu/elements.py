@@ -76,43 +76,43 @@ def float_bits(value: float) -> int:
     return int(np.float32(abs(value)).view(np.uint32))
 
 
-@cache
-def knows(format: Format) -> bool:
-    """Whether `scalars` can describe the format: its steps and its largest value are float32 numbers."""
+def _step(format: Format, overflow: str, dtype: torch.dtype, source: torch.dtype | None) -> int | None:
+    """The exponent of a format's smallest step; None where `scalars` gives None."""
     if isinstance(format, Integer):
-        return -100 < format.fraction_bits < 100
-    if not isinstance(format, Float) or format.mantissa_bits > 22 or format.max_exponent > 127:
-        return False
-    if format.mantissa_bits == 0:  # a tie goes by the parity of the exponent, which the kernel does not look at
-        return False
-    step = format.min_exponent - format.mantissa_bits
-    return format.min_exponent == -126 or (step >= -126 and step + 23 <= 127)
+        step, significant = -format.fraction_bits, format.high.bit_length()
+        known = -100 < step < 100
+    elif isinstance(format, Float):
+        step, significant = format.min_exponent - format.mantissa_bits, format.mantissa_bits + 1
+        # Without a mantissa a tie goes by the parity of the exponent, which kernels do not look at.
+        known = 1 <= format.mantissa_bits <= 22 and format.max_exponent <= 127
+        known = known and (format.min_exponent == -126 or -126 <= step <= 104)
+    else:
+        return None
+    if source is not None:
+        known = known and dtype in _SIGNIFICANT
+        known = known and (overflow != "ieee" or shared_range(format, dtype) == (format.min, format.max))
+        known = known and (source == dtype or (significant <= _SIGNIFICANT[dtype] and step >= _SMALLEST[dtype]))
+    return step if known else None
 
 
 @cache
-def holds(format: Format, overflow: str, source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether `target` has every value of the format that rounding a `source` number can give."""
-    if overflow == "ieee" and shared_range(format, target) != (format.min, format.max):
-        return False
-    if source == target:
-        return True
-    if isinstance(format, Integer):
-        return format.high < 1 << _SIGNIFICANT[target] and ldexp(1, -format.fraction_bits) >= ldexp(
-            1, _SMALLEST[target]
-        )
-    assert isinstance(format, Float)
-    exact = format.mantissa_bits < _SIGNIFICANT[target]
-    return exact and format.min_exponent - format.mantissa_bits >= _SMALLEST[target]
-
-
-@cache
-def scalars(format: Format, rounding: str, overflow: str, dtype: torch.dtype = torch.float32) -> Scalars:
-    """The `Rounding` of a format that `knows` accepts, for values written in `dtype`."""
+def scalars(
+    format: Format,
+    rounding: str,
+    overflow: str,
+    dtype: torch.dtype = torch.float32,
+    source: torch.dtype | None = None,
+) -> Any:
+    """The `Rounding` of a format as `Scalars`, for values written in `dtype`. None where its steps or its largest value
+    are no float32 numbers; with a `source`, also where `dtype` lacks a value that rounding a `source` number can give.
+    """
+    if (step := _step(format, overflow, dtype, source)) is None:
+        return None
     lowest, largest = shared_range(format, dtype) if overflow == "saturate" else (format.min, format.max)
     over = infinite = (largest, -lowest)
     nan_above = INFINITY
     if isinstance(format, Float):
-        step, fixed_below = format.min_exponent - format.mantissa_bits, ldexp(1, format.min_exponent)
+        fixed_below = ldexp(1, format.min_exponent)
         if format.min_exponent == -126:  # float32's own: its subnormals are steps of the last bit, too
             step, fixed_below = 0, 0.0
         if overflow == "ieee" and format.specials != "finite":
@@ -121,13 +121,11 @@ def scalars(format: Format, rounding: str, overflow: str, dtype: torch.dtype = t
             over = (largest if stays[0] else beyond, -lowest if stays[1] else beyond)
             infinite = (beyond, beyond)
         shift = 23 - format.mantissa_bits
-        # Without a mantissa a step is the distance to the next binade, and 1.5 steps tie to 2.
-        half, odd = ((1 << shift - 1) - 1, 1) if format.mantissa_bits else (1 << 22, 0)
+        half, odd = (1 << shift - 1) - 1, 1
         if format.specials == "fnuz":
             nan_above = INFINITY - 1
     else:
-        assert isinstance(format, Integer)
-        step, fixed_below, shift, half, odd = -format.fraction_bits, inf, 23, 0, 0
+        fixed_below, shift, half, odd = inf, 23, 0, 0
     numbers = Rounding(
         min_normal=float_bits(fixed_below),
         shift=shift,

@@ -20,7 +20,6 @@ from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes
 from halfstep.kernels.cpu.runs import length, runs
-from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import larger
 from halfstep.quant.logarithm import EXP2, HALF_ROOT, LOG2, MAGIC, MAGIC_BITS, log2_fraction, polynomial
 from halfstep.quant.quantizer import Quantizer
@@ -42,7 +41,7 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
         and scales.tile.columns in LEVELS
         and columns % scales.tile.columns == 0
         and isinstance(format, Float)
-        and knows_element(format)
+        and element_codes.in_bytes(format, "nearest_even") is not None
         and Decoding(*element_codes.decoding_scalars(format)).half > 0
         and quantizer.rounding == "nearest_even"
         and quantizer.outliers is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import torch
@@ -26,8 +24,9 @@ def run(
     """x times scale, (rows, 1) or (1, columns), times the rule's factor of the largest of these, each product rounded
     to float32; rounded and saturated, in `dtype`; and the factor's inverse. None where that is not done here: it takes
     a contiguous CPU matrix, and a dtype that holds the format's values."""
-    known = plain(x) and x.dim() == 2 and x.numel() > 0 and rounding != "stochastic" and elements.knows(format)
-    if not known or scale.dtype != torch.float32 or not elements.holds(format, "saturate", torch.float32, dtype):
+    numbers = elements.scalars(format, rounding, "saturate", dtype, torch.float32)
+    known = plain(x) and x.dim() == 2 and x.numel() > 0 and rounding != "stochastic"
+    if not known or numbers is None or scale.dtype != torch.float32:
         return None
     given, by_row = (x.numel(), matrix(x), numbers_of(scale)), is_by_row(x, scale)
     found = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
@@ -36,7 +35,6 @@ def run(
     if factor is None:
         return None
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    numbers: Any = elements.scalars(format, rounding, "saturate", dtype)
     (_fold_row if by_row else _fold_column)(*given, numbers_of(factor.view(1)), numbers, matrix(out))
     return out, factor.reciprocal()
 

@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu import blocks, dequantize, element_codes, packing
+from halfstep.kernels.cpu import blocks, dequantize, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import round_piece
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
@@ -32,15 +32,15 @@ def run(
         size: elements of a message, whose codes come first.
         scales: where the bytes of its scales begin.
     """
-    if not plain(messages, messages.dtype) or not blocks.knows(quantizer, size):
+    elements = blocks.numbers_of(quantizer, size)
+    if elements is None or not plain(messages, messages.dtype):
         return False
     if quantizer.scales is None or not quantizer.scales.rule.exact or quantizer.rounding != "nearest_even":
         return False
     format, count = quantizer.format, len(messages)
     inverse = np.float32(0 if count & count - 1 else 1 / count)  # of a power of two, by which a product is the quotient
-    numbers, codes = element_codes.scalars(format, "nearest_even", "saturate")
     read = dequantize.meaning(format), packing.shifts(format), blocks.levels(quantizer.scales.tile)
-    written = power_scalars(format, quantizer.scales.rule), numbers, codes
+    written = power_scalars(format, quantizer.scales.rule), *elements
     own = None if out is None else array(out), None if total is None else array(total)
     _mean(size * count, array(messages), size, scales, np.float32(count), inverse, *read, *written, *own)
     return True

@@ -14,18 +14,16 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import blocks, element_codes, rows, two_level
+from halfstep.kernels.cpu import blocks, rows, two_level
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.blocks import UPRIGHT, ruled_by, takes_values
 from halfstep.kernels.cpu.compiled import Kernel, piece
 from halfstep.kernels.cpu.noise import seed_keys
 from halfstep.kernels.cpu.powers import TINY
 from halfstep.kernels.cpu.rotated import WIDTH, opened
-from halfstep.kernels.cpu.scales import knows, knows_rule
 from halfstep.kernels.cpu.strips import tiles
 from halfstep.quant.quantizer import Quantizer, matrix_shape
-from halfstep.quant.scales import Scales
+from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import ROW
 
 
@@ -37,36 +35,28 @@ _TALLEST = 256
 _ROW = 32  # elements of a whole row, of the transposed view, that are rounded at a time
 
 
-def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run_values` can round `x` into `out`: contiguous CPU tensors of one shape, apart in memory."""
-    if quantizer.scales is None or quantizer.outliers is not None or isinstance(quantizer.format, Codebook):
-        return False
-    tile, rule = quantizer.scales.tile, quantizer.scales.rule
-    return (
-        1 <= tile.rows <= _TALLEST
-        and tile.columns in _WIDE
-        and tile.rows * tile.columns > 1
-        and quantizer.rounding in ("nearest_even", "stochastic")
-        and knows(quantizer.format)
-        and (rule.exact or rule.two_level)
-        and knows_rule(quantizer.format, rule)
-        and x.dim() > 0
-        and x.numel() > 0
-        and x.shape == out.shape
-        and takes_values(x, out)
-    )
+def numbers_of(quantizer: Quantizer) -> Any:
+    """What `run_values` rounds elements by; None where it does not form the values of these tiles."""
+    scales = quantizer.scales
+    if scales is None or quantizer.outliers is not None or not (scales.rule.exact or scales.rule.two_level):
+        return None
+    tile = scales.tile
+    if not 1 <= tile.rows <= _TALLEST or tile.columns not in _WIDE or tile.rows * tile.columns == 1:
+        return None
+    found = blocks.element_numbers(quantizer.format, quantizer.rounding, scales.rule)
+    return None if found is None else found[0]
 
 
 def run_values(
-    x: Tensor,
-    out: Tensor,
-    format: Format,
-    rounding: str,
-    scales: Scales,
-    seed: int | None,
-    tensor_scale: Tensor | None = None,
-) -> bool:
-    """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`."""
+    x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
+) -> bool | None:
+    """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`. None where it is not done
+    here: it takes contiguous CPU tensors of one shape, apart in memory, that are not empty."""
+    numbers, scales, format = numbers_of(quantizer), quantizer.scales, quantizer.format
+    if numbers is None or scales is None or not x.dim() or not x.numel():
+        return None
+    if x.shape != out.shape or not takes_values(x, out):
+        return None
     (_, columns), tile, rule, apart = matrix_shape(tuple(x.shape)), scales.tile, scales.rule, None
     if rule.two_level:
         whole = two_level.rule_of(x, format, scales, tensor_scale)
@@ -75,7 +65,7 @@ def run_values(
     else:
         ruled = ruled_by(format, rule, values=True)
     sides = (max(_DEEP // tile.rows, 1) * tile.rows, _WIDTH), (tile.rows, tile.columns)
-    small = round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers_of(format, rounding), seed)
+    small = round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed)
     return small or rule.two_level
 
 
@@ -90,7 +80,8 @@ def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
         return None
     if x.dim() != 2 or not x.numel() or x.shape != out.shape or x.shape[1] % (scales.tile.columns or _ROW):
         return None
-    if not blocks.knows_values(quantizer, x.shape[1]) or not takes_values(x.t(), out):
+    values = blocks.values_of(quantizer, x.shape[1])
+    if values is None or not takes_values(x.t(), out):
         return None
     known = None
     if scales.tile == ROW:
@@ -99,18 +90,13 @@ def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
         known = array(found)
     high, ruled = scales.tile.columns or _ROW, ruled_by(format, scales.rule, values=True)
     sides = (_TALL, WIDTH), (high, 1)
-    numbers, turn = numbers_of(format, "nearest_even"), (np.uint32(0),) * (high.bit_length() - 1)
-    return round_tiles(x.t(), x.shape[0], sides, known, ruled, None, out, turn, numbers, None)
-
-
-def numbers_of(format: Format, rounding: str) -> Any:
-    """What elements are rounded by."""
-    return element_codes.scalars(format, rounding, "saturate")[0]
+    turn = (np.uint32(0),) * (high.bit_length() - 1)
+    return round_tiles(x.t(), x.shape[0], sides, known, ruled, None, out, turn, values[0], None)
 
 
 def round_tiles(
     x: Tensor, columns: int, sides: Any, known: Any, ruled: Any, apart: Any, out: Tensor, turn: Any, numbers: Any,
-    seed: int | None, rotation: Any = UPRIGHT,
+    seed: Seed | None, rotation: Any = UPRIGHT,
 ) -> bool:  # fmt: skip
     """The same by what the functions here, and `strips.tiles`, take of tiles, a rule and a format.
 

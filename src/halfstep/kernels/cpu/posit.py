@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.formats import Format, Posit
+from halfstep.formats import Posit
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.elements import Scalars, float_bits
+from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes, stored_as
 
 
 _ONE = 127 << 23  # the bits of 1.0: what d is less than the bits
 _CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
-_RANGE = {torch.float32: 120, torch.bfloat16: 120, torch.float16: 15}
+_HELD = {torch.float32: (120, 24), torch.bfloat16: (120, 8), torch.float16: (15, 11)}
+"""The largest power of two that kernels write in a dtype, and its significant bits."""
 
 
 class Cutting(NamedTuple):
@@ -42,46 +43,39 @@ class Cutting(NamedTuple):
 def run(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
     """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`. False where that is not done
     here: it takes contiguous CPU tensors of one shape, the same one or apart in memory."""
-    if not knows(format, rounding) or not plain(x) or not plain(out) or x.shape != out.shape:
+    numbers = scalars(format, rounding, x.dtype, out.dtype) if plain(x) and plain(out) else None
+    if numbers is None or x.shape != out.shape or not separate(x, out):
         return False
-    if not holds(format, x.dtype, out.dtype) or not separate(x, out):
-        return False
-    _values(x.numel(), array(x), None if x.data_ptr() == out.data_ptr() else array(out), scalars(format))
+    _values(x.numel(), array(x), None if x.data_ptr() == out.data_ptr() else array(out), numbers)
     return True
 
 
 def run_encode(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
     """Write the codes of `x`, rounded as by `run`, to `out`. False where that is not done here: it takes contiguous CPU
     tensors of one shape."""
-    if not knows(format, rounding) or not plain(x) or x.shape != out.shape:
+    numbers = scalars(format, rounding, x.dtype, out.dtype) if plain(x) and plain(out, out.dtype) else None
+    if numbers is None or x.shape != out.shape:
         return False
-    if not plain(out, _CONTAINERS[format.storage_bits]):
-        return False
-    _codes(x.numel(), array(x), array(out), scalars(format))
+    _codes(x.numel(), array(x), array(out), numbers)
     return True
 
 
-def knows(format: Format, rounding: str) -> bool:
-    """At least one bit of a float32 is cut, and minpos and maxpos are normal float32 numbers."""
-    return (
-        isinstance(format, Posit)
-        and rounding == "nearest_even"
-        and 3 <= format.width <= 25 + format.es
-        and (format.width - 2) << format.es <= 120
-    )
-
-
 @cache
-def holds(format: Posit, source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether `target` has every posit that rounding a `source` number can give."""
-    significant = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}[target]
-    fits = (format.width - 2) << format.es <= _RANGE[target]
-    return fits and (source == target or format.width - 2 - format.es <= significant)
+def scalars(format: Posit, rounding: str, source: torch.dtype, target: torch.dtype) -> Any:
+    """The `Cutting` of a format, as `Scalars`, for numbers of `source` rounded to values in `target`, or to codes where
+    that is their container.
 
-
-@cache
-def scalars(format: Posit) -> Scalars:
-    """The `Cutting` of a format that `knows` accepts."""
+    None where no bit of a float32 is cut, minpos and maxpos are no normal float32 numbers, `target` lacks a posit that
+    rounding a `source` number can give, or is rounded another way than to nearest.
+    """
+    largest = (format.width - 2) << format.es
+    if rounding != "nearest_even" or not 3 <= format.width <= 25 + format.es or largest > 120:
+        return None
+    if target not in _HELD:
+        if target != _CONTAINERS[format.storage_bits]:
+            return None
+    elif largest > _HELD[target][0] or (source != target and format.width - 2 - format.es > _HELD[target][1]):
+        return None
     numbers = Cutting(
         smallest=float_bits(format.smallest),
         largest=float_bits(format.max),

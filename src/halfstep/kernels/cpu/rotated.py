@@ -25,17 +25,15 @@ NEAR = 1 << 12  # elements of rows that are rotated at a time
 LEVELS = {2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6}
 
 
-def supports(x: Tensor, signs: Tensor, dim: int) -> bool:
-    """Whether `run` can rotate `x`: a contiguous CPU tensor (fp32, bf16, fp16), its last dimension or a matrix's
+def run(x: Tensor, signs: Tensor, dim: int) -> Tensor | None:
+    """Every block of len(signs) numbers along `dim`, times signs, through the transform: float32, in whole blocks. None
+    where it is not done here: it takes a contiguous CPU tensor (fp32, bf16, fp16), its last dimension or a matrix's
     first."""
-    dim = dim % x.dim() if x.dim() else -1
-    known = dim == x.dim() - 1 or (dim == 0 and x.dim() == 2)
-    return known and plain(x) and x.numel() > 0 and len(signs) in LEVELS and plain(signs, torch.float32)
-
-
-def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
-    """Every block of len(signs) numbers along `dim`, times signs, through the transform: float32, in whole blocks."""
+    if not plain(x) or not x.numel() or not x.dim() or len(signs) not in LEVELS or not plain(signs, torch.float32):
+        return None
     size, dim = len(signs), dim % x.dim()
+    if dim != x.dim() - 1 and (dim or x.dim() != 2):
+        return None
     shape = list(x.shape)
     shape[dim] += -shape[dim] % size
     out = torch.empty(shape, dtype=torch.float32, device="cpu")

@@ -6,58 +6,53 @@ two levels of scales everything is rotated twice, since the largest number of al
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
 from numba import types
 from torch import Tensor
 
-from halfstep.formats import Codebook
 from halfstep.kernels.cpu import blocks, panels, rotated, two_level
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import LEVELS, round_piece, ruled_by, sides_of
 from halfstep.kernels.cpu.compiled import Kernel, inner, whole_lines
 from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes
 from halfstep.kernels.cpu.noise import column_keys, seed_keys
-from halfstep.kernels.cpu.panels import numbers_of
 from halfstep.kernels.cpu.powers import TINY
 from halfstep.kernels.cpu.rotated import WIDTH, in_blocks, multiply, rotated_panel
-from halfstep.kernels.cpu.scales import knows, knows_rule
 from halfstep.kernels.cpu.turn import transpose
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.two_level import TwoLevel
 
 
-def supports(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: torch.dtype) -> bool:
-    """Whether the functions here rotate the matrix `x` along `dim` and round it to values of that dtype: by tiles of a
-    row, or of a column, that lie along the rotation and are no longer than its blocks."""
-    if quantizer.scales is None or quantizer.outliers is not None or isinstance(quantizer.format, Codebook):
-        return False
-    tile, rule = quantizer.scales.tile, quantizer.scales.rule
+def numbers_of(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: torch.dtype) -> Any:
+    """What elements are rounded by. None where the functions here do not rotate the matrix `x` along `dim` and round it
+    to values of that dtype: by tiles of a row, or of a column, that lie along the rotation and are no longer than its
+    blocks."""
+    if quantizer.scales is None or quantizer.outliers is not None or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    tile, rule, size = quantizer.scales.tile, quantizer.scales.rule, len(signs)
     along, across = (tile.columns, tile.rows) if dim == 1 else (tile.rows, tile.columns)
-    return (
-        x.dim() == 2
-        and rotated.supports(x, signs, dim)
-        and across == 1
-        and along in LEVELS
-        and along <= len(signs)
-        and quantizer.rounding in ("nearest_even", "stochastic")
-        and knows(quantizer.format)
-        and (rule.exact or (rule.two_level and dim == 0))
-        and knows_rule(quantizer.format, rule)
-        and dtype in (torch.float32, torch.bfloat16)
-        and plain(signs, torch.float32)
-    )
+    if across != 1 or along not in LEVELS or size not in rotated.LEVELS or along > size:
+        return None
+    if not (rule.exact or (rule.two_level and dim == 0)) or not plain(signs, torch.float32):
+        return None
+    if x.dim() != 2 or not x.numel() or not plain(x):
+        return None
+    found = blocks.element_numbers(quantizer.format, quantizer.rounding, rule)
+    return None if found is None else found[0]
 
 
 def run_powers(
-    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, seed: int | None, part: float, dtype: torch.dtype
-) -> tuple[Tensor, bool]:
+    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, numbers: Any, seed: int | None, part: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, bool]:  # fmt: skip
     """That `part` of the rotated matrix, rounded by scales that are powers of two; along dim 0 the transposed view of
     what is written row by row. And whether some values may be below 2^-126, but not 0."""
     size, scales = len(signs), quantizer.scales
     assert scales is not None
-    numbers = numbers_of(quantizer.format, quantizer.rounding)
     ruled, turned = ruled_by(quantizer.format, scales.rule, values=True), rotated.rotation(signs, part)
     if dim == 1:
         x = in_blocks(x, size)
@@ -88,7 +83,7 @@ def tensor_scale(x: Tensor, signs: Tensor, quantizer: Quantizer) -> Tensor | Non
 
 
 def run_two_levels(
-    x: Tensor, signs: Tensor, quantizer: Quantizer, seed: int | None, scale: Tensor, dtype: torch.dtype
+    x: Tensor, signs: Tensor, quantizer: Quantizer, numbers: Any, seed: int | None, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The matrix rotated along dim 0 and rounded, over the tensor's scale, which is a float32 scalar."""
     (rows, columns), scales, size = x.shape, quantizer.scales, len(signs)
@@ -98,8 +93,7 @@ def run_two_levels(
     whole, rule, up = two_level.given(quantizer.format, scales.rule, scale)
     apart = two_level.apart(quantizer.format, seed, dtype, True)
     ruled, sides = (rule, whole, up, None), ((size, WIDTH), (scales.tile.rows, 1))
-    numbers, turned = numbers_of(quantizer.format, quantizer.rounding), rotated.rotation(signs)
-    panels.round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed, turned)
+    panels.round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed, rotated.rotation(signs))
     return out
 
 

@@ -22,9 +22,9 @@ _TALL = 256  # rows that a thread takes at a time, for the columns' maxima
 _OUTS = (torch.int8, torch.float32, torch.bfloat16)
 
 
-def knows(format: Format, rounding: str) -> bool:
-    """Whether `run` rounds so, on a tensor that it can read."""
-    return rounding != "stochastic" and elements.knows(format) and format.bits <= 8
+def scalars(format: Format, rounding: str) -> Any:
+    """What `run` rounds by; None for noise, more than 8 bits, and formats that `elements` does not describe."""
+    return elements.scalars(format, rounding, "saturate") if rounding != "stochastic" and format.bits <= 8 else None
 
 
 def run(
@@ -35,9 +35,8 @@ def run(
     done here: it takes contiguous CPU matrices, and steps that no seed decides."""
     if not _is_read(x, bounds) or not plain(out, *_OUTS) or not separate(x, out):
         return False
-    if not knows(format, rounding) or factor.dtype != torch.float32:
+    if (numbers := scalars(format, rounding)) is None or factor.dtype != torch.float32:
         return False
-    numbers: Any = elements.scalars(format, rounding, "saturate")
     back = np.ones(1, np.float32) if out.dtype == torch.int8 else array(factor.reciprocal(), torch.float32)
     given = matrix(x), _limits(bounds, x.shape[0]), numbers_of(factor), back
     if is_by_row(x, factor):

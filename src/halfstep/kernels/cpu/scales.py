@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from halfstep.formats import Float, Format, Integer
-from halfstep.kernels.cpu import element_codes
+from halfstep.formats import Format
 from halfstep.kernels.cpu.compiled import inner, inner_overload, none
 from halfstep.kernels.cpu.elements import Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, Lane, bits_of, lanes, nearest_bf16
@@ -29,16 +28,6 @@ def power_scalars(element: Format, rule: Scaling) -> Scalars | None:
         return None
     carry, exponent = power
     return np.uint32((1 << 23) - ceil((2 * carry - 1) * 2**23)), np.uint32(exponent - 1 & 0xFFFFFFFF)
-
-
-def knows_rule(element: Format, rule: Scaling) -> bool:
-    """Whether kernels form the scales of that rule from the maxima of blocks."""
-    return power_scalars(element, rule) is not None if rule.exact else rule.quotient or rule.two_level
-
-
-def knows(element: Format) -> bool:
-    """Whether the element format can be encoded and has a byte for its codes."""
-    return isinstance(element, Float | Integer) and element_codes.knows(element) and element.bits in (4, 6, 8)
 
 
 # ---- the largest magnitude of every block --------------------------------------------------------------------------

@@ -32,16 +32,15 @@ class Grid(NamedTuple):
 
 
 @cache
-def scalars(format: Format) -> tuple[np.uint32, ...]:
-    """The `Grid` of a format that this module knows."""
+def scalars(format: Format) -> tuple[np.uint32, ...] | None:
+    """The `Grid` of a format of at most 8 bits whose values lie in binades around 0, as far as the largest; None of
+    others."""
+    known = isinstance(format, Float) and format.bits <= 8 and format.min == -format.max
+    if not known or elements.scalars(format, "nearest_even", "saturate") is None:
+        return None
     assert isinstance(format, Float)
     grid = Grid(format.min_exponent + 127 << 23, format.mantissa_bits << 23, elements.float_bits(format.max))
     return tuple(np.uint32(number) for number in grid)
-
-
-def knows(format: Format) -> bool:
-    """Whether the format's values lie in binades around 0, as far as the largest."""
-    return isinstance(format, Float) and format.bits <= 8 and elements.knows(format) and format.min == -format.max
 
 
 def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: Format, estimator: Estimator) -> bool:
@@ -49,9 +48,8 @@ def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: F
     where that is not done here: it takes contiguous CPU matrices, the gradient in float32."""
     if not plain(grad, torch.float32) or not plain(x) or grad.shape != x.shape:
         return False
-    if factor.dtype != torch.float32 or not knows(format):
+    if (grid := scalars(format)) is None or factor.dtype != torch.float32:
         return False
-    grid = scalars(format)
     numbers = tuple(np.float32(n) for n in (estimator.exponent, 1 / estimator.k, estimator.largest, SMALLEST))
     factors = array(factor.contiguous(), torch.float32).reshape(factor.shape)
     arrays = array(grad, torch.float32).reshape(grad.shape), array(x).reshape(x.shape), factors

@@ -20,36 +20,37 @@ from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
 from halfstep.quant.quantizer import Quantized, Quantizer, as_rows
+from halfstep.quant.rounding import Seed
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.base import finite
 
 
-def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run` can round `x` into `out`: plain CPU tensors in whole tiles, of rules it knows."""
-    if quantizer.scales is None or quantizer.outliers is not None:
-        return False
-    tile, rule = quantizer.scales.tile, quantizer.scales.rule
-    if not rule.reads or not (rule.exact or rule.quotient):
-        return False
-    if not (plain(x) and plain(out) and x.dim() and x.numel()):
-        return False
-    matrix = as_rows(x)
-    whole = matrix.shape[0] % (tile.rows or 1) == 0 and matrix.shape[1] % (tile.columns or 1) == 0
-    narrow = quantizer.format.max < 2.0**100 and quantizer.format.smallest > 2.0**-100  # room for factors in float32
-    return whole and narrow and elements.knows(quantizer.format)
+def numbers_of(quantizer: Quantizer) -> Any:
+    """What `run` rounds elements by; None where it does not form the values of these tiles."""
+    scales, format = quantizer.scales, quantizer.format
+    if scales is None or quantizer.outliers is not None or not scales.rule.reads:
+        return None
+    narrow = format.max < 2.0**100 and format.smallest > 2.0**-100  # room for factors in float32
+    known = narrow and (scales.rule.exact or scales.rule.quotient)
+    return elements.scalars(format, quantizer.rounding, "saturate") if known else None
 
 
-def run(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, seed: int | None) -> bool:
-    """Write what x, rounded in these tiles, stands for to `out`; whether some may be below 2^-126, but not 0."""
-    matrix = as_rows(x)
+def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None) -> bool | None:
+    """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`. None where it is not done
+    here: it takes plain CPU tensors in whole tiles that are not empty."""
+    numbers, scales = numbers_of(quantizer), quantizer.scales
+    if numbers is None or scales is None or not (plain(x) and plain(out) and x.dim() and x.numel()):
+        return None
+    matrix, format, rounding = as_rows(x), quantizer.format, quantizer.rounding
     rows, columns = matrix.shape
     high, wide = scales.tile.rows or rows, scales.tile.columns or columns
+    if rows % high or columns % wide:
+        return None
     cut = matrix.view(rows // high, high, columns // wide, wide)
     amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float().abs()  # of -0 too
     if scales.rule.factor(amax, format) is None and _fused(x, out, rounding):
         multiplier = finite(amax / format.max).view(rows // high, columns // wide)
-        numbers: Any = elements.scalars(format, rounding, "saturate")
         arrays = [array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), multiplier)]
         _divided(x.numel(), *arrays, numbers, high, wide)
         return True  # that was not checked

@@ -40,18 +40,19 @@ def rounder(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Rounder |
         return _by_tensor(quantizer, dtype) if scales.rule.reciprocal else None
     if dtype == torch.float16:
         return None
-    if not blocks.knows_values(quantizer, columns):
+    if (how := blocks.values_of(quantizer, columns)) is None:
         return None
     if scales.rule.exact:
-        return _by_powers(columns, quantizer, scales, dtype)
-    return _by_two_levels(quantizer, scales, dtype) if isinstance(scales.rule, TwoLevel) and scales.rule.clips else None
+        return _by_powers(columns, quantizer, scales, dtype, how)
+    clips = isinstance(scales.rule, TwoLevel) and scales.rule.clips
+    return _by_two_levels(quantizer, scales, dtype, how) if clips else None
 
 
 def _by_tensor(quantizer: Quantizer, dtype: torch.dtype) -> Rounder | None:
     format = quantizer.format
-    if not elements.knows(format) or not elements.holds(format, "saturate", torch.float32, dtype):
+    numbers = elements.scalars(format, "nearest_even", "saturate", dtype, torch.float32)
+    if numbers is None:
         return None
-    numbers = elements.scalars(format, "nearest_even", "saturate", dtype)
 
     def rounded(x: NDArray[Any]) -> Rounded:
         factor, out = np.float32(number_of(amax.number(x), format)), empty(x.size, dtype)
@@ -61,23 +62,21 @@ def _by_tensor(quantizer: Quantizer, dtype: torch.dtype) -> Rounder | None:
     return rounded
 
 
-def _by_powers(columns: int, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Rounder:
+def _by_powers(columns: int, quantizer: Quantizer, scales: Scales, dtype: torch.dtype, how: Any) -> Rounder:
     sides, ruled = blocks.sides_of(scales.tile, columns), blocks.ruled_by(quantizer.format, scales.rule, values=True)
-    how = None, None, *blocks.value_numbers(quantizer.format, "nearest_even")
 
     def rounded(x: NDArray[Any]) -> Rounded | None:
         out = empty(x.size, dtype)
-        tiny = blocks.round_values(x, out, sides, ruled, *how)
+        tiny = blocks.round_values(x, out, sides, ruled, None, None, *how)
         return None if tiny and dtype == torch.bfloat16 else (widened(out), None)
 
     return rounded
 
 
-def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Rounder:
+def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype, how: Any) -> Rounder:
     format, rule = quantizer.format, scales.rule
     assert isinstance(rule, TwoLevel)
-    sides, how = blocks.sides_of(scales.tile, 0), blocks.value_numbers(format, "nearest_even")
-    apart = two_level.apart(format, None, dtype, True)
+    sides, apart = blocks.sides_of(scales.tile, 0), two_level.apart(format, None, dtype, True)
 
     def rounded(x: NDArray[Any]) -> Rounded | None:
         largest = amax.number(x)

@@ -13,13 +13,12 @@ import torch
 from numba import types
 from torch import Tensor
 
-from halfstep.formats import Float, Format
+from halfstep.formats import Float
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.compiled import CHUNK, inner
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN, lanes
-from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.tile import TENSOR
 
@@ -49,8 +48,8 @@ def knows(quantizer: Quantizer, codes: torch.dtype) -> bool:
     return codes == torch.float16 or (isinstance(format, Float) and _is_byte(format) and codes.itemsize == 1)
 
 
-def _is_byte(format: Format) -> bool:
-    known = isinstance(format, Float) and format.bits == 8 and knows_element(format)
+def _is_byte(format: Float) -> bool:
+    known = format.bits == 8 and element_codes.scalars(format, "nearest_even", "saturate") is not None
     return known and Decoding(*element_codes.decoding_scalars(format)).half > 0
 
 

@@ -29,25 +29,21 @@ class Operand(Protocol):
 _LARGEST = 1 << 17  # of shared numbers: 127^2 times as many stay below 2^31
 
 
-def supports(lhs: Operand, rhs: Operand) -> bool:
-    """Whether both are whole numbers, with a scale for each row of lhs, and each column of rhs."""
-    if lhs.values.dtype != torch.int8 or rhs.values.dtype != torch.int8 or lhs.values.shape[1] > _LARGEST:
-        return False
-    if lhs.scale is None or rhs.scale is None:
-        return False
-    return lhs.scale.shape == (lhs.values.shape[0], 1) and rhs.scale.shape == (1, rhs.values.shape[1])
-
-
 def run(
     lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None, more: Tensor | None
-) -> Tensor:
+) -> Tensor | None:
     """lhs (rows, shared) times rhs (shared, columns), times both scales and multiplier, plus `more` (rows, columns) and
     bias (columns), in float32, rounded once to dtype.
 
     Up to 2^24 / 127^2 shared numbers, and 116,508 of FP4's, the sum has the bits of float32's, which is exact there.
+    None for what is not whole numbers, with a scale for each row of lhs, and each column of rhs.
     """
-    assert lhs.scale is not None
-    assert rhs.scale is not None
+    if lhs.values.dtype != torch.int8 or rhs.values.dtype != torch.int8 or lhs.values.shape[1] > _LARGEST:
+        return None
+    if lhs.scale is None or lhs.scale.shape != (lhs.values.shape[0], 1):
+        return None
+    if rhs.scale is None or rhs.scale.shape != (1, rhs.values.shape[1]):
+        return None
     first = lhs.scale if multiplier is None else lhs.scale * multiplier
     out = torch.empty(lhs.values.shape[0], rhs.values.shape[1], dtype=dtype, device=lhs.values.device)
     _WHOLE_MM(lhs.values, rhs.values, first, rhs.scale, bias, more, out)

@@ -7,20 +7,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, Launch, functions, lies_plain
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, Launch, functions
 
 
 _BLOCK = 4 * BLOCK  # few programs, since all raise one number
 
 
-def takes(x: Tensor) -> bool:
-    """Whether `run` can read `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16."""
-    return lies_plain(x)
-
-
 def run(x: Tensor, unless: Tensor | None = None) -> Tensor:
-    """max |x| as a float32 scalar: 0 of an empty tensor, NaN where there is one. 0 too, and x is not read, where
-    `unless`, another, is not 0."""
+    """max |x| of a tensor that `launch.lies_plain`, as a float32 scalar: 0 of an empty tensor, NaN where there is one.
+    0 too, and x is not read, where `unless`, another, is not 0."""
     found = torch.zeros((), dtype=torch.float32, device=x.device)
     n = x.numel()
     _launch(x.device, x.dtype, n >> 31)(-(-n // _BLOCK), x, found, unless, n)

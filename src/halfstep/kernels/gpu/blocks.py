@@ -27,49 +27,57 @@ from halfstep.quant.scaling.double_absmax import DoubleAbsmax
 from halfstep.quant.tile import ROW
 
 
-def takes(x: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run` can quantise a tensor like `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16."""
+def cut_of(x: Tensor, quantizer: Quantizer) -> Cut | None:
+    """How kernels cut `x`, wherever it is, to quantise it; None where they do not: it is dense and contiguous, fp32,
+    bf16 or fp16."""
+    if not lies_plain(x) or not x.numel() or quantizer.scales is None:
+        return None
     single = _single(quantizer)
-    if single is not None:
-        return quantizer.format.bits in (4, 8) and takes(x, single)
-    told = quantizers.known(quantizer) if lies_plain(x) and x.numel() else None
-    made = None if told is None else _cut(x, quantizer)
+    if single is not None and quantizer.format.bits not in (4, 8):
+        return None
+    told, made = (
+        quantizers.known(single or quantizer),
+        cut(tuple(x.shape), quantizer.scales.tile, quantizer.format.bits),
+    )
     if told is None or made is None:
-        return False
+        return None
     if told[0].second is not None and made.tile[0] > made.block[0]:
-        return False  # of a tile that is read strip by strip, no sum is formed
-    return told[0].kind != "two_level" or all(made.tile)
+        return None  # of a tile that is read strip by strip, no sum is formed
+    return made if told[0].kind != "two_level" or all(made.tile) else None
 
 
-def takes_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run_values` can round `x` into `out`, wherever they are: of one shape, and apart in memory."""
-    fits = lies_plain(out) and x.shape == out.shape and separate(x, out)
-    return fits and x.data_ptr() != out.data_ptr() and takes(x, quantizer)
-
-
-def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> None:
-    """Write what `quantizer.quantize(x)` keeps to `tensors` (`codes`, `scale` ...), of its layout."""
+def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> bool:
+    """Write what `quantizer.quantize(x)` keeps to `tensors` (`codes`, `scale` ...), of its layout. False where that is
+    not done here."""
+    made = cut_of(x, quantizer) if all(tensor.is_contiguous() for tensor in tensors.values()) else None
+    if made is None:
+        return False
     single = _single(quantizer)
     if single is not None:
-        _run_twice(x, tensors, quantizer, single, seed)
+        _run_twice(x, tensors, quantizer, single, seed, made)
     else:
-        _launch(x, tensors["codes"], tensors["scale"], tensors.get("tensor_scale"), quantizer, seed)
+        _launch(x, tensors["codes"], tensors["scale"], tensors.get("tensor_scale"), quantizer, seed, made)
+    return True
 
 
 def run_values(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
-) -> None:
-    """Write what x, rounded in these tiles, stands for to `out`.
+) -> bool:
+    """Write what x, rounded in these tiles, stands for to `out`. False where that is not done here: it takes tensors of
+    one shape, apart in memory.
 
     Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
     """
+    if not lies_plain(out) or x.shape != out.shape or x.data_ptr() == out.data_ptr() or not separate(x, out):
+        return False
+    if (cutting := cut_of(x, quantizer)) is None:
+        return False
     if _single(quantizer) is None:
-        _launch(x, out, None, tensor_scale, quantizer, seed)
-        return
+        _launch(x, out, None, tensor_scale, quantizer, seed, cutting)
+        return True
     sizes: Any = layout(quantizer, tuple(x.shape), x.dtype)
     made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
-    run(x, made, quantizer, seed)
-    dequantize.run(made, out, quantizer)
+    return run(x, made, quantizer, seed) and dequantize.run(made, out, quantizer)
 
 
 def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
@@ -139,12 +147,12 @@ def _single(quantizer: Quantizer) -> Quantizer | None:
 
 
 def _run_twice(
-    x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, single: Quantizer, seed: Seed | None
+    x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, single: Quantizer, seed: Seed | None, made: Cut
 ) -> None:
     """Codes and scales, as of a `single` quantisation; and then these scales. A tile is lost with its group."""
     scales: Any = quantizer.scales
     exact = torch.empty(tensors["scale"].shape, device=x.device, dtype=torch.float32)
-    _launch(x, tensors["codes"], exact, None, single, seed)
+    _launch(x, tensors["codes"], exact, None, single, seed, made)
     stored, kept = scales.rule.compressed(exact, quantizer.format)
     for name, tensor in stored.items():
         tensors[name].copy_(tensor)
@@ -159,16 +167,10 @@ def _zeros(format: Format) -> int:
     return zero | zero << 4 if format.bits == 4 else zero
 
 
-def _cut(x: Tensor, quantizer: Quantizer) -> Cut | None:
-    assert quantizer.scales is not None
-    return cut(tuple(x.shape), quantizer.scales.tile, quantizer.format.bits)
-
-
 def _launch(
-    x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: Seed | None
-) -> None:
-    made = _cut(x, quantizer)
-    assert made is not None
+    x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: Seed | None,
+    made: Cut,
+) -> None:  # fmt: skip
     values: Any = None if scale is not None else out.dtype
     # By the GPU's own instructions registers would spill of rows that start anywhere, and of values in float32.
     plainly = made.unit == 1 or (values is not None and x.dtype == torch.float32)

@@ -22,22 +22,6 @@ ADA = (8, 9)
 """The compute capability from which on GPUs have it."""
 
 
-def takes(x: Tensor, out: Tensor, format: Format, overflow: str, factor: bool = False) -> bool:
-    """Whether `run` can round `x` into `out`, wherever they are: dense and contiguous, of one shape, the same tensor or
-    apart in memory; with a factor x has all of float32's bits."""
-    known = lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out) and elements.knows(format)
-    return known and elements.holds(format, overflow, torch.float32 if factor else x.dtype, out.dtype)
-
-
-def takes_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """Whether `run_codes` can write the codes of `x` to `out`, a code a byte or two, wherever they are.
-
-    `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
-    """
-    known = lies_plain(x) and lies_plain(out, out.dtype) and element_codes.knows(format)
-    return known and packing.lie_in(out, x, format, packed)
-
-
 def run(
     x: Tensor,
     out: Tensor,
@@ -47,10 +31,18 @@ def run(
     seed: Seed | None,
     factor: Tensor | None = None,
     amax: Tensor | None = None,
-) -> None:
-    """Write `x`, rounded, to `out`: as `kernels.cpu.cast.run`, of which every bit is equal."""
-    numbers = Rounding(*map(int, elements.scalars(format, rounding, overflow, out.dtype)))
+) -> bool:
+    """Write `x`, rounded, to `out`: as `kernels.cpu.cast.run`, of which every bit is equal. False where that is not
+    done here: it takes dense contiguous tensors of one shape, the same one or apart in memory."""
+    if not (lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out)):
+        return False
+    source = x.dtype if factor is None else torch.float32
+    known = elements.scalars(format, rounding, overflow, out.dtype, source)
+    if known is None:
+        return False
+    numbers = Rounding(*map(int, known))
     _launch(x, out, numbers, None, KINDS[out.dtype], rounding, seed, factor, None if amax is None else bits(amax))
+    return True
 
 
 def run_codes(
@@ -64,13 +56,20 @@ def run_codes(
     amax: Tensor | None = None,
     packed: bool = False,
     by_integers: bool = False,
-) -> bool:
+) -> bool | None:
     """Write the codes of `x`, times a factor, to `out`. False: there is NaN in x, and the format has no code for it;
-    this is asked of such formats alone, and the host waits for the answer.
+    this is asked of such formats alone, and the host waits for the answer. None where that is not done here: it takes
+    dense contiguous tensors, and a code of one or two bytes.
 
+    `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     by_integers: also where the GPU has a conversion of its own to these codes (`instruction`).
     """
-    numbers, codes = (tuple(map(int, part)) for part in element_codes.scalars(format, rounding, overflow))
+    known = element_codes.scalars(format, rounding, overflow)
+    if known is None or not lies_plain(x) or not lies_plain(out, out.dtype):
+        return None
+    if not packing.lie_in(out, x, format, packed):
+        return None
+    numbers, codes = (tuple(map(int, part)) for part in known)
     found = None if amax is None else bits(amax)
     asked = not format.has_nan and x.numel() > 0
     if asked and found is None:

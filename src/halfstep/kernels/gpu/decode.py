@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format, Integer
-from halfstep.kernels.cpu import element_codes, elements, packing
+from halfstep.kernels.cpu import element_codes, packing
 from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, lies_plain
 
 
-def takes(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """Whether `run` can write the values of `codes` to `out` (fp32, bf16, fp16), wherever they are."""
-    known = format.bits <= 16 and lies_plain(out) and lies_plain(codes, codes.dtype)
-    return known and packing.lie_in(codes, out, format, packed)
-
-
-def run(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
+def run(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool | None:
     """Write the values of `codes` to `out`. False: there is a code with more bits than the format has; this is asked
-    where a container has such bits, and the host waits for the answer."""
+    where a container has such bits, and the host waits for the answer. None where that is not done here: it takes dense
+    contiguous tensors, values in fp32, bf16 or fp16."""
+    known = format.bits <= 16 and lies_plain(out) and lies_plain(codes, codes.dtype)
+    if not known or not packing.lie_in(codes, out, format, packed):
+        return None
     n, found, table, numbers = out.numel(), None, None, _numbers(format, out.dtype)
     if not packed and format.bits != format.storage_bits and n:
         found = torch.zeros((), dtype=torch.int32, device=out.device)
@@ -40,9 +38,10 @@ def run(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> boo
 @cache
 def _numbers(format: Format, dtype: torch.dtype) -> Any:
     """What decodes a code by arithmetic; None where its value needs a table, or rounding onto the dtype."""
-    if not element_codes.knows(format) or not elements.holds(format, "ieee", torch.float64, dtype):
+    found = element_codes.decoding_scalars(format, dtype)
+    if found is None:
         return None
-    numbers = tuple(map(int, element_codes.decoding_scalars(format)))
+    numbers = tuple(map(int, found))
     return numbers if isinstance(format, Integer) else Decoding(*numbers)
 
 

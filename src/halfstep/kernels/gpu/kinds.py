@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.formats import Codebook, Float
+from halfstep.formats import Codebook, Float, Format
 from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
@@ -22,6 +22,8 @@ from halfstep.kernels.gpu import places, quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
 from halfstep.kernels.gpu.places import Bins
 from halfstep.kernels.gpu.quantizers import Rule
+from halfstep.quant.scales import Scales
+from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.expansion import Expansion
 from halfstep.quant.tile import TENSOR
 
@@ -31,6 +33,7 @@ LONGEST = 1 << 20
 
 _BYTES = "uint8"
 _KEPT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16", torch.int8: _BYTES}
+_TILES = (32, 64, 128, 256, 512, 1024)
 _SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 """Of codes that lie as numbers of a dtype, under the smallest power of two that brings all of them in range."""
 
@@ -140,39 +143,8 @@ class Form(NamedTuple):
     """Of a codebook."""
 
 
-def takes(tensors: Tensors, options: Options) -> bool:
-    """Whether `optimizer.Steps` can move these, of dense tensors anywhere."""
-    weight, moments, grad = tensors.weight, tensors.moments, tensors.grad
-    numbers = [one for one in (weight, grad, *moments) if isinstance(one, Tensor)]
-    one_scale = [one for one in (weight, grad, *tensors.kept.values()) if isinstance(one, Coded)]
-    size, device = codes_of(weight).numel(), codes_of(weight).device
-    return (
-        tensors.master in (KEPT if isinstance(weight, Tensor) else ("codes",))
-        and (isinstance(grad, Tensor) or isinstance(weight, Coded))
-        and len(tensors.kept) <= 1
-        and all(map(lies_plain, numbers))
-        and all(_knows_one_scale(one) for one in one_scale)
-        and all(lies_plain(t, *_KEPT) for t in tensors.kept.values() if isinstance(t, Tensor))
-        and all(t.numel() == size and t.device == device for t in tensors.all)
-        and all(_knows_one_scale(one) or _knows_tiles(one) for one in moments if isinstance(one, Coded))
-        and (tensors.residual is None or (lies_plain(tensors.residual) and _is_second(moments)))
-        and (tensors.rounding == "nearest_even" or _is_noisy(tensors))
-        and len(moments) <= 2
-        and all(lies_plain(t, torch.float32) and t.numel() == 1 and t.device == device for t in tensors.shared)
-        and _fits(options)
-    )
-
-
 def _is_second(moments: Sequence[Tensor | Coded]) -> bool:
     return len(moments) == 2 and isinstance(moments[1], Tensor)
-
-
-def _fits(options: Options) -> bool:
-    """Whether the tables have room for what a formula is given."""
-    program = options.program
-    taken = len(program.scalars.results) - len(program.shared)
-    room = taken <= table.NUMBERS - table.TAKEN and len(options.numbers) <= table.OPTIONS - table.GIVEN
-    return room and len(program.shared) <= 1 and options.rows is not None
 
 
 def _is_noisy(tensors: Tensors) -> bool:
@@ -180,58 +152,37 @@ def _is_noisy(tensors: Tensors) -> bool:
     return tensors.rounding == "stochastic" and bf16 and tensors.master == "none"
 
 
-def _knows_one_scale(coded: Coded) -> bool:
-    """Whether kernels read and write these codes under one float32 scale of the tensor, rounded to nearest: numbers of
-    a dtype times a power of two, or bytes of a float under a scale that is no power."""
-    quantizer, scales, codes = coded.quantizer, coded.quantizer.scales, coded.parts["codes"]
-    if (
-        scales is None
-        or scales.tile != TENSOR
-        or quantizer.rounding != "nearest_even"
-        or quantizer.outliers is not None
-    ):
-        return False
-    rule, scale = quantizers.rule(quantizer.format, scales.rule), coded.parts["scale"]
-    if rule is None or rule.part is not None or (codes.dtype == torch.uint8 and not _knows_format(quantizer.format)):
-        return False
-    lies = lies_plain(codes, *(_SCALED if rule.kind == "power" else (torch.uint8,)))
-    bytes = isinstance(quantizer.format, Float) and rule.kind in ("power", "reciprocal", "quotient")
-    return bytes and lies and len(coded.parts) == 2 and lies_plain(scale, torch.float32) and scale.numel() <= 1
-
-
-def _knows_tiles(moment: Coded) -> bool:
-    """Whether kernels read and write these codes: a byte each, in tiles of the flat tensor, rounded to nearest, with
-    scales that are their largest magnitudes over the largest element, or with expanded ranges."""
-    quantizer, scales = moment.quantizer, moment.quantizer.scales
-    if scales is None or quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
-        return False
-    tile, columns = scales.tile, moment.shape[-1] if moment.shape else 1
-    along = tile.rows == 1 and tile.columns in (32, 64, 128, 256, 512, 1024)
-    flat = math.prod(moment.shape) == columns or bool(tile.columns and columns % tile.columns == 0)
-    parts = ("scale", "exponent", "center") if isinstance(scales.rule, Expansion) else ("scale",)
-    return (
-        along
-        and flat
-        and (scales.rule.quotient or (isinstance(scales.rule, Expansion) and isinstance(quantizer.format, Float)))
-        and _knows_format(quantizer.format)
-        and moment.parts.keys() == {"codes", *parts}
-        and lies_plain(moment.parts["codes"], torch.uint8)
-        and all(lies_plain(moment.parts[part], torch.float32) for part in parts)
-    )
-
-
-@cache
-def _knows_format(format: Any) -> bool:
-    if isinstance(format, Codebook):
-        return places.known(format)
-    return isinstance(format, Float) and format.bits == 8 and element_codes.knows(format)
+def _form_of(coded: Coded) -> Form | None:
+    """How codes are kept. None where kernels do not read and write them: under one float32 scale of the tensor, or in
+    tiles of the flat tensor, as `_form` has them."""
+    form, codes = _form(_kept(coded)), coded.parts["codes"]
+    if form is None or not lies_plain(codes, codes.dtype):
+        return None
+    scales = ("scale", "exponent", "center") if form.kind == "expanded" else ("scale",)
+    if coded.parts.keys() != {"codes", *scales}:
+        return None
+    if not all(lies_plain(coded.parts[part], torch.float32) for part in scales):
+        return None
+    if form.rule is not None:
+        return form if coded.parts["scale"].numel() <= 1 else None
+    columns = coded.shape[-1] if coded.shape else 1
+    return form if math.prod(coded.shape) == columns or columns % form.tile == 0 else None
 
 
 # ---- what functions are compiled for ---------------------------------------------------------------------------------
 
 
-def kind_of(t: Tensors, options: Options) -> tuple[Any, ...]:
-    """The program and kind of a tensor; and how its weight, master, gradient and its two moments are coded."""
+def kind_of(t: Tensors, options: Options) -> Any:
+    """The program and kind of a tensor; and how its weight, master, gradient and its two moments are coded. None where
+    `optimizer.Steps` does not move it, of dense tensors anywhere."""
+    if not _is_dense(t):
+        return None
+    program = options.program
+    taken = len(program.scalars.results) - len(program.shared)
+    if taken > table.NUMBERS - table.TAKEN or len(options.numbers) > table.OPTIONS - table.GIVEN:
+        return None  # the tables have no room for it
+    if len(program.shared) > 1 or options.rows is None:
+        return None
     kept = next(iter(t.kept.values()), None)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in t.all)
     noisy = t.rounding == "stochastic"
@@ -240,7 +191,28 @@ def kind_of(t: Tensors, options: Options) -> tuple[Any, ...]:
         _container(kept), t.residual is not None, noisy, noisy and t.place is not None, aligned,
     )  # fmt: skip
     moments: list[Any] = [_kept(moment) or moment.dtype for moment in t.moments]  # type: ignore[union-attr]
-    return options.program, kind, _kept(t.weight), _kept(kept), _kept(t.grad), *[*moments, None, None][:2]
+    return program, kind, _kept(t.weight), _kept(kept), _kept(t.grad), *[*moments, None, None][:2]
+
+
+def _is_dense(t: Tensors) -> bool:
+    """Whether these are numbers and codes that kernels read and write, all of one size on one device."""
+    weight, grad, moments, kept = t.weight, t.grad, t.moments, t.kept.values()
+    size, device = codes_of(weight).numel(), codes_of(weight).device
+    forms = [_form_of(one) for one in (weight, grad, *kept) if isinstance(one, Coded)]
+    return (
+        t.master in (KEPT if isinstance(weight, Tensor) else ("codes",))
+        and (isinstance(grad, Tensor) or isinstance(weight, Coded))
+        and len(kept) <= 1
+        and all(form is not None and form.rule is not None for form in forms)
+        and all(lies_plain(one) for one in (weight, grad, *moments) if isinstance(one, Tensor))
+        and all(lies_plain(one, *_KEPT) for one in kept if isinstance(one, Tensor))
+        and all(one.numel() == size and one.device == device for one in t.all)
+        and all(_form_of(one) is not None for one in moments if isinstance(one, Coded))
+        and (t.residual is None or (lies_plain(t.residual) and _is_second(moments)))
+        and (t.rounding == "nearest_even" or _is_noisy(t))
+        and len(moments) <= 2
+        and all(lies_plain(one, torch.float32) and one.numel() == 1 and one.device == device for one in t.shared)
+    )
 
 
 def _container(numbers: Tensor | Coded) -> str:
@@ -250,17 +222,15 @@ def _container(numbers: Tensor | Coded) -> str:
 
 
 def _kept(numbers: Tensor | Coded | None) -> Any:
-    """Format, scales and container of what is codes."""
-    if not isinstance(numbers, Coded):
-        return None
-    return numbers.quantizer.format, numbers.quantizer.scales, codes_of(numbers).dtype
+    """Quantizer and container of what is codes."""
+    return (numbers.quantizer, codes_of(numbers).dtype) if isinstance(numbers, Coded) else None
 
 
 def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """What a launch of that kind is given beside tables."""
     _, kind, *kept = key
     looked_up = tuple(
-        places.table(one[0], device) if isinstance(one, tuple) and isinstance(one[0], Codebook) else None
+        places.table(one[0].format, device) if isinstance(one, tuple) and isinstance(one[0].format, Codebook) else None
         for one in kept[-2:]
     )
     forms = dict(zip(("W", "X", "G", "M1", "M2"), map(_form, kept), strict=True))
@@ -273,23 +243,25 @@ def has_one_scale(constants: Mapping[str, Any]) -> bool:
     return any(form is not None and form.rule is not None for form in forms)
 
 
+@cache
 def _form(kept: Any) -> Form | None:
-    if kept is None:
+    """None of what is no codes, and of codes that kernels do not read and write. They do those that are rounded to
+    nearest: numbers of a dtype times a power of two of the tensor, or bytes of a float under another scale of it; a
+    byte each in tiles along rows, under their largest magnitude over the largest element, or with expanded ranges."""
+    if kept is None or isinstance(kept, torch.dtype):
+        return None if kept is None else Form(KINDS[kept])
+    quantizer, container = kept
+    format, scales = quantizer.format, quantizer.scales
+    if scales is None or quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
         return None
-    if isinstance(kept, torch.dtype):
-        return Form(KINDS[kept])
-    format, scales, container = kept
-    if scales.tile == TENSOR:
-        form = Form("codes", rule=quantizers.rule(format, scales.rule))
-        if container in KINDS:
-            return form._replace(kind=KINDS[container], container=KINDS[container])
-    else:
-        form = Form("codes", scales.tile.columns, elements.float_bits(format.max))
-    if isinstance(scales.rule, Expansion):
-        span, top = (elements.float_bits(number) for number in expansion.scalars(format, scales.rule)[:2])
-        form = Form("expanded", form.tile, 0, span, top, scales.rule.sixteenths)
+    form = _under_one(format, scales.rule, container) if scales.tile == TENSOR else _in_tiles(format, scales, container)
+    if form is None or form.container in KINDS.values():
+        return form
     if isinstance(format, Codebook):
-        return form._replace(kind="places", bins=places.bins(format))
+        bins = places.bins(format)
+        return None if bins is None else form._replace(kind="places", bins=bins)
+    if container == torch.uint8 and (format.bits != 8 or element_codes.in_bytes(format, "nearest_even") is None):
+        return None
     rounding, coding = quantizers.pair(format)
     if container == torch.uint8:
         rounding = rounding._replace(nan_above=None)  # of what is lost, 0 is rounded
@@ -297,6 +269,29 @@ def _form(kept: Any) -> Form | None:
         coding = coding._replace(nan=0x7F)  # torch's own
     decoding = Decoding(*map(int, element_codes.decoding_scalars(format)))
     return form._replace(rounding=rounding, coding=coding, decoding=decoding)
+
+
+def _under_one(format: Format, scaling: Scaling, container: torch.dtype) -> Form | None:
+    """Codes of a float under one scale of the tensor."""
+    rule = quantizers.rule(format, scaling)
+    if rule is None or rule.part is not None or rule.kind not in ("power", "reciprocal", "quotient"):
+        return None
+    if not isinstance(format, Float) or container not in (_SCALED if rule.kind == "power" else (torch.uint8,)):
+        return None
+    name = KINDS.get(container)
+    return Form("codes", rule=rule) if name is None else Form(name, rule=rule, container=name)
+
+
+def _in_tiles(format: Format, scales: Scales, container: torch.dtype) -> Form | None:
+    """A byte each, in tiles of the flat tensor."""
+    tile, rule = scales.tile, scales.rule
+    if tile.rows != 1 or tile.columns not in _TILES or container != torch.uint8:
+        return None
+    if isinstance(format, Float) and isinstance(rule, Expansion):
+        span, top = (elements.float_bits(number) for number in expansion.scalars(format, rule)[:2])
+        return Form("expanded", tile.columns, 0, span, top, rule.sixteenths)
+    known = rule.quotient and isinstance(format, Float | Codebook)
+    return Form("codes", tile.columns, elements.float_bits(format.max)) if known else None
 
 
 def _half() -> Rounding:

@@ -6,18 +6,21 @@ It is what FP8 and FP4 products take of a tensor in a forward and a backward pas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.blocks import largest_both
 from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
+from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
+from halfstep.quant.tile import TENSOR
 
 
 _SIDE = 128  # of the square that a program takes
@@ -41,32 +44,35 @@ Tensors = dict[str, Tensor]
 """What is kept of one copy: `codes`, `scale` ..."""
 
 
-def takes(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
-    """Whether `run` can write both copies of `x`, wherever it is: a dense contiguous matrix, in tiles along rows,
-    squares, whole rows or one scale, which is `given` or not. By a seed only where both copies have the same codes."""
-    if not (lies_plain(x) and x.dim() == 2 and x.numel() and quantizer.scales is not None):
-        return False
+def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[Rule, Element] | None:
+    """What kernels are told of the quantizer. None where `run` does not write both copies of `x`, wherever it is: it
+    takes a dense contiguous matrix, in tiles along rows, squares, whole rows or one scale, which is `given` or not. By
+    a seed only where both copies have the same codes."""
+    every = {4: 2, 6: 4}.get(quantizer.format.bits, 1)  # codes that fill their bytes
+    if not lies_plain(x) or x.dim() != 2 or not x.numel() or any(size % every for size in x.shape):
+        return None
+    return _told(quantizer, given)
+
+
+@cache
+def _told(quantizer: Quantizer, given: bool) -> tuple[Rule, Element] | None:
+    if quantizer.scales is None:
+        return None
     tile = quantizer.scales.tile
     shared = tile.rows == tile.columns
     if shared and tile.rows not in _SQUARES:
-        return False
+        return None
     if not shared and (tile.rows != 1 or tile.columns not in _ALONG or quantizer.rounding == "stochastic"):
-        return False
-    every = {4: 2, 6: 4}.get(quantizer.format.bits, 1)  # codes that fill their bytes
-    if any(size % every for size in x.shape):
-        return False
+        return None
     if given:
         coded = quantizers.element(quantizer.format, quantizer.rounding)
-        return (
-            coded is not None
-            and coded.rounding is not None
-            and quantizer.format.has_nan
-            and tile.rows == tile.columns == 0
-        )
-    told = quantizers.known(quantizer)
-    if told is None or told[1].bins is not None or (told[0].second is not None and tile.columns != _CHOICE[0]):
-        return False  # of a tile that is read strip by strip, no sum is formed
-    return told[0].kind != "two_level" or bool(tile.rows and tile.columns)
+        if coded is None or coded.rounding is None or not quantizer.format.has_nan or tile != TENSOR:
+            return None
+        return Rule("reciprocal", float_bits(quantizer.format.max)), coded
+    found = quantizers.known(quantizer)
+    if found is None or found[1].bins is not None or (found[0].second is not None and tile.columns != _CHOICE[0]):
+        return None  # of a tile that is read strip by strip, no sum is formed
+    return found if found[0].kind != "two_level" or (tile.rows and tile.columns) else None
 
 
 def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = False) -> tuple[Tensors, Tensors]:
@@ -149,8 +155,9 @@ class Both:
     ) -> None:
         assert quantizer.scales is not None
         self.tile = tile = quantizer.scales.tile
-        told = quantizers.times if form == "whole" else quantizers.told
-        rule, element = told(quantizer, device, dtype)
+        found = _told(quantizer, form == "whole")
+        assert found is not None
+        rule, element = quantizers.told(quantizer, device, dtype, found)
         units = [_UNIT if size % _UNIT == 0 else 1 for size in shape]
         way = "square" if tile.rows == tile.columns else "along" if tile.columns else "rows"
         strip, warps = _STRIP

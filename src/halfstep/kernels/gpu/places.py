@@ -22,18 +22,13 @@ class Bins(NamedTuple):
     most: int
 
 
-def known(format: Codebook) -> bool:
-    """Whether kernels read and write codes of it."""
+@cache
+def bins(format: Codebook) -> Bins | None:
+    """How the numbers between its values are laid in bins; None where kernels do not read and write its codes."""
     values = format.values()
     rising = all(format.decode(code) == value for code, value in enumerate(values))
-    return len(values) == 256 and rising and format.ties == "lower" and _found(format) is not None
-
-
-def bins(format: Codebook) -> Bins:
-    """How the numbers between its values are laid in bins."""
-    found = _found(format)
-    assert found is not None
-    return found[0]
+    found = _found(format) if len(values) == 256 and rising and format.ties == "lower" else None
+    return None if found is None else found[0]
 
 
 def table(format: Codebook, device: torch.device) -> Tensor:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.formats import Codebook, Float, Format, Integer, ocp
+from halfstep.formats import Codebook, Format, Integer, ocp
 from halfstep.kernels.cpu import element_codes, elements
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding, float_bits
-from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.kernels.gpu import places
 from halfstep.kernels.gpu.cast import instruction
@@ -130,8 +129,8 @@ def element(format: Format, rounding: str) -> Element | None:
     if isinstance(format, Codebook):
         if rounding != "nearest_even" or format.ties != "lower":
             return None
-        if format.bits == 8 and places.known(format):
-            return Element(None, None, 8, first, bins=places.bins(format))
+        if format.bits == 8 and (bins := places.bins(format)) is not None:
+            return Element(None, None, 8, first, bins=bins)
         if format.bits != 4:
             return None
         values = format.values()
@@ -140,7 +139,7 @@ def element(format: Format, rounding: str) -> Element | None:
         low, high = (sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:]))
         by_place = None if order == list(range(16)) else (low, high)
         return Element(None, None, 4, first, cuts, _bits(values), by_place)
-    if rounding not in ROUNDINGS or not knows_element(format):
+    if rounding not in ROUNDINGS or element_codes.in_bytes(format, rounding) is None:
         return None
     return Element(*pair(format, rounding), format.bits, first)
 
@@ -158,7 +157,7 @@ def meaning(format: Format) -> Meaning | None:
     made = Meaning(format.bits, format.high_nibble_first)
     if isinstance(format, Codebook):
         return made._replace(looked_up=True) if format.bits in (4, 8) else None
-    if not isinstance(format, Float | Integer) or not knows_element(format):
+    if element_codes.in_bytes(format, "nearest_even") is None:
         return None
     numbers = tuple(int(number) for number in element_codes.decoding_scalars(format))
     if isinstance(format, Integer):
@@ -172,7 +171,7 @@ def table(format: Format, device: torch.device) -> Tensor | None:
     besides. None for other formats."""
     if not isinstance(format, Codebook):
         return None
-    if format.bits == 8 and places.known(format):
+    if format.bits == 8 and places.bins(format) is not None:
         return places.table(format, device)
     return element_codes.table(format, torch.float32).view(torch.int32).to(device)
 
@@ -195,25 +194,18 @@ def written(dtype: torch.dtype) -> Rounding:
 
 
 @cache
-def told(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> tuple[Rule, Element]:
-    """What kernels are told of a quantizer that is `known`, of tensors of that dtype there: by the instructions of that
-    GPU, which give the same bits."""
-    given = known(quantizer)
-    assert given is not None
-    rule, element = given
+def told(
+    quantizer: Quantizer, device: torch.device, dtype: torch.dtype, given: tuple[Rule, Element] | None = None
+) -> tuple[Rule, Element]:
+    """What kernels are told of a quantizer, which is `given` or `known`, of tensors of that dtype there: by the
+    instructions of that GPU, which give the same bits."""
+    found = given or known(quantizer)
+    assert found is not None
+    rule, element = found
     made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
     divides = rule.kind == "quotient" and made is not None  # what is rounded otherwise takes every bit of a quotient
     corrections = (2 if dtype == torch.float32 else 1) if divides else 0
     return rule._replace(corrections=corrections), element._replace(instruction=made)
-
-
-@cache
-def times(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> tuple[Rule, Element]:
-    """The same of codes under one factor for the whole tensor: the rule of a factor that has yet to be formed."""
-    coded = element(quantizer.format, quantizer.rounding)
-    assert coded is not None
-    made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
-    return Rule("reciprocal", float_bits(quantizer.format.max)), coded._replace(instruction=made)
 
 
 def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:

@@ -18,6 +18,7 @@ from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.cut import WARPS
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
+from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
@@ -30,22 +31,28 @@ _CHOICE = 32  # columns where it forms two scales a tile: with more, registers w
 _UNIT = 16
 
 
-def takes(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> bool:
-    """Whether `run` can rotate a tensor like `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16, along its
-    last dimension or a matrix's first; and round it, by tiles of a row that lie along the rotation and are no longer
-    than its blocks (of a column for dimension 0; there of the transposed matrix's rows, where that is `turned`)."""
+Told = tuple[Rule | None, Element | None]
+
+
+def told(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> Told | None:
+    """What kernels are told of the quantizer, if there is one; None where they do not rotate and round `x`.
+
+    They take dense contiguous tensors (fp32, bf16, fp16), the last dimension or a matrix's first; and tiles of a row
+    that lie along the rotation and are no longer than its blocks (of a column for dimension 0; there of the transposed
+    matrix's rows, where that is `turned`).
+    """
     size, dim = len(signs), dim % x.dim() if x.dim() else -1
     known = dim == x.dim() - 1 or (dim == 0 and x.dim() == 2)
     if not (known and lies_plain(x) and x.numel() and lies_plain(signs, torch.float32) and size in _SIZES):
-        return False
+        return None
     if quantizer is None:
-        return True
-    told, scales = quantizers.known(quantizer), quantizer.scales
-    if told is None or scales is None or x.dim() != 2 or told[1].bins is not None:
-        return False
+        return None, None
+    found, scales = quantizers.known(quantizer), quantizer.scales
+    if found is None or scales is None or x.dim() != 2 or found[1].bins is not None:
+        return None
     tile = scales.tile
     across, along = (tile.rows, tile.columns) if dim or turned else (tile.columns, tile.rows)
-    return across == 1 and along in LEVELS and along <= size
+    return found if across == 1 and along in LEVELS and along <= size else None
 
 
 def whole_shape(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
@@ -55,10 +62,13 @@ def whole_shape(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
-    """Every block of len(signs) numbers along `dim` through the transform: float32, in whole blocks."""
+def run(x: Tensor, signs: Tensor, dim: int) -> Tensor | None:
+    """Every block of len(signs) numbers along `dim` through the transform: float32, in whole blocks. None where that is
+    not done here."""
+    if (given := told(x, signs, dim)) is None:
+        return None
     out = torch.empty(whole_shape(x, len(signs), dim), dtype=torch.float32, device=x.device)
-    _launch(x, signs, dim % x.dim() != x.dim() - 1, None, None, None, None, out=out)
+    _launch(x, signs, dim % x.dim() != x.dim() - 1, None, given, None, None, None, out=out)
     return out
 
 
@@ -67,25 +77,26 @@ def run_values(
     signs: Tensor,
     dim: int,
     quantizer: Quantizer,
+    told: Told,
     seed: Seed | None,
     dtype: torch.dtype,
     part: float = 1.0,
     tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """The values of that `part` of the rotated matrix, rounded. Noise is that of the matrix; with one level of scales
-    and along dimension 0, of the transposed one.
+    """The values of that `part` of the rotated matrix, rounded as kernels are `told`. Noise is that of the matrix; with
+    one level of scales and along dimension 0, of the transposed one.
 
     Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
     """
     assert quantizer.scales is not None
     out = torch.empty(whole_shape(x, len(signs), dim), dtype=dtype, device=x.device)
     noise = None if seed is None else "rows" if dim or quantizer.scales.rule.two_level else "turned"
-    _launch(x, signs, dim == 0, quantizer, seed, noise, part, out=out, whole=tensor_scale)
+    _launch(x, signs, dim == 0, quantizer, told, seed, noise, part, out=out, whole=tensor_scale)
     return out
 
 
 def run_codes(
-    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, seed: Seed | None
+    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, told: Told, seed: Seed | None
 ) -> tuple[tuple[int, ...], dict[str, Tensor]]:
     """The shape of the rotated matrix, for dimension 0 of that transposed, and what `quantizer.quantize` keeps of it:
     `codes`, `scale` ..."""
@@ -93,8 +104,8 @@ def run_codes(
     sizes: Any = layout(quantizer, shape, torch.float32)
     made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
     noise = None if seed is None else "rows" if dim else "turned"
-    whole = made.get("tensor_scale")
-    _launch(x, signs, dim == 0, quantizer, seed, noise, None, out=made["codes"], scale=made["scale"], whole=whole)
+    out, scale, whole = made["codes"], made["scale"], made.get("tensor_scale")
+    _launch(x, signs, dim == 0, quantizer, told, seed, noise, None, out, scale, whole)
     return shape, made
 
 
@@ -103,6 +114,7 @@ def _launch(
     signs: Tensor,
     down: bool,
     quantizer: Quantizer | None,
+    told: Told,
     seed: Seed | None,
     noise: str | None,
     part: float | None,
@@ -112,7 +124,6 @@ def _launch(
 ) -> None:
     """With two levels of scales, in two passes."""
     (rows, columns), size = matrix_shape(tuple(x.shape)), len(signs)
-    told: Any = (None, None) if quantizer is None else quantizers.known(quantizer)
     rule, element = told
     tile = 0 if quantizer is None or quantizer.scales is None else max(astuple(quantizer.scales.tile))
     unit = _UNIT if columns % _UNIT == 0 else 1

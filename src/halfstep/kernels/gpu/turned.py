@@ -17,6 +17,7 @@ from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
 from halfstep.kernels.gpu.layouts import Tensors
+from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
 
@@ -25,23 +26,25 @@ _STRIP, _LONGEST = 1 << 10, 32  # elements of a program, a warp that waits for n
 _UNIT = 16  # with rows and columns of any number, registers would spill
 
 
-def takes(x: Tensor, quantizer: Quantizer, signs: Tensor) -> bool:
-    """Whether `run` can write both copies of `x`, wherever it is: a dense contiguous matrix of multiples of 16,
-    whose rows fill blocks of the rotation, in tiles along its rows that are no longer than these."""
-    size, scales, told = len(signs), quantizer.scales, quantizers.known(quantizer)
+def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[Rule, Element] | None:
+    """What kernels are told of the quantizer. None where `run` does not write both copies of `x`: it takes a dense
+    contiguous matrix of multiples of 16, whose rows fill blocks of the rotation, in tiles along its rows that are no
+    longer than these."""
+    size, scales, found = len(signs), quantizer.scales, quantizers.known(quantizer)
     if not (lies_plain(x) and lies_plain(signs, torch.float32) and x.dim() == 2 and x.numel()):
-        return False
-    if told is None or scales is None or told[0].second is not None or told[1].bins is not None:
-        return False
-    along = scales.tile.rows == 1 and scales.tile.columns in LEVELS and scales.tile.columns <= size
-    return (
-        along and size in LEVELS and size <= _LONGEST and x.shape[0] % size == 0 and not any(n % _UNIT for n in x.shape)
-    )
+        return None
+    if found is None or scales is None or found[0].second is not None or found[1].bins is not None:
+        return None
+    if scales.tile.rows != 1 or scales.tile.columns not in LEVELS or scales.tile.columns > size:
+        return None
+    whole = size in LEVELS and size <= _LONGEST and x.shape[0] % size == 0 and not any(n % _UNIT for n in x.shape)
+    return found if whole else None
 
 
 def run(
     x: Tensor,
     quantizer: Quantizer,
+    told: tuple[Rule, Element],
     signs: Tensor,
     along: Tensors,
     turned: Tensors,
@@ -49,10 +52,9 @@ def run(
     turned_seed: Seed | None = None,
 ) -> None:
     """Write what `quantizer.quantize(x)` keeps to `along`, and to `turned` what it makes of the transpose of
-    `quant.rotate(x, signs, 0)`: both of `layouts.empty`, as they are stored. By a seed each."""
+    `quant.rotate(x, signs, 0)`: both of `layouts.empty`, as they are stored. As kernels are `told`, by a seed each."""
     (rows, columns), size = x.shape, len(signs)
-    told, scales = quantizers.known(quantizer), quantizer.scales
-    assert told is not None
+    scales = quantizer.scales
     assert scales is not None
     rule, element = told
     two_level = rule.kind == "two_level"
