@@ -40,18 +40,17 @@ def without(quantized):
 
 def assert_rounds(x, quantizer, seed=3, dtypes=(torch.float32, torch.bfloat16)):
     """With the tensor's scale and, where there is one, without; into each of the dtypes."""
-    how = quantizer.format, quantizer.rounding, quantizer.scales
     seed = seed if quantizer.rounding == "stochastic" else None
     expected = quantizer.quantize(x, seed)
     for dtype in dtypes:
         out = torch.full(x.shape, 7.0, dtype=dtype)
-        assert kernel.supports_values(x, out, quantizer)
-        noted = kernel.run_values(x, out, *how, seed)
+        noted = kernel.run_values(x, out, quantizer, seed)
+        assert noted is not None
         same_bits(out, expected.dequantize(dtype))
         assert noted or not ((out != 0) & (out.abs() < SMALLEST)).any()
         if quantizer.scales.rule.two_level:
             scale = torch.empty(())
-            kernel.run_values(x, out, *how, seed, scale)
+            kernel.run_values(x, out, quantizer, seed, scale)
             same_bits(out, without(expected).dequantize(dtype))
             same_bits(scale, expected.tensors["tensor_scale"])
 
@@ -94,8 +93,7 @@ def test_other_formats(format, rule):
     quantizer = quantizer_of(Tile(16, 16), rule, format=format)
     x = hard(512)
     out = torch.empty(x.shape)
-    assert kernel.supports_values(x, out, quantizer)
-    kernel.run_values(x, out, quantizer.format, "nearest_even", quantizer.scales, None)
+    assert kernel.run_values(x, out, quantizer, None) is not None
     same_bits(out, quantizer.quantize(x).dequantize())
 
 
@@ -147,8 +145,8 @@ def test_small_values_are_noted_and_zeros_are_not():
     quantizer, x = quantizer_of(Tile(32, 32), "rceil"), torch.ones(64, 64)
     x[:32, :32], x[32, 32] = 0.0, torch.nan
     for rounding in ("nearest_even", "stochastic"):
-        how, out = (quantizer.format, rounding, quantizer.scales, 5), torch.empty_like(x)
-        assert not kernel.run_values(x, out, *how)
+        how, out = (replace(quantizer, rounding=rounding), 5), torch.empty_like(x)
+        assert kernel.run_values(x, out, *how) is False
         assert kernel.run_values(torch.where(x == 0, 2.0**-126, x), out, *how)
 
 
@@ -162,17 +160,17 @@ def test_stochastic_values_are_right_on_average():
 
 def test_leaves_the_rest_to_others():
     x, square = torch.ones(32, 32), quantizer_of(Tile(16, 16), "two_level")
-    assert kernel.supports_values(x, x.clone(), square)
-    assert not kernel.supports_values(x, x, square)
-    assert not kernel.supports_values(x.double(), x.double(), square)
-    assert not kernel.supports_values(x[:0], x[:0].clone(), square)
-    assert not kernel.supports_values(x.t()[1:], x[1:].clone(), square)
+    assert kernel.run_values(x, x.clone(), square, None) is not None
+    assert kernel.run_values(x, x, square, None) is None
+    assert kernel.run_values(x.double(), x.double(), square, None) is None
+    assert kernel.run_values(x[:0], x[:0].clone(), square, None) is None
+    assert kernel.run_values(x.t()[1:], x[1:].clone(), square, None) is None
     for tile in (Tile(0, 16), Tile(16, 0), Tile(512, 1), Tile(16, 12)):
-        assert not kernel.supports_values(x, x.clone(), quantizer_of(tile, "two_level"))
+        assert kernel.run_values(x, x.clone(), quantizer_of(tile, "two_level"), None) is None
     for rule in ("absmax", "four_over_six"):
-        assert not kernel.supports_values(x, x.clone(), quantizer_of(Tile(16, 16), rule))
-    assert not kernel.supports_values(x, x.clone(), quantizer_of(Tile(16, 16), "floor", format="nf4"))
-    assert not kernel.supports_values(x, x.clone(), quantizer_of(Tile(16, 16), "floor", "toward_zero"))
+        assert kernel.run_values(x, x.clone(), quantizer_of(Tile(16, 16), rule), None) is None
+    assert kernel.run_values(x, x.clone(), quantizer_of(Tile(16, 16), "floor", format="nf4"), None) is None
+    assert kernel.run_values(x, x.clone(), quantizer_of(Tile(16, 16), "floor", "toward_zero"), None) is None
     odd = quantizer_of(Tile(12, 12), "two_level")
     same_bits(values(x, odd), odd.quantize(x).dequantize())
 

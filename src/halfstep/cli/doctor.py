@@ -231,11 +231,10 @@ def _by_element(quantizer: Quantizer) -> str:
     """What rounds element by element, on CPUs and GPUs."""
     import torch
 
-    from halfstep.formats import Posit
     from halfstep.kernels.cpu import elements, posit
 
     format, dtypes = quantizer.format, (torch.float32, torch.float32)
     known = elements.scalars(format, quantizer.rounding, quantizer.overflow, *dtypes)
-    if known is None and quantizer.scales is None and isinstance(format, Posit):
+    if known is None and quantizer.scales is None:
         known = posit.scalars(format, quantizer.rounding, *dtypes)
     return "reference: no kernel for the format" if known is None else "kernel"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Histories:
 
     def __init__(self, groups: Sequence[Group], kernel: Any) -> None:
         self._groups, self._kernel = groups, kernel
-        self._states = [state for states, _, _ in groups for state in states]
+        self._states = list(chain.from_iterable(map(itemgetter(0), groups)))
         self._device, self._addresses = self._states[0].device, [0]
 
     def advance(self, skipped: bool | Tensor) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError, RecipeError
-from halfstep.kernels.histories import Histories, found
+from halfstep.kernels.histories import Group, Histories, found
 from halfstep.nn.adopt import extend
 from halfstep.nn.applied import Applied
 from halfstep.nn.clock import overdue
@@ -154,18 +154,22 @@ class _Known(NamedTuple):
 
 
 def _find(model: nn.Module, applied: Applied) -> _Known:
-    tables = [module._buffers for module in model.modules() if module._buffers]
+    tables: list[dict[str, Tensor | None]] = []
     alike: dict[tuple[Quantizer, int], list[Tensor]] = {}
     for module in model.modules():
         spec: Any = None
+        if module._buffers:
+            tables.append(module._buffers)
         for name, state in module._buffers.items():
             if state is not None and name.startswith(PREFIX):
                 spec = spec or vars(module)["_halfstep"].linear
                 quantizer: Quantizer = spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]
                 alike.setdefault((quantizer, state.numel()), []).append(state)
-    kernel = None
-    if alike and not capturing():
-        kernel = found([(states, q.stateful, q.format) for (q, _), states in alike.items() if q.stateful is not None])
+    groups: list[Group] = []
+    for (quantizer, _), states in alike.items():
+        assert quantizer.stateful is not None
+        groups.append((states, quantizer.stateful, quantizer.format))
+    kernel = found(groups) if groups and not capturing() else None
     return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike, kernel)
 
 

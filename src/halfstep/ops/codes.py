@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,8 +81,8 @@ def store(storage: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-Zeros = dict[tuple[Storage, torch.device], Sequence[Tensor]]
-"""The parts of a few zeros."""
+Zeros = dict[tuple[Any, ...], Mapping[str, Tensor]]
+"""By storage, name and shape what zeros are kept in, by name: tensors of one number each, expanded to their size."""
 
 
 def store_zeros(
@@ -89,18 +90,18 @@ def store_zeros(
 ) -> dict[str, Tensor]:
     """As `store`, of zeros of that shape, which have one code and one scale: those of a few of them, which go into what
     is `known`."""
-    rows, columns = matrix_shape(storage.matrix(shape))
-    if rows * columns <= _FEW or columns * storage.quantizer.format.bits % 8:  # a byte with bits left over
-        return store(storage, name, torch.zeros(shape, dtype=torch.float32, device=device))
-    few = known.get((storage, device))
-    if few is None:
-        made = store(storage, name, torch.zeros(_FEW, dtype=torch.float32, device=device))
-        few = known[storage, device] = [part.view(-1)[0] for part in made.values()]
-    sizes = storage.layout(name, shape).items()
-    return {
-        part: torch.empty(size, dtype=dtype, device=device).copy_(one)
-        for (part, (dtype, size)), one in zip(sizes, few, strict=True)
-    }
+    expanded = known.get((storage, name, shape, device))
+    if expanded is None:
+        rows, columns = matrix_shape(storage.matrix(shape))
+        if rows * columns <= _FEW or columns * storage.quantizer.format.bits % 8:  # a byte with bits left over
+            return store(storage, name, torch.zeros(shape, dtype=torch.float32, device=device))
+        few = known.get((storage, device))
+        if few is None:
+            few = known[storage, device] = store(storage, name, torch.zeros(_FEW, dtype=torch.float32, device=device))
+        layout = zip(storage.layout(name, shape).items(), few.values(), strict=True)
+        expanded = {part: own.view(-1)[0].expand(size) for (part, (_, size)), own in layout}
+        known[storage, name, shape, device] = expanded
+    return {part: one.clone(memory_format=torch.contiguous_format) for part, one in expanded.items()}
 
 
 def read(storage: Storage, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -49,25 +49,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
     if torch.compiler.is_compiling():
         return torch.autocast(x.device.type, enabled=False)
-    return _off(x.device.type) if torch.is_autocast_enabled(x.device.type) else _NOTHING
-
-
-class _Off:
-    """`torch.autocast(device, enabled=False)` within autocast, whose dtype and cache of casts are not used then."""
-
-    __slots__ = ("device",)
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        torch.set_autocast_enabled(self.device, False)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_autocast_enabled(self.device, True)
-
-
-_off = cache(_Off)
+    return torch._C._DisableAutocast() if torch.is_autocast_enabled(x.device.type) else _NOTHING
 
 
 @cache

@@ -16,7 +16,7 @@ from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
 from halfstep.ops.function import apart, no_autocast
 from halfstep.ops.noise import Seeds, seeds_of
 from halfstep.ops.once import Once, once
-from halfstep.ops.operand import Operand, kept, signs_of
+from halfstep.ops.operand import Operand, kept, operand, signs_of
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.ops.product import forward_product, product_of
 from halfstep.ops.saved import Keeping, of_codes
@@ -138,18 +138,27 @@ class Rounded(Once):
                     twice = seeds.lhs, seeds.lhs
                     lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, twice)
                 else:
-                    given, state = (units.output, seeds.lhs, units.there), states.get("input")
-                    lhs = side(rows, spec.output.lhs, dtype, state, record, signs, 1, *given)
+                    given = spec.output.lhs, dtype, states.get("input"), record, signs, 1
+                    if units.output:
+                        lhs = side(rows, *given, True, seeds.lhs)
+                    else:
+                        lhs = operand(rows, *given, units.there, seeds.lhs)
                 if rounded is not None:
                     rhs = rounded.output
                 elif "weight" in units.both and x.requires_grad:
                     twice, state = (seeds.rhs, seeds.rhs), states.get("weight")
                     rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=twice)
                 else:
-                    given, state = (units.output, seeds.rhs, units.there), states.get("weight")
-                    rhs = side(weight, spec.output.rhs, dtype, state, record, signs, 1, *given)
+                    given = spec.output.rhs, dtype, states.get("weight"), record, signs, 1
+                    if units.output:
+                        rhs = side(weight, *given, True, seeds.rhs)
+                    else:
+                        rhs = operand(weight, *given, units.there, seeds.rhs)
             over = lhs if channels is None or not isinstance(lhs, Operand) else lhs.over(channels, dtype)
-            y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
+            if evaluates:
+                y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
+            else:
+                y = product_of(over, rhs.t(), bias, dtype, spec.output, rows.shape[1])
             # What a backward product takes as the forward did is kept so; what it rounds again, as it came.
             x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.rerounded, dtype)
             alone = isinstance(rhs, Coded) and weight_later is None  # codes that no backward product takes

@@ -37,7 +37,7 @@ def matmul(
     wide = lhs.dtype
     if rhs.dtype != wide:
         wide = torch.promote_types(wide, rhs.dtype)
-    if wide != dtype or carried.supports(wide, lhs.device):
+    if wide != dtype or (wide in carried.CARRIED and lhs.is_cpu):
         return carried.run(lhs, rhs, bias, scale, dtype, multiplier)
     if lhs.dtype != rhs.dtype:
         lhs, rhs = lhs.to(wide), rhs.to(wide)

@@ -134,10 +134,11 @@ class Stored(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        spread = plan.coded and is_spread(parameter)
         for name, kind in plan.kinds.items():
             if state.get(name) is not None:
                 continue
-            if kind.dtype is None and is_spread(parameter):
+            if kind.dtype is None and spread:
                 state.update(shard_codes.start(kind, name, parameter, zeros))
                 continue
             shape = plan.shapes[name]

@@ -45,8 +45,9 @@ class Pending:
 
     def moved(self, optimizer: torch.optim.Optimizer) -> bool | Tensor:
         """Whether the optimizer has stepped, through the scaler or past it; a tensor where the host would wait."""
-        if self.versions != versions(optimizer) or self.stage != "stepped":
-            return self.versions != versions(optimizer)
+        changed = self.versions != versions(optimizer)
+        if changed or self.stage != "stepped":
+            return changed
         if self.found_inf is None:
             return True
         return self.found_inf == 0 if self.waits else not self.found_inf

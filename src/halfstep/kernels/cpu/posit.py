@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.formats import Posit
+from halfstep.formats import Format, Posit
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.elements import float_bits
@@ -61,15 +61,17 @@ def run_encode(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
 
 
 @cache
-def scalars(format: Posit, rounding: str, source: torch.dtype, target: torch.dtype) -> Any:
-    """The `Cutting` of a format, as `Scalars`, for numbers of `source` rounded to values in `target`, or to codes where
+def scalars(format: Format, rounding: str, source: torch.dtype, target: torch.dtype) -> Any:
+    """The `Cutting` of a posit, as `Scalars`, for numbers of `source` rounded to values in `target`, or to codes where
     that is their container.
 
     None where no bit of a float32 is cut, minpos and maxpos are no normal float32 numbers, `target` lacks a posit that
     rounding a `source` number can give, or is rounded another way than to nearest.
     """
+    if not isinstance(format, Posit) or rounding != "nearest_even":
+        return None
     largest = (format.width - 2) << format.es
-    if rounding != "nearest_even" or not 3 <= format.width <= 25 + format.es or largest > 120:
+    if not 3 <= format.width <= 25 + format.es or largest > 120:
         return None
     if target not in _HELD:
         if target != _CONTAINERS[format.storage_bits]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,12 +43,13 @@ class Delayed(StatefulScaling):
 
     multiplies = True
 
-    @property
+    @cached_property
     def first(self) -> Scaling | None:  # type: ignore[override]
         return None if self.margin or self.power_of_two else current
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.first  # asked in traced graphs too, where nothing is found for the first time
         check_power(self, "margin")
         if self.history < 1 or self.algorithm not in ("max", "most_recent"):
             raise QuantizationError(
