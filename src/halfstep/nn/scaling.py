@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError, RecipeError
-from halfstep.kernels.histories import Group, Histories, found
+from halfstep.kernels.histories import Histories, found
 from halfstep.nn.adopt import extend
 from halfstep.nn.applied import Applied
 from halfstep.nn.clock import overdue
@@ -165,9 +165,8 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
                 spec = spec or vars(module)["_halfstep"].linear
                 quantizer: Quantizer = spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]
                 alike.setdefault((quantizer, state.numel()), []).append(state)
-    groups: list[Group] = []
+    groups: list[Any] = []
     for (quantizer, _), states in alike.items():
-        assert quantizer.stateful is not None
         groups.append((states, quantizer.stateful, quantizer.format))
     kernel = found(groups) if groups and not capturing() else None
     return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike, kernel)

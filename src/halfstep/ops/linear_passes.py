@@ -139,10 +139,11 @@ class Rounded(Once):
                     lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, twice)
                 else:
                     given = spec.output.lhs, dtype, states.get("input"), record, signs, 1
-                    if units.output:
-                        lhs = side(rows, *given, True, seeds.lhs)
-                    else:
-                        lhs = operand(rows, *given, units.there, seeds.lhs)
+                    lhs = (
+                        side(rows, *given, True, seeds.lhs)
+                        if units.output
+                        else operand(rows, *given, units.there, seeds.lhs)
+                    )
                 if rounded is not None:
                     rhs = rounded.output
                 elif "weight" in units.both and x.requires_grad:
@@ -150,15 +151,18 @@ class Rounded(Once):
                     rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=twice)
                 else:
                     given = spec.output.rhs, dtype, states.get("weight"), record, signs, 1
-                    if units.output:
-                        rhs = side(weight, *given, True, seeds.rhs)
-                    else:
-                        rhs = operand(weight, *given, units.there, seeds.rhs)
+                    rhs = (
+                        side(weight, *given, True, seeds.rhs)
+                        if units.output
+                        else operand(weight, *given, units.there, seeds.rhs)
+                    )
             over = lhs if channels is None or not isinstance(lhs, Operand) else lhs.over(channels, dtype)
-            if evaluates:
-                y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
-            else:
-                y = product_of(over, rhs.t(), bias, dtype, spec.output, rows.shape[1])
+            sizes = spec.output, rows.shape[1]
+            y = (
+                forward_product(over, rhs, bias, dtype, *sizes, evaluates)
+                if evaluates
+                else product_of(over, rhs.t(), bias, dtype, *sizes)
+            )
             # What a backward product takes as the forward did is kept so; what it rounds again, as it came.
             x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.rerounded, dtype)
             alone = isinstance(rhs, Coded) and weight_later is None  # codes that no backward product takes

@@ -146,8 +146,7 @@ def side(
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
     if signs is not None:
         plain = quantizer.plain
-        x = x.contiguous() if here(x) else x
-        told = gpu_rotated.told(x, signs, dim, plain, turned=True) if here(x) else None
+        told = gpu_rotated.told(x := x.contiguous(), signs, dim, plain, turned=True) if here(x) else None
         if told is not None:
             drawn = seed_of(plain.rounding, seed, x.device)
             shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, told, drawn)

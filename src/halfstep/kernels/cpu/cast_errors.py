@@ -41,8 +41,7 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     if quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
         return False
     if quantizer.scales is None:
-        known = elements.scalars(quantizer.format, "nearest_even", "ieee") is not None
-        return known and quantizer.overflow == "ieee"
+        return quantizer.overflow == "ieee" and elements.scalars(quantizer.format, "nearest_even", "ieee") is not None
     tile, rule, format = quantizer.scales.tile, quantizer.scales.rule, quantizer.format
     width = tile.columns or columns
     blocks = tile.rows == 1 and width in _LEVELS

@@ -40,10 +40,9 @@ def numbers_of(quantizer: Quantizer) -> Any:
     scales = quantizer.scales
     if scales is None or quantizer.outliers is not None or not (scales.rule.exact or scales.rule.two_level):
         return None
-    tile = scales.tile
-    if not 1 <= tile.rows <= _TALLEST or tile.columns not in _WIDE or tile.rows * tile.columns == 1:
-        return None
-    found = blocks.element_numbers(quantizer.format, quantizer.rounding, scales.rule)
+    high, wide = scales.tile.rows, scales.tile.columns
+    cut = 1 <= high <= _TALLEST and wide in _WIDE and high * wide > 1
+    found = blocks.element_numbers(quantizer.format, quantizer.rounding, scales.rule) if cut else None
     return None if found is None else found[0]
 
 
@@ -53,9 +52,8 @@ def run_values(
     """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`. None where it is not done
     here: it takes contiguous CPU tensors of one shape, apart in memory, that are not empty."""
     numbers, scales, format = numbers_of(quantizer), quantizer.scales, quantizer.format
-    if numbers is None or scales is None or not x.dim() or not x.numel():
-        return None
-    if x.shape != out.shape or not takes_values(x, out):
+    dense = x.dim() and x.numel() and x.shape == out.shape and takes_values(x, out)
+    if numbers is None or scales is None or not dense:
         return None
     (_, columns), tile, rule, apart = matrix_shape(tuple(x.shape)), scales.tile, scales.rule, None
     if rule.two_level:

@@ -35,13 +35,10 @@ def numbers_of(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: 
         return None
     tile, rule, size = quantizer.scales.tile, quantizer.scales.rule, len(signs)
     along, across = (tile.columns, tile.rows) if dim == 1 else (tile.rows, tile.columns)
-    if across != 1 or along not in LEVELS or size not in rotated.LEVELS or along > size:
-        return None
-    if not (rule.exact or (rule.two_level and dim == 0)) or not plain(signs, torch.float32):
-        return None
-    if x.dim() != 2 or not x.numel() or not plain(x):
-        return None
-    found = blocks.element_numbers(quantizer.format, quantizer.rounding, rule)
+    lies = across == 1 and along in LEVELS and size in rotated.LEVELS and along <= size
+    known = lies and (rule.exact or (rule.two_level and dim == 0))
+    dense = plain(signs, torch.float32) and x.dim() == 2 and x.numel() > 0 and plain(x)
+    found = blocks.element_numbers(quantizer.format, quantizer.rounding, rule) if known and dense else None
     return None if found is None else found[0]
 
 

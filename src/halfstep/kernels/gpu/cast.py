@@ -34,11 +34,8 @@ def run(
 ) -> bool:
     """Write `x`, rounded, to `out`: as `kernels.cpu.cast.run`, of which every bit is equal. False where that is not
     done here: it takes dense contiguous tensors of one shape, the same one or apart in memory."""
-    if not (lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out)):
-        return False
-    source = x.dtype if factor is None else torch.float32
-    known = elements.scalars(format, rounding, overflow, out.dtype, source)
-    if known is None:
+    known = elements.scalars(format, rounding, overflow, out.dtype, x.dtype if factor is None else torch.float32)
+    if known is None or not (lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out)):
         return False
     numbers = Rounding(*map(int, known))
     _launch(x, out, numbers, None, KINDS[out.dtype], rounding, seed, factor, None if amax is None else bits(amax))
@@ -64,10 +61,8 @@ def run_codes(
     `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     by_integers: also where the GPU has a conversion of its own to these codes (`instruction`).
     """
-    known = element_codes.scalars(format, rounding, overflow)
-    if known is None or not lies_plain(x) or not lies_plain(out, out.dtype):
-        return None
-    if not packing.lie_in(out, x, format, packed):
+    known = element_codes.scalars(format, rounding, overflow) if lies_plain(x) and lies_plain(out, out.dtype) else None
+    if known is None or not packing.lie_in(out, x, format, packed):
         return None
     numbers, codes = (tuple(map(int, part)) for part in known)
     found = None if amax is None else bits(amax)

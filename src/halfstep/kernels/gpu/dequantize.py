@@ -26,11 +26,9 @@ def known(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> tupl
         return None
     rule, meaning = quantizers.rule(format, scales.rule), quantizers.meaning(format)
     made = cut(tuple(out.shape), scales.tile, format.bits)
-    if rule is None or meaning is None or made is None:
+    if rule is None or meaning is None or made is None or not all(lies_plain(t, t.dtype) for t in tensors.values()):
         return None
-    if rule.kind == "power" and scales.rule.holds != "float8_e8m0fnu":
-        return None
-    return (made, rule, meaning) if all(lies_plain(t, t.dtype) for t in tensors.values()) else None
+    return (made, rule, meaning) if rule.kind != "power" or scales.rule.holds == "float8_e8m0fnu" else None
 
 
 def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:

@@ -156,10 +156,8 @@ def _form_of(coded: Coded) -> Form | None:
     """How codes are kept. None where kernels do not read and write them: under one float32 scale of the tensor, or in
     tiles of the flat tensor, as `_form` has them."""
     form, codes = _form(_kept(coded)), coded.parts["codes"]
-    if form is None or not lies_plain(codes, codes.dtype):
-        return None
-    scales = ("scale", "exponent", "center") if form.kind == "expanded" else ("scale",)
-    if coded.parts.keys() != {"codes", *scales}:
+    scales = ("scale", "exponent", "center") if form is not None and form.kind == "expanded" else ("scale",)
+    if form is None or not lies_plain(codes, codes.dtype) or coded.parts.keys() != {"codes", *scales}:
         return None
     if not all(lies_plain(coded.parts[part], torch.float32) for part in scales):
         return None
@@ -175,13 +173,10 @@ def _form_of(coded: Coded) -> Form | None:
 def kind_of(t: Tensors, options: Options) -> Any:
     """The program and kind of a tensor; and how its weight, master, gradient and its two moments are coded. None where
     `optimizer.Steps` does not move it, of dense tensors anywhere."""
-    if not _is_dense(t):
-        return None
     program = options.program
     taken = len(program.scalars.results) - len(program.shared)
-    if taken > table.NUMBERS - table.TAKEN or len(options.numbers) > table.OPTIONS - table.GIVEN:
-        return None  # the tables have no room for it
-    if len(program.shared) > 1 or options.rows is None:
+    room = taken <= table.NUMBERS - table.TAKEN and len(options.numbers) <= table.OPTIONS - table.GIVEN
+    if not room or not _is_dense(t) or len(program.shared) > 1 or options.rows is None:
         return None
     kept = next(iter(t.kept.values()), None)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in t.all)

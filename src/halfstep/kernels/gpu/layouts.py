@@ -20,7 +20,7 @@ from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import TENSOR
+from halfstep.quant.tile import TENSOR, Tile
 
 
 _SIDE = 128  # of the square that a program takes
@@ -56,13 +56,9 @@ def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[Rule, El
 
 @cache
 def _told(quantizer: Quantizer, given: bool) -> tuple[Rule, Element] | None:
-    if quantizer.scales is None:
-        return None
-    tile = quantizer.scales.tile
-    shared = tile.rows == tile.columns
-    if shared and tile.rows not in _SQUARES:
-        return None
-    if not shared and (tile.rows != 1 or tile.columns not in _ALONG or quantizer.rounding == "stochastic"):
+    tile = Tile(1, 1) if quantizer.scales is None else quantizer.scales.tile
+    along = tile.rows == 1 and tile.columns in _ALONG and quantizer.rounding != "stochastic"
+    if not along and (tile.rows != tile.columns or tile.rows not in _SQUARES):
         return None
     if given:
         coded = quantizers.element(quantizer.format, quantizer.rounding)
