@@ -20,7 +20,7 @@ from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import TENSOR, Tile
+from halfstep.quant.tile import TENSOR
 
 
 _SIDE = 128  # of the square that a program takes
@@ -56,7 +56,9 @@ def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[Rule, El
 
 @cache
 def _told(quantizer: Quantizer, given: bool) -> tuple[Rule, Element] | None:
-    tile = Tile(1, 1) if quantizer.scales is None else quantizer.scales.tile
+    if quantizer.scales is None:
+        return None
+    tile = quantizer.scales.tile
     along = tile.rows == 1 and tile.columns in _ALONG and quantizer.rounding != "stochastic"
     if not along and (tile.rows != tile.columns or tile.rows not in _SQUARES):
         return None
