@@ -108,6 +108,8 @@ def tied(rows: int, columns: int) -> Tensor:
 def quantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
     """Codes and scales of a tensor."""
     seed = _seed(quantizer)
+    if quantizer.outliers is not None:  # whose tensors have sizes of their own
+        return
     sizes = layout(quantizer, tuple(x.shape), x.dtype).items()
     tensors = {key: torch.full(size, 7, dtype=kind, device=device) for key, (kind, size) in sizes}  # type: ignore[arg-type]
     if blocks.run(x.to(device), tensors, quantizer, _handed(seed, x, device)):
