@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/fuzzed_tiles.py [--seed 0] [--rounds 1]
 
-Every named block format with every rule that it has, and others of random formats and tiles; what `blocks.run` and the others take.
+Every named block format with every rule that it has, and others of random formats and tiles: those that kernels take.
 """
 
 from __future__ import annotations
