@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import formats, ops
 from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.cached import CachedWeights, _bits
 from tiny import assert_same, batch, grads, prepared
 
 
@@ -216,12 +218,29 @@ def test_a_write_that_torch_counts(write):
 
 
 def through_data(model):
-    model[0].weight.data.mul_(1.5)
+    model[0].weight.data[1, 1] += 1  # which the values that each product looks at are not
 
 
-def test_a_write_that_torch_does_not_count_is_an_error():
+def test_an_average_in_and_out_again():
+    """Through .data, as evaluations of averages do: the weights are at the end what they were."""
+    outputs = []
+    for cached in (False, True):
+        model, _, _ = prepared("fp8-current")
+        average = [p.detach() * 0.5 for p in model.parameters()]
+        with halfstep.cached_weights(model) if cached else torch.enable_grad(), torch.no_grad():
+            outputs.append([model(batch()[0])])
+            kept = [p.detach().clone() for p in model.parameters()]
+            for values in (average, kept):
+                for p, other in zip(model.parameters(), values, strict=True):
+                    p.data.copy_(other)
+                outputs[-1].append(model(batch()[0]))
+    assert_same(*outputs)
+    assert not torch.equal(*outputs[0][:2])
+
+
+def test_a_few_values_written_through_data_are_an_error():
     model, optimizer, _ = prepared("fp8-current")
-    inside, said = halfstep.cached_weights(model), r"1 weights of shapes \[\(16, 8\)\] were written to .* \.clear\(\)"
+    inside, said = halfstep.cached_weights(model), r"weights of shapes \[\(16, 8\)\] were written to .* \.clear\(\)"
     inside.__enter__()
     model(batch()[0]).sum().backward()
     through_data(model)
@@ -265,6 +284,19 @@ def test_cleared_by_hand():
 def test_a_model_that_follows_no_recipe():
     with pytest.raises(RecipeError, match="recipe"), halfstep.cached_weights(nn.Linear(2, 2)):
         pass
+
+
+def test_a_sharded_model_is_refused(tmp_path):
+    """FSDP2 frees gathered weights between forwards; rounded ones would stay whole."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        halfstep.apply(model, "fp8-current")
+        fully_shard(model[0])
+        with pytest.raises(ModelError, match="is sharded by fully_shard"), halfstep.cached_weights(model):
+            pass
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_recipes_that_round_no_weight_are_left_alone(recwarn):
@@ -317,8 +349,6 @@ def test_frozen_weights_beside_adapters():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (16, 8)])
 def test_the_sum_of_bits_sees_every_element(dtype, shape):
-    from halfstep.nn.cached import _bits
-
     weight = nn.Parameter(torch.randn(7 + 200).to(dtype)[3 : 3 + ops.values_of(torch.empty(shape)).numel()].view(shape))
     before = _bits(weight)
     for i in range(weight.numel()):
@@ -328,3 +358,33 @@ def test_the_sum_of_bits_sees_every_element(dtype, shape):
             assert _bits(weight) != before
         weight.data.view(-1)[i] = kept
     assert _bits(weight) == before
+
+
+def test_on_a_gpu_the_check_is_told(monkeypatch):
+    """Where a product would have to wait for the sample, the step or the end finds out."""
+    real = CachedWeights._stays
+    monkeypatch.setattr(
+        CachedWeights, "_stays", lambda self, entry: real(self, entry._replace(sample=OnGpu(entry.sample)))
+    )
+    model, optimizer, _ = prepared("fp8-current")
+    with halfstep.cached_weights(model), torch.no_grad():
+        model(batch()[0])
+        kept = model[0].weight.detach().clone()
+        model[0].weight.data.mul_(2)
+        model(batch()[0])
+        model[0].weight.data.copy_(kept)
+        with pytest.raises(ModelError, match="weights were written to within"):
+            optimizer.step()
+        model._halfstep.following.cached.clear()
+
+
+class OnGpu:
+    """A tensor that says it is on a GPU."""
+
+    is_cpu, device = False, torch.device("cuda")
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __ne__(self, other):
+        return self.tensor != other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,18 @@ from halfstep.quant.memory import has_memory
 from halfstep.recipe import LinearSpec
 
 
+class _Entry(NamedTuple):
+    """A weight as it was rounded."""
+
+    asked: tuple[Any, ...]
+    """What it was rounded for."""
+    made: RoundedSides
+    sample: Tensor
+    """A few of its values where they are, as integers."""
+    then: Tensor
+    """What these were."""
+
+
 class CachedWeights:
     """The rounded weights of a model, for as long as they are valid, and how often they were used."""
 
@@ -32,9 +44,10 @@ class CachedWeights:
         self.used = 0
         """How many products took one."""
         self._most = 0
-        self._entries: dict[Hashable, tuple[tuple[Any, ...], RoundedSides]] = {}
+        self._entries: dict[Hashable, _Entry] = {}
         # Also keeps the memory that entries were made of, so that nothing else comes to its address.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._changed: list[Tensor] = []
 
     def __str__(self) -> str:
         mebibytes = self.nbytes / 2**20
@@ -43,7 +56,7 @@ class CachedWeights:
     @property
     def nbytes(self) -> int:
         """The most bytes that rounded weights took, beside the weights."""
-        tensors = [tensor for _, made in self._entries.values() for tensor in made.tensors()]
+        tensors = [tensor for entry in self._entries.values() for tensor in entry.made.tensors()]
         return max(self._most, sum({t.data_ptr(): t.nbytes for t in tensors}.values()))
 
     def clear(self) -> None:
@@ -51,6 +64,7 @@ class CachedWeights:
         self._most = self.nbytes
         self._entries.clear()
         self._seen.clear()
+        self._changed.clear()
 
     def weight(self, key: Hashable, weight: Any, x: Tensor, spec: LinearSpec, states: States, record: bool) -> Any:
         """The weight (out, in) for a product with x, rounded before or now; as it is where it is no parameter nor a
@@ -67,16 +81,26 @@ class CachedWeights:
         dtype, backward, written = product_dtype(x), torch.is_grad_enabled(), parameter._version
         key = key, weight.data_ptr(), weight.shape, weight.stride(), backward, record
         asked = written, id(spec), dtype
-        found = self._entries.get(key)
-        if found is None or found[0] != asked:
+        found, place = self._entries.get(key), (parameter.data_ptr(), written)
+        moved = found is not None and not self._stays(found)
+        if found is None or found.asked != asked or moved:
             _, made = ops.rounded_weight(weight, spec, dtype, states, record, x, backward)
-            found = self._entries[key] = asked, made
+            sample = _sample(parameter)
+            found = self._entries[key] = _Entry(asked, made, sample, sample.clone())
             self.rounded += 1
-            place = parameter.data_ptr(), written
-            if place not in self._seen:
+            if moved or place not in self._seen:
                 self._seen[place] = parameter.detach(), _bits(parameter)
         self.used += 1
-        return ops.RoundedWeight(weight, found[1])
+        return ops.RoundedWeight(weight, found.made)
+
+    def _stays(self, entry: _Entry) -> bool:
+        """Whether a few of the weight's values are what they were: nothing else would see an average that is put in its
+        place through `.data`, and taken out again. A GPU is not waited for: there `check` finds out."""
+        if entry.sample.is_cpu:
+            return torch.equal(entry.sample, entry.then)
+        if entry.sample.device.type != "meta":
+            self._changed.append((entry.sample != entry.then).any())
+        return True
 
     def check(self) -> None:
         """Find out whether a weight was written to where torch counts no write, and its products took older values.
@@ -88,13 +112,13 @@ class CachedWeights:
             return
         weights = [(t, before) for (_, version), (t, before) in self._seen.items() if t._version == version]
         changed = [before != _bits(t) for t, before in weights]
-        if changed and bool(torch.stack(changed).any()):
-            several = sum(map(bool, changed))
-            shapes = {tuple(t.shape) for (t, _), differs in zip(weights, changed, strict=True) if differs}
+        if any(bool(torch.stack(found).any()) for found in (changed, self._changed) if found):
+            shapes = sorted({tuple(t.shape) for (t, _), differs in zip(weights, changed, strict=True) if differs})
             raise ModelError(
-                f"{several} weights of shapes {sorted(shapes)} were written to within halfstep.cached_weights where "
-                "torch counts no write (through .data, numpy, or another library's kernel), and the products since "
-                "took their older values. Write to them outside it, or call .clear() of what it gives after writing"
+                f"weights{f' of shapes {shapes}' if shapes else ''} were written to within halfstep.cached_weights "
+                "where torch counts no write (through .data, numpy, or another library's kernel), and the products "
+                "since took their older values. Write to them outside it, or call .clear() of what it gives after "
+                "writing"
             )
 
 
@@ -118,8 +142,8 @@ def cached_weights(model: nn.Module) -> Iterator[CachedWeights]:
 
     Raises:
         RecipeError: it follows no recipe.
-        ModelError: at its end, or when an optimizer steps: a weight was written to where torch counts no write (through
-            `.data`), so that products took older values.
+        ModelError: the model is sharded by `fully_shard`. At its end, or when an optimizer steps: a weight was written
+            to where torch counts no write (through `.data`), so that products took older values.
 
     Warns:
         UserWarning: the recipe rounds weights, and none was: torch.compile traced the model, or weights are computed in
@@ -128,6 +152,11 @@ def cached_weights(model: nn.Module) -> Iterator[CachedWeights]:
     root = root_of(model)
     applied_to(root)
     following = part_of(root).following
+    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):  # of torch's FSDPModule
+        raise ModelError(
+            f"{type(root).__name__} is sharded by fully_shard, and halfstep.cached_weights would keep every rounded "
+            "weight whole on every rank. Leave it out: weights are then rounded as they are gathered"
+        )
     if following.cached is not None:  # within another one
         yield following.cached
         return
@@ -156,6 +185,12 @@ def _is_deterministic(spec: LinearSpec) -> bool:
     noisy = any(p.rhs is not None and p.rhs.rounding == "stochastic" for p in products)
     drawn = any(p.hadamard is not None and p.hadamard.seed == RANDOM for p in products)
     return spec.output.rhs is not None and not noisy and not drawn
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A few of a weight's values, spread over it, as integers: a view."""
+    some = weight.detach()[tuple(slice(None, None, max(1, size // 4)) for size in weight.shape)]
+    return some.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[some.itemsize])
 
 
 @torch.no_grad()
