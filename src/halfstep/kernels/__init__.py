@@ -1,4 +1,4 @@
 """Fast paths: functions equal bit for bit to the reference they replace, `run(...)` of a file each.
 
-Where one does not apply it returns False or None; or a `supports(...)` beside it says so.
+Where one does not apply it returns False or None, and so does what gives the numbers that it is compiled for.
 """

@@ -1,1 +1,1 @@
-"""Fast paths for CUDA tensors, in Triton: each offers `supports` and `run`, as the ones in `kernels.cpu` do."""
+"""Fast paths for CUDA tensors, in Triton: `run` of a file each, as in `kernels.cpu`."""
