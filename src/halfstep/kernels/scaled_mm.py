@@ -57,16 +57,11 @@ class Tiles(NamedTuple):
         return self.tensors["scale"]
 
 
-def native_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
-    """The dtype in which tensor cores there take operands of that quantizer; None where they do not, or there are
-    none."""
-    return dtype_of(quantizer.format) if is_there(device) and refusal(quantizer, device) is None else None
-
-
 def outer_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
-    """`native_dtype` where the scales are one a tensor or a row, which multiply the sum; None for smaller tiles."""
-    native = native_dtype(quantizer, device)
-    return None if native is None or is_tiled(quantizer) else native
+    """The dtype in which tensor cores there take operands of that quantizer, with one scale a tensor or a row, which
+    multiplies the sum; None where they do not, where there are none, and for smaller tiles."""
+    native = is_there(device) and not is_tiled(quantizer) and refusal(quantizer, device) is None
+    return dtype_of(quantizer.format) if native else None
 
 
 def is_there(device: torch.device) -> bool:
