@@ -69,6 +69,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep
 	$(BIN)/python benchmarks/optimizer.py --keep
 	$(BIN)/python benchmarks/overhead.py --keep
+	$(BIN)/python benchmarks/micro_batches.py --keep
 	$(BIN)/python benchmarks/quantize.py --keep
 	$(BIN)/python benchmarks/inspect_speed.py --keep
 	$(BIN)/python benchmarks/inference.py --keep
