@@ -360,12 +360,15 @@ def test_the_sum_of_bits_sees_every_element(dtype, shape):
     assert _bits(weight) == before
 
 
-def test_on_a_gpu_the_check_is_told(monkeypatch):
-    """Where a product would have to wait for the sample, the step or the end finds out."""
+@pytest.fixture
+def gpu(monkeypatch):
+    """Weights as on a GPU, whose host does not wait to see what a product takes."""
     real = CachedWeights._stays
-    monkeypatch.setattr(
-        CachedWeights, "_stays", lambda self, entry: real(self, entry._replace(sample=OnGpu(entry.sample)))
-    )
+    on_gpu = lambda self, entry: real(self, entry._replace(sample=OnGpu(entry.sample)))  # noqa: E731
+    monkeypatch.setattr(CachedWeights, "_stays", on_gpu)
+
+
+def test_on_a_gpu_the_check_finds_out(gpu):
     model, optimizer, _ = prepared("fp8-current")
     with halfstep.cached_weights(model), torch.no_grad():
         model(batch()[0])
@@ -376,6 +379,11 @@ def test_on_a_gpu_the_check_is_told(monkeypatch):
         with pytest.raises(ModelError, match="weights were written to within"):
             optimizer.step()
         model._halfstep.following.cached.clear()
+
+
+@pytest.mark.parametrize("write", ["in place", "copy", "data is set", "a new parameter"])
+def test_on_a_gpu_writes_that_torch_counts_are_no_error(gpu, write):
+    test_a_write_that_torch_counts(write)
 
 
 class OnGpu:

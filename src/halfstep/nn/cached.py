@@ -26,8 +26,10 @@ from halfstep.recipe import LinearSpec
 class _Entry(NamedTuple):
     """A weight as it was rounded."""
 
-    asked: tuple[Any, ...]
-    """What it was rounded for."""
+    spec: LinearSpec
+    """What it was rounded for, in products of `dtype`, when torch had counted so many writes."""
+    dtype: torch.dtype
+    written: int
     made: RoundedSides
     sample: Tensor
     """A few of its values where they are, as integers."""
@@ -80,13 +82,14 @@ class CachedWeights:
             return weight
         dtype, backward, written = product_dtype(x), torch.is_grad_enabled(), parameter._version
         key = key, weight.data_ptr(), weight.shape, weight.stride(), backward, record
-        asked = written, id(spec), dtype
         found, place = self._entries.get(key), (parameter.data_ptr(), written)
+        if found is not None and (found.spec is not spec or found.dtype != dtype or found.written != written):
+            found = None
         moved = found is not None and not self._stays(found)
-        if found is None or found.asked != asked or moved:
+        if found is None or moved:
             _, made = ops.rounded_weight(weight, spec, dtype, states, record, x, backward)
             sample = _sample(parameter)
-            found = self._entries[key] = _Entry(asked, made, sample, sample.clone())
+            found = self._entries[key] = _Entry(spec, dtype, written, made, sample, sample.clone())
             self.rounded += 1
             if moved or place not in self._seen:
                 self._seen[place] = parameter.detach(), _bits(parameter)
