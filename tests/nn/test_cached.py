@@ -15,6 +15,8 @@ import halfstep
 from halfstep import formats, ops
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.cached import CachedWeights, _bits
+from halfstep.quant import Hadamard
+from halfstep.recipe import LinearSpec
 from tiny import assert_same, batch, grads, prepared
 
 
@@ -279,6 +281,18 @@ def test_cleared_by_hand():
 
 
 # ---- where there is nothing to round -----------------------------------------------------------------------------
+
+
+def test_weights_that_are_rounded_with_noise_or_random_signs_are_rounded_for_each_product():
+    spec = next(rule.linear for rule in halfstep.get_recipe("nvfp4").rules if rule.linear.rounds)
+    assert spec.rounds_weight_once
+    assert not LinearSpec().rounds_weight_once
+    for which in ("output", "grad_input"):
+        product = getattr(spec, which)
+        noisy = replace(product, rhs=replace(product.rhs, rounding="stochastic"))
+        drawn = replace(product, hadamard=Hadamard(16, seed="random"))
+        assert not replace(spec, **{which: noisy}).rounds_weight_once
+        assert not replace(spec, **{which: drawn}).rounds_weight_once
 
 
 def test_a_model_that_follows_no_recipe():

@@ -18,7 +18,6 @@ from halfstep.nn.following import root_of
 from halfstep.ops.linear_passes import RoundedSides, States, product_dtype
 from halfstep.ops.part import part_of, parts_of
 from halfstep.quant.captured import capturing
-from halfstep.quant.hadamard import RANDOM
 from halfstep.quant.memory import has_memory
 from halfstep.recipe import LinearSpec
 
@@ -78,7 +77,7 @@ class CachedWeights:
         parameter = weight if type(weight) is nn.Parameter else weight._base if type(weight) is Tensor else None
         if type(parameter) is not nn.Parameter or parameter.is_inference():
             return weight
-        if not _is_deterministic(spec) or not has_memory(x):
+        if not spec.rounds_weight_once or not has_memory(x):
             return weight
         dtype, backward, written = product_dtype(x), torch.is_grad_enabled(), parameter._version
         key = key, weight.data_ptr(), weight.shape, weight.stride(), backward, record
@@ -173,21 +172,15 @@ def cached_weights(model: nn.Module) -> Iterator[CachedWeights]:
         following.cached = None
         before.remove()
         after.remove()
-    if not cached.used and any(_is_deterministic(own.linear) for _, _, own in parts_of(root) if own.linear is not None):
+    if not cached.used and any(
+        own.linear is not None and own.linear.rounds_weight_once for _, _, own in parts_of(root)
+    ):
         warnings.warn(
             "no weight was rounded within halfstep.cached_weights: the model was not called, is compiled "
             "(torch.compile), or its weights are computed in each forward (codes, parametrizations)",
             stacklevel=3,
         )
     cached.clear()
-
-
-def _is_deterministic(spec: LinearSpec) -> bool:
-    """Whether a weight that is rounded for one product is rounded alike for all."""
-    products = spec.output, spec.grad_input
-    noisy = any(p.rhs is not None and p.rhs.rounding == "stochastic" for p in products)
-    drawn = any(p.hadamard is not None and p.hadamard.seed == RANDOM for p in products)
-    return spec.output.rhs is not None and not noisy and not drawn
 
 
 def _sample(weight: Tensor) -> Tensor:

@@ -164,6 +164,15 @@ class LinearSpec:
         return any(product.draws for product in (self.output, self.grad_input, self.grad_weight))
 
     @cached_property
+    def rounds_weight_once(self) -> bool:
+        """Whether the forward product rounds the weight, and no call of the layer rounds it otherwise than another: by
+        noise or signs that each draws."""
+        products = self.output, self.grad_input
+        noisy = any(p.rhs is not None and p.rhs.rounding == "stochastic" for p in products)
+        drawn = any(p.hadamard is not None and p.hadamard.seed == RANDOM for p in products)
+        return self.output.rhs is not None and not noisy and not drawn
+
+    @cached_property
     def rounds(self) -> bool:
         """Whether any operand, or any sum, is rounded."""
         return len(self.quantizers) > 0 or self.accumulates
