@@ -52,6 +52,15 @@ def test_a_model_that_is_compiled_itself_trains():
     assert_same(*found)
 
 
+@torch.no_grad()
+def test_a_compiled_function_calls_a_compiled_forward():
+    """As where Lightning compiles a module: its methods, one of which calls another."""
+    model, x = prepared("fp32", Net())[0], torch.randn(4, 16)
+    expected = model(x)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert_same(torch.compile(lambda x: model(x).square(), backend="eager")(x), expected.square())
+
+
 def made():
     torch.manual_seed(0)
     return Net().eval(), torch.randn(96, 16)

@@ -10,6 +10,7 @@ from functools import cache, update_wrapper, wraps
 from types import CellType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from halfstep.ops.part import part_of
@@ -219,8 +220,11 @@ class _Patchable:
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)
 
-        update_wrapper(patched, own)
-        vars(patched)[_OWN] = own
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a traced call asks for neither, and Dynamo cannot trace `update_wrapper`
+            update_wrapper(patched, own)
+            vars(patched)[_OWN] = own
         return MethodType(patched, module)
 
     def __set__(self, module: Any, forward: Any) -> None:

@@ -77,7 +77,8 @@ class LinearSpec:
             if len(set(stateful)) > 1:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
         self._check_estimators()
-        for quantizer in (*self.quantizers, *self.states.values()):
+        operands = [quantizer for uses in self._uses().values() for quantizer in uses if quantizer is not None]
+        for quantizer in {id(quantizer): quantizer for quantizer in operands}.values():  # equal ones are asked apart
             forms = (quantizer, quantizer.down, quantizer.plain, quantizer.down.plain, quantizer.plain.down)
             for known in (*forms, *[form.inner for form in forms if form.inner is not None]):
                 _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
