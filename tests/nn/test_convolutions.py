@@ -303,6 +303,14 @@ def test_compiled_it_is_the_same(name):
     assert train(*plain, 2) == train(graph, *compiled[1:], 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_a_graph_rounds_images_wherever_their_places_lie():
+    """Dynamo cannot ask within a layer's autograd function whether a tensor is contiguous."""
+    model, x = nn.Conv2d(2, 2, 3), torch.randn(1, 2, 4, 4)
+    halfstep.apply(model, "fp8-current")
+    assert_same(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
 def test_the_second_derivative_is_refused():
     model = nn.Conv1d(2, 2, 3)
     halfstep.apply(model, "fp8-current")

@@ -84,7 +84,7 @@ def rounded(
     if (
         tile == TENSOR and quantizer.outliers is None and quantizer.clamp is None
     ):  # each element by itself, wherever it lies
-        last = not x.is_contiguous()
+        last = not torch.compiler.is_compiling() and not x.is_contiguous()  # which a traced graph cannot ask
         dense = x.movedim(1, -1) if last else x
         made = operand(matrix(dense), quantizer, dtype, state, record, seed=seed)
         values = made.values.view(dense.shape)
