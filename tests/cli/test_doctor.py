@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from halfstep.cli import doctor
+from halfstep.cli import diagnosis as doctor
 from halfstep.kernels import selftest
 from halfstep.kernels import selftest_matrices as matrices
 from halfstep.kernels.cpu import cast, codes, optimizer, rows

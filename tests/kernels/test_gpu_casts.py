@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 import halfstep
 from families import for_each
 from halfstep import formats
-from halfstep.cli.doctor import gpu_path
+from halfstep.cli.diagnosis import gpu_path
 from halfstep.kernels.gpu import cast, decode
 from halfstep.kernels.gpu.launch import here, lies_plain
 from halfstep.ops import amax_of, casts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,12 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While it lasts, products are those of the module that is being called."""
-        hooks = []
-        for path, module in self._model.named_modules():
-            hooks.append(module.register_forward_pre_hook(self._entered(path), prepend=True))
-            hooks.append(module.register_forward_hook(self._left, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(self._entered(path), prepend=True))
+                hooks.enter_context(module.register_forward_hook(self._left, always_call=True))
+            hooks.enter_context(self)
+            yield
 
     def _entered(self, path: str) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:

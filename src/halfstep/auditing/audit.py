@@ -56,9 +56,11 @@ def audit(
         shared = None if at is None else first.get(at)
         dtype, found = name_of(tensor.dtype), scanned(tensor) if shared is None else None
         said = None if found is None or kind == "scales" else _said(found, dtype)
-        nonfinite = 0 if found is None or (kind == "buffers" and _masks(found)) else found.table.nonfinite
+        zeros, nonfinite = (0, 0) if found is None else (found.table.zeros, found.table.nonfinite)
+        if kind == "buffers" and found is not None and not found.table.nonzero and not found.table.nans:
+            nonfinite = 0  # zeros and infinities: a mask that is added to scores
         role, shape = setup.roles.get(name, "other"), tuple(tensor.shape)
-        zeros = 0 if found is None else found.table.zeros
+
         item = Item(kind, name, role, dtype, shape, values(tensor), size(tensor), said, nonfinite, shared, zeros)
         items.append(item)
         if at is not None:
@@ -95,11 +97,6 @@ def _numel(parameter: Tensor) -> int:
     return sum(tensor.numel() for _, tensor in leaves(parameter, ""))
 
 
-def _masks(found: Scan) -> bool:
-    """Whether a tensor is a mask that is added to scores: zeros and infinities."""
-    return not found.table.nonzero and not found.table.nans
-
-
 def _said(found: Scan, dtype: str) -> str:
     """What the bits say in a word; "full", too, where they fit no type, or one with no fewer significant bits."""
     said, stored = origin(found, dtype), stored_format(dtype)
@@ -114,19 +111,17 @@ def _significant_bits(name: str) -> int:
 
 def _tensors(setup: Setup) -> Iterator[tuple[str, str, Tensor]]:
     """Kind, name and tensor of all that a setup keeps, in the order of the report."""
-    for name, parameter in setup.every:
-        yield from ((path, name, tensor) for path, tensor in leaves(parameter, "parameters"))
-    for name, parameter in setup.parameters.items():
-        yield from ((path, name, tensor) for path, tensor in leaves(parameter.grad, "gradients"))
-    for name, master in setup.by_hand.items():
-        yield from ((path, name, tensor) for path, tensor in leaves(master, "master"))
-    for name, stranger in setup.foreign.items():
-        yield from ((path, name, tensor) for path, tensor in leaves(stranger, "not the model's"))
-    for name, key, value in setup.states:
-        yield from ((path, name, tensor) for path, tensor in leaves(value, key))
-    for name, buffer in setup.buffers.items():
-        kind = "scales" if setup.roles.get(name) == "scales" else "buffers"
-        yield from ((path, name, tensor) for path, tensor in leaves(buffer, kind))
+    kinds = {name: "scales" if setup.roles.get(name) == "scales" else "buffers" for name in setup.buffers}
+    kept: list[tuple[str, Any, str]] = [
+        *((name, parameter, "parameters") for name, parameter in setup.every),
+        *((name, parameter.grad, "gradients") for name, parameter in setup.parameters.items()),
+        *((name, master, "master") for name, master in setup.by_hand.items()),
+        *((name, stranger, "not the model's") for name, stranger in setup.foreign.items()),
+        *((name, value, key) for name, key, value in setup.states),
+        *((name, buffer, kinds[name]) for name, buffer in setup.buffers.items()),
+    ]
+    for name, value, kind in kept:
+        yield from ((path, name, tensor) for path, tensor in leaves(value, kind))
 
 
 def find(
@@ -141,12 +136,7 @@ def find(
         find_updates(setup, items, unmoved, loss_scale),
         _lost(setup, items),
         _rounded(setup, items, rounded),
-        _frozen_norms(setup),
-        _stray(setup),
-        _foreign(setup),
-        _not_stepped(setup),
-        _no_gradient(setup),
-        _nonfinite(items),
+        (one for one in _of_tensors(setup, items) if one.tensors),
         _mixed(items),
         _shared(items),
         _projected(setup),
@@ -192,63 +182,59 @@ def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) ->
         yield Finding("note" if noted else "warning", "rounded buffers", f"{text}; {RECOMPUTE}", tuple(names))
 
 
-def _frozen_norms(setup: Setup) -> Iterator[Finding]:
-    if setup.frozen_norms:
-        text = "norms that do not train, where all other parameters of their blocks do"
-        yield Finding("note", "frozen norm", text, setup.frozen_norms)
+def _of_tensors(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
+    """The findings that say the same of all their tensors; one without tensors is none."""
+    missing = tuple(name for name, parameter in setup.trained.items() if parameter.grad is None)
+    broken = [item for item in items if item.nonfinite]
+    yield Finding(
+        "note", "frozen norm", "norms that do not train, where all other parameters of their blocks do",
+        setup.frozen_norms,
+    )  # fmt: skip
+    yield Finding(
+        "warning",
+        "stray master",
+        "master copies that do not round to their parameters: one was loaded or written without the other",
+        tuple(name for name, master in setup.masters.items() if _apart(master, setup.parameters.get(name))),
+    )
+    yield Finding(
+        "note",
+        "master by hand",
+        "float32 parameters of the optimizer that round to the model's, as master copies do: unless your loop copies "
+        "them back after each step, the optimizer is stale",
+        tuple(setup.by_hand),
+    )
+    yield Finding(
+        "warning",
+        "stale optimizer",
+        "parameters of the optimizer that do not belong to the model, so its steps on them do nothing: build the "
+        "optimizer after the model was copied or sharded, or its parameters replaced",
+        tuple(setup.foreign),
+    )
+    yield Finding(
+        "warning",
+        "not in the optimizer",
+        "parameters that require a gradient and are in no group of the optimizer, so never updated",
+        tuple(name for name in setup.trained if setup.groups is not None and name not in setup.groups),
+    )
+    yield Finding(
+        "warning",
+        "no gradient",
+        "parameters that require a gradient and have none, where others have one",
+        missing if len(missing) < len(setup.trained) else (),
+    )
+    yield Finding(
+        "warning",
+        "not finite",
+        f"tensors with infinities or NaN, {sum(item.nonfinite for item in broken):,} in all",
+        tuple(item.label for item in broken),
+    )
 
 
-def _stray(setup: Setup) -> Iterator[Finding]:
-    names = [
-        name
-        for name, master in setup.masters.items()
-        if name in setup.parameters and _apart(master, setup.parameters[name])
-    ]
-    if names:
-        text = "master copies that do not round to their parameters: one was loaded or written without the other"
-        yield Finding("warning", "stray master", text, tuple(names))
-    if setup.by_hand:
-        text = (
-            "float32 parameters of the optimizer that round to the model's, as master copies do: unless your loop "
-            "copies them back after each step, the optimizer is stale"
-        )
-        yield Finding("note", "master by hand", text, tuple(setup.by_hand))
-
-
-def _apart(master: Any, parameter: Tensor) -> bool:
+def _apart(master: Any, parameter: Tensor | None) -> bool:
     """Whether a float32 copy is of other values than its parameter."""
-    whole = isinstance(master, Tensor) and master.dtype == torch.float32 and master.shape == parameter.shape
-    return whole and not rounds_to(master, parameter)
-
-
-def _foreign(setup: Setup) -> Iterator[Finding]:
-    if setup.foreign:
-        text = (
-            "parameters of the optimizer that do not belong to the model, so its steps on them do nothing: build the "
-            "optimizer after the model was copied or sharded, or its parameters replaced"
-        )
-        yield Finding("warning", "stale optimizer", text, tuple(setup.foreign))
-
-
-def _not_stepped(setup: Setup) -> Iterator[Finding]:
-    names = [] if setup.groups is None else [name for name in setup.trained if name not in setup.groups]
-    if names:
-        text = "parameters that require a gradient and are in no group of the optimizer, so never updated"
-        yield Finding("warning", "not in the optimizer", text, tuple(names))
-
-
-def _no_gradient(setup: Setup) -> Iterator[Finding]:
-    names = [name for name, parameter in setup.trained.items() if parameter.grad is None]
-    if names and len(names) < len(setup.trained):
-        text = "parameters that require a gradient and have none, where others have one"
-        yield Finding("warning", "no gradient", text, tuple(names))
-
-
-def _nonfinite(items: Iterable[Item]) -> Iterator[Finding]:
-    found = [item for item in items if item.nonfinite]
-    if found:
-        text = f"tensors with infinities or NaN, {sum(item.nonfinite for item in found):,} in all"
-        yield Finding("warning", "not finite", text, tuple(item.label for item in found))
+    if parameter is None or not isinstance(master, Tensor) or master.dtype != torch.float32:
+        return False
+    return master.shape == parameter.shape and not rounds_to(master, parameter)
 
 
 def _mixed(items: Iterable[Item]) -> Iterator[Finding]:

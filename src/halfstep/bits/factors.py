@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from halfstep.bits.evidence import CERTAIN
 from halfstep.bits.grids import WIDER
-from halfstep.bits.places import Places
+from halfstep.bits.places import COLUMN, TILES, Places
 from halfstep.bits.scan import Scan
 from halfstep.bits.table import tells
-from halfstep.bits.tiles import COLUMN, TILES
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import Repeats
 from halfstep.quant.tile import ROW, TENSOR, Tile
@@ -75,11 +74,6 @@ def _magnitudes(places: Places, tile: Tile | None, wide: Float) -> Iterator[Doub
         yield magnitudes[magnitudes >= 2.0**wide.min_exponent]
 
 
-def _significands(magnitudes: Doubles) -> Doubles:
-    found: Doubles = np.unique(np.frexp(magnitudes)[0])
-    return found
-
-
 def _evidence(tiles: Iterable[Doubles], bits: int, stored: int, whole: bool = False) -> float:
     """In all significands' (the `whole` values') lying on the grid, each tile's largest one at some place of it; 0 if
     they do not, or if they do without a factor.
@@ -87,7 +81,7 @@ def _evidence(tiles: Iterable[Doubles], bits: int, stored: int, whole: bool = Fa
     places, total = np.arange(2.0 ** (bits - 1), 2.0**bits)[:, None], 0.0
     room = 2 * _ROUNDED * 2.0**-stored  # of a number of half steps, for those above the largest one are halved
     for magnitudes in tiles:
-        found = magnitudes if whole else _significands(magnitudes)
+        found = magnitudes if whole else np.unique(np.frexp(magnitudes)[0])
         if found.size < 2:
             continue
         tops, some = places, found[:: -(-found.size // _SHOWN)]

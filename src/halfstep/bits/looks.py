@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from halfstep.bits.distinct import LEVELS, Levels
 from halfstep.bits.evidence import CERTAIN, CHOSEN, first_looks
 from halfstep.bits.grids import suspects
-from halfstep.bits.places import Places, repeats
+from halfstep.bits.places import COLUMN, TILES, Places, repeats
 from halfstep.bits.scan import Scan
 from halfstep.bits.table import tells
-from halfstep.bits.tiles import COLUMN, TILES
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import BEGUN, COPIED, FIRST, LINES, TURNED, Repeats
 from halfstep.kernels.cpu.tables import First

@@ -11,8 +11,8 @@ from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fi
 from halfstep.bits.factors import CODE_BITS, factored, powers
 from halfstep.bits.grids import fit_levels, fit_tiles
 from halfstep.bits.looks import Looks, come_again, copied, few_levels, looks, repetition
+from halfstep.bits.places import named
 from halfstep.bits.scan import Scan
-from halfstep.bits.tiles import named
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import Repeats
 from halfstep.kernels.cpu.tables import First

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from halfstep.bits.values import Values
 from halfstep.kernels.cpu import looks as kernel
 from halfstep.kernels.cpu.looks import FIRST, Repeats
-from halfstep.quant.tile import Tile
+from halfstep.quant.tile import ROW, Tile, block, square
 
 
 SAMPLE = 1 << 14
@@ -24,6 +24,11 @@ RUN = 256
 
 BAND = 128
 """Rows of a band of a matrix, in which scales of blocks are looked for."""
+TILES = (square(BAND), ROW, block(128), block(64), block(32), block(16))
+"""Which values may share a scale, the most first: whatever fits a large tile fits the small ones in it, too."""
+
+COLUMN = Tile(0, 1)
+"""Of columns only few levels, and factors, are looked for: 128 values of each."""
 
 _LINES = (8, 64)  # the fewest and the most rows that are looked at in all their length
 _LINED = 1 << 16  # values in these rows, where there are more than the fewest
@@ -157,10 +162,10 @@ class Spread:
         most = min(max(_LINED // columns, fewest), most)
         self._runs.append(Runs(_spread(tensor.numel // columns, most, columns), columns, dtype))
         blocks = -(-high // BAND)
-        for i, block in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
-            top, width = block % blocks * BAND, min(columns, _WIDE)
+        for i, band in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
+            top, width = band % blocks * BAND, min(columns, _WIDE)
             left = min(i * _WIDE, (columns - width) // BAND * BAND)
-            first = (block // blocks * high + top) * columns + left
+            first = (band // blocks * high + top) * columns + left
             rows = range(first, first + min(BAND, high - top) * columns, columns)
             self._runs.append(Runs(rows, width, dtype))
 
@@ -207,3 +212,8 @@ def as_float32(chunk: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
         return (chunk.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return chunk.view(np.float16).astype(np.float32)
+
+
+def named(tile: Tile | None) -> str:
+    """A tile in a word; "any" for the whole tensor, whose scale may have any size."""
+    return {ROW: "row", COLUMN: "column"}.get(tile, str(tile)) if tile is not None else "any"

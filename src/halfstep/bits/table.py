@@ -218,19 +218,14 @@ def tells(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     return found
 
 
-def allowed_bits(format: Float, exponents: Counts) -> Counts:
-    """The significant bits that `format` has for values of each exponent: fewer below its smallest normal value, none
-    (0 or less) beyond its ends.
-    """
-    steps = exponents - (format.min_exponent - format.mantissa_bits) + 1
-    return np.where(exponents > format.max_exponent, 0, np.minimum(format.significant_bits, steps))
-
-
 @lru_cache(1 << 10)
 def held_bits(format: Float, lowest: int, count: int) -> Counts:
-    """The same for `count` exponents from the lowest on, none below 0; read-only, for it is kept."""
+    """The significant bits that `format` has for values of `count` exponents, from the lowest on: fewer below its
+    smallest normal value, none beyond its ends. Read-only, for it is kept."""
     exponents = lowest + np.arange(count)
-    found: Counts = np.minimum(np.maximum(allowed_bits(format, exponents), 0), WIDTH - 1)
+    steps = exponents - (format.min_exponent - format.mantissa_bits) + 1
+    allowed = np.where(exponents > format.max_exponent, 0, np.minimum(format.significant_bits, steps))
+    found: Counts = np.minimum(np.maximum(allowed, 0), WIDTH - 1)
     found.flags.writeable = False
     return found
 

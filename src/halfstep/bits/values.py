@@ -42,6 +42,28 @@ class Values(Protocol):
         """
 
 
+class Shaped:
+    """A tensor of a known shape."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+
+class Decoded(Shaped):
+    """One whose values come in float32, in which it is not stored."""
+
+    dtype = "float32"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the values."""
+        return 4 * self.numel
+
+
 @dataclass(frozen=True, slots=True)
 class InMemory:
     """A plain tensor of one of `dtypes.TYPES`, on any device, as `Values`."""

@@ -9,16 +9,16 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from halfstep import claims as ledger
+from halfstep.claims.claim import RESULTS, Claim
+from halfstep.claims.page import as_data, by_subject, describe
+from halfstep.claims.page import markdown as page
 from halfstep.cli.terminal import Json, fail, line_width, show_json, show_table
 from halfstep.errors import ClaimError
-
-
-if TYPE_CHECKING:
-    from halfstep.claims import Claim
 
 
 claims = typer.Typer(invoke_without_command=True)
@@ -46,30 +46,24 @@ def listing(
         raise ClaimError("found --results without --check, which alone reads the folder; give both, or neither")
     if context.invoked_subcommand is not None:
         return
-    from halfstep.claims import get_claim, load
-    from halfstep.claims import page as write
-
     if run is not None:
-        raise typer.Exit(0 if _run(get_claim(run)) else 1)
+        raise typer.Exit(0 if _run(ledger.get_claim(run)) else 1)
     if check:
-        raise typer.Exit(0 if _check(load(), results) else 1)
+        raise typer.Exit(0 if _check(ledger.load(), results) else 1)
     if markdown:
-        sys.stdout.write(write.markdown(load()))
+        sys.stdout.write(page(ledger.load()))
     elif as_json:
-        show_json([write.as_data(claim) for claim in load()])
+        show_json([as_data(claim) for claim in ledger.load()])
     elif _in_terminal():
-        _list(load())
+        _list(ledger.load())
     else:
-        show_table(["id", "verdict", "claim"], [(claim.id, claim.verdict, claim.claim) for claim in load()])
+        show_table(["id", "verdict", "claim"], [(claim.id, claim.verdict, claim.claim) for claim in ledger.load()])
 
 
 @claims.command()
 def show(id: Annotated[str, typer.Argument(help="A claim's id.")], as_json: Json = False) -> None:
     """Print the whole claim: its source and conditions, our figure and where it was measured."""
-    from halfstep.claims import get_claim
-    from halfstep.claims.page import as_data, describe
-
-    claim = get_claim(id)
+    claim = ledger.get_claim(id)
     if as_json:
         show_json(as_data(claim))
     else:
@@ -82,8 +76,6 @@ def _in_terminal() -> bool:
 
 def _list(claims: Sequence[Claim]) -> None:
     """Print the claims under their subjects, folded to the terminal: a line of id and verdict, then the text."""
-    from halfstep.claims.page import by_subject
-
     width = max(20, shutil.get_terminal_size().columns - 1)
     fold = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     text = textwrap.TextWrapper(
@@ -145,7 +137,6 @@ def _check(claims: Sequence[Claim], results: Path | None) -> bool:
 
     Where no folder of kept figures was asked for and there is none, those claims are left out, and that is said.
     """
-    from halfstep.claims.claim import RESULTS
     from halfstep.claims.run import run
 
     folder = results or Path(RESULTS)

@@ -65,9 +65,8 @@ def _show(found: Difference, layers: bool, tensors: bool) -> None:
         lines.print(printable(text))
     if not found.tensors or found.same:
         return
-    place = _layer if layers else _role
-    groups = grouped(found.tensors, lambda one: f"{place(one)}\n{one.relation.key}{one.seen}")
-    rows = [_row(group, place(group[0])) for group in groups.values()]
+    groups = grouped(found.tensors, lambda one: f"{_place(one, layers)}\n{one.relation.key}{one.seen}")
+    rows = [_row(group, _place(group[0], layers)) for group in groups.values()]
     lines.print()
     show_table(["layer" if layers else "role", "count", "values", "stored", *_COLUMNS], rows, right=_RIGHT)
     if tensors:
@@ -79,13 +78,10 @@ def _show(found: Difference, layers: bool, tensors: bool) -> None:
 _COLUMNS = ("B is", "kept", "bits kept", "change", "cosine")
 
 
-def _layer(one: TensorDifference) -> str:
-    found = _LAYER.search(one.name)
+def _place(one: TensorDifference, layers: bool) -> str:
+    """The layer of a tensor, where that is asked for and its name says it; or else its role."""
+    found = _LAYER.search(one.name) if layers else None
     return f"layer {found[1]}" if found else one.role
-
-
-def _role(one: TensorDifference) -> str:
-    return one.role
 
 
 def _row(group: Sequence[TensorDifference], name: str) -> list[str]:

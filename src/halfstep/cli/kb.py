@@ -6,18 +6,23 @@ import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from halfstep.cli.kb_add import add
 from halfstep.cli.terminal import Json, fail, show_json, show_table, write_text
 from halfstep.errors import KnowledgeBaseError, unknown
+from halfstep.kb import Entry, KnowledgeBase, load
+from halfstep.kb import add as adding
+from halfstep.kb import export as exporting
+from halfstep.kb.descriptions import describe_answer, describe_verdict
+from halfstep.kb.reader import data_files, package_folder, read
+from halfstep.kb.resolve import find
+from halfstep.kb.resolve import search as find_text
+from halfstep.kb.schema import words
+from halfstep.kb.verdict import judge
 from halfstep.printable import printable
-
-
-if TYPE_CHECKING:
-    from halfstep.kb import Entry, KnowledgeBase
 
 
 kb = typer.Typer(no_args_is_help=True)
@@ -45,9 +50,6 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: the question cannot be answered."""
-    from halfstep.kb.descriptions import describe_verdict
-    from halfstep.kb.verdict import judge
-
     verdict = judge(_load(overlay), model, use)
     if as_json:
         derived = ("keep_in_fp32", "failures", "next_steps")
@@ -66,9 +68,6 @@ def check(
 @kb.command()
 def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
     """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
-    from halfstep.kb.descriptions import describe_answer
-    from halfstep.kb.resolve import find
-
     answer = find(_load(overlay), model)
     if as_json:
         show_json({**asdict(answer), "tier": answer.tier, "conflict": answer.conflict})
@@ -86,10 +85,8 @@ def search(
     as_json: Json = False,
 ) -> None:
     """List the entries in which every word of TEXT occurs. Exit code 1 if there is none."""
-    from halfstep.kb import search as find
-
-    words = " ".join(text)
-    _print_entries(find(_load(overlay), words), as_json, f"every word of {words!r}")
+    wanted = " ".join(text)
+    _print_entries(find_text(_load(overlay), wanted), as_json, f"every word of {wanted!r}")
 
 
 @kb.command("list")
@@ -103,8 +100,6 @@ def listing(
     as_json: Json = False,
 ) -> None:
     """List the entries. Exit code 1 if none fits."""
-    from halfstep.kb.schema import words
-
     entries = _load(overlay).entries
     precisions = {*words("train_precision"), *(kind for entry in entries for kind in entry.computes)}
     for option, value, known in (("precision", precision, precisions), ("tier", tier, words("tier"))):
@@ -126,10 +121,7 @@ def listing(
 @kb.command("model-card")
 def model_card(model: Model, overlay: Overlay = None) -> None:
     """Print the field of a model card that says how MODEL was trained, as YAML."""
-    from halfstep.kb.export import model_card as card
-    from halfstep.kb.resolve import find
-
-    typer.echo(card(find(_load(overlay), model)))
+    typer.echo(exporting.model_card(find(_load(overlay), model)))
 
 
 @kb.command()
@@ -139,15 +131,12 @@ def validate(
     ] = None,
 ) -> None:
     """Check entries against the schema and the rules. Exit code 1 if one breaks them."""
-    from halfstep.kb.add import validate as problems
-    from halfstep.kb.reader import data_files, load, package_folder, read
-
     if folder is not None and not data_files(folder):
         raise KnowledgeBaseError(
             f"{str(folder)!r} holds no .toml file; expected a folder of entries, as `halfstep kb add` writes"
         )
     place = folder or package_folder()
-    found = problems(place, under=load(None) if folder else None)
+    found = adding.validate(place, under=load(None) if folder else None)
     for problem in found:
         fail(printable(problem))
     if found:
@@ -163,10 +152,8 @@ def export(
     overlay: Overlay = None,
 ) -> None:
     """Write the whole knowledge base; `halfstep site` writes the page for a browser."""
-    from halfstep.kb.export import to_csv, to_json, to_markdown
-
     base = _load(overlay)
-    text = {"json": to_json, "csv": to_csv, "md": to_markdown}[form](base)
+    text = {"json": exporting.to_json, "csv": exporting.to_csv, "md": exporting.to_markdown}[form](base)
     if output is None:
         sys.stdout.write(text)
         return
@@ -175,16 +162,12 @@ def export(
 
 
 def _load(overlay: Path | None) -> KnowledgeBase:
-    from halfstep.kb import load
-
     return load(overlay) if overlay else load()
 
 
 def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
-    from halfstep.kb.export import entry_data
-
     if as_json:
-        show_json([entry_data(entry) for entry in entries])
+        show_json([exporting.entry_data(entry) for entry in entries])
     elif entries:
         show_table(
             ["entry", "trained in", "tier", "year", "evidence", "models"],

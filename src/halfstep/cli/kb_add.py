@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from halfstep.errors import KnowledgeBaseError
+from halfstep.kb.add import add_entry, slug
+from halfstep.kb.reader import DEFAULT_OVERLAY
 
 
 _QUESTIONS = {
@@ -53,9 +55,6 @@ def add(
     ] = None,
 ) -> None:
     """Write an entry of your own; what is missing is asked for in a terminal. Without a reference there is no entry."""
-    from halfstep.kb.add import add_entry, slug
-    from halfstep.kb.reader import DEFAULT_OVERLAY
-
     stated = precision or ("mixed_by_part" if part else None)
     answers = model_id or alias, family, year, stated, evidence, says, reference
     given = _completed(dict(zip(_QUESTIONS, answers, strict=True)))

@@ -153,8 +153,6 @@ def plan(
 
 
 def _as_data(recipe: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from halfstep.recipe import to_data
 
     size = recipe.bytes_per_parameter()

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from halfstep.cli.sweep_text import show, show_causes, show_leads
 from halfstep.cli.terminal import show_json, show_table
 from halfstep.cli.training import (
     Batch,
@@ -30,11 +31,13 @@ from halfstep.cli.training import (
     resumable,
 )
 from halfstep.errors import RunError
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.sweep.folder import FAILED, SweepFolder, counts, seconds_left
+from halfstep.lab.sweep.grid import Sweep, read_grid
 from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
-    from halfstep.lab.sweep.grid import Sweep
     from halfstep.lab.sweep.run import Cells
 
 _Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A sweep's folder.")]
@@ -115,8 +118,6 @@ def run(
 @sweep.command("status")
 def status(folder: _Folder, as_json: Json = False) -> None:
     """Show how many runs of a sweep have ended, and how; which failed, and the time left."""
-    from halfstep.lab.sweep.folder import FAILED, SweepFolder, counts, seconds_left
-
     found = SweepFolder(folder)
     cells = found.sweep().cells()
     states = {cell: found.state(cell) for cell in cells}
@@ -142,8 +143,6 @@ def report(folder: _Folder, as_json: Json = False) -> None:
     if as_json:
         show_json(summary)
         return
-    from halfstep.cli.sweep_text import show
-
     show(summary)
     print(f"\nsummary: {folder / 'summary.json'}")
 
@@ -154,15 +153,12 @@ def leads(folder: _Folder, as_json: Json = False) -> None:
 
     For a sweep with --grid sharpness=5e-4, of which some runs diverge and at least 20 do not.
     """
-    from halfstep.lab.sweep.leads import NAMES, runs_of
-    from halfstep.lab.sweep.leads import leads as ahead
+    from halfstep.lab.sweep import leads as room
 
-    found = ahead(*runs_of(folder, NAMES), NAMES)
+    found = room.leads(*room.runs_of(folder, room.NAMES), room.NAMES)
     if as_json:
         show_json({name: dataclasses.asdict(lead) for name, lead in found.items()})
         return
-    from halfstep.cli.sweep_text import show_leads
-
     show_leads(found)
 
 
@@ -172,20 +168,16 @@ def causes(folder: _Folder, as_json: Json = False) -> None:
 
     For a sweep with --grid tensors=STEPS, as many as its runs have.
     """
-    from halfstep.lab.sweep.leads import causes as caused
+    from halfstep.lab.sweep import leads as room
 
-    found, quiet = caused(folder)
+    found, quiet = room.causes(folder)
     if as_json:
         show_json({"spikes": [dataclasses.asdict(spike) for spike in found], "without_a_spike": quiet})
         return
-    from halfstep.cli.sweep_text import show_causes
-
     show_causes(found, quiet)
 
 
 def _new(ctx: typer.Context) -> Sweep:
-    from halfstep.lab.experiment import Experiment
-    from halfstep.lab.sweep.grid import Sweep, read_grid
     from halfstep.lab.tasks import experiment_for
 
     grid = read_grid(ctx.params["grid"] or ())
@@ -200,9 +192,6 @@ def _new(ctx: typer.Context) -> Sweep:
 
 def _resumed(ctx: typer.Context, path: Path) -> Sweep:
     """The sweep in the folder, with what this command line asks for: a difference is refused when it opens."""
-    from halfstep.lab.sweep.folder import SweepFolder
-    from halfstep.lab.sweep.grid import read_grid
-
     recorded = SweepFolder(path).sweep()
     given = asked_fields(ctx)
     if "seeds" in given:
@@ -222,8 +211,6 @@ class _Watch:
         self._states = {cell: self._folder.state(cell) for cell in cells.sweep.cells()}
 
     def __call__(self, said: Any) -> None:
-        from halfstep.lab.sweep.folder import FAILED, seconds_left
-
         if not isinstance(said, tuple):  # a step
             return
         state = self._states[said] = self._folder.state(said)

@@ -17,7 +17,9 @@ from rich.console import Console
 from halfstep.cli.terminal import line_width, number, show_json, show_table
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.facts import list_tasks
+from halfstep.lab.facts import Metric, list_tasks
+from halfstep.lab.folder import RunFolder, read_json
+from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
 from halfstep.printable import printable
 
 
@@ -86,7 +88,6 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     import torch
 
     from halfstep.lab.compare import open_experiment
-    from halfstep.lab.folder import read_json
     from halfstep.lab.report import write_report
     from halfstep.lab.tasks import experiment_for
 
@@ -167,8 +168,6 @@ def _rates(text: str) -> dict[str, float]:
 
 def _recorded(ctx: typer.Context, out: Path) -> Experiment:
     """The experiment in the folder, with what this command line asks for: a difference is refused when it opens."""
-    from halfstep.lab.folder import RunFolder
-
     return dataclasses.replace(RunFolder(out).experiment(), **asked_fields(ctx))
 
 
@@ -182,8 +181,6 @@ def fresh_folder(name: str) -> Path:
 
 def _show(summary: dict[str, Any]) -> None:
     """The verdicts as a table: losses are means over a recipe's seeds, differences over the seeds that fp32 has too."""
-    from halfstep.lab.facts import Metric
-
     metric = Metric(**summary["metric"]) if summary["metric"] else None
     rates = summary.get("learning_rates")
     rows = []
@@ -225,8 +222,6 @@ def _show(summary: dict[str, Any]) -> None:
 
 
 def _words(verdict: dict[str, Any]) -> str:
-    from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
-
     if verdict["recipe"] == "fp32" and verdict["status"] == MATCHES:
         return "the baseline"
     if verdict["status"] == UNDECIDED:

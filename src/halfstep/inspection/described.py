@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -30,18 +31,29 @@ _ALSO = {
 """What the text says of parts beside codes and scales."""
 
 
+@dataclass(frozen=True)
+class Own:
+    """A weight that halfstep quantised, as its file describes it. Its parts are called STEM + the name of the part."""
+
+    stem: str
+    quantizer: Quantizer
+    shape: tuple[int, ...]
+    of: torch.dtype
+    expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]]
+    """The types and shapes of the parts."""
+    label: tuple[str, ...] = ()
+    """The tensor that says how it was quantised, where that is none of the parts."""
+
+
 def described(checkpoint: Checkpoint) -> Layers:
     """The layers of `save_quantized`, `--to` and `quantize_model`, whose quantizers the file names, and GGUF's."""
     names = {tensor.name: tensor for tensor in checkpoint.tensors}
     found, findings = _blocks(checkpoint), list[str]()
-    for layer, wrong in (*_from_metadata(checkpoint, names), *_from_labels(checkpoint, names)):
+    for one in own(checkpoint):
+        layer, wrong = (None, [one]) if isinstance(one, str) else _layer(one, names)
         found |= {layer.codes: layer} if layer is not None and layer.values else {}
         findings += wrong
     return Layers(found, tuple(findings))
-
-
-Found = tuple[Layer | None, list[str]]
-"""A layer, None where it is broken, and what is wrong with it."""
 
 
 def _blocks(checkpoint: Checkpoint) -> dict[str, Layer]:
@@ -57,26 +69,31 @@ def _blocks(checkpoint: Checkpoint) -> dict[str, Layer]:
     return found
 
 
-def _from_metadata(checkpoint: Checkpoint, names: Mapping[str, StoredTensor]) -> Iterator[Found]:
+def own(checkpoint: Checkpoint) -> Iterator[Own | str]:
+    """The weights that halfstep quantised; in words, what of their descriptions cannot be read."""
+    yield from _from_metadata(checkpoint)
+    yield from _from_labels(checkpoint)
+
+
+def _from_metadata(checkpoint: Checkpoint) -> Iterator[Own | str]:
     """What `save_quantized` wrote."""
     text = checkpoint.metadata.get(KEY, "{}")
     try:
         entries = parse_object(text.encode(), f"the metadata {KEY!r}")
     except CheckpointError as error:
-        yield None, [str(error)]
+        yield str(error)
         return
     for name, data in entries.items():
         try:
             quantizer, shape, dtype = restore(data)
-            expected = layout(quantizer, shape, dtype)
+            yield Own(f"{name}.", quantizer, shape, dtype, layout(quantizer, shape, dtype))
         except MALFORMED as error:
-            yield None, [f"{name} ({_SCHEME}): what the file says of it cannot be read: {str(error)[:200]}"]
-            continue
-        yield _layer(f"{name}.", quantizer, matrix_shape(shape), expected, names)
+            yield f"{name} ({_SCHEME}): what the file says of it cannot be read: {str(error)[:200]}"
 
 
-def _from_labels(checkpoint: Checkpoint, names: Mapping[str, StoredTensor]) -> Iterator[Found]:
+def _from_labels(checkpoint: Checkpoint) -> Iterator[Own | str]:
     """What `quantize_model` made: NAME_format holds a label of the codes in NAME_codes."""
+    names = {tensor.name: tensor for tensor in checkpoint.tensors}
     for codes in checkpoint.tensors:
         stem = codes.name.removesuffix("codes")
         label = names.get(f"{stem}format")
@@ -86,27 +103,20 @@ def _from_labels(checkpoint: Checkpoint, names: Mapping[str, StoredTensor]) -> I
         try:
             quantizer = from_label(said)
         except MALFORMED:
-            yield None, [f"{codes.name} ({_SCHEME}): its format {said[:80]!r} is not known here"]
+            yield f"{codes.name} ({_SCHEME}): its format {said[:80]!r} is not known here"
             continue
         *lead, rows, columns = (1, 1, *codes.shape)[-max(len(codes.shape), 2) :]
-        matrix = rows, columns * 8 // quantizer.format.bits if quantizer.format.bits in (4, 6) else columns
-        expected = layout(quantizer, matrix, torch.float32)
+        columns = columns * 8 // quantizer.format.bits if quantizer.format.bits in (4, 6) else columns
+        expected = layout(quantizer, (rows, columns), torch.float32)
         of_all = {part: (dtype, (*lead, *shape)) for part, (dtype, shape) in expected.items()}
-        yield _layer(stem, quantizer, (prod(lead) * matrix[0], matrix[1]), of_all, names, (label.name,))
+        yield Own(stem, quantizer, (*lead, rows, columns), torch.float32, of_all, (label.name,))
 
 
-def _layer(
-    stem: str,
-    quantizer: Quantizer,
-    matrix: tuple[int, int],
-    expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]],
-    names: Mapping[str, StoredTensor],
-    more: tuple[str, ...] = (),
-) -> Found:
-    """The layer of some rows and columns whose parts are called STEM + the name of the part."""
+def _layer(own: Own, names: Mapping[str, StoredTensor]) -> tuple[Layer | None, list[str]]:
+    """The layer, None where it is broken, and what is wrong with it."""
     wrong, parts = [], {}
-    for part in sorted(expected, key=("codes", "scale").__contains__, reverse=True):
-        (dtype, shape), found = expected[part], names.get(f"{stem}{part}")
+    for part in sorted(own.expected, key=("codes", "scale").__contains__, reverse=True):
+        (dtype, shape), found = own.expected[part], names.get(f"{own.stem}{part}")
         if found is None:
             wrong.append(f"no {part} beside it")
             continue
@@ -117,18 +127,18 @@ def _layer(
             sizes = written(tuple("any" if size is None else size for size in shape))
             wrong.append(f"{part} of shape {written(found.shape)} in {found.dtype}; expected {sizes} in {kind}")
     if wrong:
-        return None, [f"{stem}codes ({_SCHEME}): {text}" for text in wrong]
-    scales = quantizer.scales
+        return None, [f"{own.stem}codes ({_SCHEME}): {text}" for text in wrong]
+    scales, matrix = own.quantizer.scales, matrix_shape(own.shape)
     names_of = tuple(found.name for part, found in parts.items() if part != "codes")
     return Layer(
         parts["codes"].name,
         _SCHEME,
-        printable(str(quantizer.format.name)[:40]),
+        printable(str(own.quantizer.format.name)[:40]),
         scales.rule.holds if scales else "",
         tile_text((scales.tile.rows, scales.tile.columns), matrix) if scales else "",
         prod(matrix),
-        quantizer.format.bits,
+        own.quantizer.format.bits,
         sum(found.nbytes for found in parts.values()),
-        (*names_of, *more),
+        (*names_of, *own.label),
         " ".join(text for part, text in _ALSO.items() if part in parts),
     ), []

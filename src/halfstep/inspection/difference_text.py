@@ -89,10 +89,6 @@ def short(stored: str) -> str:
     return _SHORT.get(stored, stored)
 
 
-def _identical(group: Sequence[TensorDifference]) -> str:
-    return "the same bytes"
-
-
 def _roundings(group: Sequence[TensorDifference]) -> str:
     """Those that explain all tensors of a group; of a few values several may, and not all have ties."""
     sets = [one.relation.rounded.roundings for one in group if one.relation.rounded is not None]
@@ -157,7 +153,7 @@ def _shape(group: Sequence[TensorDifference]) -> str:
 
 
 _SAID: dict[str, Callable[[Sequence[TensorDifference]], str]] = {
-    "identical": _identical,
+    "identical": lambda group: "the same bytes",
     "equal": lambda group: f"equal values, stored as {_types(group)}",
     "cast": lambda group: f"B is A {_cast_to(group)}",
     "uncast": lambda group: f"A is B {_cast_to(group)}",

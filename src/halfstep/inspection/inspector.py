@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from halfstep.bits.layer import summed
 from halfstep.bits.origin import Origin
+from halfstep.bits.pair import Pair, same_bytes
 from halfstep.bits.scan import CHUNK, Progress, Scan, readable
 from halfstep.bits.sentences import Evidence
 from halfstep.bits.statistics import Statistics, of_table
@@ -249,12 +248,7 @@ class _Duplicates:
         counts = hashlib.sha256(found.table.counts.tobytes()).digest()
         key = (tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest, counts)
         first = self._seen.setdefault(key, tensor)
-        return first.name if first is not tensor and _equal(first, tensor) else None
-
-
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    pairs = zip(one.chunks(CHUNK), other.chunks(CHUNK), strict=True)
-    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
+        return first.name if first is not tensor and same_bytes(Pair(first, tensor)) else None
 
 
 _FRACTIONS = {"float32": 23, "bfloat16": 7, "float16": 10}

@@ -8,7 +8,7 @@ from functools import cache
 from math import prod
 
 from halfstep.bits.layer import Layer
-from halfstep.inspection.schemes import BLOCKS, SCHEMES, Scheme, Shape, tile_of
+from halfstep.inspection.schemes import SCHEMES, Scheme, Shape, block_of, tile_of
 from halfstep.inspection.stored import StoredTensor
 
 
@@ -93,7 +93,7 @@ def _layer(scheme: Scheme, parts: dict[str, StoredTensor]) -> tuple[Layer | None
 def _tile(scheme: Scheme, shape: Shape, scale: Shape) -> str | None:
     """What shares a scale, in words; None where the shapes do not fit."""
     if scheme.flat:
-        size = _block(prod(shape), prod(scale))
+        size = block_of(prod(shape), prod(scale))
         return f"{size} codes" if size else None
     tile = tile_of(shape, (*scale[:-2], *scale[:-3:-1]) if scheme.turned else scale, scheme.tile)
     if tile is None:
@@ -106,11 +106,6 @@ def tile_text(tile: tuple[int, int], shape: Shape) -> str:
     rows, columns = tile
     words = {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}
     return words.get(tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block")
-
-
-def _block(values: int, scales: int) -> int | None:
-    """The length of blocks of which the last may be short."""
-    return next((size for size in BLOCKS if -(-values // size) == scales), None)
 
 
 def _left_over(tensors: Sequence[StoredTensor], used: Mapping[str, Scheme], codes: set[str]) -> list[str]:

@@ -17,8 +17,7 @@ from halfstep.inspection.files import File
 from halfstep.inspection.gguf_blocks import DECODED
 from halfstep.inspection.layout import Plain, read_together
 from halfstep.inspection.limits import REPEATS, SMALL, check_count
-from halfstep.inspection.readers.base import Reader
-from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 from halfstep.registry import collect
 
 

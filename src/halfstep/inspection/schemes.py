@@ -210,4 +210,9 @@ def _size(size: int, count: int) -> int | None:
         return 0
     if count == size:
         return 1
-    return next((block for block in BLOCKS if -(-size // block) == count), None)
+    return block_of(size, count)
+
+
+def block_of(values: int, scales: int) -> int | None:
+    """The length of blocks of which the last may be short; None of none that is usual."""
+    return next((size for size in BLOCKS if -(-values // size) == scales), None)

@@ -1,7 +1,7 @@
 """What a checkpoint holds: its tensors by name, and their values in pieces of bounded size."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -69,3 +69,12 @@ class Checkpoint:
     config: Mapping[str, object] | None = None
     remarks: tuple[str, ...] = ()
     """What of the files was not read, in words."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A kind of checkpoint: `recognises` looks at a path's first bytes or files; `open` reads its headers."""
+
+    name: str
+    recognises: Callable[[Path], bool]
+    open: Callable[[Path], Checkpoint]

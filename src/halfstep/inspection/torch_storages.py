@@ -1,15 +1,18 @@
 """Where the tensors of a pickle of torch lie: views of storages, each of which is a run of bytes in the file."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from halfstep.bits.dtypes import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File
 from halfstep.inspection.layout import Plain, Strided, is_contiguous
-from halfstep.inspection.stored import StoredTensor
-from halfstep.inspection.torch_objects import View
+from halfstep.inspection.limits import check_count
+from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.inspection.torch_objects import View, passed_over, views
 
 
 Order = Literal["<", ">"]
@@ -55,3 +58,12 @@ class Region:
         else:
             identity += f":{view.shape}:{view.strides}"
         return StoredTensor(name, view.dtype, view.shape, self.file.path, count * itemsize, identity, source)
+
+
+def opened(path: Path, kind: str, root: object, tensor: Callable[[str, View], StoredTensor]) -> Checkpoint:
+    """The checkpoint of what a pickle of torch describes; `tensor` makes one of its tensors, by its dotted name."""
+    tensors, arrays = list[StoredTensor](), list[str]()
+    for name, view in views(root, str(path), arrays):
+        check_count(len(tensors), path)
+        tensors.append(tensor(name, view))
+    return Checkpoint(path, kind, (path,), tuple(tensors), remarks=passed_over(arrays))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from halfstep.bits.dtypes import TYPES
 from halfstep.bits.pair import as_numbers
 from halfstep.bits.pieces import even
-from halfstep.bits.values import Values
+from halfstep.bits.values import Decoded, Shaped, Values
 from halfstep.inspection.schemes import Shape
 
 
@@ -22,7 +21,7 @@ HELD = 1 << 30
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Shaped):
     """A tensor put in another order: the whole of it is in memory."""
 
     held: NDArray[Any]
@@ -40,11 +39,6 @@ class Held:
         """A tensor with the slices of its first two dimensions in the order that their indices have here."""
         values = _whole(tensor).reshape(rows.size, columns.size, -1)[rows]
         return cls(values[:, columns], tensor.dtype, tensor.shape)
-
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +60,7 @@ def _whole(tensor: Values) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class First:
+class First(Shaped):
     """The first values of a tensor, as many as a `shape` has."""
 
     whole: Values
@@ -76,11 +70,6 @@ class First:
     def dtype(self) -> str:
         """That of the whole."""
         return self.whole.dtype
-
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +88,7 @@ class First:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(Decoded):
     """Codes of a byte each times their scales, in float32: `tile` rows and columns share one, 0 for all of them."""
 
     codes: Values
@@ -108,22 +97,10 @@ class Scaled:
     divisor: float = 1.0
     """By which scales are divided first: bitsandbytes keeps the largest magnitude of a row."""
 
-    dtype = "float32"
-
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> Shape:  # type: ignore[override]
         """That of the codes."""
         return self.codes.shape
-
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return self.codes.numel
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the values."""
-        return 4 * self.numel
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order."""

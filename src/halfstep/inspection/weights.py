@@ -6,23 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from halfstep.bits.layer import Layer
-from halfstep.bits.values import InMemory, Values
-from halfstep.errors import CheckpointError
-from halfstep.inspection.described import described
+from halfstep.bits.values import Decoded, InMemory, Values
+from halfstep.inspection.described import described, own
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import find_layers
-from halfstep.inspection.limits import parse_object
 from halfstep.inspection.schemes import tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.inspection.views import Scaled
 from halfstep.quant import Quantizer
-from halfstep.quant.description import KEY, MALFORMED, from_label, restore
-from halfstep.quant.quantizer import Quantized, layout
+from halfstep.quant.quantizer import Quantized
 
 
 _SCALED: Mapping[str, tuple[tuple[int, int] | None, float]] = {
@@ -46,25 +42,13 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Restored:
+class Restored(Decoded):
     """What a quantizer of ours stored, decoded as a whole when it is read."""
 
     quantizer: Quantizer
     shape: tuple[int, ...]
     of: torch.dtype
     parts: Mapping[str, StoredTensor]
-
-    dtype = "float32"
-
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the values."""
-        return 4 * self.numel
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order."""
@@ -123,40 +107,13 @@ def _scaled(layer: Layer, codes: StoredTensor, stored: Mapping[str, StoredTensor
 
 
 def _ours(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> dict[str, Restored]:
-    """What `save_quantized`, `--to` and `quantize_model` wrote, by the names of their codes."""
-    try:
-        entries = parse_object(checkpoint.metadata.get(KEY, "{}").encode(), f"the metadata {KEY!r}")
-    except CheckpointError:  # `described` says so
-        entries = {}
-    found = _labelled(stored)
-    for name, data in entries.items():
-        try:
-            quantizer, shape, dtype = restore(data)
-            parts = {part: stored[f"{name}.{part}"] for part in data["tensors"]}
-        except (*MALFORMED, KeyError):
-            continue
-        found[f"{name}.codes"] = Restored(quantizer, shape, dtype, parts)
-    return found
-
-
-def _labelled(stored: Mapping[str, StoredTensor]) -> dict[str, Restored]:
-    """The matrices of `quantize_model`, whose quantizer stands beside them as a label."""
+    """What `save_quantized`, `--to` and `quantize_model` wrote, by the names of their codes; no stacks of labels."""
     found = {}
-    for codes in stored.values():
-        stem = codes.name.removesuffix("codes")
-        label = stored.get(f"{stem}format")
-        if not codes.name.endswith("_codes") or label is None or len(codes.shape) != 2 or label.dtype != "uint8":
-            continue
-        try:
-            quantizer = from_label(b"".join(piece.tobytes() for piece in label.chunks()).decode(errors="replace"))
-        except MALFORMED:
-            continue
-        rows, columns = codes.shape
-        shape = rows, columns * 8 // quantizer.format.bits if quantizer.format.bits in (4, 6) else columns
-        parts = {part: stored.get(f"{stem}{part}") for part in layout(quantizer, shape, torch.float32)}
-        held = {part: one for part, one in parts.items() if one is not None}
-        if len(held) == len(parts):
-            found[codes.name] = Restored(quantizer, shape, torch.float32, held)
+    for one in own(checkpoint):
+        if not isinstance(one, str):
+            parts = {part: stored[one.stem + part] for part in one.expected if one.stem + part in stored}
+            if len(parts) == len(one.expected) and (not one.label or len(parts["codes"].shape) == 2):
+                found[parts["codes"].name] = Restored(one.quantizer, one.shape, one.of, parts)
     return found
 
 

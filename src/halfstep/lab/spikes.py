@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 
 WINDOW, THRESHOLD, LEAST = 50, 6.0, 20
@@ -60,11 +61,6 @@ def spikes(losses: Sequence[float | None], window: int = WINDOW, threshold: floa
 
 def _height(value: float, ranked: Sequence[float]) -> float:
     """How far a value lies above the median of sorted values, in robust standard deviations."""
-    middle = _median(ranked)
-    spread = _NORMAL * _median(sorted(abs(other - middle) for other in ranked))
+    middle = median(ranked)
+    spread = _NORMAL * median(abs(other - middle) for other in ranked)
     return (value - middle) / max(spread, math.ulp(0.0)) if value > middle else 0.0
-
-
-def _median(ranked: Sequence[float]) -> float:
-    half = len(ranked) // 2
-    return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2

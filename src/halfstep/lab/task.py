@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
+from halfstep.lab.data import Corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts
 from halfstep.quant import derive_seed
@@ -69,6 +71,58 @@ class Task(ABC):
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+
+class TextTask(Task):
+    """A task on windows of a text: `batch` examples of `context` bytes."""
+
+    beyond = 0
+    """Bytes of a window beyond its context."""
+
+    def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
+        self.corpus = corpus
+        self.size = batch
+        self.context = context
+        self.validation_batches = validation_batches
+
+    @abstractmethod
+    def cut(self, window: Tensor, generator: torch.Generator) -> Batch:
+        """The batch of windows (examples, context + beyond) int64, whose noise the generator draws."""
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """Windows at uniform random places of the training part."""
+        generator, length = stream(seed, step), self.context + self.beyond
+        limit = len(self.corpus.train) - length + 1
+        starts = torch.randint(0, limit, (self.size,), generator=generator, dtype=torch.int64, device="cpu")
+        return self.cut(self.corpus.windows("train", starts, length), generator)
+
+    def held_out(self) -> list[Batch]:
+        """Windows spread evenly over the held-out part."""
+        generator, length = stream(-1, 0), self.context + self.beyond
+        count = self.validation_batches * self.size
+        starts = torch.arange(count, dtype=torch.int64, device="cpu") * (len(self.corpus.held_out) - length) // count
+        pieces = starts.view(-1, self.size)
+        return [self.cut(self.corpus.windows("held_out", piece, length), generator) for piece in pieces]
+
+    def count(self, batch: Batch) -> int:
+        """Tokens."""
+        return batch["tokens"].numel()
+
+    def digest(self) -> str:
+        """The corpus's."""
+        return self.corpus.digest
+
+
+class ByHeart(nn.Module):
+    """Says rows (texts, time) int64 that it knows, whatever it is to say them of: logits of so many classes."""
+
+    def __init__(self, rows: Tensor, classes: int) -> None:
+        super().__init__()
+        self.rows, self.classes = rows, classes
+
+    def forward(self, of: Tensor, text: Tensor) -> Tensor:
+        """What follows each number of the text so far."""
+        return F.one_hot(self.rows[:, 1 : text.shape[1] + 1], self.classes).float()
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from halfstep.probe.batch import Batch, call
 from halfstep.probe.observe import observed
-from halfstep.probe.ranges import Site
 from halfstep.probe.suggest import pattern
-from halfstep.probe.trial import Reference, finite, relative_error
+from halfstep.probe.trial import Outputs, Reference, finite
 
 
 _LEAST = 4
@@ -100,17 +99,7 @@ def rounded_buffers(
 
 def _changed(model: nn.Module, batch: Batch, expected: Reference) -> tuple[float, str]:
     """The largest relative change of what a module returns, and which module's it is."""
-    made: dict[Site, list[Tensor]] = {}
-
-    def keep(site: Site, tensor: Tensor) -> None:
-        if site.role == "output":
-            made.setdefault(site, []).append(tensor.clone())
-
-    with observed(model, keep):
+    outputs = Outputs(expected)
+    with observed(model, outputs.compare):
         call(model, batch)
-    errors = [
-        (relative_error(*pair), site.module)
-        for site, outputs in made.items()
-        for pair in zip(outputs, expected.outputs.get(site, ()), strict=False)
-    ]
-    return max(errors, default=(0.0, ""))
+    return max(((error, site.module) for site, error in outputs.errors.items()), default=(0.0, ""))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from halfstep.errors import ModelError
 from halfstep.probe.batch import Batch, call, moved
 from halfstep.probe.observe import observed
 from halfstep.probe.ranges import Site
-from halfstep.probe.trial import OUTPUT_ERROR, Failure, Reference, finite, relative_error
+from halfstep.probe.trial import Failure, Outputs, Reference, crash, finite
 
 
 @dataclass(frozen=True)
@@ -57,42 +56,31 @@ def cast_trial(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, e
     overflows = (_overflow(name, tensor, dtype, kinds) for name, tensor in [*stored, *inputs])
     failure = next((found for found in overflows if found is not None), None)
     device = next(model.parameters()).device
-    own, look = copy.deepcopy(model).to(dtype), _Look(expected)
+    own, look = copy.deepcopy(model).to(dtype), _Look(Outputs(expected))
     for batch in batches:
         with observed(own, look):
             try:
                 call(own, moved(batch, device, dtype))
             except ModelError as error:
-                what = str(error.__cause__ or error)
-                failure = failure or look.failure or Failure(Site("", kinds[""], "forward"), what, crashed=True)
+                failure = failure or look.failure or crash(model, error)
         look.compares = False
-    failure = failure or look.failure
-    off = [site for site, error in look.errors.items() if not error <= OUTPUT_ERROR]
-    if failure is None and any(not site.module for site in off):
-        failure = Failure(off[0], f"off by {look.errors[off[0]]:.0%} on the first batch")
-    return CastTrial(dtype, failure, {site.module: error for site, error in look.errors.items()})
+    failure = failure or look.failure or look.outputs.failure()
+    return CastTrial(dtype, failure, look.outputs.by_module)
 
 
+@dataclass
 class _Look:
     """What the outputs of a pass show: the first that is not finite, and how far each is off."""
 
-    def __init__(self, expected: Reference) -> None:
-        self.compares = True  # the first batch alone
-        self.failure: Failure | None = None
-        self.errors: dict[Site, float] = {}
-        self._expected = expected
-        self._calls: Counter[Site] = Counter()
+    outputs: Outputs
+    compares: bool = True  # the first batch alone
+    failure: Failure | None = None
 
     def __call__(self, site: Site, tensor: Tensor) -> None:
-        if site.role != "output":
-            return
-        if self.failure is None and not finite(tensor):
+        if self.failure is None and site.role == "output" and not finite(tensor):
             self.failure = Failure(site, "not finite")
-        wanted = self._expected.outputs.get(site, []) if self.compares else []
-        if self._calls[site] < len(wanted):
-            error = relative_error(tensor, wanted[self._calls[site]])
-            self.errors[site] = max(self.errors.pop(site, 0.0), error)
-            self._calls[site] += 1
+        if self.compares:
+            self.outputs.compare(site, tensor)
 
 
 def _named(batch: Batch) -> list[tuple[object, Tensor]]:

@@ -53,19 +53,17 @@ class Meter:
         Raises:
             ModelError: the model raised, gives no loss, or is not finite in float32 either.
         """
-        kinds = {path: type(module).__name__ for path, module in model.named_modules()}
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
-                self._see(parameter_site(name, kinds, False), parameter)
+                self._see(parameter_site(model, name), parameter)
         for batch in batches:
             model.zero_grad()
             with observed(model, self._see):
                 value, self._loss = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
             for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    self._see(parameter_site(name, kinds, True), parameter.grad, bins=parameter.dim() > 1)
-                    grad = parameter.grad
+                if (grad := parameter.grad) is not None:
+                    self._see(parameter_site(model, name, True), grad, bins=parameter.dim() > 1)
                     rows = grad.flatten(1).any(1) if grad.dim() > 1 else grad.any()[None]
                     self._reached[name] = self._reached.get(name, rows) | rows
             self._check(model, batch, loss)

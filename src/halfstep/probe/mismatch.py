@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from halfstep.nn.layers import ModuleFilter
 from halfstep.probe.aside import copied, unchanged_generators
 from halfstep.probe.batch import Batch, call, described
 from halfstep.recipe import Recipe, get_recipe
-from halfstep.tracking.nonfinite import tensors_in
+from halfstep.tracking.nonfinite import outputs_seen
 
 
 CLIP = 0.2
@@ -124,20 +123,18 @@ def mismatch(
     served.eval()
     beside = "" if rows is None else f", {rows} row{'s' * (rows > 1)} a call"
     beside += f", {padding} tokens of padding" if padding else ""
-    sums, device = _Sums(clip), next(trained.parameters()).device
-    layers: dict[str, float] = {}
+    sums, layers, device = _Sums(clip), _Layers(), next(trained.parameters()).device
     with torch.no_grad(), unchanged_generators(device):
         generator = torch.Generator(device).manual_seed(seed)
         for number, batch in enumerate(found):
-            seen: dict[str, list[Tensor]] = {}
             compares = number == 0 and rows is None and not padding
-            with _outputs(trained, seen) if compares else nullcontext():
+            with outputs_seen(_inside(trained, compares), layers.note):
                 own = _logits(trained, batch)
-            with _compared(served, seen, layers) if compares else nullcontext():
+            with outputs_seen(_inside(served, compares), layers.compare):
                 other = _in_pieces(served, batch, rows, padding)
             sums.add(own, other, _kept(batch), generator)
     served.train(was_training)
-    return Mismatch(type(model).__name__, train_name, served_name + beside, **sums.figures(), layers=layers)
+    return Mismatch(type(model).__name__, train_name, served_name + beside, **sums.figures(), layers=layers.apart)
 
 
 def _under(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None) -> tuple[nn.Module, str]:
@@ -235,44 +232,29 @@ class _Sums:
         }
 
 
-@contextmanager
-def _outputs(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
-    """While active, note the output of each module's first call."""
+@dataclass(frozen=True)
+class _Layers:
+    """How far each module's first output is from that of the trainer's module of the same path, by its norm."""
 
-    def note(path: str, output: list[Tensor]) -> None:
-        if path not in seen:
-            seen[path] = [tensor.clone() for tensor in output]
+    apart: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The trainer's outputs that were not compared yet."""
 
-    with _hooked(model, note):
-        yield
+    def note(self, path: str, outputs: list[Tensor]) -> None:
+        """Take in an output of the trainer."""
+        if path not in self.seen:
+            self.seen[path] = [tensor.clone() for tensor in outputs if tensor.is_floating_point()]
 
-
-@contextmanager
-def _compared(model: nn.Module, seen: Mapping[str, Sequence[Tensor]], layers: dict[str, float]) -> Iterator[None]:
-    """While active, compare each module's first output with what was seen of the module of that path."""
-
-    def compare(path: str, output: list[Tensor]) -> None:
-        before = seen.get(path)
-        if path not in layers and before is not None and [t.shape for t in before] == [t.shape for t in output]:
-            apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(before, output, strict=True))
+    def compare(self, path: str, outputs: list[Tensor]) -> None:
+        """Take in one of the rollout."""
+        before, found = self.seen.get(path), [tensor for tensor in outputs if tensor.is_floating_point()]
+        if before is not None and [t.shape for t in before] == [t.shape for t in found]:
+            del self.seen[path]
+            apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(before, found, strict=True))
             size = sum(float(a.double().square().sum()) for a in before)
-            layers[path] = math.sqrt(apart / size) if size else float(apart > 0)
-
-    with _hooked(model, compare):
-        yield
+            self.apart[path] = math.sqrt(apart / size) if size else float(apart > 0)
 
 
-@contextmanager
-def _hooked(model: nn.Module, see: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-    def hook(path: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            see(path, [tensor for tensor in tensors_in(output) if tensor.is_floating_point()])
-
-        return look
-
-    handles = [module.register_forward_hook(hook(path)) for path, module in model.named_modules() if path]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _inside(model: nn.Module, wanted: bool) -> list[tuple[str, nn.Module]]:
+    """The modules within a model by path, or none."""
+    return [(path, module) for path, module in model.named_modules() if path and wanted]

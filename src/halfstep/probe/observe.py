@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,16 +44,12 @@ def observed(model: nn.Module, see: See) -> Iterator[None]:
     others are masks and positions.
     """
     eyes = _Eyes(model, see)
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for path, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(eyes.before(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(eyes.after(path), always_call=True))
-        with _Inside(eyes):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(module.register_forward_pre_hook(eyes.before(path), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(eyes.after(path), always_call=True))
+        hooks.enter_context(_Inside(eyes))
+        yield
 
 
 class _Eyes:

@@ -260,23 +260,20 @@ def _outcome(trial: Trial) -> str:
     """How a trial went."""
     scale = trial.recipe.loss_scale
     at = f" at loss scale {trial.loss_scale:g}" if scale is not None and trial.loss_scale is not None else ""
-    if trial.failure is not None:
-        how = "cannot be told" if trial.failure.crashed else "fails"
-        raised = "torch raised: " if trial.failure.crashed else ""
-        return f"{trial.recipe.name} {how}: {trial.failure.site}: {raised}{trial.failure.what}"
-    return f"{trial.recipe.name} passes: finite{at}, its output is off by {trial.output_error:.2g} from fp32"
+    return f"{trial.recipe.name} {_ran(trial, f'passes: finite{at},', 'fails')}"
 
 
 def _cast(report: ProbeReport) -> list[str]:
     """How the whole model did, cast."""
-    if report.cast is None:
-        return []
-    found, failure = report.cast, report.cast.failure
-    if failure is None:
-        return [f"run for real: {found.name} passes, forward: its output is off by {found.output_error:.2g} from fp32"]
-    if failure.crashed:
-        return [f"run for real: {found.name} cannot be told: {failure.site}: torch raised: {failure.what}"]
-    return [f"run for real: {found.name} fails, forward: {failure.site}: {failure.what}"]
+    found = report.cast
+    return [] if found is None else [f"run for real: {found.name} {_ran(found, 'passes, forward:', 'fails, forward')}"]
+
+
+def _ran(found: Trial | CastTrial, passes: str, fails: str) -> str:
+    if found.failure is None:
+        return f"{passes} its output is off by {found.output_error:.2g} from fp32"
+    how, raised = ("cannot be told", "torch raised: ") if found.failure.crashed else (fails, "")
+    return f"{how}: {found.failure.site}: {raised}{found.failure.what}"
 
 
 def _sensitivity(report: ProbeReport) -> list[str]:

@@ -52,4 +52,4 @@ def sensitivity(model: nn.Module, batch: Batch, loss: Loss | None, expected: Ref
     run = Run(moved, loss, expected)
     run.step(batch, 1.0, compare=True)
     compared = {name: error for name, error in run.gradient_errors.items() if expected.counts(name)}
-    return Sensitivity(size, run.errors.get("", math.inf), compared)
+    return Sensitivity(size, run.outputs.by_module.get("", math.inf), compared)

@@ -220,12 +220,11 @@ class _Gauge:
         with observed(self._model, self._see):
             value, words = loss_of(self._model, batch, loss)
             value.backward()  # type: ignore[no-untyped-call]
-        kinds = {path: type(module).__name__ for path, module in self._model.named_modules()}
         for name, parameter in self._model.named_parameters():
             if parameter.is_floating_point():
-                self._take(parameter_site(name, kinds, False), "weight", parameter)
+                self._take(parameter_site(self._model, name), "weight", parameter)
                 if parameter.grad is not None:
-                    self._take(parameter_site(name, kinds, True), "weight gradient", parameter.grad)
+                    self._take(parameter_site(self._model, name, True), "weight gradient", parameter.grad)
         self._model.zero_grad()
         return words
 

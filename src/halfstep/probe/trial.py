@@ -122,7 +122,7 @@ def trial(
         if run.forward or run.backward:
             break
     reached = None if run.forward or run.backward else factor
-    return Trial(recipe, run.failure(), reached, run.errors, run.gradient_errors, report.quantized)
+    return Trial(recipe, run.failure(), reached, run.outputs.by_module, run.gradient_errors, report.quantized)
 
 
 class Run:
@@ -130,17 +130,16 @@ class Run:
 
     def __init__(self, model: nn.Module, loss: Loss | None, expected: Reference) -> None:
         self._model, self._loss, self._expected = model, loss, expected
-        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-        self._sites: dict[str, Site] = {}
+        self.outputs = Outputs(expected)
         self.forward: Failure | None = None
         self.backward: Failure | None = None
-        self.errors: dict[str, float] = {}
         self.gradient_errors: dict[str, float] = {}
 
     def step(self, batch: Batch, factor: float, compare: bool) -> bool:
         """One forward and backward; whether all of it was finite."""
         self.backward = None
-        calls: Counter[Site] = Counter()
+        if compare:
+            self.outputs = Outputs(self._expected)
 
         def look(site: Site, tensor: Tensor) -> None:
             if site.backward:
@@ -149,36 +148,28 @@ class Run:
                 return
             if self.forward is None and not finite(tensor) and (site.role != "input" or tensor.requires_grad):
                 self.forward = Failure(site, "not finite")
-            if compare and site in self._expected.outputs:
-                wanted = self._expected.outputs[site]
-                if calls[site] < len(wanted):
-                    error = relative_error(tensor, wanted[calls[site]])
-                    self.errors[site.module] = max(self.errors.pop(site.module, 0.0), error)
-                    self._sites[site.module] = site
-                calls[site] += 1
+            if compare:
+                self.outputs.compare(site, tensor)
 
         self._model.zero_grad()
         for name, parameter in self._model.named_parameters():
             if self.forward is None and not finite(parameter):
-                self.forward = Failure(self._parameter(name, False), f"not finite in {_dtype(parameter)}")
-        if compare:
-            self.errors = {}
+                self.forward = Failure(parameter_site(self._model, name), f"not finite in {_dtype(parameter)}")
         with observed(self._model, look):
             try:
                 value, _ = loss_of(self._model, batch, self._loss)
             except ModelError as error:
-                crash = Failure(Site("", self._kinds[""], "forward"), str(error.__cause__ or error), crashed=True)
-                self.forward = self.forward or crash
+                self.forward = self.forward or crash(self._model, error)
                 return False
             if self.forward is not None or not finite(value):
-                self.forward = self.forward or Failure(Site("", self._kinds[""], "loss"), "not finite")
+                self.forward = self.forward or Failure(model_site(self._model, "loss"), "not finite")
                 return False
             (value * factor).backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None:
                 continue
             if self.backward is None and not finite(parameter.grad):
-                self.backward = Failure(self._parameter(name, True), f"not finite at loss scale {factor:g}")
+                self.backward = Failure(parameter_site(self._model, name, True), f"not finite at loss scale {factor:g}")
             if compare and name in self._expected.gradients:
                 expected = self._expected.gradients[name]
                 self.gradient_errors[name] = relative_error(parameter.grad.float() / factor, expected)
@@ -186,24 +177,60 @@ class Run:
 
     def failure(self) -> Failure | None:
         """What went wrong first: something not finite, or too large an error."""
-        if self.forward or self.backward:
-            return self.forward or self.backward
-        off = [path for path, error in self.errors.items() if not error <= OUTPUT_ERROR]
-        if "" in off:
-            return Failure(self._sites[off[0]], f"off by {self.errors[off[0]]:.0%} on the first batch")
+        found = self.forward or self.backward or self.outputs.failure()
+        if found is not None:
+            return found
         for name, error in reversed(list(self.gradient_errors.items())):
             if not error <= GRADIENT_ERROR and self._expected.counts(name):
-                return Failure(self._parameter(name, True), f"off by {error:.0%} on the first batch")
+                return Failure(parameter_site(self._model, name, True), f"off by {error:.0%} on the first batch")
         return None
 
-    def _parameter(self, name: str, backward: bool) -> Site:
-        return parameter_site(name, self._kinds, backward)
+
+class Outputs:
+    """How far what modules return for the first batch is from float32's."""
+
+    def __init__(self, expected: Reference) -> None:
+        self.errors: dict[Site, float] = {}
+        """Of each module the largest relative error of its calls, in the order of execution; the model's last."""
+        self._expected = expected
+        self._calls: Counter[Site] = Counter()
+
+    def compare(self, site: Site, tensor: Tensor) -> None:
+        """Take in what a module returned; other tensors are passed over."""
+        wanted = self._expected.outputs.get(site, [])
+        if self._calls[site] < len(wanted):
+            error = relative_error(tensor, wanted[self._calls[site]])
+            self.errors[site] = max(self.errors.pop(site, 0.0), error)
+            self._calls[site] += 1
+
+    @property
+    def by_module(self) -> dict[str, float]:
+        """The errors by the modules' paths."""
+        return {site.module: error for site, error in self.errors.items()}
+
+    def failure(self) -> Failure | None:
+        """The first output that is too far off, where the model's is as well."""
+        off = [site for site, error in self.errors.items() if not error <= OUTPUT_ERROR]
+        if all(site.module for site in off):
+            return None
+        return Failure(off[0], f"off by {self.errors[off[0]]:.0%} on the first batch")
 
 
-def parameter_site(name: str, kinds: dict[str, str], backward: bool) -> Site:
+def parameter_site(model: nn.Module, name: str, backward: bool = False) -> Site:
     """The site of a parameter, or of its gradient."""
     path, _, role = name.rpartition(".")
-    return Site(path, kinds[path], f"gradient of the {role}" if backward else role, backward)
+    kind = type(model.get_submodule(path)).__name__
+    return Site(path, kind, f"gradient of the {role}" if backward else role, backward)
+
+
+def model_site(model: nn.Module, role: str) -> Site:
+    """A site of the model itself."""
+    return Site("", type(model).__name__, role)
+
+
+def crash(model: nn.Module, error: ModelError) -> Failure:
+    """What torch could not run, as `batch.call` raises it."""
+    return Failure(model_site(model, "forward"), str(error.__cause__ or error), crashed=True)
 
 
 def finite(tensor: Tensor) -> bool:

@@ -56,8 +56,8 @@ class _Architecture:
     """What llama.cpp has to know of a kind of model."""
 
     id: gguf.MODEL_ARCH
-    describe: Callable[[gguf.GGUFWriter, Any], None]
-    """Writes the numbers of a config."""
+    describe: Callable[[Any], dict[str, Any]]
+    """The numbers of a config, as the writer calls them."""
     refusal: Callable[[Any], str | None]
     """Why llama.cpp's model of this kind is another than that of a config; None where it is the same."""
     transposed: tuple[str, ...] = ()
@@ -105,8 +105,8 @@ def write_gguf(
     block_type, file_type = _TYPES[format]
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[kind.id])
-    kind.describe(writer, config)
-    writer.add_vocab_size(config.vocab_size)
+    for key, value in {**kind.describe(config), "vocab_size": config.vocab_size}.items():
+        getattr(writer, f"add_{key}")(value)
     writer.add_file_type(getattr(gguf.LlamaFileType, file_type))
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
@@ -202,19 +202,19 @@ def _architecture(model: nn.Module) -> _Architecture:
     return kind
 
 
-def _describe_llama(writer: gguf.GGUFWriter, config: Any) -> None:
+def _describe_llama(config: Any) -> dict[str, Any]:
     size = config.head_dim or config.hidden_size // config.num_attention_heads
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(float((config.rope_parameters or {}).get("rope_theta", 10000.0)))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        **dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), size),
+        "rope_freq_base": float((config.rope_parameters or {}).get("rope_theta", 10000.0)),
+        "layer_norm_rms_eps": config.rms_norm_eps,
+    }
 
 
 def _rotary_factors(model: Any) -> dict[str, Tensor]:
@@ -237,13 +237,15 @@ def _refuse_llama(config: Any) -> str | None:
     return None if config.hidden_act == "silu" else f"the activation function {config.hidden_act!r}"
 
 
-def _describe_gpt2(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_block_count(config.n_layer)
-    writer.add_context_length(config.n_positions)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
-    writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+def _describe_gpt2(config: Any) -> dict[str, Any]:
+    return {
+        "block_count": config.n_layer,
+        "context_length": config.n_positions,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": config.n_inner or 4 * config.n_embd,
+        "head_count": config.n_head,
+        "layer_norm_eps": config.layer_norm_epsilon,
+    }
 
 
 def _refuse_gpt2(config: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +56,10 @@ def amaxes(model: nn.Module, enabled: bool = True) -> Iterator[Amaxes]:
         for path, module in model.named_modules()
         if enabled and not any(module.children()) and any(True for _ in module.parameters(recurse=False))
     ]
-    handles = [module.register_forward_hook(_watch(found, path, module)) for path, module in layers]
-    try:
+    with ExitStack() as hooks:
+        for path, module in layers:
+            hooks.enter_context(module.register_forward_hook(_watch(found, path, module)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _watch(found: Amaxes, path: str, module: nn.Module) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.optim.widened import put_back
 
@@ -29,14 +28,7 @@ def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
         if not found and not _finite(tensor):
             found.append(name)
 
-    with _without_gradients(model), _watched(model, look):
-        value = loss()
-        look("the loss", value)
-        if not found:
-            value.backward()  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                look(f"gradient of the weight {name}", parameter.grad)
+    _step(model, loss, look, lambda: not found)
     return found[0] if found else None
 
 
@@ -50,14 +42,25 @@ def magnitude(model: nn.Module, loss: Callable[[], Tensor], name: str) -> float 
             size = float(tensor.detach().abs().max())
             largest.append(size if size == size else float("inf"))  # a NaN is not finite either
 
+    _step(model, loss, look)
+    return max(largest, default=None)
+
+
+def _step(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    look: Callable[[str, Tensor], None],
+    goes_back: Callable[[], bool] = lambda: True,
+) -> None:
+    """Show `look` every tensor of a forward and, where `goes_back()` after it, of a backward."""
     with _without_gradients(model), _watched(model, look):
         value = loss()
         look("the loss", value)
-        value.backward()  # type: ignore[no-untyped-call]
-        for weight, parameter in model.named_parameters():
+        if goes_back():
+            value.backward()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                look(f"gradient of the weight {weight}", parameter.grad)
-    return max(largest, default=None)
+                look(f"gradient of the weight {name}", parameter.grad)
 
 
 @contextmanager
@@ -70,16 +73,13 @@ def _watched(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: look(f"gradient of the {what} of {name}", grad))  # type: ignore[no-untyped-call]
 
-    handles: list[RemovableHandle] = []
-    for name, module in model.named_modules():
-        label = f"{name or 'the model'} ({type(module).__name__})"
-        handles.append(module.register_forward_pre_hook(lambda _, inputs, at=label: attach("input", at, inputs)))
-        handles.append(module.register_forward_hook(lambda _, __, output, at=label: attach("output", at, output)))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            at = f"{name or 'the model'} ({type(module).__name__})"
+            before = module.register_forward_pre_hook(lambda _, inputs, at=at: attach("input", at, inputs))
+            hooks.enter_context(before)
+            hooks.enter_context(module.register_forward_hook(lambda _, __, output, at=at: attach("output", at, output)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -131,19 +131,21 @@ def activation_gradients_by_module(model: nn.Module, enabled: bool = True) -> It
 
 @contextmanager
 def _hooked(model: nn.Module | None, take: Callable[[str, Tensor], None]) -> Iterator[None]:
-    def attach(name: str, output: Any) -> None:
-        for tensor in tensors_in(output):
+    def attach(path: str, outputs: list[Tensor]) -> None:
+        for tensor in outputs:
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: take(name, grad.detach().clone()))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda grad: take(path or "the model", grad.detach().clone()))  # type: ignore[no-untyped-call]
 
-    named = [] if model is None else list(model.named_modules())
-    handles = [
-        module.register_forward_hook(lambda _, __, output, name=name: attach(name or "the model", output))
-        for name, module in named
-        if not any(module.children())
-    ]
-    try:
+    leaves = [] if model is None else [pair for pair in model.named_modules() if not any(pair[1].children())]
+    with outputs_seen(leaves, attach):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+@contextmanager
+def outputs_seen(modules: Iterable[tuple[str, nn.Module]], see: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+    """While active, `see` gets what each of these modules returns: its path, and the tensors."""
+    with ExitStack() as hooks:
+        for path, module in modules:
+            seen = module.register_forward_hook(lambda _, __, output, path=path: see(path, tensors_in(output)))
+            hooks.enter_context(seen)
+        yield

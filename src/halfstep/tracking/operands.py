@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,13 +129,9 @@ def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[Oper
 
         return module.register_forward_hook(after_forward)
 
-    handles = []
-    for path, module in model.named_modules():
-        spec = part_of(module).linear
-        if enabled and isinstance(spec, LinearSpec) and spec.rounds and isinstance(module, nn.Linear):
-            handles.append(watch(path, module, spec))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            spec = part_of(module).linear
+            if enabled and isinstance(spec, LinearSpec) and spec.rounds and isinstance(module, nn.Linear):
+                hooks.enter_context(watch(path, module, spec))
         yield rows
-    finally:
-        for handle in handles:
-            handle.remove()

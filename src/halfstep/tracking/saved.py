@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,26 +104,15 @@ def saving(model: nn.Module) -> Iterator[Saving]:
     drops does not, and neither do attributes that functions of other libraries keep beside autograd's.
     """
     saved = Saving(model)
-    handles = []
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        handles.append(module.register_forward_pre_hook(_entering(saved, path)))
-        handles.append(module.register_forward_hook(_leaving(saved), always_call=True))
-    try:
-        with saved_tensors_hooks(saved.pack, Alone.unpacked):
-            yield saved
-    finally:
-        for handle in handles:
-            handle.remove()
 
-
-def _entering(saved: Saving, path: str) -> Any:
-    return lambda _module, _inputs: saved.inside.append(path)
-
-
-def _leaving(saved: Saving) -> Any:
     def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         saved.inside.pop()
 
-    return leave
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enter = module.register_forward_pre_hook(lambda _, __, path=path: saved.inside.append(path))
+                hooks.enter_context(enter)
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        hooks.enter_context(saved_tensors_hooks(saved.pack, Alone.unpacked))
+        yield saved

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
+from halfstep import formats as room
+from halfstep.cli.formats import page, table
+from halfstep.cli.formats.number import read_number
 from halfstep.cli.terminal import Json, show_json
+from halfstep.formats.exact import round_exactly
 
 
 formats = typer.Typer(invoke_without_command=True)
@@ -28,9 +32,6 @@ def listing(context: typer.Context, as_json: Json = False) -> None:
     """List the number formats: scalar ones first, then those whose elements share a scale."""
     if context.invoked_subcommand is not None:
         return
-    from halfstep import formats as room
-    from halfstep.cli.formats import table
-
     scalars = [room.get(name) for name in room.names()]
     blocks = [room.get_block(name) for name in room.block_names()]
     if as_json:
@@ -54,16 +55,11 @@ def show(
     plot: Plot = None,
 ) -> None:
     """Print one format: parameters, special codes, number line; with --value, what rounding makes of a number."""
-    from halfstep.cli.formats import page
-
     scalar, block = page.find(name)
     if scalar is None and (value is not None or plot is not None):
         raise page.needs_scalar(name)
     rounded = None
     if scalar is not None and value is not None:
-        from halfstep.cli.formats.number import read_number
-        from halfstep.formats.exact import round_exactly
-
         rounded = round_exactly(read_number(value), scalar, rounding, overflow)
     if scalar is not None and plot is not None:
         from halfstep.cli.formats.plot import draw
@@ -80,26 +76,23 @@ def show(
 @formats.command()
 def compare(a: Name, b: Name, as_json: Json = False) -> None:
     """Compare two formats: range, values per binade, which values of one the other lacks, rounding error."""
-    from halfstep.cli.formats.difference import as_data, describe
-    from halfstep.cli.formats.page import scalar
+    from halfstep.cli.formats import difference
 
-    one, other = scalar(a), scalar(b)
+    one, other = page.scalar(a), page.scalar(b)
     if as_json:
-        show_json(as_data(one, other))
+        show_json(difference.as_data(one, other))
     else:
-        typer.echo(describe(one, other))
+        typer.echo(difference.describe(one, other))
 
 
 # A negative number is an argument here, not an unknown option.
 @formats.command(context_settings={"ignore_unknown_options": True})
 def add(name: Name, a: Number, b: Number, as_json: Json = False) -> None:
     """Add two numbers by hand: align, add, round, and see what was lost. For floats (fp32, bf16, e4m3fn ...)."""
-    from halfstep.cli.formats.addition import as_data, describe, work_out
-    from halfstep.cli.formats.number import read_number
-    from halfstep.cli.formats.page import scalar
+    from halfstep.cli.formats import addition
 
-    work = work_out(scalar(name), read_number(a), read_number(b))
+    work = addition.work_out(page.scalar(name), read_number(a), read_number(b))
     if as_json:
-        show_json(as_data(work))
+        show_json(addition.as_data(work))
     else:
-        typer.echo(describe(work))
+        typer.echo(addition.describe(work))

@@ -8,8 +8,7 @@ from math import copysign, isfinite
 from typing import Any
 
 from halfstep.cli.formats.fields import point_text
-from halfstep.cli.formats.labelled import labelled, width
-from halfstep.cli.formats.number import exact_text, share_text, short_text
+from halfstep.cli.formats.number import exact_text, labelled, share_text, short_text, width
 from halfstep.cli.formats.page import rounding_data
 from halfstep.errors import FormatError
 from halfstep.formats import Float, Format

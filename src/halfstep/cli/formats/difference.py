@@ -10,8 +10,7 @@ from math import ceil, exp, frexp, inf, log2, log10, pi, sqrt
 from statistics import NormalDist
 from typing import Any
 
-from halfstep.cli.formats.labelled import labelled, width
-from halfstep.cli.formats.number import exact_text, value_text
+from halfstep.cli.formats.number import exact_text, labelled, value_text, width
 from halfstep.cli.formats.sketch import binades, density, per_binade
 from halfstep.cli.formats.table import kind, layout, parameters, specials
 from halfstep.formats import Float, Format, Posit

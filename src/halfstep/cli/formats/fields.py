@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isinf, isnan
 
-from halfstep.cli.formats.labelled import labelled
-from halfstep.cli.formats.number import exact_text
+from halfstep.cli.formats.number import exact_text, labelled
 from halfstep.formats import Codebook, Float, Format, Integer, Posit, PowerOfTwo
 from halfstep.formats.posit import parts
 

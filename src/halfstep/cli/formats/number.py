@@ -1,8 +1,11 @@
-"""Numbers on the command line: read exactly, and written so that nothing exact is passed off as rounded."""
+"""Numbers on the command line: read exactly, written so that nothing exact is passed off as rounded, and in lines."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
+from collections.abc import Iterable
 from decimal import Context, Decimal, Inexact
 from fractions import Fraction
 from math import copysign, isfinite
@@ -134,3 +137,20 @@ def float_holds(x: Fraction) -> bool:
 def share_text(part: Fraction, whole: Fraction) -> str:
     """A ratio in per cent."""
     return f"{short_text(100 * part / whole, 3)}%"
+
+
+def width() -> int:
+    """Columns of the terminal."""
+    return shutil.get_terminal_size().columns
+
+
+def labelled(rows: Iterable[tuple[str, str]], indent: int = 0) -> str:
+    """Lines `label  text`; a text that is too long goes on below itself."""
+    pairs = list(rows)
+    edge = indent + max((len(label) for label, _ in pairs), default=0) + 2
+    wrap = textwrap.TextWrapper(max(width(), edge + 24), subsequent_indent=" " * edge, break_long_words=False)
+    lines = []
+    for label, text in pairs:
+        wrap.initial_indent = f"{' ' * indent}{label}".ljust(edge)
+        lines.append(wrap.fill(text) if len(text) + edge > wrap.width else wrap.initial_indent + text)
+    return "\n".join(line.rstrip().replace("\xa0", " ") for line in lines)

@@ -9,8 +9,7 @@ from typing import Any
 
 from halfstep import formats
 from halfstep.cli.formats.fields import bits_text, fields, fields_text, hex_text, point_text
-from halfstep.cli.formats.labelled import labelled
-from halfstep.cli.formats.number import exact_text, plain, power_text, share_text, short_text
+from halfstep.cli.formats.number import exact_text, labelled, plain, power_text, share_text, short_text
 from halfstep.cli.formats.sketch import sketch
 from halfstep.cli.formats.table import bits_per_value, block_parameters, kind, layout, parameters, tile_text
 from halfstep.errors import FormatError, HalfstepError

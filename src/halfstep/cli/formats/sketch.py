@@ -8,8 +8,7 @@ from fractions import Fraction
 from math import frexp, log2
 
 from halfstep.cli.formats.fields import bits_text, hex_text
-from halfstep.cli.formats.labelled import width
-from halfstep.cli.formats.number import value_text
+from halfstep.cli.formats.number import value_text, width
 from halfstep.formats import Float, Format
 from halfstep.formats.line import line
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import typer
 
-from halfstep.cli.formats.labelled import width
-from halfstep.cli.formats.number import value_text
+from halfstep.cli.formats.number import value_text, width
 from halfstep.cli.terminal import show_table
 from halfstep.formats import BlockFormat, Codebook, Float, Format, Integer, Posit, PowerOfTwo
 

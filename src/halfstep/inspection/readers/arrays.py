@@ -18,8 +18,7 @@ from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
 from halfstep.inspection.layout import Plain, Strided, native, row_major
 from halfstep.inspection.limits import DIMENSIONS
-from halfstep.inspection.readers.base import Reader
-from halfstep.inspection.stored import Checkpoint, Source, StoredTensor
+from halfstep.inspection.stored import Checkpoint, Reader, Source, StoredTensor
 from halfstep.inspection.zips import DEFLATED, STORED, Member, members
 
 

@@ -10,14 +10,12 @@ from typing import Any
 
 from halfstep.bits.dtypes import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import File
-from halfstep.inspection.folders import inside
+from halfstep.inspection.files import File, inside
 from halfstep.inspection.layout import Mosaic, Placed, Strided
 from halfstep.inspection.limits import DIMENSIONS, TEXT, check_count
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record, load
-from halfstep.inspection.readers.base import Reader
 from halfstep.inspection.readers.torch_zip import Archive
-from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 from halfstep.inspection.torch_objects import BASIC, View, record
 
 

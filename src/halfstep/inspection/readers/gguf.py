@@ -19,8 +19,7 @@ from halfstep.inspection.files import File, head
 from halfstep.inspection.gguf_blocks import BLOCKS, BlockType
 from halfstep.inspection.layout import Plain, split
 from halfstep.inspection.limits import TEXT, check_count
-from halfstep.inspection.readers.base import Reader
-from halfstep.inspection.stored import Checkpoint, Source, StoredTensor
+from halfstep.inspection.stored import Checkpoint, Reader, Source, StoredTensor
 
 
 MAGIC = b"GGUF"

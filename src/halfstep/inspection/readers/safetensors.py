@@ -11,8 +11,7 @@ from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
 from halfstep.inspection.layout import Plain
 from halfstep.inspection.limits import DIMENSIONS, TEXT, check_count, parse_object
-from halfstep.inspection.readers.base import Reader
-from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 
 
 DTYPES = {

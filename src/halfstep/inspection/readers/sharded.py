@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import File
-from halfstep.inspection.folders import inside
+from halfstep.inspection.files import File, inside
 from halfstep.inspection.limits import TEXT, check_count, parse_object
 from halfstep.inspection.readers import safetensors, torch_legacy, torch_zip
-from halfstep.inspection.readers.base import Reader
-from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 
 
 SHARDS = (safetensors.reader, torch_zip.reader, torch_legacy.reader, torch_legacy.bare)

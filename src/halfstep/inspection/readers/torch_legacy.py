@@ -9,12 +9,11 @@ from pathlib import Path
 from halfstep.bits.dtypes import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
-from halfstep.inspection.limits import TEXT, check_count
+from halfstep.inspection.limits import TEXT
 from halfstep.inspection.pickles import Name, Pairs, load_next
-from halfstep.inspection.readers.base import Reader
-from halfstep.inspection.stored import Checkpoint, StoredTensor
-from halfstep.inspection.torch_objects import TENSORS, Storage, passed_over, storage, views
-from halfstep.inspection.torch_storages import Order, Region
+from halfstep.inspection.stored import Checkpoint, Reader
+from halfstep.inspection.torch_objects import TENSORS, Storage, storage
+from halfstep.inspection.torch_storages import Order, Region, opened
 
 
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
@@ -52,11 +51,7 @@ def open_legacy(path: Path) -> Checkpoint:
     root, at = load_next(data, at, TENSORS, str(path), held)
     keys, at = load_next(data, at, {}, str(path))
     regions = _regions(file, at, keys, found, "<" if little else ">")
-    tensors, arrays = list[StoredTensor](), list[str]()
-    for name, view in views(root, str(path), arrays):
-        check_count(len(tensors), path)
-        tensors.append(regions[view.storage.key].tensor(name, view))
-    return Checkpoint(path, reader.name, (path,), tuple(tensors), remarks=passed_over(arrays))
+    return opened(path, reader.name, root, lambda name, view: regions[view.storage.key].tensor(name, view))
 
 
 def _regions(file: File, at: int, keys: object, found: dict[str, Storage], order: Order) -> dict[str, Region]:

@@ -9,12 +9,11 @@ from pathlib import Path
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
 from halfstep.inspection.layout import Strided
-from halfstep.inspection.limits import TEXT, check_count
+from halfstep.inspection.limits import TEXT
 from halfstep.inspection.pickles import load
-from halfstep.inspection.readers.base import Reader
-from halfstep.inspection.stored import Checkpoint, StoredTensor
-from halfstep.inspection.torch_objects import TENSORS, View, passed_over, storage, views
-from halfstep.inspection.torch_storages import Order, Region
+from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
+from halfstep.inspection.torch_objects import TENSORS, View, storage
+from halfstep.inspection.torch_storages import Order, Region, opened
 from halfstep.inspection.zips import STORED, members
 
 
@@ -90,12 +89,7 @@ def open_torch_zip(path: Path) -> Checkpoint:
         CheckpointError: the file is broken, or its pickle refers to anything but tensors.
     """
     archive = Archive(File.of(path))
-    tensors: list[StoredTensor] = []
-    arrays: list[str] = []
-    for name, view in views(archive.root(), str(path), arrays):
-        check_count(len(tensors), path)
-        tensors.append(archive.tensor(name, view))
-    return Checkpoint(path, "torch zip", (path,), tuple(tensors), remarks=passed_over(arrays))
+    return opened(path, "torch zip", archive.root(), archive.tensor)
 
 
 reader = Reader(

@@ -75,18 +75,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def _umup(head: int) -> dict[str, Any]:
-    return {"residual": unit.equal_shares()}
-
-
-def _munit(head: int) -> dict[str, Any]:
-    # 0.4 is what the paper has for its models of 4 layers; tau falls with depth.
-    return {"residual": unit.fixed(0.4), "place": "res-post", "constraint": unit.SAME, "mult": head**0.5}
-
-
-_FAMILIES = {"umup": _umup, "munit": _munit}
-
-
 class UnitGPT(nn.Module):
     """Tokens (batch, time) int64 -> logits (batch, time, vocabulary), as `GPT`, with weights of unit variance.
 
@@ -102,8 +90,13 @@ class UnitGPT(nn.Module):
         self, vocabulary: int, context: int, layers: int, width: int, heads: int, parametrization: str = "umup"
     ) -> None:
         super().__init__()
-        one_of("parametrization of a UnitGPT", parametrization, _FAMILIES, ModelError)
-        options = _FAMILIES[parametrization](width // heads)
+        # 0.4 is what the paper has for its models of 4 layers; tau falls with depth.
+        mult = (width // heads) ** 0.5
+        families: dict[str, dict[str, Any]] = {
+            "umup": {"residual": unit.equal_shares()},
+            "munit": {"residual": unit.fixed(0.4), "place": "res-post", "constraint": unit.SAME, "mult": mult},
+        }
+        options = families[one_of("parametrization of a UnitGPT", parametrization, families, ModelError)]
         readout = unit.SAME if parametrization == "munit" else "none"
         self.parametrization = parametrization
         self.token = unit.Embedding(vocabulary, width)

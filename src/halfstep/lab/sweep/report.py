@@ -59,16 +59,11 @@ def summarize(sweep: Sweep, found: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "sweep": sweep.to_dict(),
         "rule": rule(),
-        "cells": counts_of(found),
+        "cells": {"all": len(found), **counts(found)},
         "failures": {f"{o.point} {o.recipe} {o.seed}": o.reason for o in found if o.status == FAILED},
         "settings": {name: _setting(points, recipes, found) for name, points in settings.items()},
         "tests": {what: _tests(what, recipes, found) for what in ("diverged", "spiked")},
     }
-
-
-def counts_of(found: Sequence[Outcome]) -> dict[str, int]:
-    """How many cells ended how."""
-    return {"all": len(found), **counts(found)}
 
 
 def _setting(points: dict[str, float], recipes: Sequence[str], found: Sequence[Outcome]) -> dict[str, Any]:

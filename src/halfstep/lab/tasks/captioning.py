@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.lab.data import load_digits
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import Block
-from halfstep.lab.task import END, PAD, START, Batch, Task, TaskSpec, greedy
+from halfstep.lab.task import END, PAD, START, Batch, ByHeart, Task, TaskSpec, greedy
 from halfstep.lab.tasks.vision import Vision
 
 
@@ -68,16 +68,7 @@ class Captioning(Task):
 
     def by_heart(self) -> nn.Module:
         """Spells the held-out names as they are."""
-        return _Speller(self.held_out()[0]["letters"])
-
-
-class _Speller(nn.Module):
-    def __init__(self, letters: Tensor) -> None:
-        super().__init__()
-        self.letters = letters
-
-    def forward(self, images: Tensor, text: Tensor) -> Tensor:
-        return F.one_hot(self.letters[:, 1 : text.shape[1] + 1], END + 1 + len(_LETTERS)).float()
+        return ByHeart(self.held_out()[0]["letters"], END + 1 + len(_LETTERS))
 
 
 def _named(batch: Batch) -> Batch:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
+from halfstep.lab.data import VOCABULARY, load_corpus
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.moe import MoE
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, TaskSpec, TextTask
 
 
 _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers, width, heads
@@ -35,38 +35,21 @@ _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers
 }
 
 
-class LanguageModelling(Task):
+class LanguageModelling(TextTask):
     """Predict the next byte: the mean cross-entropy in nats over (batch, context) positions.
 
     A model takes tokens (batch, time) int64 and returns logits (batch, time, 256), bare or as `.logits`; its
     `.balance_loss`, where it has one, is added in training.
     """
 
-    def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
-        self.corpus = corpus
-        self.size = batch
-        self.context = context
-        self.validation_batches = validation_batches
+    beyond = 1
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """GPTs, Llamas, whose MLPs are gated, a mixture of experts, and GPTs under u-muP and munit scaling."""
         return {name: partial(kind, VOCABULARY, self.context, *size) for name, (kind, *size) in _MODELS.items()}
 
-    def batch(self, seed: int, step: int) -> Batch:
-        """Windows at uniform random places of the training part."""
-        limit = len(self.corpus.train) - self.context
-        starts = torch.randint(0, limit, (self.size,), generator=stream(seed, step), dtype=torch.int64, device="cpu")
-        return self._batch("train", starts)
-
-    def held_out(self) -> list[Batch]:
-        """Windows spread evenly over the held-out part."""
-        limit = len(self.corpus.held_out) - self.context - 1
-        count = self.validation_batches * self.size
-        starts = torch.arange(count, dtype=torch.int64, device="cpu") * limit // count
-        return [self._batch("held_out", piece) for piece in starts.view(-1, self.size)]
-
-    def _batch(self, split: str, starts: Tensor) -> Batch:
-        window = self.corpus.windows(split, starts, self.context + 1)
+    def cut(self, window: Tensor, generator: torch.Generator) -> Batch:
+        """The bytes of windows, and those after them."""
         return {"tokens": window[:, :-1], "targets": window[:, 1:]}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -88,14 +71,6 @@ class LanguageModelling(Task):
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """Bits per byte: the loss in bits."""
         return sum(losses) / len(losses) / math.log(2)
-
-    def count(self, batch: Batch) -> int:
-        """Tokens."""
-        return batch["tokens"].numel()
-
-    def digest(self) -> str:
-        """The corpus's."""
-        return self.corpus.digest
 
 
 lm = TaskSpec(

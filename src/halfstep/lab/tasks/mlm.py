@@ -14,7 +14,7 @@ from halfstep.errors import DataError, ModelError
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.bert import BERT
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, TaskSpec, TextTask
 
 
 _SIZES = {"bert-tiny": (2, 128, 4), "bert-small": (6, 384, 6)}  # layers, width, heads
@@ -25,7 +25,7 @@ _SHARE = 0.15
 _NO_TARGET = -100
 
 
-class MaskedLanguageModelling(Task):
+class MaskedLanguageModelling(TextTask):
     """Fill in masked bytes: the mean cross-entropy in nats over the places that were chosen.
 
     15% of the places of each window are chosen, the same number in all; of those, 80% hold the mask's token, 10% a
@@ -37,10 +37,7 @@ class MaskedLanguageModelling(Task):
 
     def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
         """Raises DataError: 15% of the context is less than half a place."""
-        self.corpus = corpus
-        self.size = batch
-        self.context = context
-        self.validation_batches = validation_batches
+        super().__init__(corpus, batch, context, validation_batches)
         self.chosen = round(_SHARE * context)
         if self.chosen == 0:
             raise DataError(f"context = {context} given; 15% of it is no place to mask. Give at least 4")
@@ -49,23 +46,8 @@ class MaskedLanguageModelling(Task):
         """Two BERTs."""
         return {name: partial(BERT, _TOKENS, self.context, *size) for name, size in _SIZES.items()}
 
-    def batch(self, seed: int, step: int) -> Batch:
-        """Windows at uniform random places of the training part, masked again."""
-        generator = stream(seed, step)
-        limit = len(self.corpus.train) - self.context + 1
-        starts = torch.randint(0, limit, (self.size,), generator=generator, dtype=torch.int64, device="cpu")
-        return self._masked("train", starts, generator)
-
-    def held_out(self) -> list[Batch]:
-        """Windows spread evenly over the held-out part, masked the same each time."""
-        generator = stream(-1, 0)
-        limit = len(self.corpus.held_out) - self.context
-        count = self.validation_batches * self.size
-        starts = torch.arange(count, dtype=torch.int64, device="cpu") * limit // count
-        return [self._masked("held_out", piece, generator) for piece in starts.view(-1, self.size)]
-
-    def _masked(self, split: str, starts: Tensor, generator: torch.Generator) -> Batch:
-        text = self.corpus.windows(split, starts, self.context)
+    def cut(self, text: Tensor, generator: torch.Generator) -> Batch:
+        """Windows, masked."""
         order = torch.rand(text.shape, generator=generator, dtype=torch.float32, device="cpu").argsort(dim=1)
         chosen = torch.zeros_like(text, dtype=torch.bool).scatter_(1, order[:, : self.chosen], True)
         kind = torch.rand(text.shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -91,14 +73,6 @@ class MaskedLanguageModelling(Task):
     def by_heart(self) -> nn.Module:
         """Knows the held-out windows."""
         return _Reader(self.held_out())
-
-    def count(self, batch: Batch) -> int:
-        """Tokens."""
-        return batch["tokens"].numel()
-
-    def digest(self) -> str:
-        """The corpus's."""
-        return self.corpus.digest
 
 
 class _Reader(nn.Module):

@@ -16,7 +16,7 @@ from halfstep.errors import DataError
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import END, PAD, START, Batch, Task, TaskSpec, greedy, stream, without_marks
+from halfstep.lab.task import END, PAD, START, Batch, ByHeart, Task, TaskSpec, greedy, stream, without_marks
 
 
 LONGEST = 14
@@ -123,16 +123,7 @@ class Pronunciation(Task):
 
     def by_heart(self) -> nn.Module:
         """Says the held-out words as the dictionary does."""
-        return _Dictionary(self.test.phonemes)
-
-
-class _Dictionary(nn.Module):
-    def __init__(self, phonemes: Tensor) -> None:
-        super().__init__()
-        self.phonemes = phonemes
-
-    def forward(self, letters: Tensor, spoken: Tensor) -> Tensor:
-        return F.one_hot(self.phonemes[:, 1 : spoken.shape[1] + 1], END + 1 + len(PHONEMES)).float()
+        return ByHeart(self.test.phonemes, END + 1 + len(PHONEMES))
 
 
 pronunciation = TaskSpec(

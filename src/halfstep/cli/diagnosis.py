@@ -1,0 +1,186 @@
+"""What `halfstep doctor` finds: the path of each recipe on this machine, and how the kernels did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import typer
+
+from halfstep.cli.terminal import fail, show_json, show_table
+from halfstep.errors import OptimizerError
+from halfstep.kernels import carried
+from halfstep.kernels.cpu import blocks, elements, panels, posit, rows, tiles
+from halfstep.kernels.cpu.compiled import kept_code
+from halfstep.kernels.gpu import blocks as gpu_blocks
+from halfstep.kernels.gpu import launch
+from halfstep.kernels.gpu.source import finding, moving
+from halfstep.kernels.unit_kinds import PAYS
+from halfstep.ops import is_native_available
+from halfstep.optim.rules import update_rules
+from halfstep.quant import Quantizer
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe import DTYPES, Recipe, get_recipe, list_recipes
+
+
+def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
+    """Say which path each recipe takes, and test every kernel; whether one differs from the reference."""
+    from halfstep.kernels import selftest, selftest_gpu, selftest_matrices, selftest_units
+    from halfstep.kernels.gpu.proofs import proofs
+    from halfstep.optim import selftest as optim
+    from halfstep.optim import selftest_gpu as optim_gpu
+
+    with_gpu = torch.cuda.is_available()
+    asked = [stage for name in recipes or list_recipes() for stage in get_recipe(name).by_stage]
+    machine = _machine()
+    paths = [
+        {
+            "recipe": recipe.name,
+            "products": _products(recipe),
+            "quantised": _quantised(recipe, _path),
+            "fp8 units": _native(recipe),
+            **({"quantised on cuda": _quantised_on_gpu(recipe)} if with_gpu else {}),
+        }
+        for recipe in asked
+    ]
+    typer.echo("testing every kernel: minutes where they are not compiled yet, seconds afterwards", err=True)
+    tests = [t for each in (selftest, selftest_matrices, selftest_units, optim) for t in each.outcomes()]
+    absent = launch.missing() if with_gpu else "no CUDA device"
+    if absent is None:
+        tests += [*selftest_gpu.outcomes(torch.device("cuda")), *optim_gpu.outcomes(torch.device("cuda"))]
+    proven = {} if absent is None else {proof.kernel: str(proof) for proof in proofs()}
+    wrong = [test for test in tests if not test.passed]
+    if as_json:
+        kernels = [
+            {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
+        ]
+        told = {"machine": machine, "recipes": paths, "claims": _claims(), "kernels": kernels, "proven": proven}
+        show_json(told | {"passed": not wrong})
+    else:
+        for key, value in machine.items():
+            typer.echo(f"{key:<13} {value}")
+        typer.echo()
+        head = ["recipe", "products", "operands", "FP8 tensor cores", *(["operands on the GPU"] if with_gpu else [])]
+        show_table(head, [tuple(path.values()) for path in paths])
+        typer.echo()
+        for line in _claims():
+            typer.echo(line)
+        typer.echo()
+        compared = sum(test.compared for test in tests)
+        typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")
+        if absent is not None:
+            typer.echo()
+            show_table([f"kernels for CUDA ({absent})", "proven without one"], list(proven.items()))
+        for test in wrong:
+            fail(f"kernel {test.kernel}, {test.format}: {test.difference}. Do not train with it here; please report it")
+    return bool(wrong)
+
+
+def source_of(name: str) -> str:
+    """The functions that the GPU's optimizer kernels call, of a rule under its torch class's own options.
+
+    Raises:
+        OptimizerError: there is no rule of that name, or it is no formula of one element.
+    """
+    made = {key: rule for key, rule in update_rules().items() if rule.options is not None}
+    if name not in made:
+        found = "is no formula of one element" if name in update_rules() else "is no update rule"
+        raise OptimizerError(f"{name!r} {found}: kernels are made of {', '.join(sorted(made))}")
+    kind = made[name].torch_class
+    own = made[name].options(kind([torch.zeros(1, dtype=torch.float32, device="cpu")]).defaults)  # type: ignore[misc,call-arg]
+    after_step = len(own.program.names) - 1 - len(own.numbers)
+    return f"# torch.optim.{kind.__name__}\n\n{finding(own.program, after_step)}\n\n{moving(own.program)}"
+
+
+def _machine() -> dict[str, str]:
+    tell = getattr(torch.cpu, "get_capabilities", None)
+    units = (
+        {k: v for k, v in tell().items() if v is True and any(w in k for w in ("bf16", "fp16", "amx"))} if tell else {}
+    )
+    known = ", ".join(sorted(units)) or ("none" if tell else f"torch {torch.__version__} does not tell")
+    found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "16-bit units": known}
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        here = carried.supports(dtype, torch.device("cpu"))
+        why = "no units for it: products carried in float32" if here else "torch's own products"
+        found[f"{name} on CPU"] = why
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
+    return {**found, "cuda": cuda, "compiled code": kept_code()}
+
+
+def _claims() -> list[str]:
+    """What may be said of operands and products on any machine, and which sizes tensor cores leave to others."""
+    return [
+        "operands: equal to the reference, every bit, on every device",
+        "carried products: exact terms, summed in float32, rounded once; an error of at most 2 K 2^-24 sum|a b| before",
+        "products on FP8 tensor cores (8.9, 9.x): exact terms, sums cut to 13 fraction bits in chunks of 128; fast "
+        "sums are never asked for",
+        "carried all the same: products whose sides are no multiples of 16 (tiles of 32 and 16: the shared side, of "
+        "32; tiles of 128: of 128), are empty, or not in bfloat16",
+        f"derived, not measured: tensor cores pay where 1/rows + 1/in + 1/out of a layer is below 1/{1 / PAYS:.0f}; no "
+        "path depends on it",
+    ]
+
+
+def _products(recipe: Recipe) -> str:
+    """The path of the 16-bit products, and of rounded operands, on this CPU."""
+    if recipe.compute == "fp32":
+        return "float32, torch's own"
+    if carried.supports(DTYPES[recipe.compute], torch.device("cpu")):
+        return f"{recipe.compute} carried in float32"
+    return f"{recipe.compute}, torch's own"
+
+
+def _quantised(recipe: Recipe, path: Callable[[Quantizer], str], missing: str | None = None) -> str:
+    """Kernel or reference, for every distinct quantizer of the recipe; `missing` is why there are no kernels at all."""
+    quantizers = {quantizer for rule in recipe.rules for quantizer in rule.linear.quantizers}
+    if quantizers and missing:
+        return f"reference: {missing}"
+    return "; ".join(sorted({path(quantizer) for quantizer in quantizers})) or "not rounded"
+
+
+def _quantised_on_gpu(recipe: Recipe) -> str:
+    """The same for CUDA tensors."""
+    return _quantised(recipe, gpu_path, launch.missing())
+
+
+def gpu_path(quantizer: Quantizer) -> str:
+    """Triton kernel or reference, for a quantizer of CUDA tensors; asked without a GPU, too."""
+    name, scales = quantizer.format.name, quantizer.scales
+    if scales is None or scales.tile == TENSOR:
+        return f"{name} by {_by_element(quantizer)}"
+    sample = torch.zeros(scales.tile.rows or 128, scales.tile.columns or 128, dtype=torch.float32, device="cpu")
+    known = gpu_blocks.cut_of(sample, quantizer) is not None
+    return f"{name} {scales.tile} by {'kernel' if known else 'reference: no kernel for the tile or its scale rule'}"
+
+
+def _native(recipe: Recipe) -> str:
+    """Whether a GPU's FP8 tensor cores take the products, and why not."""
+    if not any(rule.linear.rounds for rule in recipe.rules):
+        return ""
+    available, reason = is_native_available(recipe, "cuda", return_reason=True)
+    return "yes" if available else f"no: {reason}"
+
+
+def _path(quantizer: Quantizer) -> str:
+    name, scales = quantizer.format.name, quantizer.scales
+    if scales is None or scales.tile == TENSOR:
+        return f"{name} by {_by_element(quantizer)}"
+    across = f"{name} {scales.tile} by "
+    if quantizer.by_rows and rows.scalars(quantizer.format, quantizer.rounding) is not None:
+        return across + "kernel"
+    quantizer = quantizer.plain.inner or quantizer.plain
+    found = blocks.values_of(quantizer, scales.tile.columns or 1)
+    if found is not None or panels.numbers_of(quantizer) is not None:
+        return across + "kernel"
+    if tiles.numbers_of(quantizer) is not None:
+        return across + "kernel, in several passes"
+    return across + "reference: no kernel for the tile or its scale rule"
+
+
+def _by_element(quantizer: Quantizer) -> str:
+    """What rounds element by element, on CPUs and GPUs."""
+    format, dtypes = quantizer.format, (torch.float32, torch.float32)
+    known = elements.scalars(format, quantizer.rounding, quantizer.overflow, *dtypes)
+    if known is None and quantizer.scales is None:
+        known = posit.scalars(format, quantizer.rounding, *dtypes)
+    return "reference: no kernel for the format" if known is None else "kernel"
