@@ -58,7 +58,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 except ModuleNotFoundError as error:
     raise CheckpointError(
         f"plots are drawn with {error.name}, which is not installed; install it with pip install 'halfstep[lab]', or "
@@ -94,9 +94,7 @@ def figure(report: Inspection) -> Figure:
             _draw(axes, role, low, high)
         panels[-1].set_xlabel("magnitude; red: fp16 makes it zero or infinite; yellow: subnormal in fp16")
         panels[-1].xaxis.set_major_locator(MaxNLocator(12, integer=True))
-        panels[-1].xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: "2" + str(int(value)).translate(_SUPERSCRIPT))
-        )
+        panels[-1].xaxis.set_major_formatter(lambda value, _: "2" + str(int(value)).translate(_SUPERSCRIPT))
     return drawn
 
 
@@ -143,7 +141,5 @@ def _draw(axes: Axes, role: RoleReport, low: int, high: int) -> None:
     subnormal = percent(found.fp16_subnormal / found.nonzero)
     lost = percent((found.fp16_below + found.fp16_above) / found.nonzero)
     axes.set_title(f"fp16: {subnormal} subnormal, {lost} out of range", loc="right", fontsize=8.5, color=_FAINT)
-    axes.set_xlim(low, high)
-    axes.set_ylabel("%")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set(xlim=(low, high), ylabel="%")
+    axes.spines[["top", "right"]].set_visible(False)

@@ -97,10 +97,9 @@ def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: 
         x, y = [math.log2(spread.std) for spread in shown], [places[spread.site.module] for spread in shown]
         size = 20 if bottom < 80 else 9
         axes.scatter(x, y, size, color=colour, marker=marker, linewidths=0, alpha=0.85, label=kind, zorder=4)
-    axes.set_ylim(bottom + 0.5, -strip * (1.2 * len(kept) + 1.1))
-    axes.set_xlim(low, high)
+    top = -strip * (1.2 * len(kept) + 1.1)
+    axes.set(ylim=(bottom + 0.5, top), xlim=(low, high), xlabel="log2 of the standard deviation")
     axes.set_title(name, loc="left", fontsize=9, color=_INK)
-    axes.set_xlabel("log2 of the standard deviation")
     axes.spines[["top", "right"]].set_visible(False)
     ticks = _labels(scales, places, room)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=7.5)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from halfstep.lab.report.results import Results
 from halfstep.lab.report.style import Look, Picture, looks, new_figure, plain, share
@@ -92,12 +91,10 @@ def draw(data: Sequence[Descent], look: Mapping[str, Look], title: str) -> Figur
             axes.plot(
                 d.steps, values, own.line, color=own.colour, marker=own.marker, markersize=5, label=plain(d.recipe)
             )
-    above.set_ylabel("descent quality")
-    above.set_ylim(min(-0.03, *(min(d.quality) for d in data)), max(1.08, *(max(d.quality) for d in data)) + 0.02)
-    below.set_ylabel("lost updates (%)")
-    below.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.0f}"))
-    below.set_ylim(-0.03, 1.03)
-    below.set_xlabel("step")
+    low, high = min(-0.03, *(min(d.quality) for d in data)), max(1.08, *(max(d.quality) for d in data)) + 0.02
+    above.set(ylabel="descent quality", ylim=(low, high))
+    below.set(ylabel="lost updates (%)", ylim=(-0.03, 1.03), xlabel="step")
+    below.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f}")
     for axes in (above, below):
         axes.grid(axis="y")
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import MultipleLocator
 
 from halfstep import formats
 from halfstep.bits.histogram import ExponentHistogram, binades
@@ -154,14 +154,14 @@ def draw(data: Exponents, title: str) -> Figure:
                 steps = [cast.shares.get(e, 0.0) for e in edges[:-1]]
                 axes.stairs(steps, edges, color=INK, linewidth=1.3, zorder=4)
         axes.set_title(name, loc="left", fontsize=10)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}"))
+        axes.yaxis.set_major_formatter(lambda v, _: f"{100 * v:g}")
         axes.set_ylabel("share of values (%)")
     top = max(max(cast.shares.values()) for by_kind in casts for cast in by_kind.values())
     panels[0].set_ylim(0, 1.65 * top)
     left_out = " and ".join(f"{v.zeros:,} ({share(v.zeros / v.size)})" for v in data.values.values())
     panels[0].set_title(f"not drawn: exact zeros, {left_out}", loc="right", fontsize=8.5, color=FAINT)
     panels[1].xaxis.set_major_locator(MultipleLocator(5))
-    panels[1].xaxis.set_major_formatter(FuncFormatter(lambda v, _: power(round(v))))
+    panels[1].xaxis.set_major_formatter(lambda v, _: power(round(v)))
     panels[1].set_xlabel("magnitude of a gradient in the backward pass")
     handles: list[Patch | Line2D] = []
     if "activation_gradients" in data.values:

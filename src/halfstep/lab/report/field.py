@@ -8,7 +8,6 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 
 from halfstep.lab.facts import Metric
 from halfstep.lab.report.results import BASELINE, Results
@@ -80,10 +79,9 @@ def draw(data: Sequence[Course], look: Mapping[str, Look], metric: Metric, title
     axes = figure.subplots()
     axes.grid(axis="y")
     axes.margins(x=0.02)
-    axes.set_xlabel("step")
-    axes.set_ylabel(metric.name)
+    axes.set(xlabel="step", ylabel=metric.name)
     if "%" in metric.form:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: metric.show(value)))
+        axes.yaxis.set_major_formatter(lambda value, _: metric.show(value))
     handles: dict[str, Line2D] = {}
     for course in sorted(data, key=lambda c: c.recipe != BASELINE):
         mark, first = look[course.recipe], course.recipe not in handles

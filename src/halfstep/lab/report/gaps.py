@@ -11,7 +11,19 @@ from matplotlib.patches import Patch
 
 from halfstep.lab.interval import Interval
 from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import BAND, INK, PERCENT, Look, Picture, looks, new_figure, percent_ticks, plain, signed
+from halfstep.lab.report.style import (
+    BAND,
+    INK,
+    PERCENT,
+    Look,
+    Picture,
+    looks,
+    name_rows,
+    new_figure,
+    percent_ticks,
+    plain,
+    signed,
+)
 from halfstep.lab.verdict import DEGRADES, DIVERGED, UNDECIDED
 
 
@@ -111,9 +123,7 @@ def draw(data: Gaps, look: Mapping[str, Look], title: str) -> Figure:
         )  # fmt: skip
         if gap.note and gap.note.startswith(DIVERGED):
             axes.plot(0.985, row, "X", color=colour, markersize=10, transform=axes.get_yaxis_transform(), clip_on=False)
-    axes.set_yticks(range(len(data.gaps)), [plain(g.recipe) for g in data.gaps])
-    axes.set_ylim(len(data.gaps) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
+    name_rows(axes, [plain(g.recipe) for g in data.gaps], 0.6)
     low, high = min(shown), max(shown)
     if max(high, -low) > 10 * data.margin:
         axes.set_xscale("symlog", linthresh=2 * data.margin, linscale=1.0)

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import FAINT, INK, ROLES, Picture, new_figure, plain
+from halfstep.lab.report.style import FAINT, INK, ROLES, Picture, name_rows, new_figure, plain
 
 
 PERSISTENT = {"weights": "weights", "grads": "gradients", "master": "master copy", "states": "optimizer states"}
@@ -106,12 +106,10 @@ def draw(data: list[Bytes], title: str) -> Figure:
             axes.barh(row, b.transient, left=left + apart, height=0.62, color="white", edgecolor=FAINT, hatch="////")
             x = left + apart + b.transient + 0.012 * widest
             axes.text(x, row, f"+{b.transient:.3g}", va="center_baseline", fontsize=9, color=FAINT)
-    axes.set_yticks(range(len(data)), [plain(b.recipe) for b in data])
-    axes.set_ylim(len(data) - 0.45, -0.55)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, max(b.total + apart + b.transient for b in data) + 0.09 * widest)
+    name_rows(axes, [plain(b.recipe) for b in data], 0.55)
+    longest = max(b.total + apart + b.transient for b in data)
+    axes.set(xlim=(0, longest + 0.09 * widest), xlabel="bytes a parameter")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 4, 10]))
-    axes.set_xlabel("bytes a parameter")
 
     def used(role: str) -> bool:
         return any(b.roles[role] for b in data)

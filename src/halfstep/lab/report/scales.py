@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import MultipleLocator
 
 from halfstep.lab.report.results import Results
 from halfstep.lab.report.style import INK, Look, Picture, looks, new_figure, plain, power, spread
@@ -80,12 +80,10 @@ def draw(data: list[History], look: Mapping[str, Look], title: str) -> Figure:
             h.skipped, [at[s] for s in h.skipped], "X", color=colour, markeredgecolor="white", markersize=9, zorder=4
         )
     values = [e for h in data for e in h.exponents]
-    axes.set_ylim(min(values) - 1.2, max(values) + 1.2)
+    axes.set(ylim=(min(values) - 1.2, max(values) + 1.2), ylabel="loss scale", xlabel="step")
     axes.margins(x=0.02)
     axes.yaxis.set_major_locator(MultipleLocator(max(1, round((max(values) - min(values)) / 6))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: power(round(v))))
-    axes.set_ylabel("loss scale")
-    axes.set_xlabel("step")
+    axes.yaxis.set_major_formatter(lambda v, _: power(round(v)))
     (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
     ends = [(h.exponents[-1] - low) / (high - low) for h in data]
     for h, y, place in zip(data, ends, spread(ends, 0.1), strict=True):

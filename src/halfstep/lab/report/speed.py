@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import INK, Look, Picture, looks, new_figure, plain, times
+from halfstep.lab.report.style import INK, Look, Picture, looks, name_rows, new_figure, plain, times
 from halfstep.lab.verdict import timings
 
 
@@ -91,9 +91,7 @@ def draw(data: list[Speed], look: Mapping[str, Look], title: str) -> Figure:
     """A bar a recipe; milliseconds below, multiples of fp32's above."""
     figure = new_figure(1.5 + 0.36 * len(data), title)
     axes = figure.subplots()
-    rows = range(len(data))
-    medians = [s.median for s in data]
-    for row, s in zip(rows, data, strict=True):
+    for row, s in enumerate(data):
         alpha = 1.0 if s.certain else 0.35
         axes.barh(row, s.median, color=look[s.recipe].colour, height=0.62, zorder=2, alpha=alpha)
         if s.high > s.low:
@@ -109,11 +107,9 @@ def draw(data: list[Speed], look: Mapping[str, Look], title: str) -> Figure:
             va="center_baseline",
             fontsize=9,
         )
-    axes.set_yticks(rows, [plain(s.recipe) for s in data])
-    axes.set_ylim(len(data) - 0.45, -0.55)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.03 * max(max(medians), max(s.high for s in data)))
-    axes.set_xlabel("milliseconds a step: median, whisker 10th to 90th percentile")
+    name_rows(axes, [plain(s.recipe) for s in data], 0.55)
+    longest = 1.03 * max(max(s.median, s.high) for s in data)
+    axes.set(xlim=(0, longest), xlabel="milliseconds a step: median, whisker 10th to 90th percentile")
     base = next((s.median for s in data if s.recipe == BASELINE), None)
     if base:
         axes.axvline(base, color="black", linewidth=1, linestyle=(0, (4, 3)), zorder=5)

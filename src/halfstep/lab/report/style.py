@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -89,6 +90,13 @@ def new_figure(height: float, title: str) -> Figure:
     lines = textwrap.fill(title, 66)
     figure.suptitle(lines, x=0.012, ha="left", fontsize=11, fontweight="bold", linespacing=1.25)
     return figure
+
+
+def name_rows(axes: Axes, names: Sequence[str], room: float, **type: Any) -> None:
+    """Name the rows of a plot, the first on top, with some room above and below them."""
+    axes.set_yticks(range(len(names)), names, **type)
+    axes.set_ylim(len(names) - 1 + room, -room)
+    axes.tick_params(axis="y", length=0)
 
 
 def png(figure: Figure) -> bytes:

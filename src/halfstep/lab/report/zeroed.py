@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from halfstep import formats
 from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import INK, ROLES, Picture, new_figure, plain, share
+from halfstep.lab.report.style import INK, ROLES, Picture, name_rows, new_figure, plain, share
 
 
 WHAT = {
@@ -117,11 +116,9 @@ def draw(data: Lost, title: str) -> Figure:
             words = share(data.median(what, name))
             axes.text(1.02, row, words, transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=9)
         axes.set_title(WHAT[what], loc="left", fontsize=10)
-        axes.set_yticks(rows, names, fontsize=9)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.tick_params(axis="y", length=0)
+        name_rows(axes, names, 0.6, fontsize=9)
         axes.grid(axis="x")
-    groups[-1].set_xlim(0, 1)
-    groups[-1].xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.0f}"))
-    groups[-1].set_xlabel(f"share (%): median and range over {_steps(data)} of {plain(data.recipe)}")
+    over = f"share (%): median and range over {_steps(data)} of {plain(data.recipe)}"
+    groups[-1].set(xlim=(0, 1), xlabel=over)
+    groups[-1].xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f}")
     return figure

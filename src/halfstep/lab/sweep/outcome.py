@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from halfstep.lab.metrics import Row
 from halfstep.lab.spikes import spikes
@@ -57,10 +56,6 @@ class Outcome:
     def ended(self) -> bool:
         """Whether it counts among runs that finished or diverged."""
         return self.status in (FINISHED, DIVERGED)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
