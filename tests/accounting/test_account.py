@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import halfstep
 from families import in_turn, slow_unless
 from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, inference, load_subject
-from halfstep.accounting.checkpointing import checkpointed
+from halfstep.accounting.account import checkpointed
 from halfstep.accounting.subject import Blank, loss_of
 from halfstep.errors import AccountError, ModelError, RecipeError
 from halfstep.lab.models.cnn import CNN

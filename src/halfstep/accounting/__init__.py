@@ -1,7 +1,6 @@
 """What a training setup takes before it exists, on tensors without memory: bytes by role, and its products."""
 
-from halfstep.accounting.account import OPTIMIZERS, Account, InferenceBytes, account, inference
-from halfstep.accounting.checkpointing import CHECKPOINTING
+from halfstep.accounting.account import CHECKPOINTING, OPTIMIZERS, Account, InferenceBytes, account, inference
 from halfstep.accounting.cost import cost
 from halfstep.accounting.models import architectures, load_subject, named
 from halfstep.accounting.products import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, speeds_from

@@ -10,11 +10,10 @@ from typing import Any
 from halfstep.probe.buffers import NONE, Buffers
 from halfstep.probe.cast import CastTrial
 from halfstep.probe.data import cast_data, finite, range_data, trial_data
-from halfstep.probe.ranges import Range
+from halfstep.probe.ranges import Range, Window
 from halfstep.probe.sensitivity import FLOAT32, Sensitivity
 from halfstep.probe.target import Target
 from halfstep.probe.trial import OUTPUT_ERROR, Trial
-from halfstep.probe.window import Window
 from halfstep.recipe import to_data
 
 

@@ -15,8 +15,7 @@ from halfstep.errors import ModelError
 from halfstep.nn import apply
 from halfstep.probe.batch import Batch, Loss, loss_of
 from halfstep.probe.observe import observed
-from halfstep.probe.ranges import Site
-from halfstep.probe.window import FLOOR
+from halfstep.probe.ranges import FLOOR, Site
 from halfstep.recipe import Recipe
 
 

@@ -2,13 +2,22 @@
 
 from halfstep.bits.histogram import ExponentHistogram
 from halfstep.tracking.amaxes import Amaxes, amaxes, exponents
-from halfstep.tracking.descent import Arrival, Arrivals, arrival, arrivals
+from halfstep.tracking.descent import (
+    Arrival,
+    Arrivals,
+    Zeros,
+    arrival,
+    arrivals,
+    share_lost,
+    share_zeroed,
+    vanished_states,
+    zeros,
+)
 from halfstep.tracking.log import Log, scalars, track
 from halfstep.tracking.nonfinite import activation_gradients, activation_gradients_by_module, first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors, saturated_share
 from halfstep.tracking.saved import SavedBytes, SavedRow, saving
 from halfstep.tracking.sharpness import logit_sharpness
-from halfstep.tracking.vanished import Zeros, share_lost, share_zeroed, vanished_states, zeros
 
 
 __all__ = [

@@ -20,8 +20,7 @@ from halfstep.errors import HalfstepError
 from halfstep.optim import LowBit
 from halfstep.optim.unscaling import unwrapped
 from halfstep.tracking.amaxes import Amaxes, amaxes
-from halfstep.tracking.descent import Arrivals, arrivals
-from halfstep.tracking.vanished import zeros
+from halfstep.tracking.descent import Arrivals, arrivals, zeros
 
 
 Row = dict[str, Any]
