@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.lab.environment import environment
-from halfstep.lab.interval import paired, paired_power
-from halfstep.lab.sweep.counts import ENOUGH
+from halfstep.lab.interval import ENOUGH, paired, paired_power
 from halfstep.lab.sweep.folder import SweepFolder
 from halfstep.lab.sweep.leads import NAMES, Series, leads, runs_of
 from halfstep.lab.sweep.report import outcomes

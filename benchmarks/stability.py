@@ -26,7 +26,7 @@ import numpy as np
 
 from halfstep.errors import LawError
 from halfstep.lab.environment import environment
-from halfstep.lab.sweep.counts import compared, share
+from halfstep.lab.interval import compared, share
 from halfstep.lab.sweep.folder import DIVERGED, SweepFolder
 from halfstep.lab.sweep.laws import damages, law_cells
 from halfstep.lab.sweep.outcome import Outcome

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.probe.buffers import Buffers, rounded_buffers
+from halfstep.probe.cast import Buffers, rounded_buffers
 from halfstep.probe.sensitivity import sensitivity
 from halfstep.probe.trial import reference
 

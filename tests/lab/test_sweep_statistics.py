@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from halfstep.lab.interval import compared, fisher, power, runs_to_tell, wilson
 from halfstep.lab.spikes import Spike, spikes
-from halfstep.lab.sweep.counts import compared, fisher, power, runs_to_tell, wilson
 from halfstep.lab.sweep.folder import CellState
 from halfstep.lab.sweep.outcome import outcome
 from halfstep.lab.sweep.report import best_rates

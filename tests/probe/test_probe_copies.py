@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ModelError
-from halfstep.probe.aside import copied
+from halfstep.probe.batch import copied
 
 
 class Wrapper:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.bits.dtypes import TYPES
 from halfstep.bits.scan import Scan, readable, scan
-from halfstep.bits.values import InMemory, runs
+from halfstep.bits.values import TYPES, InMemory, runs
 
 
 PIECE = 1 << 22

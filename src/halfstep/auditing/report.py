@@ -78,8 +78,7 @@ class Finding:
 
     def __str__(self) -> str:
         names = f" ({len(self.tensors)}): {some(self.tensors)}" if self.tensors else ""
-        said = f"{self.level}: {self.text}{names}"
-        return fill(said, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        return folded(f"{self.level}: {self.text}{names}")
 
 
 @dataclass(frozen=True)
@@ -190,6 +189,11 @@ class Audit:
         stage = "" if self.stage is None else f"; {self.stage}"
         trained = f"{self.trained:,} trained parameters"
         return f"{self.model}, {self.optimizer or 'no optimizer'}: {trained}{steps}{scale}{stage}"
+
+
+def folded(text: str) -> str:
+    """A text in lines of `COLUMNS` characters."""
+    return fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def some(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.auditing.audit import audit
 from halfstep.auditing.live import name_of
-from halfstep.auditing.report import COLUMNS, SCHEMA, Audit
+from halfstep.auditing.report import COLUMNS, SCHEMA, Audit, folded
 from halfstep.auditing.setup import Setup, kept_as, set_up
 from halfstep.auditing.watch import Moved, Watch
 from halfstep.bits.sentences import percent
@@ -194,20 +194,16 @@ class Mend:
             f"What that costs: fine-tuned so, a small GPT reached {reached} of what float32 gains; with "
             f"{_CURE[self.dtype]} 99% or more (three seeds, docs/which_bf16.md)."
         )
-        return [_wrapped(text)]
+        return [folded(text)]
 
     def _mended(self) -> list[str]:
         if not self.recipes:
-            return [_wrapped(_float32(self.dtype))]
+            return [folded(_float32(self.dtype))]
         first, *others = self.recipes.items()
         beside = "".join(f'; recipe="{name}" takes {size:.3g}' for name, size in others)
         when = "once the optimizer is made, " if self.lines[0] == "import halfstep" else ""
         head = f"Two lines mend it, {when}at {first[1]:.3g} bytes a parameter in all (now {self.now:.3g}{beside}):"
-        return [_wrapped(head), *(f"    {line}" for line in self.lines), _wrapped(_float32(self.dtype))]
-
-
-def _wrapped(text: str) -> str:
-    return fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        return [folded(head), *(f"    {line}" for line in self.lines), folded(_float32(self.dtype))]
 
 
 def _float32(dtype: str) -> str:

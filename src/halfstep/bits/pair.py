@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.bits.dtypes import FLOAT8, TYPES
 from halfstep.bits.pieces import even
 from halfstep.bits.scan import decoded
-from halfstep.bits.values import Values
+from halfstep.bits.values import FLOAT8, TYPES, Values
 
 
 Doubles = NDArray[np.float64]

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.bits.dtypes import TYPES
 from halfstep.bits.places import as_float32
 from halfstep.bits.scan import Progress
-from halfstep.bits.values import Values
+from halfstep.bits.values import TYPES, Values
 from halfstep.quant import Quantizer
 from halfstep.quant.tile import TENSOR
 

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from halfstep import formats
 from halfstep.bits.distinct import LEVELS, Levels, counted, levels_of, may_be_few, telling
-from halfstep.bits.dtypes import TYPES
 from halfstep.bits.places import SAMPLE, Places, Spread, as_bits, as_doubles, sample, small_places
 from halfstep.bits.table import EMPTY, Table, from_kernel, from_values, tables
-from halfstep.bits.values import Values
+from halfstep.bits.values import TYPES, Values
 from halfstep.formats import Format
 from halfstep.kernels.cpu import bits as kernel
 

@@ -10,11 +10,12 @@ import typer
 
 from halfstep.cli.terminal import show_json, show_table, stages
 from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
+from halfstep.kb import Verdict, check
+from halfstep.kb.descriptions import because
 from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
-    from halfstep.kb import Verdict
     from halfstep.probe import ProbeReport
     from halfstep.probe.ranges import Counts, Range
 
@@ -63,7 +64,7 @@ def probe(
             progress("loading torch and the model")
             from halfstep.probe import probe_model
             from halfstep.probe.inputs import load_model
-            from halfstep.probe.target import target
+            from halfstep.probe.suggest import target
 
             target(to, loss_scale)  # a wrong name is said before the model is loaded
             loaded = load_model(model)
@@ -115,7 +116,6 @@ def batches_for(loaded: Any, data: str | None, batches: int, batch: int, context
 
 def _known(model: str, format: str) -> Verdict | None:
     """What the knowledge base says of the model in that type; None if it knows neither."""
-    from halfstep.kb import check
 
     with suppress(KnowledgeBaseError):
         verdict = check(model, format)
@@ -125,7 +125,6 @@ def _known(model: str, format: str) -> Verdict | None:
 
 
 def _show(report: ProbeReport, known: Verdict | None) -> None:
-    from halfstep.kb.descriptions import because
 
     typer.echo("\n".join(map(printable, str(report).split("\n"))))
     if known is not None:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from numpy.typing import NDArray
 
-from halfstep.bits.dtypes import TYPES
+from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.readers.safetensors import DTYPES
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.bits.dtypes import TYPES
+from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.limits import DIMENSIONS, TEXT
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record

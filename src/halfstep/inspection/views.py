@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.bits.dtypes import TYPES
 from halfstep.bits.pair import as_numbers
 from halfstep.bits.pieces import even
-from halfstep.bits.values import Decoded, Shaped, Values
+from halfstep.bits.values import TYPES, Decoded, Shaped, Values
 from halfstep.inspection.schemes import Shape
 
 

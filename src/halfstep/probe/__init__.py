@@ -10,18 +10,15 @@ from torch import nn
 
 from halfstep.errors import DataError, FormatError, RecipeError
 from halfstep.nn.buffers import rounded
-from halfstep.probe.aside import copied, unchanged_generators
-from halfstep.probe.batch import Batch, Loss, moved
-from halfstep.probe.buffers import Buffers, rounded_buffers
-from halfstep.probe.cast import cast_trial
+from halfstep.probe.batch import Batch, Loss, copied, moved, unchanged_generators
+from halfstep.probe.cast import Buffers, cast_trial, rounded_buffers
 from halfstep.probe.measure import Meter, train
 from halfstep.probe.mismatch import Mismatch, mismatch
 from halfstep.probe.ranges import Site, Window, window
 from halfstep.probe.report import LOST, Conditions, ProbeReport
 from halfstep.probe.sensitivity import FLOAT32, sensitivity
 from halfstep.probe.spread import Scales, Spread, scales
-from halfstep.probe.suggest import keeping, suggest
-from halfstep.probe.target import Target, target
+from halfstep.probe.suggest import Target, keeping, suggest, target
 from halfstep.probe.trial import Failure, Trial, reference, trial
 from halfstep.recipe import Recipe, get_recipe, get_storage
 from halfstep.tracking.nonfinite import tensors_in

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from halfstep.errors import DataError, ModelError, RecipeError
 from halfstep.nn import apply
 from halfstep.nn.layers import ModuleFilter
-from halfstep.probe.aside import copied, unchanged_generators
-from halfstep.probe.batch import Batch, call, described
+from halfstep.probe.batch import Batch, call, copied, described, unchanged_generators
 from halfstep.recipe import Recipe, get_recipe
 from halfstep.tracking.nonfinite import outputs_seen
 

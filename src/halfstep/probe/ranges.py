@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,6 +120,24 @@ class Range:
     def headroom(self) -> float:
         """Bits between the largest magnitude and the largest value of the format; negative beyond it."""
         return math.log2(self.limits.format.max / self.counts.largest) if self.counts.largest else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **asdict(self.site),
+            "residual": self.block,
+            "largest": self.counts.largest,
+            "headroom_bits": number(self.headroom),
+            "beyond": self.share_beyond,
+            "subnormal": self.share_subnormal,
+            "vanished": self.share_vanished,
+            "lost": self.lost,
+        }
+
+
+def number(value: float) -> float | None:
+    """The number; None if it is infinite or NaN, which JSON has no word for."""
+    return value if math.isfinite(value) else None
 
 
 FLOOR = 2.0**-40

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.probe.buffers import NONE, Buffers
-from halfstep.probe.cast import CastTrial
-from halfstep.probe.data import cast_data, finite, range_data, trial_data
-from halfstep.probe.ranges import Range, Window
+from halfstep.probe.cast import NONE, Buffers, CastTrial
+from halfstep.probe.ranges import Range, Window, number
 from halfstep.probe.sensitivity import FLOAT32, Sensitivity
-from halfstep.probe.target import Target
+from halfstep.probe.suggest import Target
 from halfstep.probe.trial import OUTPUT_ERROR, Trial
 from halfstep.recipe import to_data
 
@@ -172,24 +170,24 @@ class ProbeReport:
             "recipe": self.trial.recipe.name,
             "first_failure": self.first_failure,
             "conditions": asdict(self.conditions),
-            "headroom_bits": None if near is None else finite(near.headroom),
+            "headroom_bits": None if near is None else number(near.headroom),
             "loss_scales": {
                 "smallest": self.window.smallest,
-                "largest": finite(self.window.largest),
+                "largest": number(self.window.largest),
                 "first_to_vanish": _text(self.window.first_to_vanish),
                 "first_to_overflow": _text(self.window.first_to_overflow),
             },
-            "trial": trial_data(self.trial),
-            "cast": None if self.cast is None else cast_data(self.cast),
+            "trial": self.trial.to_dict(),
+            "cast": None if self.cast is None else self.cast.to_dict(),
             "sensitivity": {
                 "size": self.sensitivity.size,
-                "output_error": finite(self.sensitivity.output_error),
+                "output_error": number(self.sensitivity.output_error),
                 "noise": list(self.noise),
             },
-            "buffers": [{**asdict(one), "error": finite(one.error)} for one in self.buffers.found],
-            "tried": [trial_data(trial) for trial in self.tried],
+            "buffers": [{**asdict(one), "error": number(one.error)} for one in self.buffers.found],
+            "tried": [trial.to_dict() for trial in self.tried],
             "suggestion": None if suggestion is None else to_data(suggestion.recipe),
-            "ranges": [{**range_data(found), "fits": found.site not in unfit} for found in self.ranges],
+            "ranges": [{**found.to_dict(), "fits": found.site not in unfit} for found in self.ranges],
         }
 
 

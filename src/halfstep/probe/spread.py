@@ -14,12 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from halfstep import formats
 from halfstep.bits.limits import Limits, limits_of
 from halfstep.errors import DataError, FormatError
-from halfstep.probe.aside import copied, unchanged_generators
-from halfstep.probe.batch import Batch, Loss, loss_of, moved
-from halfstep.probe.data import finite
+from halfstep.probe.batch import Batch, Loss, copied, loss_of, moved, unchanged_generators
 from halfstep.probe.measure import blocks, train
 from halfstep.probe.observe import observed
-from halfstep.probe.ranges import MASK, Counts, Range, Site, count
+from halfstep.probe.ranges import MASK, Counts, Range, Site, count, number
 from halfstep.probe.trial import parameter_site
 from halfstep.recipe import DTYPES
 
@@ -82,9 +80,9 @@ class Spread:
             "tensor": self.site.role.removeprefix(GRADIENT),
             "kind": self.kind,
             "values": self.moments.values,
-            "mean": finite(self.moments.mean),
-            "std": finite(self.std),
-            "largest": finite(self.ranges[0].counts.largest),
+            "mean": number(self.moments.mean),
+            "std": number(self.std),
+            "largest": number(self.ranges[0].counts.largest),
             "formats": {
                 found.limits.format.name: {
                     "beyond": found.share_beyond,

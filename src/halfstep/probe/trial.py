@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from halfstep.errors import ModelError
 from halfstep.nn import apply
 from halfstep.probe.batch import Batch, Loss, loss_of
 from halfstep.probe.observe import observed
-from halfstep.probe.ranges import FLOOR, Site
+from halfstep.probe.ranges import FLOOR, Site, number
 from halfstep.recipe import Recipe
 
 
@@ -54,20 +55,13 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """How a recipe did."""
+class Ran:
+    """How a model did that was run for real."""
 
-    recipe: Recipe
     failure: Failure | None
     """None: it passed."""
-    loss_scale: float | None
-    """The loss scale at which the backward was finite; None if it was not, or was not reached."""
     errors: dict[str, float]
     """The relative error of each module's output on the first batch, in the order of execution; the model's last."""
-    gradient_errors: dict[str, float]
-    """The relative error of each parameter's gradient on the first batch."""
-    rounded: tuple[str, ...] = ()
-    """The layers whose operands the recipe rounds."""
 
     @property
     def passed(self) -> bool:
@@ -78,6 +72,37 @@ class Trial:
     def output_error(self) -> float:
         """The relative error of what the model returned."""
         return self.errors.get("", math.inf)
+
+    def told(self, named: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+        """For JSON: what ran, how it went, and more."""
+        failure = self.failure
+        return {
+            **named,
+            "passed": self.passed,
+            "crashed": failure is not None and failure.crashed,
+            "failure": None if failure is None else f"{failure.site}: {failure.what}",
+            **more,
+            "output_error": number(self.output_error),
+            "errors": {path: number(error) for path, error in self.errors.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Trial(Ran):
+    """How a recipe did."""
+
+    recipe: Recipe
+    loss_scale: float | None
+    """The loss scale at which the backward was finite; None if it was not, or was not reached."""
+    gradient_errors: dict[str, float]
+    """The relative error of each parameter's gradient on the first batch."""
+    rounded: tuple[str, ...] = ()
+    """The layers whose operands the recipe rounds."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        named = {"recipe": self.recipe.name, "float32_modules": list(self.recipe.float32_modules)}
+        return self.told(named, {"loss_scale": self.loss_scale})
 
 
 def reference(model: nn.Module, batch: Batch, loss: Loss | None) -> Reference:
@@ -115,13 +140,13 @@ def trial(
     scale = recipe.loss_scale
     dynamic = scale is not None and scale.dynamic
     factor = start if dynamic else scale.init if scale is not None else 1.0
-    for number, batch in enumerate(batches):
-        while not run.step(batch, factor, compare=number == 0) and dynamic and factor > 1 and not run.forward:
+    for position, batch in enumerate(batches):
+        while not run.step(batch, factor, compare=position == 0) and dynamic and factor > 1 and not run.forward:
             factor /= 2
         if run.forward or run.backward:
             break
     reached = None if run.forward or run.backward else factor
-    return Trial(recipe, run.failure(), reached, run.outputs.by_module, run.gradient_errors, report.quantized)
+    return Trial(run.failure(), run.outputs.by_module, recipe, reached, run.gradient_errors, report.quantized)
 
 
 class Run:

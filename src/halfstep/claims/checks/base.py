@@ -64,6 +64,15 @@ def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tu
     return weight, optimizer
 
 
+def stepped(recipe: str, values: Tensor, choose: Choose, grad: float, steps: int) -> tuple[nn.Parameter, LowBit]:
+    """`one_weight` after so many steps with a gradient that is the same number everywhere."""
+    weight, optimizer = one_weight(recipe, values, choose)
+    weight.grad = torch.full_like(weight, grad)
+    for _ in range(steps):
+        optimizer.step()
+    return weight, optimizer
+
+
 def grad_dtype(recipe: str) -> torch.dtype:
     """The dtype in which a recipe accumulates gradients."""
     return DTYPES[get_recipe(recipe).grad_format]

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import halfstep
 from halfstep import formats
-from halfstep.claims.checks.base import Numbers, check, grad_dtype, one_weight
+from halfstep.claims.checks.base import Numbers, check, grad_dtype, one_weight, stepped
 from halfstep.memory import measure
 from halfstep.quant.masters import get_master
 from halfstep.tracking import Arrival, arrivals, share_lost, share_zeroed
@@ -141,12 +141,8 @@ def second_moment() -> Numbers:
     """Adam's v under a constant gradient of 0.5 and beta2 = 0.999 after 8000 steps, over its limit of 0.25."""
     found: Numbers = {}
     for recipe in ("bf16-collage-light", "bf16-collage-plus"):
-        weight, optimizer = one_weight(
-            recipe, torch.ones(4, dtype=torch.float32, device="cpu"), partial(torch.optim.AdamW, lr=0.0)
-        )
-        weight.grad = torch.full_like(weight, 0.5)
-        for _ in range(8000):
-            optimizer.step()
+        ones = torch.ones(4, dtype=torch.float32, device="cpu")
+        weight, optimizer = stepped(recipe, ones, partial(torch.optim.AdamW, lr=0.0), 0.5, 8000)
         state = optimizer.state[weight]
         rest: Tensor = state.get("exp_avg_sq_residual", torch.zeros(4, dtype=torch.float32, device="cpu"))
         found[recipe.rpartition("-")[2]] = float((state["exp_avg_sq"].float() + rest.float()).mean() / 0.25)
@@ -197,12 +193,8 @@ def both_betas() -> Numbers:
 @check("zamirai-walk")
 def walk() -> Numbers:
     """Where 2000 updates of -1e-4 take a weight of 1: to nearest, stochastically, and with Kahan's compensation."""
-    weight, optimizer = one_weight(
-        "bf16-stochastic", torch.ones(10_000, dtype=torch.float32, device="cpu"), partial(torch.optim.SGD, lr=1e-4)
-    )
-    weight.grad = torch.ones_like(weight)
-    for _ in range(2000):
-        optimizer.step()
+    ones = torch.ones(10_000, dtype=torch.float32, device="cpu")
+    weight, _ = stepped("bf16-stochastic", ones, partial(torch.optim.SGD, lr=1e-4), 1.0, 2000)
     ends = weight.detach().double()
     kahan, both = _walk("kahan", 1.0, -1e-4, 2000)
     return {
@@ -239,9 +231,6 @@ def decay() -> Numbers:
     for _ in range(1000):
         plain.mul_(1 - 1e-4)
     choose = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
-    weight, optimizer = one_weight("bf16-kahan", torch.ones(1, dtype=torch.float32, device="cpu"), choose)
-    weight.grad = torch.zeros_like(weight)
-    for _ in range(1000):
-        optimizer.step()
+    weight, optimizer = stepped("bf16-kahan", torch.ones(1, dtype=torch.float32, device="cpu"), choose, 0.0, 1000)
     stored = get_master(optimizer.recipe.master).value(weight.detach(), optimizer.state[weight])
     return {"theirs": plain.item(), "ours": weight.item(), "ours_both": stored.item(), "exact": (1 - 1e-4) ** 1000}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import halfstep
-from halfstep.claims.checks.base import Numbers, check, one_weight
+from halfstep.claims.checks.base import Numbers, check, stepped
 
 
 def _mantissas(bits: int) -> Tensor:
@@ -58,11 +58,7 @@ def stall() -> Numbers:
     """Where 4096 updates of -2^-12 take a weight of 1, by recipe."""
     ends: Numbers = {}
     for recipe in ("fp16-nomaster", "fp16-master", "bf16-nomaster", "bf16-master", "fp32"):
-        weight, optimizer = one_weight(
-            recipe, torch.ones(16, dtype=torch.float32, device="cpu"), partial(torch.optim.SGD, lr=1.0)
-        )
-        weight.grad = torch.full_like(weight, 2.0**-12)
-        for _ in range(4096):
-            optimizer.step()
+        ones = torch.ones(16, dtype=torch.float32, device="cpu")
+        weight, _ = stepped(recipe, ones, partial(torch.optim.SGD, lr=1.0), 2.0**-12, 4096)
         ends[recipe.replace("-", "_")] = float(weight.detach().double().mean())
     return ends

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.bits.dtypes import TYPES
+from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, inside
 from halfstep.inspection.layout import Mosaic, Placed, Strided

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.bits.dtypes import TYPES
+from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
 from halfstep.inspection.gguf_blocks import BLOCKS, BlockType

@@ -6,7 +6,7 @@ Source: https://github.com/huggingface/safetensors, README, "Format".
 from pathlib import Path
 from typing import Any
 
-from halfstep.bits.dtypes import TYPES
+from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
 from halfstep.inspection.layout import Plain

@@ -6,14 +6,14 @@ pickle.dump has the bytes of tensors inside the pickle, so that they cannot be f
 
 from pathlib import Path
 
-from halfstep.bits.dtypes import TYPES
+from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
 from halfstep.inspection.limits import TEXT
 from halfstep.inspection.pickles import Name, Pairs, load_next
+from halfstep.inspection.readers.torch_zip import Order, Region, opened
 from halfstep.inspection.stored import Checkpoint, Reader
 from halfstep.inspection.torch_objects import TENSORS, Storage, storage
-from halfstep.inspection.torch_storages import Order, Region, opened
 
 
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import RunError
-from halfstep.lab.interval import Interval, paired
+from halfstep.lab.interval import Interval, paired, share
 from halfstep.lab.metrics import Row
 from halfstep.lab.spikes import spikes
-from halfstep.lab.sweep.counts import share
 from halfstep.lab.sweep.folder import SweepFolder
 from halfstep.lab.sweep.report import outcomes
 

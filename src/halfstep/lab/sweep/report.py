@@ -16,9 +16,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from numpy.typing import NDArray
 
 from halfstep.lab.folder import write_json
-from halfstep.lab.interval import LEVEL, Interval, paired
+from halfstep.lab.interval import LEVEL, Interval, compared, paired, share
 from halfstep.lab.report.style import SETTINGS, looks, new_figure, plain, png
-from halfstep.lab.sweep.counts import compared, share
 from halfstep.lab.sweep.folder import DIVERGED, FAILED, SweepFolder, counts
 from halfstep.lab.sweep.grid import Sweep
 from halfstep.lab.sweep.outcome import Outcome, outcome, rule

@@ -96,6 +96,11 @@ class Cells:
         return self._open[point]
 
 
+def quietly(cells: Cells, cell: Cell) -> None:
+    """Train a cell without saying anything of its steps."""
+    cells(*cell, lambda said: None)
+
+
 def _data(experiment: Experiment) -> tuple[Any, ...]:
     """What a task is opened with."""
     return experiment.task, experiment.data, experiment.context, experiment.batch, experiment.steps, experiment.model

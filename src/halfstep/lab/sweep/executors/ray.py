@@ -12,7 +12,7 @@ import ray
 from halfstep.errors import RunError
 from halfstep.lab.side_by_side import ATTEMPTS
 from halfstep.lab.sweep.grid import Cell
-from halfstep.lab.sweep.run import Beat, Cells
+from halfstep.lab.sweep.run import Beat, Cells, quietly
 
 
 _PATIENCE = 10.0  # seconds for an address to answer
@@ -28,7 +28,7 @@ class Ray:
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
         """As `Executor.run` says; `watch` is called when a cell has ended."""
-        task = ray.remote(num_cpus=train.sweep.threads, max_retries=ATTEMPTS - 1)(_train)
+        task = ray.remote(num_cpus=train.sweep.threads, max_retries=ATTEMPTS - 1)(quietly)
         shared, left = ray.put(train), list(cells)
         running: dict[Any, Cell] = {}
         try:
@@ -50,10 +50,6 @@ class Ray:
             for reference in running:
                 ray.cancel(reference, force=True)
             ray.shutdown()
-
-
-def _train(train: Cells, cell: Cell) -> None:
-    train(*cell, lambda said: None)
 
 
 def executor(where: str, jobs: int) -> Ray:

@@ -13,7 +13,7 @@ import submitit
 from halfstep.errors import RunError
 from halfstep.lab.side_by_side import ATTEMPTS
 from halfstep.lab.sweep.grid import Cell
-from halfstep.lab.sweep.run import Beat, Cells
+from halfstep.lab.sweep.run import Beat, Cells, quietly
 
 
 _PAUSE = 0.5  # seconds between two looks at the jobs
@@ -42,7 +42,7 @@ class Submitit:
             while left or running:
                 while left and len(running) < self.at_once:
                     cell = left.popleft()
-                    running[place.submit(_train, train, cell)] = cell
+                    running[place.submit(quietly, train, cell)] = cell
                 for job in [job for job in running if job.done()]:
                     cell = running.pop(job)
                     error = job.exception()
@@ -60,10 +60,6 @@ class Submitit:
         finally:
             for job in running:
                 job.cancel(check=False)
-
-
-def _train(train: Cells, cell: Cell) -> None:
-    train(*cell, lambda said: None)
 
 
 def executor(where: str, jobs: int) -> Submitit:
