@@ -49,7 +49,7 @@ def units(monkeypatch):
         assert lhs.stride(1) == 1
         return stock(lhs, rhs, *args, **kwargs)
 
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
     return called
 
@@ -108,9 +108,9 @@ def test_training_is_as_it_is_without_units_but_for_the_sums(name, units, monkey
     course = []
     for _ in range(20):
         twin = copy.deepcopy(model)
-        monkeypatch.setattr(scaled_mm, "_capability", lambda device: (0, 0))
+        monkeypatch.setattr(scaled_mm, "capability", lambda device: (0, 0))
         expected = backward_from(twin, x, y, scaler)
-        monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+        monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
         course.append(backward_from(model, x, y, scaler))
         assert course[-1] == pytest.approx(expected, rel=1e-3)  # on an EPYC 3e-5 apart, gradients 4e-3
         for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
@@ -185,7 +185,7 @@ def test_two_e5m2_operands_are_carried(units):
     ((9, 0), Quantizer(formats.get(E4)), "one scale a tensor or a row"),
 ])  # fmt: skip
 def test_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatch):
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: capability)
+    monkeypatch.setattr(scaled_mm, "capability", lambda device: capability)
     found = scaled_mm.refusal(quantizer, CPU)
     assert found is None if reason is None else reason in found
 
@@ -201,7 +201,7 @@ def test_a_generation_may_want_a_newer_torch_or_cuda(monkeypatch):
         ((10, 0), tiles, {}, {"_toolkit": (12, 8)}, None),
         ((9, 0), blocks, {"_toolkit": (12, 8)}, {"_toolkit": (12, 9)}, "on compute capability 9.0; 12.8 found"),
     ):
-        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(scaled_mm, "capability", lambda device, found=capability: found)
         for versions, expected in ((old, reason), (new, None)):
             for name, version in versions.items():
                 monkeypatch.setattr(scaled_mm, name, lambda found=version: found)
@@ -216,7 +216,7 @@ def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
     operands = [selftest_units.Fp8(draw(16, 16).to(dtype), torch.ones(16, 1)) for dtype in (FLOAT8[E4], FLOAT8[E5])]
     monkeypatch.setattr(scaled_mm, "units_mm", lambda lhs, *rest: lhs.codes)
     for capability, takes in (((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)):
-        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(scaled_mm, "capability", lambda device, found=capability: found)
         assert scaled_mm.product_refusal(left, right, CPU) is None
         refusal = scaled_mm.product_refusal(right, left, CPU)
         assert refusal is None if takes else "E5M2 on the right with a scale a row" in refusal
@@ -226,7 +226,7 @@ def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
 
 def test_a_torch_without_such_products_is_the_reason(monkeypatch):
     monkeypatch.delattr(torch.nn.functional, "scaled_mm", raising=False)
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     words = f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
     assert scaled_mm.refusal(scaled(E4), CPU) == words
     assert halfstep.is_native_available("fp8-current", return_reason=True) == (False, words)
@@ -236,7 +236,7 @@ def test_a_torch_without_such_products_is_the_reason(monkeypatch):
 def test_is_native_available_says_why_not(monkeypatch):
     found = halfstep.is_native_available("fp8-current", "cpu", return_reason=True)
     assert found == (False, "no FP8 tensor cores on cpu here")
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     assert halfstep.is_native_available("fp8-current")
     assert halfstep.is_native_available("fp8-current", return_reason=True) == (True, "")
     available, reason = halfstep.is_native_available("mxfp8", return_reason=True)
@@ -251,7 +251,7 @@ def test_doctor_tests_the_units_where_there_are_any(units, monkeypatch):
     assert found.compared > 0
     assert len(units) == 4
     with monkeypatch.context() as older:  # a GPU of 8.9 under a torch that launches products of rows on a wrong stream
-        older.setattr(scaled_mm, "_capability", lambda device: (8, 9))
+        older.setattr(scaled_mm, "capability", lambda device: (8, 9))
         older.setattr(scaled_mm, "_torch", lambda: (2, 11))
         assert selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU)).passed
     assert len(units) == 6

@@ -130,7 +130,7 @@ def units(monkeypatch):
         return calls["capability"]
 
     capability._dynamo_marked_constant = True  # as its own
-    monkeypatch.setattr(scaled_mm, "_capability", capability)
+    monkeypatch.setattr(scaled_mm, "capability", capability)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", emulated)
     return calls
 
@@ -212,7 +212,7 @@ def test_sizes_that_units_do_not_take_are_carried(what, units):
 
 
 def test_pairs_that_units_do_not_take(monkeypatch):
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     row, whole, rows = get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128"), Quantizer(
         formats.get(E4), scales=Scales(ROW, get_scaling("rceil"))
     )  # fmt: skip
@@ -231,7 +231,7 @@ def test_pairs_that_units_do_not_take(monkeypatch):
 
 def test_recipes_of_tiles_are_native_where_their_units_are(monkeypatch):
     for capability, native in (((9, 0), {"fp8-block"}), ((10, 0), {"mxfp8", "nvfp4"}), ((12, 0), {"mxfp8"})):
-        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(scaled_mm, "capability", lambda device, found=capability: found)
         found = {name for name in ("fp8-block", "mxfp8", "nvfp4") if halfstep.is_native_available(name)}
         assert found == native
 
@@ -330,7 +330,7 @@ def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
         calls.append(seen(*args, **kwargs)[:2])
         return stock(*args, **kwargs)  # whose own checks run too
 
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: capability)
+    monkeypatch.setattr(scaled_mm, "capability", lambda device: capability)
     # Tensors without memory give no seed.
     monkeypatch.setattr("halfstep.ops.casts.draw_seed", lambda generator, device: 1)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
@@ -349,7 +349,7 @@ def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
 
 def test_backward_keeps_codes_that_lie_for_its_products(monkeypatch):
     """The copy that a backward product takes is made once, with the forward's: units are handed it as it lies."""
-    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     for name in ("fp8-current", "fp8-rowwise", "fp8-block"):
         spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
         saved = traced(spec, 256, 384, 128)
@@ -493,7 +493,7 @@ def test_native_products_keep_within_the_bound_that_is_stated(monkeypatch):
     given = draw(32, 256).abs(), draw(16, 256, seed=1), draw(32, 16, seed=2)
     results = []
     for capability in ((0, 0), (9, 0)):
-        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(scaled_mm, "capability", lambda device, found=capability: found)
         monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
         x, w, dy = (t.to(torch.bfloat16) for t in given)
         x, w = x.requires_grad_(), w.requires_grad_()

@@ -3,7 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from math import inf, isfinite, prod
 from typing import ClassVar
 
@@ -72,7 +72,7 @@ class Format(ABC):
         """Whether there are negative values."""
         return self.min < 0
 
-    @property
+    @cached_property
     def storage_bits(self) -> int:
         """Bits of the container of one unpacked code: 8, 16 or 32."""
         return 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32

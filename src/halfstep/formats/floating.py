@@ -48,7 +48,13 @@ class Float(Format):
             raise FormatError(f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'")
         if not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100:
             raise FormatError(f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one")
-        _ = self.key, self.significant_bits, self.max, self.smallest  # asked at every product, in traced graphs too
+        _ = (
+            self.key,
+            self.significant_bits,
+            self.max,
+            self.smallest,
+            self.storage_bits,
+        )  # asked at every product, in traced graphs too
 
     @cached_property
     def key(self) -> str:
@@ -62,9 +68,9 @@ class Float(Format):
     def significant_bits(self) -> int:
         return 1 + self.mantissa_bits
 
-    @property
+    @cached_property
     def storage_bits(self) -> int:
-        return self.container_bits or super().storage_bits
+        return self.container_bits or (8 if self.bits <= 8 else 16 if self.bits <= 16 else 32)
 
     @property
     def has_infinity(self) -> bool:  # type: ignore[override]

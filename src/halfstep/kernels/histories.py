@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -14,6 +14,7 @@ from halfstep.formats import Format
 from halfstep.kernels.cpu import history as on_cpu
 from halfstep.kernels.gpu import history as on_gpu
 from halfstep.kernels.gpu import launch
+from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.quant.scaling.delayed import Delayed
 
@@ -25,7 +26,7 @@ Group = tuple[Sequence[Tensor], StatefulScaling, Format]
 
 def found(groups: Sequence[Group]) -> Histories | None:
     """What moves all of these on; None where one of them is not a dense tensor of a CPU or a GPU, or of a rule that
-    needs more than amaxes."""
+    needs more than amaxes; and in a CUDA graph that is being captured, which takes no copy from the host."""
     kinds = set()
     for states, rule, _ in groups:
         if type(rule) is not Delayed or rule.first is None or rule.history > _LONGEST:
@@ -35,7 +36,7 @@ def found(groups: Sequence[Group]) -> Histories | None:
     if kinds == {(Tensor, "cpu", torch.float32, True, False)}:
         return Histories(groups, on_cpu)
     on_a_gpu = kinds == {(Tensor, "cuda", torch.float32, True, False)} and launch.missing() is None
-    return Histories(groups, on_gpu) if on_a_gpu else None
+    return Histories(groups, on_gpu) if on_a_gpu and not capturing() else None
 
 
 class Histories:
@@ -50,9 +51,10 @@ class Histories:
         """End an optimizer step for all of them: of a `skipped` one only the amaxes are forgotten."""
         now = list(map(Tensor.data_ptr, self._states))
         if now != self._addresses:
-            left, self._places, self._addresses = iter(now), [], now
+            places, start, self._places, self._addresses = self._kernel.places(now, self._device), 0, [], now
             for states, _, _ in self._groups:
-                self._places.append(self._kernel.places(list(islice(left, len(states))), self._device))
+                self._places.append(places[start : start + len(states)])
+                start += len(states)
         says = None
         if isinstance(skipped, Tensor):
             says = skipped.to(self._device, torch.float32)

@@ -66,12 +66,7 @@ def outer_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | Non
 
 def is_there(device: torch.device) -> bool:
     """Whether there may be such tensor cores."""
-    return _capability(device) != (0, 0)
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU that may have such tensor cores; (0, 0) of other devices."""
-    return _capability(device)
+    return capability(device) != (0, 0)
 
 
 def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
@@ -92,7 +87,7 @@ def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
     if kind is None:
         tile = "no scale" if quantizer.scales is None else f"tiles of {quantizer.scales.tile} ({quantizer.scales.rule})"
         return f"{tile}: tensor cores take one scale a tensor or a row, tiles of 1x128 and 128x128, of 1x32, of 1x16"
-    found, verb = _capability(device), "need" if is_tiled(quantizer) else "needs"
+    found, verb = capability(device), "need" if is_tiled(quantizer) else "needs"
     if found < kind.since or (kind.majors and found[0] not in kind.majors):
         needed = " or ".join(f"{major}.x" for major in kind.majors) + " alone" if kind.majors else _text(kind.since)
         return f"{kind.words} {verb} compute capability {needed}; {_text(found)} found"
@@ -120,7 +115,7 @@ def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.
     if dtype_of(lhs.format) == dtype_of(rhs.format) == torch.float8_e5m2:
         return "E5M2 times E5M2: FP8 tensor cores take E4M3 on one side at least"
     if ROWS in (one, other) and dtype_of(rhs.format) not in _on_the_right(device):
-        return f"E5M2 on the right with a scale a row: on compute capability {_text(_capability(device))} it is E4M3"
+        return f"E5M2 on the right with a scale a row: on compute capability {_text(capability(device))} it is E4M3"
     return None
 
 
@@ -152,7 +147,7 @@ def takes(
 
 def _on_the_right(device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes on the right of a product with a scale a row: but on 9.x E4M3 alone (CUTLASS)."""
-    return (torch.float8_e4m3fn, torch.float8_e5m2) if _capability(device)[0] == 9 else (torch.float8_e4m3fn,)
+    return (torch.float8_e4m3fn, torch.float8_e5m2) if capability(device)[0] == 9 else (torch.float8_e4m3fn,)
 
 
 def _results(whole: bool) -> tuple[torch.dtype, ...]:
@@ -162,10 +157,10 @@ def _results(whole: bool) -> tuple[torch.dtype, ...]:
 def _lacks_units(device: torch.device) -> str | None:
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
-    if _capability(device) == (0, 0):
+    if capability(device) == (0, 0):
         return f"no FP8 tensor cores on {device.type} here"
-    if _capability(device) < (8, 9):
-        return f"compute capability {_text(_capability(device))}: FP8 tensor cores came with 8.9"
+    if capability(device) < (8, 9):
+        return f"compute capability {_text(capability(device))}: FP8 tensor cores came with 8.9"
     return None
 
 
@@ -174,7 +169,8 @@ def _text(version: tuple[int, int]) -> str:
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU that may have such tensor cores; (0, 0) of other devices."""
     there = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return torch.cuda.get_device_capability(device) if there else (0, 0)
 
@@ -194,7 +190,7 @@ def _torch() -> tuple[int, int]:
 
 # A traced graph takes their answers. Of two tuples, one an answer, torch 2.8 traces no comparison.
 is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _toolkit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ numbers that a pass takes, so that nothing is drawn from a generator and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -82,9 +82,11 @@ def localize(model: nn.Module) -> None:
                 module._buffers[name] = own.to_local()
 
 
-def tables(model: nn.Module) -> list[dict[str, Tensor | None]]:
+def tables(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
     """The buffers of the modules that have keys."""
-    return [module._buffers for module in model.modules() if module._buffers.get(ATTRIBUTE) is not None]
+    for module in model.modules():
+        if module._buffers.get(ATTRIBUTE) is not None:
+            yield module._buffers
 
 
 @torch.no_grad()

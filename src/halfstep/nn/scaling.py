@@ -168,7 +168,7 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
     groups: list[Any] = []
     for (quantizer, _), states in alike.items():
         groups.append((states, quantizer.stateful, quantizer.format))
-    kernel = found(groups) if groups and not capturing() else None
+    kernel = found(groups) if groups else None
     return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike, kernel)
 
 

@@ -167,7 +167,7 @@ class Steps:
                 )
         self._scalings.advance(skipped)
         if self._drawing[0] is not applied:
-            self._drawing = applied, noise.tables(self._model)
+            self._drawing = applied, list(noise.tables(self._model))
         if self._drawing[1]:
             noise.advance(self._drawing[1])
         self._made += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,14 @@ def has_subnormals(carrier: Tensor) -> bool:
 def carrier(key: str, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
     """`dtype` if it holds the values of the format of that key, times scales of so many significant bits, exactly; else
     float32. A traced graph takes it for a constant."""
+    return _carrier(key, dtype, scale_bits)
+
+
+carrier._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _carrier(key: str, dtype: torch.dtype, scale_bits: int) -> torch.dtype:
     if dtype == torch.float64:
         return dtype
     format, info = formats.from_key(key), torch.finfo(dtype)
@@ -42,9 +52,6 @@ def carrier(key: str, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
     smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps
     fits = 2.0 ** (1 - bits) >= info.eps and format.max * room <= info.max and format.smallest / room >= smallest
     return dtype if fits else torch.float32
-
-
-carrier._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operand_dtype(quantizer: Quantizer | None, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -30,9 +30,10 @@ class Quantized(quant.Quantized):
     """
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
+        codes = self.codes
+        result = prepare_out(self.shape, self.dtype, codes.device, out, dtype)
         # Of a traced tensor made of others torch 2.8 says neither that it compiles nor that it has no values.
-        traced = isinstance(self.codes, FunctionalTensor)
+        traced = isinstance(codes, FunctionalTensor)
         (operators.DEQUANTIZE.traced if traced else operators.DEQUANTIZE)(self, result)
         return result
 
@@ -144,13 +145,24 @@ def quantize(
     if out is None and apart:
         reference = quantizer.quantize(x, generator)  # how many numbers are kept apart is known afterwards
         return Quantized(quantizer, shape, x.dtype, reference.tensors)
-    if out is None:
-        sizes = layout(quantizer, shape, x.dtype).items()
+    tensors = quantize_parts(x, quantizer, generator, None if out is None else out.tensors)
+    return Quantized(quantizer, shape, x.dtype, tensors) if out is None else out
+
+
+def quantize_parts(
+    x: Tensor,
+    quantizer: Quantizer,
+    generator: torch.Generator | Seed | None = None,
+    tensors: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of `quantize(x, quantizer)`, of a contiguous x and a quantizer that keeps no numbers apart; written
+    to those that are given."""
+    if tensors is None:
+        sizes = layout(quantizer, tuple(x.shape), x.dtype).items()
         tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
-        out = Quantized(quantizer, shape, x.dtype, tensors)
     seed = seed_of(quantizer.rounding, generator, x.device)
-    (operators.QUANTIZE if quantizer.scales else operators.quantize_into)(x, out.tensors, quantizer, seed)
-    return out
+    (operators.QUANTIZE if quantizer.scales else operators.quantize_into)(x, tensors, quantizer, seed)
+    return tensors
 
 
 def values(

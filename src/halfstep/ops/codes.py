@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep import formats
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.arrays import plain
 from halfstep.kernels.largest import amax_of
 from halfstep.kernels.watched import times
-from halfstep.ops.casts import Quantized, quantize
+from halfstep.ops.casts import Quantized, quantize_parts
 from halfstep.quant import Quantizer
 from halfstep.quant.memory import has_memory
 from halfstep.quant.quantizer import matrix_shape
@@ -53,7 +55,7 @@ def encode_parts(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
     `quantize` lays them out."""
     dtype = scaled_dtype(quantizer)
     if dtype is None:
-        return quantize(x, quantizer).tensors
+        return quantize_parts(x.detach().contiguous(), quantizer)
     codes, scale = encode_scaled(x, dtype)
     return {"codes": codes, "scale": scale}
 
@@ -81,27 +83,33 @@ def store(storage: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-Zeros = dict[tuple[Any, ...], Mapping[str, Tensor]]
-"""By storage, name and shape what zeros are kept in, by name: tensors of one number each, expanded to their size."""
+def store_zeros(storage: Storage, name: str, shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """As `store`, of zeros of that shape, which have one code and one scale: those of a few of them."""
+    known = _zeros_of(storage, name, shape)
+    if known is None:
+        return store(storage, name, torch.zeros(shape, dtype=torch.float32, device=device))
+    return {part: torch.full(size, zero, dtype=dtype, device=device) for part, dtype, size, zero in known}
 
 
-def store_zeros(
-    storage: Storage, name: str, shape: tuple[int, ...], device: torch.device, known: Zeros
-) -> dict[str, Tensor]:
-    """As `store`, of zeros of that shape, which have one code and one scale: those of a few of them, which go into what
-    is `known`."""
-    expanded = known.get((storage, name, shape, device))
-    if expanded is None:
-        rows, columns = matrix_shape(storage.matrix(shape))
-        if rows * columns <= _FEW or columns * storage.quantizer.format.bits % 8:  # a byte with bits left over
-            return store(storage, name, torch.zeros(shape, dtype=torch.float32, device=device))
-        few = known.get((storage, device))
-        if few is None:
-            few = known[storage, device] = store(storage, name, torch.zeros(_FEW, dtype=torch.float32, device=device))
-        layout = zip(storage.layout(name, shape).items(), few.values(), strict=True)
-        expanded = {part: own.view(-1)[0].expand(size) for (part, (_, size)), own in layout}
-        known[storage, name, shape, device] = expanded
-    return {part: one.clone(memory_format=torch.contiguous_format) for part, one in expanded.items()}
+@lru_cache(maxsize=4096)
+def _zeros_of(
+    storage: Storage, name: str, shape: tuple[int, ...]
+) -> Sequence[tuple[str, torch.dtype, Any, Any]] | None:
+    """Name, dtype, shape and the one number of each tensor that zeros are kept in; None where they are rounded as any
+    numbers are: few ones, and rows whose last byte has bits left over."""
+    rows, columns = matrix_shape(storage.matrix(shape))
+    if rows * columns <= _FEW or columns * storage.quantizer.format.bits % 8:
+        return None
+    parts = storage.layout(name, shape).items()
+    return [(part, *kind, zero) for (part, kind), zero in zip(parts, _zero(storage), strict=True)]
+
+
+@cache
+def _zero(storage: Storage) -> Sequence[Any]:
+    """What is in each of the tensors that zeros are kept in."""
+    with _disable_current_modes(), torch.no_grad():  # a FakeTensor has no numbers
+        few = store(storage, "", torch.zeros(_FEW, dtype=torch.float32, device="cpu"))
+        return [part.view(-1)[0].item() for part in few.values()]
 
 
 def read(storage: Storage, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:

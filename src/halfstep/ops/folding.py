@@ -13,21 +13,11 @@ from halfstep.ops.operand import Operand, operand
 from halfstep.ops.remainder import Remainder
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import ROW, TENSOR
-from halfstep.recipe import Matmul
+from halfstep.quant.tile import TENSOR
 
 
 Rest = tuple[Tensor | None, Tensor | None, Tensor | None]
 """The parts of a remainder, or None."""
-
-
-def folds(product: Matmul) -> bool:
-    """Whether a backward product has, on its right, a scale for each of the numbers that it sums over, and the left one
-    can take them in before it is rounded. One whose scale follows earlier steps cannot, nor one that is rotated."""
-    lhs, rhs = product.lhs, product.rhs
-    if lhs is None or lhs.stateful or rhs is None or rhs.scales is None or product.hadamard is not None:
-        return False
-    return rhs.steps is not None and rhs.scales.tile == ROW.transposed
 
 
 def folded(

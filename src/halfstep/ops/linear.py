@@ -20,7 +20,7 @@ from halfstep.ops.parallel import parallel_linear
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.product import forward_product
 from halfstep.ops.saved import Keeping
-from halfstep.ops.sides import Side, Units, both_sides, side, units_of
+from halfstep.ops.sides import NO_UNITS, Side, Units, both_sides, side, units_of
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import arrived, check_plain, foreign
 from halfstep.quant.memory import has_memory
@@ -93,7 +93,7 @@ def linear(
             held = has_memory(x, or_fake=True)  # a compiler, and torch.func, keep what they will
             keeping = keeping if held and keeping.saved.operands and torch.is_grad_enabled() else None
         dtype = product_dtype(x)
-        units = units_of(spec, x, weight, dtype)
+        units = units_of(spec, x, weight, dtype) if scaled_mm.is_there(x.device) else NO_UNITS
         if channels is not None:  # whose powers of two no unit multiplies by
             units = Units(there=units.there)
         elif not torch.is_grad_enabled():
@@ -139,7 +139,8 @@ def rounded_weight(
     """
     check_plain(weight)
     seeds, later_seeds = seeds_of(states, weight if like is None else like, spec.output, spec.grad_input)
-    state, units, at = (states or {}).get("weight"), units_of(spec, weight, weight, dtype), weight.detach()
+    state, at = (states or {}).get("weight"), weight.detach()
+    units = units_of(spec, weight, weight, dtype) if scaled_mm.is_there(weight.device) else NO_UNITS
 
     @torch.no_grad()
     def form() -> tuple[Side, Side, tuple[Tensor | None, Tensor | None]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import factor_in_use
-from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
+from halfstep.ops.folding import Rest, folded, rest_of, restored
 from halfstep.ops.function import apart, no_autocast
 from halfstep.ops.noise import Seeds, seeds_of
 from halfstep.ops.once import Once, once
@@ -132,7 +132,8 @@ class Rounded(Once):
         with no_autocast(x):
             with unseen():
                 if keeping is not None and saved is not None:
-                    lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record, seeds.lhs)
+                    state = states.get("input")
+                    lhs, codes = keeping.operand(x, rows, saved, dtype, state, record, seeds.lhs, units.there)
                 elif "input" in units.both and weight.requires_grad:
                     later = signs_of(spec.grad_weight, x, weight)
                     twice = seeds.lhs, seeds.lhs
@@ -248,7 +249,7 @@ def _form(
     first, second = spec.grad_input, spec.grad_weight
     lhs: Side | None = None
     later: Side | None = None
-    before, after = folds(first), channels is None and folds(second)
+    before, after = first.folds, channels is None and second.folds
     state, (seeds, again_seeds) = states.get("grad_output"), _NO_SEEDS * 2
     if spec.draws:
         seeds, again_seeds = seeds_of(states, grad, first, second)
@@ -316,7 +317,7 @@ def _input(
     x = x if x.dim() == 2 else matrix(x)
     if x.dtype == torch.uint8:
         assert spec.input_codes is not None
-        x = of_codes(x, spec.input_codes, dtype)
+        x = of_codes(x, spec.input_codes, dtype, units.there)
     if "input" in spec.rerounded:
         return side(x, spec.grad_weight.rhs, dtype, None, False, signs, 0, units.grad_weight, seed, units.there)
     return Operand(x, of_x[1], None if rest[0] is None else restored(rest, x.shape[1]))

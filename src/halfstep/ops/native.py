@@ -21,7 +21,6 @@ from halfstep.kernels.units_mm import Side, units_mm
 from halfstep.kernels.watched import unseen
 from halfstep.ops.carriers import operand_dtype
 from halfstep.ops.factors import yet_to_form
-from halfstep.ops.folding import folds
 from halfstep.ops.function import no_autocast
 from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient
 from halfstep.ops.once import Once, once
@@ -100,7 +99,7 @@ def gemm_dtype(product: Matmul, dtype: torch.dtype, device: torch.device) -> tor
     found = {operand_dtype(quantizer, dtype, device) for quantizer in (product.lhs, product.rhs)}
     if found == {torch.int8}:
         return torch.int8
-    if folds(product):  # integers of one side, whose scales the other one takes in
+    if product.folds:  # integers of one side, whose scales the other one takes in
         found.discard(torch.int8)
     return dtype if found == {dtype} and not carried.supports(dtype, device) else torch.float32
 

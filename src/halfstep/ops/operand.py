@@ -41,6 +41,8 @@ class Operand:
     values: Tensor
     scale: Tensor | None = None
     remainder: Remainder | None = None
+    codes: Tensor | None = None
+    """Those of the values, one a byte, where they were asked for and came with them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,6 +111,7 @@ def operand(
     dim: int = 1,
     units: bool = True,
     seed: Seed | None = None,
+    coded: bool = False,
 ) -> Operand:
     """The matrix `x` as one side of a product whose result comes in `dtype`.
 
@@ -123,6 +126,7 @@ def operand(
         units: a GPU's FP8 tensor cores may compute the product, where they take the quantizer's one scale a tensor or
             a row.
         seed: of stochastic rounding; None draws it from torch's default generator.
+        coded: with the codes of its values, where a kernel writes both.
     """
     if signs is not None:
         made = None if quantizer is None else _rotated(x.contiguous(), quantizer, dtype, signs, dim, seed)
@@ -147,9 +151,9 @@ def operand(
         into = carrier(format.key, dtype) if native is None else native
         read = x if state is None else state
         if (state is None) == (quantizer.stateful is None) and x.is_cpu and read.is_cpu and has_memory(read):
-            known = cast.run_whole(x, into, format, quantizer.rounding, scales.rule, state, record)
+            known = cast.run_whole(x, into, format, quantizer.rounding, scales.rule, state, record, coded)
             if known is not None:
-                return Operand(*known)
+                return Operand(known[0], known[1], codes=known[2])
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
             return Operand(round_scaled(x, factor, format, quantizer.rounding, into, seed, amax), factor.reciprocal())

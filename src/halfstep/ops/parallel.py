@@ -15,7 +15,6 @@ from torch import Tensor
 
 from halfstep.errors import ModelError
 from halfstep.ops.casts import quantize
-from halfstep.ops.folding import folds
 from halfstep.ops.function import no_autocast
 from halfstep.ops.linear_passes import States, bias_gradient, product_dtype
 from halfstep.ops.once import Once, once
@@ -121,7 +120,7 @@ def _beyond(product: Matmul) -> str | None:
         return "a Hadamard transform"
     if product.draws:
         return "noise, which each rank would draw for its own part"
-    return "scales that the other operand takes in" if folds(product) else None
+    return "scales that the other operand takes in" if product.folds else None
 
 
 def _whole(quantizer: Quantizer) -> str | None:

@@ -19,8 +19,9 @@ from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
 from halfstep.kernels import scaled_mm, unit_kinds
+from halfstep.kernels.operators import decode_into
 from halfstep.ops.carriers import carrier
-from halfstep.ops.casts import decode, encode
+from halfstep.ops.casts import encode
 from halfstep.ops.codes import decode_parts, encode_parts
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.subclasses import foreign
@@ -58,6 +59,7 @@ class Keeping:
         state: Tensor | None,
         record: bool,
         seed: Seed | None,
+        units: bool,
     ) -> tuple[Operand, Tensor]:
         """`ops.operand` of `rows`, which are x as a matrix, and the codes of its values, exactly.
 
@@ -67,10 +69,12 @@ class Keeping:
         key = None if place is None else (place, quantizer, dtype)
         found = self.find(key)
         if found is not None:
-            return Operand(of_codes(found["codes"], quantizer, dtype), found["scale"]), found["codes"]
-        made = operand(rows, quantizer, dtype, state, record, seed=seed)
-        in_codes = made.values.dtype in unit_kinds.DTYPES
-        codes = made.values.view(torch.uint8) if in_codes else encode(made.values, quantizer.format)
+            return Operand(of_codes(found["codes"], quantizer, dtype, units), found["scale"]), found["codes"]
+        made = operand(rows, quantizer, dtype, state, record, units=units, seed=seed, coded=True)
+        codes = made.codes
+        if codes is None:
+            in_codes = made.values.dtype in unit_kinds.DTYPES
+            codes = made.values.view(torch.uint8) if in_codes else encode(made.values, quantizer.format)
         if key is not None and made.scale is not None:
             self.note(key, _Entry(x, {"codes": codes, "scale": made.scale}))
         return made, codes
@@ -106,7 +110,7 @@ class _Entry:
 
     def __init__(self, source: Tensor, kept: dict[str, Tensor]) -> None:
         self.source = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
-        self.kept = {name: TensorWeakRef(part) for name, part in kept.items()}
+        self.kept = dict(zip(kept, map(TensorWeakRef, kept.values()), strict=True))
 
     def found(self) -> dict[str, Tensor] | None:
         if self.source.expired():  # type: ignore[no-untyped-call]
@@ -197,10 +201,14 @@ class _Hooks:
         return fits and x.numel() > 0 and 0 not in x.stride()
 
 
-def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    """The values of an operand with one scale, from its codes: as tensor cores take them, where there are any."""
-    native, format = scaled_mm.outer_dtype(quantizer, codes.device), quantizer.format
-    return decode(codes, format, carrier(format.key, dtype)) if native is None else codes.view(native)
+def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype, units: bool) -> Tensor:
+    """The values of an operand with one scale, from its codes: as tensor cores take them, where there may be any."""
+    native, format = scaled_mm.outer_dtype(quantizer, codes.device) if units else None, quantizer.format
+    if native is not None:
+        return codes.view(native)
+    values = torch.empty(codes.shape, dtype=carrier(format.key, dtype), device=codes.device)
+    decode_into(codes.contiguous(), values, format)
+    return values
 
 
 def place_of(x: Tensor) -> Hashable | None:

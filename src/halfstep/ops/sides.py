@@ -89,8 +89,6 @@ _MOST = 4096
 
 def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Units:
     """The products of x (..., in) and a weight (out, in) that tensor cores compute, in `dtype`."""
-    if not scaled_mm.is_there(x.device):
-        return NO_UNITS
     rows, sizes = x.numel() // max(x.shape[-1], 1), tuple(weight.shape)
     if not has_memory(x):
         return _units_of(spec, rows, sizes, dtype, x.device)

@@ -34,10 +34,10 @@ def fits(kind: Storage, parameter: Tensor) -> bool:
     return parameter.numel() // parts % tile.columns == 0 if kind.flat else parameter.dim() > 1
 
 
-def start(kind: Storage, name: str, parameter: Tensor, zeros: codes.Zeros) -> dict[str, Tensor]:
+def start(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
     """The tensors of a moment that is zero, spread as the parameter is."""
     whole: Any = parameter
-    own = codes.store_zeros(kind, name, tuple(local(parameter).shape), local(parameter).device, zeros)
+    own = codes.store_zeros(kind, name, tuple(local(parameter).shape), local(parameter).device)
     dim = 1 if kind.flat else 0
     placements = [type(placement)(dim) if placement.is_shard() else placement for placement in whole.placements]
     spread = {}

@@ -77,7 +77,7 @@ class Stepping(Stored):
         plan, state = self.plan(parameter, group, varies), self.state[parameter]
         master = plan.master
         if not state.keys() >= plan.held:
-            self._begin_state(parameter, plan, {})
+            self._begin_state(parameter, plan)
         spread = hasattr(parameter, "device_mesh")
         plain = not spread and not isinstance(parameter, CodeTensor) and not isinstance(grad, CodeTensor)
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
-from halfstep.ops.codes import Zeros, store_zeros
+from halfstep.ops.codes import store_zeros
 from halfstep.optim import shard_codes
 from halfstep.optim.changed import Changed, as_ours
 from halfstep.optim.checks import check_state, check_subspace
@@ -129,7 +129,7 @@ class Stored(torch.optim.Optimizer):
             else:
                 group.pop(FORMATS, None)
 
-    def _begin_state(self, parameter: Tensor, plan: Plan, zeros: Zeros) -> None:
+    def _begin_state(self, parameter: Tensor, plan: Plan) -> None:
         """Give a parameter's state a step count and moments of zero where there are none yet."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
@@ -139,12 +139,12 @@ class Stored(torch.optim.Optimizer):
             if state.get(name) is not None:
                 continue
             if kind.dtype is None and spread:
-                state.update(shard_codes.start(kind, name, parameter, zeros))
+                state.update(shard_codes.start(kind, name, parameter))
                 continue
             shape = plan.shapes[name]
             like = parameter if parameter.shape == shape else parameter.detach().new_empty(shape)
             if kind.dtype is None:
-                state.update(store_zeros(kind, name, tuple(like.shape), like.device, zeros))
+                state.update(store_zeros(kind, name, tuple(like.shape), like.device))
                 continue
             for number in kind.numbers(name) if kind.residual else (name,):
                 state[number] = torch.zeros_like(like, dtype=kind.dtype)
@@ -153,12 +153,11 @@ class Stored(torch.optim.Optimizer):
         """Begin the states of all parameters that are trained. torch.distributed.checkpoint loads into states that are
         there: it takes an optimizer with any for one that has all, and makes one without take a step of zeros."""
         self._name_formats()
-        zeros: Zeros = {}
         for group in self.param_groups:
             varies = self.varies(group)
             for parameter in group["params"]:
                 if parameter.requires_grad or self.state.get(parameter):
-                    self._begin_state(parameter, self.plan(parameter, group, varies), zeros)
+                    self._begin_state(parameter, self.plan(parameter, group, varies))
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, whose groups name the recipe and its digest."""

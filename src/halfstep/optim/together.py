@@ -18,7 +18,7 @@ from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.ops import CodeTensor
 from halfstep.optim.coded import CodedWeight
-from halfstep.optim.rules.base import UpdateRule, as_kept, with_codes
+from halfstep.optim.rules.base import UpdateRule, with_codes
 from halfstep.optim.shards import is_spread, part, run_of
 from halfstep.optim.stepping import Way
 from halfstep.optim.unmoved import Unmoved
@@ -197,7 +197,11 @@ class Together:
         lies = codes_of(weight)
         if not (self._anywhere or plain(lies, lies.dtype)):
             return None
-        names, moments, read = program.moments, as_kept(step), owner.gradient(way, grad)
+        names, moments, read = (
+            program.moments,
+            with_codes(step.moments, step.kinds, step.weight),
+            owner.gradient(way, grad),
+        )
         shared = [moments.pop(name) for name in program.shared]
         residual = moments.pop(f"{names[-1]}_residual", None) if names else None
         if moments.keys() != set(names) or not isinstance(residual, Tensor | None):

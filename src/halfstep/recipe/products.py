@@ -11,7 +11,7 @@ import torch
 from halfstep.errors import RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
 from halfstep.quant.hadamard import RANDOM
-from halfstep.quant.tile import TENSOR
+from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.multiplier import Multiplier
 
 
@@ -59,6 +59,15 @@ class Matmul:
         noisy = any(side is not None and side.rounding == "stochastic" for side in (self.lhs, self.rhs))
         return noisy or (self.hadamard is not None and self.hadamard.seed == RANDOM)
 
+    @cached_property
+    def folds(self) -> bool:
+        """Whether a backward product has, on its right, a scale for each of the numbers that it sums over, and the left
+        one can take them in before it is rounded. One whose scale follows earlier steps cannot, nor a rotated one."""
+        lhs, rhs = self.lhs, self.rhs
+        if lhs is None or lhs.stateful or rhs is None or rhs.scales is None or self.hadamard is not None:
+            return False
+        return rhs.steps is not None and rhs.scales.tile == ROW.transposed
+
 
 @dataclass(frozen=True)
 class LinearSpec:
@@ -86,6 +95,7 @@ class LinearSpec:
                 _ = known.container, known.down.container, known.stateful, known.down.stateful
                 _ = known.by_rows, known.down.by_rows, known.plain.by_rows, known.plain.down.by_rows
         _ = self.rerounded, self.estimates, self.draws, self.rounds, self.rotates, self.accumulates, self.multiplies
+        _ = self.output.folds, self.grad_input.folds, self.grad_weight.folds
 
     def _check_estimators(self) -> None:
         """Refuse an estimator where nothing takes it."""

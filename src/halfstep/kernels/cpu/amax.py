@@ -40,7 +40,8 @@ def larger(one, two):
 
 
 @inner
-def _largest(x, nothing):
+def largest_magnitude(x, nothing):
+    """The bits, as a float32's, of the largest magnitude in a chunk of an `array`; `nothing` is its zero."""
     largest = nothing
     for i in range(x.size):
         largest = larger(largest, x[i])
@@ -51,4 +52,4 @@ def _largest(x, nothing):
 def _amax(x, found):
     nothing = np.zeros(1, x.dtype)[0]
     for chunk in numba.prange(found.size):
-        found[chunk] = _largest(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)
+        found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)

@@ -67,7 +67,7 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
     done here: it takes contiguous CPU tensors (fp32, bf16, fp16) whose rows are whole blocks."""
     format, scales = quantizer.format, quantizer.scales
     numbers = numbers_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
-    if numbers is None or not all(tensor.is_contiguous() for tensor in tensors.values()):
+    if numbers is None or not all(map(Tensor.is_contiguous, tensors.values())):
         return False
     assert scales is not None
     rule, scale, codes = scales.rule, tensors["scale"], array(tensors["codes"])

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.formats import Float, Format
-from halfstep.kernels.cpu import elements
-from halfstep.kernels.cpu.amax import larger, number
+from halfstep.kernels.cpu import element_codes, elements
+from halfstep.kernels.cpu.amax import larger, largest_magnitude
 from halfstep.kernels.cpu.arrays import array, plain, separate
+from halfstep.kernels.cpu.codes import encode_piece
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, stored_as
@@ -28,9 +29,9 @@ from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 from halfstep.kernels.cpu.scales import stored_bits
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, StatefulScaling
-from halfstep.quant.scaling.current import number_of
 
 
+_FINITE = float(np.finfo(np.float32).max)
 _MAGNITUDE = 0x7FFF
 _FRACTION = 7
 
@@ -136,10 +137,18 @@ def run(
 
 
 def run_whole(
-    x: Tensor, dtype: torch.dtype, format: Format, rounding: str, rule: Scaling, state: Tensor | None, record: bool
-) -> tuple[Tensor, Tensor] | None:
-    """x times the factor of the whole of it, rounded, in `dtype`, and 1 / factor: the factor that a state has in use,
-    else max / amax of x itself; `record` raises the state's amax. None where this is not for a kernel.
+    x: Tensor,
+    dtype: torch.dtype,
+    format: Format,
+    rounding: str,
+    rule: Scaling,
+    state: Tensor | None,
+    record: bool,
+    coded: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """x times the factor of the whole of it, rounded, in `dtype`; 1 / factor; and where it is `coded`, if the kernel
+    writes codes too, those of the values. The factor is the one that a state has in use, else max / amax of x itself;
+    `record` raises the state's amax. None where this is not for a kernel.
 
     It is for what `run` rounds times a factor, roundings without noise, and rules whose own factor is max / amax
     (`Current`, and `Delayed` until its state has moved); the state is a plain float32 one.
@@ -149,31 +158,39 @@ def run_whole(
     numbers = elements.scalars(format, rounding, "saturate", dtype, torch.float32)
     if numbers is None or not plain(x):
         return None
-    memory, chunks = array(x), -(-x.numel() // CHUNK)
     cells = None if state is None else array(state)
-    if cells is not None and cells[0]:
-        assert state is not None
-        factor, scale = cells[0], state[0].reciprocal()
-        found = np.empty(chunks, np.uint32) if record else None
-    else:
+    own = cells is None or not cells[0]
+    if own:
         first = rule.first if isinstance(rule, StatefulScaling) else rule
         if first is None or not first.reciprocal:
             return None
-        largest, found = number(memory), None
-        own = np.float32(number_of(largest, format))
-        factor, scale = own.view(np.uint32), torch.tensor(1 / own, dtype=torch.float32, device="cpu")
-        if cells is not None and record:
-            cells[1] = max(cells[1], np.float32(largest).view(np.uint32))
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _values(x.numel(), memory, array(out), numbers, None, factor, found)
-    if cells is not None and found is not None:
+    found = np.empty(-(-x.numel() // CHUNK), np.uint32) if own or record else None
+    codes = None
+    if own:
+        into, coding = None, None
+        if coded and format.bits == 8 and format.has_nan:
+            coding = element_codes.scalars(format, "nearest_even", "saturate")
+        if coding is not None:
+            codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
+            into = array(codes)
+        number = _by_largest(x.numel(), array(x), array(out), numbers, format.max, found, into, coding)
+        scale = torch.tensor(number, dtype=torch.float32, device="cpu")
+    else:
+        assert cells is not None
+        assert state is not None
+        _values(x.numel(), array(x), array(out), numbers, None, cells[0], found)
+        scale = state[0].reciprocal()
+    if cells is not None and record and found is not None:
         cells[1] = max(cells[1], found.max())  # the bits of magnitudes are in their order, and NaN's above all
-    return out, scale
+    return out, scale, codes
 
 
-def scale(x: NDArray[Any], factor: np.float32, out: NDArray[Any], numbers: Any) -> None:
-    """The same of `array`s: x * factor, rounded by the `elements.scalars` of the format and out's dtype."""
-    _values(x.size, x, out, numbers, None, factor.view(np.uint32), None)
+def round_whole(x: NDArray[Any], format: Format, out: NDArray[Any], numbers: Any) -> float:
+    """Write x, an `array`, times max / amax of it to out, rounded by the `elements.scalars` of the format and out's
+    dtype. Returns 1 / factor, a float32."""
+    found = np.empty(-(-x.size // CHUNK), np.uint32)
+    return _by_largest(x.size, x, out, numbers, format.max, found, None, None)
 
 
 @lanes("like")
@@ -215,3 +232,36 @@ def _values(x, out, numbers, seed, factor, found):
             _piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor)
         else:
             found[chunk] = _noting(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor, nothing)
+
+
+@lanes(types.float32)
+def _number(bits):
+    return bits.float()
+
+
+@inner
+def _factor(amax, largest):
+    """`quant.scaling.current.number_of`, as a float32."""
+    if amax == 0:
+        return np.float32(1)
+    return np.float32(min(largest / amax, _FINITE) if amax <= _FINITE else np.nan)
+
+
+@Kernel
+def _by_largest(x, out, numbers, largest, found, codes, coding):
+    """x * factor, rounded, where factor = largest / amax of x: 1 / factor. `found` becomes the maxima of the chunks,
+    and `codes` the codes of what is rounded."""
+    nothing = np.zeros(1, x.dtype)[0]
+    for chunk in numba.prange(found.size):
+        found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)
+    amax = found[0]
+    for chunk in range(1, found.size):
+        amax = max(amax, found[chunk])
+    factor = _factor(np.float64(_number(amax)), largest)
+    for chunk in numba.prange(found.size):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        _piece(x[a:b], out[a:b], numbers, None, stored_bits(factor))
+        if codes is not None:
+            encode_piece(out[a:b], codes[a:b], coding[0], coding[1], None, None)
+    return np.float32(1) / factor

@@ -6,6 +6,9 @@ No float32 copy exists but a chunk's, which stays in the cache. Codes and scales
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from halfstep.formats import Codebook, Float
 from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion, whole
-from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
 from halfstep.kernels.cpu.dequantize import meaning, powers_piece, values_piece
 from halfstep.kernels.cpu.divided import divided
@@ -25,6 +28,7 @@ from halfstep.kernels.cpu.scales import largest_of, power_scalars
 from halfstep.kernels.cpu.whole import close_whole, open_whole
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling.expansion import Expansion
+from halfstep.quant.tile import TENSOR, Tile
 
 
 class Coded(NamedTuple):
@@ -36,74 +40,88 @@ class Coded(NamedTuple):
     shape: tuple[int, ...]
     """That it is quantised in."""
 
-    @property
-    def supported(self) -> bool:
-        """Whether kernels take such codes: of 8 bits, rounded to nearest, in whole blocks along rows, with scales of
-        which each follows from its block alone; or under one scale of the tensor (`whole`)."""
-        columns = self.shape[-1] if self.shape else 1
-        quantizer, scales = self.quantizer, self.quantizer.scales
-        if scales is not None and self.whole:
-            known = whole.knows(quantizer, self.parts["codes"].dtype)
-            known = known and all(hasattr(part, "fake_mode") or plain(part, part.dtype) for part in self.parts.values())
-            # Read last: on a GPU the host would wait for it. (Nothing has no scale.)
-            return known and self.parts["scale"].numel() == 1 and whole.usual(self.parts["scale"])
-        return (
-            scales is not None
-            and not scales.rule.two_level
-            and not scales.rule.narrow
-            and quantizer.rounding == "nearest_even"
-            and quantizer.format.bits == 8
-            and (blocks.numbers_of(quantizer, columns) is not None or expansion.knows(quantizer, columns))
-            and all(hasattr(part, "fake_mode") or plain(part, part.dtype) for part in self.parts.values())
-        )
 
-    @property
-    def whole(self) -> bool:
-        """Whether one scale multiplies all of it, so that its codes cannot be written before all has been seen."""
-        return whole.is_whole(self.quantizer)
+class Coding(NamedTuple):
+    """What kernels take for codes of a quantizer beside their tensors."""
 
-    @property
-    def tile(self) -> tuple[np.uint32, ...] | None:
-        """`blocks.levels` of its tiles where kernels read and write it a tile at a time (`tiled`): codes of floats, or
-        places in a codebook, under scales that are the largest magnitude over the largest element."""
-        scales = self.quantizer.scales
-        if scales is None or not scales.rule.quotient or not isinstance(self.quantizer.format, Float | Codebook):
+    quantizer: Quantizer
+    """With tiles no longer than a row."""
+    whole: bool
+    """Whether one scale multiplies all of the tensor, so that its codes cannot be written before all has been seen."""
+    tile: tuple[np.uint32, ...] | None
+    """`blocks.levels` of its tiles where kernels read and write it a tile at a time (`kernels.cpu.tiled`): codes of
+    floats, or places in a codebook, under scales that are the largest magnitude over the largest element."""
+    scales: tuple[str, ...]
+    """The names of the tensors beside the codes."""
+    levels: Any
+    decoding: Any
+    scale_of: Any
+    numbers: Any
+    codes: Any
+
+
+@lru_cache(maxsize=1024)
+def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Coding | None:
+    """How kernels take codes of that dtype in rows of so many columns; None where they do not: they take codes of 8
+    bits, rounded to nearest, in whole blocks along rows, with scales of which each follows from its block alone; or
+    under one scale of the tensor (`whole`)."""
+    quantizer = _with_tiles_in_rows(quantizer, columns)
+    format, scales = quantizer.format, quantizer.scales
+    if scales is None:
+        return None
+    if scales.tile == TENSOR:
+        if not whole.knows(quantizer, dtype):
             return None
-        return blocks.levels(scales.tile)
+        if dtype == torch.float16:
+            return Coding(quantizer, True, None, ("scale",), None, None, None, None, None)
+        code = element_codes.scalars(format, *_NEAREST)
+        return Coding(quantizer, True, None, ("scale",), None, meaning(format), None, *code)
+    if scales.rule.two_level or scales.rule.narrow or quantizer.rounding != "nearest_even" or format.bits != 8:
+        return None
+    if isinstance(scales.rule, Expansion):
+        if not expansion.knows(quantizer, columns):
+            return None
+        levels, decoding = blocks.levels(scales.tile), expansion.meaning(format)
+        given = expansion.scalars(format, scales.rule), *element_codes.scalars(format, *_NEAREST)
+        return Coding(quantizer, False, None, ("scale", "exponent", "center"), levels, decoding, *given)
+    if blocks.numbers_of(quantizer, columns) is None:
+        return None
+    levels = blocks.levels(scales.tile)
+    tile = levels if scales.rule.quotient and isinstance(format, Float | Codebook) else None
+    if isinstance(format, Codebook):
+        given = np.float32(format.max), None, codebook.search(format)
+    else:
+        scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
+        given = scale_of, *element_codes.scalars(format, *_NEAREST)
+    return Coding(quantizer, False, tile, ("scale",), levels, meaning(format), *given)
 
-    def arguments(self, factor: float = 1.0) -> tuple[Any, ...]:
-        """What a kernel takes for it: the codes, and six that are None where there is an array of numbers.
 
-        Args:
-            factor: what values are multiplied by before they are rounded, of codes under one scale.
-        """
-        format, scales = self.quantizer.format, self.quantizer.scales
-        assert scales is not None
-        if self.whole:
-            codes, scale = self.parts["codes"], np.float32(self.parts["scale"].item())
-            coding: Any = (None, None)
-            decoding = None
-            if codes.dtype != torch.float16:
-                coding, decoding = element_codes.scalars(format, *_NEAREST), meaning(format)
-            return array(codes, whole.numpy_type(codes.dtype)), scale, None, decoding, np.float32(factor), *coding
-        if isinstance(scales.rule, Expansion):
-            kept = tuple(array(self.parts[part], torch.float32) for part in ("scale", "exponent", "center"))
-            rule, coding = expansion.scalars(format, scales.rule), element_codes.scalars(format, *_NEAREST)
-            return (
-                array(self.parts["codes"]),
-                kept,
-                blocks.levels(scales.tile),
-                expansion.meaning(format),
-                rule,
-                *coding,
-            )
-        beside = self.parts["scale"].view(-1).numpy(), blocks.levels(scales.tile), meaning(format)
-        if isinstance(format, Codebook):
-            coding = np.float32(format.max), None, codebook.search(format)
-        else:
-            scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
-            coding = scale_of, *element_codes.scalars(format, *_NEAREST)
-        return array(self.parts["codes"]), *beside, *coding
+def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
+    """Where a tile is longer than a row, the row is all that shares its scale."""
+    scales = quantizer.scales
+    if scales is None or scales.tile.rows != 1 or not columns < (scales.tile.columns or 0):
+        return quantizer
+    return replace(quantizer, scales=replace(scales, tile=Tile(1, columns)))
+
+
+def usual(coding: Coding, parts: Mapping[str, Tensor]) -> bool:
+    """Whether a kernel may read codes under the scale that they have now. On a GPU the host would wait for it."""
+    return not coding.whole or (parts["scale"].numel() == 1 and whole.usual(parts["scale"]))
+
+
+def arguments(coding: Coding, parts: Mapping[str, Tensor], factor: float = 1.0) -> tuple[Any, ...]:
+    """What a kernel takes for codes: themselves, and six that are None where there is an array of numbers.
+
+    Args:
+        factor: what values are multiplied by before they are rounded, of codes under one scale.
+    """
+    codes, scale = parts["codes"], parts["scale"]
+    if coding.whole:
+        kind, scale_of = whole.numpy_type(codes.dtype), np.float32(factor)
+        return array(codes, kind), np.float32(scale.item()), None, coding.decoding, scale_of, *coding[-2:]
+    if len(coding.scales) == 1:
+        return array(codes), array(scale, scale.dtype), *coding[4:]
+    return array(codes), tuple(map(array, map(parts.__getitem__, coding.scales), repeat(scale.dtype))), *coding[4:]
 
 
 _NEAREST = "nearest_even", "saturate"

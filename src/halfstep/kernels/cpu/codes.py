@@ -74,8 +74,8 @@ def _larger_code(worst, code):
 
 
 @inner
-def _encode_piece(x, out, numbers, codes, keys, worst):
-    """worst[0] becomes the largest magnitude's bits, where there is a `worst`."""
+def encode_piece(x, out, numbers, codes, keys, worst):
+    """The codes of a chunk. worst[0] becomes the largest magnitude's bits, where there is a `worst`."""
     if worst is None:
         for i in range(x.size):
             out[i] = _code(x[i], numbers, codes, keys, i, out[i])
@@ -115,7 +115,7 @@ def _encode(x, out, numbers, codes, worst, shifts, seed):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
         part = packing.place(out, a, b, shifts)
-        _encode_piece(x[a:b], part, numbers, codes, chunk_keys(seed, chunk), piece(worst, chunk, chunk + 1))
+        encode_piece(x[a:b], part, numbers, codes, chunk_keys(seed, chunk), piece(worst, chunk, chunk + 1))
         packing.pack(part, out, a, b, shifts)
 
 

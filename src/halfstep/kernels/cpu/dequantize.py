@@ -29,9 +29,11 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
     format, scales = quantizer.format, quantizer.scales
     if scales is None or not plain(out, torch.float32, torch.bfloat16) or not out.dim():
         return False
-    known = blocks.numbers_of(quantizer, out.shape[-1]) is not None
-    if not known or not all(plain(t, t.dtype) for t in tensors.values()):
+    if blocks.numbers_of(quantizer, out.shape[-1]) is None:
         return False
+    for tensor in tensors.values():
+        if not plain(tensor, tensor.dtype):
+            return False
     whole = tensors["scale"].view(-1)
     stored = (whole.float() if scales.rule.narrow else whole).numpy()
     if scales.rule.exact:

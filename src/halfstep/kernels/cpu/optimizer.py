@@ -10,8 +10,7 @@ written tile by tile (`kernels.cpu.tiled`), others chunk by chunk (`kernels.cpu.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,21 +21,27 @@ from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import coded, whole
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.coded import Coded
+from halfstep.kernels.cpu.coded import Coded, Coding, arguments, coding_of, usual
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.kernels.cpu.masters import KEPT, PLAIN
 from halfstep.kernels.cpu.noise import seed_keys
 from halfstep.kernels.cpu.optimizer_loops import note_largest, step
 from halfstep.kernels.cpu.optimizer_types import rule_of
-from halfstep.quant.quantizer import Quantizer
-from halfstep.quant.tile import Tile
 
 
 Moment = Tensor | Coded
+"""As an optimizer keeps it."""
 Names = tuple[tuple[str, ...], tuple[str, ...]]
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Codes(NamedTuple):
+    """A moment that kernels take as codes."""
+
+    coding: Coding
+    parts: Mapping[str, Tensor]
 
 
 class Numbers(NamedTuple):
@@ -69,8 +74,8 @@ def prepare(
     `names` are those of moments of one number a tensor, and of every element; gradients will be like `grad`.
     """
     (one_each, each), size, twice = names, weight.numel(), master == "none"
-    floats, shared, codes = [weight, grad], [], list[Coded]()
-    taken: dict[str, Moment] = {}
+    floats, shared, parts = [weight, grad], [], list[Tensor]()
+    taken: dict[str, Tensor | Codes] = {}
     for name, moment in moments.items():
         if name in one_each and isinstance(moment, Tensor):
             shared.append(moment)
@@ -79,55 +84,47 @@ def prepare(
             taken[name] = moment
             twice = twice and name in each  # moments without a rest can be formed for their size alone
         elif name in each:
-            codes.append(_in_rows(moment))
-            taken[name] = codes[-1]
+            codes, columns = moment.parts["codes"], moment.shape[-1] if moment.shape else 1
+            coding = coding_of(moment.quantizer, columns, codes.dtype)
+            if coding is None or codes.numel() != size:
+                return None
+            parts += moment.parts.values()
+            taken[name] = Codes(coding, moment.parts)
         else:
             return None
     odd = rounding != "nearest_even" and (rounding != "stochastic" or weight.dtype != torch.bfloat16)
     if odd or master not in KEPT or grad.is_neg():
         return None
-    for t in (*floats, *kept.values()):
+    for t in (*floats, *kept.values(), *parts):
         if (type(t) not in _PLAIN and not hasattr(t, "fake_mode")) or not t.is_cpu or t.layout != torch.strided:
             return None
-        if not t.is_contiguous() or t.numel() != size:
+        if not t.is_contiguous():
             return None
     for one in shared:
         if not one.is_cpu or one.dtype != torch.float32:
             return None
+    for t in (*floats, *kept.values()):
+        if t.numel() != size:
+            return None
     for t in floats:
         if t.dtype not in _FLOATS:
             return None
-    for moment in codes:
-        if not moment.supported or (moment.whole and not twice) or moment.parts["codes"].numel() != size:
-            return None
+    own, rests, tiles, alone = {}, {}, set[Any](), True
+    for name in each:
+        held = own[name] = taken[name]
+        rests[name] = taken.get(name + REST)
+        tiles.add(held.coding.tile if isinstance(held, Codes) else None)
+        if isinstance(held, Codes) and held.coding.whole:
+            if not twice or not usual(*held):  # read last: on a GPU the host would wait for it
+                return None
+            alone = False
     if hasattr(weight, "fake_mode"):
         return lambda grad, numbers, seed: blank(grad, weight, *kept.values())
-    own, rests, tiles, alone = {}, {}, set(), True
-    for name in each:
-        moment = own[name] = taken[name]
-        rests[name] = taken.get(name + REST)
-        tiles.add(moment.tile if isinstance(moment, Coded) else None)
-        alone = alone and not (isinstance(moment, Coded) and moment.whole)
     beside, tile = _NOTHING, tiles.pop() if len(tiles) == 1 else None
     if kept:
         beside = tuple([array(kept[name], PLAIN[kept[name].dtype]) if name in kept else None for name in _BESIDE])
     arguments = _taken(own, rests, {}) if alone else None
     return Update(array(weight, PLAIN[weight.dtype]), beside, shared, own, rests, arguments, tile)
-
-
-def _in_rows(moment: Coded) -> Coded:
-    """The same codes, in tiles no longer than a row, which kernels ask for: where a tile is longer, the row is all that
-    shares its scale."""
-    columns = moment.shape[-1] if moment.shape else 1
-    return moment._replace(quantizer=_with_tiles_in_rows(moment.quantizer, columns))
-
-
-@cache
-def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
-    scales = quantizer.scales
-    if scales is None or scales.tile.rows != 1 or not columns < (scales.tile.columns or 0):
-        return quantizer
-    return replace(quantizer, scales=replace(scales, tile=Tile(1, columns)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +134,7 @@ class Update:
     weight: Any
     kept: Any
     shared: list[Tensor]
-    moments: Mapping[str, Moment]
+    moments: Mapping[str, Tensor | Codes]
     rests: Mapping[str, Any]
     arguments: tuple[Any, ...] | None
     """What the kernels take for the moments; None where some are under one scale, which each step finds."""
@@ -168,28 +165,30 @@ class Update:
     def _factors(self, rule: Any, grad: Any, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
         """What new moments under one scale are multiplied by; None where they cannot be written."""
         found = np.zeros((-(-self.weight.size // CHUNK), len(self.moments)), np.uint32)
-        codes = {name: moment for name, moment in self.moments.items() if isinstance(moment, Coded)}
-        if not all(moment.supported for moment in codes.values()):  # a scale may be anything by now
+        codes = {name: moment for name, moment in self.moments.items() if isinstance(moment, Codes)}
+        if not all(usual(*moment) for moment in codes.values()):  # a scale may be anything by now
             return None
         note_largest(self.weight.size, rule, self.weight, grad, _taken(self.moments, self.rests, {}), taken, found)
         factors: dict[str, Tensor] = {}
         for name, amax in zip(self.moments, found.max(0, initial=0).view(np.float32), strict=True):
             if name in codes and not np.isfinite(amax):
                 return None
-            if name in codes and codes[name].whole:
-                factor = whole.factor(codes[name].quantizer, amax)
+            if name in codes and codes[name].coding.whole:
+                factor = whole.factor(codes[name].coding.quantizer, amax)
                 if factor is None:
                     return None
                 factors[name] = factor
         return factors
 
 
-def _taken(moments: Mapping[str, Moment], rests: Mapping[str, Any], factors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def _taken(
+    moments: Mapping[str, Tensor | Codes], rests: Mapping[str, Any], factors: Mapping[str, Tensor]
+) -> tuple[Any, ...]:
     """What the kernels take for the moments."""
     taken = []
     for name, moment in moments.items():
-        if isinstance(moment, Coded):
-            taken.append((*moment.arguments(float(factors.get(name, 1.0))), None))
+        if isinstance(moment, Codes):
+            taken.append((*arguments(*moment, float(factors.get(name, 1.0))), None))
         else:
             rest = rests[name]
             beside = array(rest, PLAIN[rest.dtype]) if isinstance(rest, Tensor) else None

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from halfstep.kernels.cpu import amax, blocks, cast, elements, two_level
 from halfstep.kernels.cpu.arrays import empty, widened
 from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling.current import number_of
 from halfstep.quant.scaling.two_level import TwoLevel
 from halfstep.quant.tile import TENSOR
 
@@ -55,9 +54,9 @@ def _by_tensor(quantizer: Quantizer, dtype: torch.dtype) -> Rounder | None:
         return None
 
     def rounded(x: NDArray[Any]) -> Rounded:
-        factor, out = np.float32(number_of(amax.number(x), format)), empty(x.size, dtype)
-        cast.scale(x, factor, out, numbers)
-        return widened(out), float(np.float32(1) / factor)
+        out = empty(x.size, dtype)
+        scale = cast.round_whole(x, format, out, numbers)
+        return widened(out), scale
 
     return rounded
 

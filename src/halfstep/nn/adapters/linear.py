@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from halfstep import unit
 from halfstep.nn.product import product, weight_of
@@ -27,7 +28,9 @@ def forward(
         channels: the input comes multiplied by it, a power of two a channel: what it is rounded to is divided by it.
         tokens: the input comes divided by it, a scale a token: the product is multiplied by it.
     """
-    weight, bias = weight_of(module, "weight", input), module.bias
+    weight, bias = module._parameters.get("weight"), module.bias
+    if type(weight) is not Parameter:
+        weight = weight_of(module, "weight", input)
     if tokens is None:
         return product(module, input, weight, bias, channels=channels)
     y = product(module, input, weight, None) * tokens

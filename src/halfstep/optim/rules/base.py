@@ -58,17 +58,12 @@ Fused = Callable[[Tensor, Any, "int | None"], bool]
 (`UpdateRule.numbers`) and the seed of stochastic rounding. False where it cannot take this gradient: nothing moved."""
 
 
-def as_kept(step: Step) -> dict[str, Tensor | Coded]:
-    """A step's moments for kernels: those that are codes with how they are coded."""
-    return with_codes(step.moments, step.kinds, step.weight)
-
-
 def with_codes(tensors: Kept, kinds: Mapping[str, Storage], weight: Tensor) -> dict[str, Tensor | Coded]:
     """What is kept of a weight in these tensors, by name: what is codes with how it is coded."""
     numbers, codes = dict(tensors), {}
     for name, kind in kinds.items():
         for number, names in _names(kind, name):
-            parts = {part: numbers.pop(own) for part, own in names.items()}
+            parts = dict(zip(names, map(numbers.pop, names.values()), strict=True))
             codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(weight.shape)))
     return {**numbers, **codes}
 

@@ -20,8 +20,8 @@ from halfstep.optim.rules.base import (
     Moments,
     Step,
     UpdateRule,
-    as_kept,
     own_shape,
+    with_codes,
 )
 
 
@@ -115,7 +115,7 @@ class Formula:
         if master.positions is not None:
             return None
         names = _named(self.shape, tuple(step.kinds) or self.moments(step.group))
-        moments = as_kept(step) if step.coded else dict(step.moments)
+        moments = with_codes(step.moments, step.kinds, step.weight) if step.coded else dict(step.moments)
         return optimizer.prepare(names, step.weight, master.name, step.kept, step.grad, moments, master.rounding)
 
 
