@@ -22,7 +22,7 @@ from halfstep.kernels.cpu import element_codes, elements
 from halfstep.kernels.cpu.amax import larger, largest_magnitude
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.codes import encode_piece
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload, none, piece
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
@@ -159,38 +159,25 @@ def run_whole(
     if numbers is None or not plain(x):
         return None
     cells = None if state is None else array(state)
-    own = cells is None or not cells[0]
-    if own:
+    if cells is None or not cells[0]:
         first = rule.first if isinstance(rule, StatefulScaling) else rule
         if first is None or not first.reciprocal:
             return None
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    found = np.empty(-(-x.numel() // CHUNK), np.uint32) if own or record else None
-    codes = None
-    if own:
-        into, coding = None, None
-        if coded and format.bits == 8 and format.has_nan:
-            coding = element_codes.scalars(format, "nearest_even", "saturate")
-        if coding is not None:
-            codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
-            into = array(codes)
-        number = _by_largest(x.numel(), array(x), array(out), numbers, format.max, found, into, coding)
-        scale = torch.tensor(number, dtype=torch.float32, device="cpu")
-    else:
-        assert cells is not None
-        assert state is not None
-        _values(x.numel(), array(x), array(out), numbers, None, cells[0], found)
-        scale = state[0].reciprocal()
-    if cells is not None and record and found is not None:
-        cells[1] = max(cells[1], found.max())  # the bits of magnitudes are in their order, and NaN's above all
-    return out, scale, codes
+    codes, into, coding = None, None, None
+    if coded and format.bits == 8 and format.has_nan:
+        coding = element_codes.scalars(format, "nearest_even", "saturate")
+    if coding is not None:
+        codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
+        into = array(codes)
+    scale = _whole(x.numel(), array(x), array(out), numbers, format.max, cells, record, into, coding)
+    return out, torch.tensor(scale, dtype=torch.float32, device="cpu"), codes
 
 
 def round_whole(x: NDArray[Any], format: Format, out: NDArray[Any], numbers: Any) -> float:
     """Write x, an `array`, times max / amax of it to out, rounded by the `elements.scalars` of the format and out's
     dtype. Returns 1 / factor, a float32."""
-    found = np.empty(-(-x.size // CHUNK), np.uint32)
-    return _by_largest(x.size, x, out, numbers, format.max, found, None, None)
+    return _whole(x.size, x, out, numbers, format.max, None, False, None, None)
 
 
 @lanes("like")
@@ -240,6 +227,14 @@ def _number(bits):
 
 
 @inner
+def _largest(found):
+    largest = found[0]
+    for i in range(1, found.size):
+        largest = max(largest, found[i])
+    return largest
+
+
+@inner
 def _factor(amax, largest):
     """`quant.scaling.current.number_of`, as a float32."""
     if amax == 0:
@@ -247,21 +242,44 @@ def _factor(amax, largest):
     return np.float32(min(largest / amax, _FINITE) if amax <= _FINITE else np.nan)
 
 
+def _in_use(state):
+    """In kernels: the bits of the factor that a state has in use; 0 where there is none."""
+    raise NotImplementedError
+
+
+@inner_overload(_in_use)
+def _in_use_overload(state):
+    if none(state):
+        return lambda state: np.uint32(0)
+    return lambda state: state[0]
+
+
 @Kernel
-def _by_largest(x, out, numbers, largest, found, codes, coding):
-    """x * factor, rounded, where factor = largest / amax of x: 1 / factor. `found` becomes the maxima of the chunks,
-    and `codes` the codes of what is rounded."""
-    nothing = np.zeros(1, x.dtype)[0]
-    for chunk in numba.prange(found.size):
-        found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)
-    amax = found[0]
-    for chunk in range(1, found.size):
-        amax = max(amax, found[chunk])
-    factor = _factor(np.float64(_number(amax)), largest)
-    for chunk in numba.prange(found.size):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _piece(x[a:b], out[a:b], numbers, None, stored_bits(factor))
-        if codes is not None:
-            encode_piece(out[a:b], codes[a:b], coding[0], coding[1], None, None)
-    return np.float32(1) / factor
+def _whole(x, out, numbers, largest, state, record, codes, coding):
+    """x * factor, rounded, and its codes where there are `codes`. The factor is that of the state, or else largest /
+    amax of x; the state takes in the amax where it is to `record`. Returns 1 / factor."""
+    nothing, chunks, used = np.zeros(1, x.dtype)[0], (x.size + CHUNK - 1) // CHUNK, _in_use(state)
+    found = np.zeros(chunks, np.uint32)
+    if used == 0:
+        for chunk in numba.prange(chunks):
+            found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)
+        used = stored_bits(_factor(np.float64(_number(_largest(found))), largest))
+        for chunk in numba.prange(chunks):
+            a = chunk * CHUNK
+            b = min(a + CHUNK, x.size)
+            _piece(x[a:b], out[a:b], numbers, None, used)
+            if codes is not None:
+                encode_piece(out[a:b], codes[a:b], coding[0], coding[1], None, None)
+    else:
+        for chunk in numba.prange(chunks):
+            a = chunk * CHUNK
+            b = min(a + CHUNK, x.size)
+            if record:
+                found[chunk] = _noting(x[a:b], out[a:b], numbers, None, used, nothing)
+            else:
+                _piece(x[a:b], out[a:b], numbers, None, used)
+            if codes is not None:
+                encode_piece(out[a:b], codes[a:b], coding[0], coding[1], None, None)
+    if state is not None and record:
+        state[1] = max(state[1], _largest(found))  # the bits of magnitudes are in their order, and NaN's above all
+    return np.float32(1) / _number(used)
