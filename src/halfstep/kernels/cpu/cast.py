@@ -171,7 +171,7 @@ def run_whole(
         codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
         into = array(codes)
     scale = _whole(x.numel(), array(x), array(out), numbers, format.max, cells, record, into, coding)
-    return out, torch.tensor(scale, dtype=torch.float32, device="cpu"), codes
+    return out, torch.scalar_tensor(scale, dtype=torch.float32, device="cpu"), codes
 
 
 def round_whole(x: NDArray[Any], format: Format, out: NDArray[Any], numbers: Any) -> float:

@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from halfstep import unit
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
+from halfstep.ops.part import part_of
 
 
 NAME = "nn.Linear"
@@ -29,7 +30,7 @@ def forward(
         tokens: the input comes divided by it, a scale a token: the product is multiplied by it.
     """
     weight, bias = module._parameters.get("weight"), module.bias
-    if type(weight) is not Parameter:
+    if type(weight) is not Parameter or part_of(module).stored:  # a tied weight stays beside its codes
         weight = weight_of(module, "weight", input)
     if tokens is None:
         return product(module, input, weight, bias, channels=channels)

@@ -46,7 +46,7 @@ class PowerOfTwoScaling(Scaling):
 
     def factor(self, amax: Tensor, element: Format) -> Tensor:
         if amax.is_cpu and amax.dim() == 0 and has_memory(amax):  # the same, without the twenty calls of torch
-            return torch.tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32, device="cpu")
+            return torch.scalar_tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32, device="cpu")
         byte = self._byte(amax.double(), element)
         return self.multiplier({"scale": byte}, element).reciprocal()
 
