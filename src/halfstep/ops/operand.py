@@ -113,18 +113,15 @@ def operand(
     seed: Seed | None = None,
     coded: bool = False,
 ) -> Operand:
-    """The matrix `x` as one side of a product whose result comes in `dtype`.
+    """The matrix `x`, (rows, columns), as one side of a product whose result comes in `dtype`.
 
     Args:
-        x: (rows, columns).
         quantizer: how it is rounded; None leaves it as it is.
         dtype: the dtype that the product computes in, where values fit it exactly.
-        state: of a stateful scaling (`quant.scaling.delayed`).
-        record: raise the amax of x in the state.
+        state: of a stateful scaling (`quant.scaling.delayed`), whose amax is raised to x's where it is to `record`.
         signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, before x is rounded: None is none.
         dim: which of the two is the shared one, for a transform.
-        units: a GPU's FP8 tensor cores may compute the product, where they take the quantizer's one scale a tensor or
-            a row.
+        units: a GPU's FP8 tensor cores may compute the product, where they take one scale a tensor or a row.
         seed: of stochastic rounding; None draws it from torch's default generator.
         coded: with the codes of its values, where a kernel writes both.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ Names = tuple[tuple[str, ...], tuple[str, ...]]
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _PLAIN = (Tensor, torch.nn.Parameter)
+_dtype = attrgetter("dtype")
 
 
 class Codes(NamedTuple):
@@ -103,12 +105,8 @@ def prepare(
     for one in shared:
         if not one.is_cpu or one.dtype != torch.float32:
             return None
-    for t in (*floats, *kept.values()):
-        if t.numel() != size:
-            return None
-    for t in floats:
-        if t.dtype not in _FLOATS:
-            return None
+    if {*map(Tensor.numel, (*floats, *kept.values()))} != {size} or not {*map(_dtype, floats)} <= _FLOATS:
+        return None
     own, rests, tiles, alone = {}, {}, set[Any](), True
     for name in each:
         held = own[name] = taken[name]
