@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,6 +124,35 @@ class ByHeart(nn.Module):
     def forward(self, of: Tensor, text: Tensor) -> Tensor:
         """What follows each number of the text so far."""
         return F.one_hot(self.rows[:, 1 : text.shape[1] + 1], self.classes).float()
+
+
+class Spelling(Task):
+    """Read a text off something else: the mean cross-entropy in nats over what is there of it.
+
+    A model takes the one and the text so far (batch, time) int64, and returns logits (batch, time, classes).
+    """
+
+    source: str
+    """What a batch calls that which is read."""
+    text: str
+    """What it calls the text: START, numbers, END, and PAD behind it."""
+    classes: int
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy, padding left out."""
+        text = batch[self.text]
+        logits = model(batch[self.source], text[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD)
+
+    def spelled(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """What a model makes of the held-out part, greedily, and what is right, both (rows, time)."""
+        (batch,) = self.held_out()
+        text = batch[self.text]
+        return greedy(partial(model, batch[self.source]), text[:, :1], text.shape[1] - 1), text
+
+    def by_heart(self) -> nn.Module:
+        """Spells the held-out texts as they are."""
+        return ByHeart(self.held_out()[0][self.text], self.classes)
 
 
 @dataclass(frozen=True)

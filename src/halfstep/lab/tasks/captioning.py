@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.lab.data import load_digits
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import Block
-from halfstep.lab.task import END, PAD, START, Batch, ByHeart, Task, TaskSpec, greedy
+from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec
 from halfstep.lab.tasks.vision import Vision
 
 
@@ -31,20 +31,21 @@ def _row(name: str) -> list[int]:
 _SPELLED = [_row(name) for name in _NAMES]
 
 
-class Captioning(Task):
+class Captioning(Spelling):
     """The next letter of a digit's name: the mean cross-entropy in nats over the letters that are there.
 
     A model takes images (batch, 1, 8, 8) float32 in [0, 1] and the letters so far (batch, time) int64, and returns
     logits (batch, time, letters).
     """
 
+    source, text, classes = "images", "letters", END + 1 + len(_LETTERS)
+
     def __init__(self, digits: Vision) -> None:
         self.digits = digits
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """captioner and captioner-wide: decoders that read 16 patches before the letters."""
-        size = END + 1 + len(_LETTERS)
-        return {name: partial(Captioner, size, 8, _LONGEST, *shape) for name, shape in _SIZES.items()}
+        return {name: partial(Captioner, self.classes, 8, _LONGEST, *shape) for name, shape in _SIZES.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
         """Images as the task vision draws them."""
@@ -54,21 +55,10 @@ class Captioning(Task):
         """Every fifth image of the whole, as it is."""
         return [_named(batch) for batch in self.digits.held_out()]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy, padding left out."""
-        logits = model(batch["images"], batch["letters"][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch["letters"][:, 1:].flatten(), ignore_index=PAD)
-
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """Accuracy: the share of held-out images whose name is spelled right, greedily, letter by letter."""
-        (batch,) = self.held_out()
-        images, names = batch["images"], batch["letters"]
-        text = greedy(partial(model, images), names[:, :1], _LONGEST)
+        text, names = self.spelled(model)
         return float(((text == names) | (names == PAD)).all(1).float().mean())
-
-    def by_heart(self) -> nn.Module:
-        """Spells the held-out names as they are."""
-        return ByHeart(self.held_out()[0]["letters"], END + 1 + len(_LETTERS))
 
 
 def _named(batch: Batch) -> Batch:

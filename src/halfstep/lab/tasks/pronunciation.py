@@ -9,14 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import END, PAD, START, Batch, ByHeart, Task, TaskSpec, greedy, stream, without_marks
+from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec, stream, without_marks
 
 
 LONGEST = 14
@@ -80,12 +79,14 @@ def _row(numbers: list[int]) -> list[int]:
 _SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
 
 
-class Pronunciation(Task):
+class Pronunciation(Spelling):
     """The next phoneme of a word: the mean cross-entropy in nats over the phonemes that are there.
 
     A model takes letters (batch, 14) and the phonemes so far (batch, time), int64, and returns logits (batch, time,
     phonemes).
     """
+
+    source, text, classes = "letters", "phonemes", END + 1 + len(PHONEMES)
 
     def __init__(self, train: Pronunciations, held_out: Pronunciations, batch: int) -> None:
         self.train = train
@@ -94,8 +95,8 @@ class Pronunciation(Task):
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """transformer and transformer-wide: encoder and decoder with attention."""
-        source, target = END + 1 + len(LETTERS), END + 1 + len(PHONEMES)
-        return {name: partial(Seq2Seq, source, target, LONGEST, *size) for name, size in _SIZES.items()}
+        letters = END + 1 + len(LETTERS)
+        return {name: partial(Seq2Seq, letters, self.classes, LONGEST, *size) for name, size in _SIZES.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
         """Words drawn at random."""
@@ -111,19 +112,10 @@ class Pronunciation(Task):
         """One word in 200 of the whole dictionary."""
         return [vars(self.test)]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy, padding left out."""
-        logits = model(batch["letters"], batch["phonemes"][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch["phonemes"][:, 1:].flatten(), ignore_index=PAD)
-
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """PER, the phoneme error rate: of the greedy pronunciation of the held-out words."""
-        spoken = greedy(partial(model, self.test.letters), self.test.phonemes[:, :1], LONGEST)
-        return error_rate([*map(without_marks, spoken)], [*map(without_marks, self.test.phonemes)])
-
-    def by_heart(self) -> nn.Module:
-        """Says the held-out words as the dictionary does."""
-        return ByHeart(self.test.phonemes, END + 1 + len(PHONEMES))
+        spoken, right = self.spelled(model)
+        return error_rate([*map(without_marks, spoken)], [*map(without_marks, right)])
 
 
 pronunciation = TaskSpec(

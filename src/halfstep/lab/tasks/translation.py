@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.measures import bleu
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import END, PAD, START, Batch, Task, TaskSpec, greedy, stream, without_marks
+from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec, stream, without_marks
 
 
 _SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
 _HELD_OUT_SEED = -1
 
 
-class Translation(Task):
+class Translation(Spelling):
     """The next word of the translation: the mean cross-entropy in nats over the words that are there.
 
     A model takes source (batch, 16) and the target so far (batch, time), int64, and returns logits (batch, time,
     words).
     """
 
+    source, text = "source", "target"
+
     def __init__(self, batch: int, pairs: int = 128) -> None:
-        self.size = batch
-        self.pairs = pairs
+        self.size, self.pairs, self.classes = batch, pairs, TARGET_WORDS
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """transformer and transformer-wide: encoder and decoder with attention."""
@@ -47,16 +47,10 @@ class Translation(Task):
         """Sentences of a stream of their own; two alike are as rare as in a language."""
         return [self._held_out]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy, padding left out."""
-        logits = model(batch["source"], batch["target"][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch["target"][:, 1:].flatten(), ignore_index=PAD)
-
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """BLEU of the greedy translation of the held-out sentences."""
-        batch = self._held_out
-        target = greedy(partial(model, batch["source"]), batch["target"][:, :1], LONGEST - 1)
-        return bleu([*map(without_marks, target)], [*map(without_marks, batch["target"])])
+        target, right = self.spelled(model)
+        return bleu([*map(without_marks, target)], [*map(without_marks, right)])
 
 
 def _batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
