@@ -220,7 +220,6 @@ class Average:
 
     def __init__(self, narrow: Float, stored: Float) -> None:
         self._narrow, self._bits = narrow, stored.significant_bits
-        self.format = narrow.name
         self.evidence = 0.0
 
     @property

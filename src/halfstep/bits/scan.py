@@ -254,11 +254,10 @@ def _finished(
     columns: _Columns | None = None,
     by_column: NDArray[np.float64] | None = None,
     places: Places | None = None,
-    again: int | None = None,
 ) -> Scan:
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    return Scan(table, float(amax), smallest, *telling, levels, channels, places=places, again=again)
+    return Scan(table, float(amax), smallest, *telling, levels, channels, places=places)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:

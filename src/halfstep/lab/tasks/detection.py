@@ -181,7 +181,7 @@ class SSD(nn.Module):
 
     def __init__(self, classes: int, per_place: int, width: int, norm: bool = True) -> None:
         super().__init__()
-        self.classes, self.per_place = classes, per_place
+        self.classes = classes
         block = conv_block if norm else _plain_block
         self.stem = nn.Sequential(block(1, width, 2), block(width, 2 * width))
         widths = [2 * width, 3 * width, 4 * width, 4 * width]
