@@ -10,10 +10,12 @@ import halfstep
 from families import slow_unless
 from halfstep import formats, get_quantizer, ops
 from halfstep.kernels import scaled_mm, selftest, selftest_units
+from halfstep.ops.carriers import carrier
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import get_recipe, linear_spec
+from tiny import assert_same
 
 
 pytestmark = pytest.mark.cpu
@@ -52,6 +54,18 @@ def units(monkeypatch):
     monkeypatch.setattr(scaled_mm, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
     return called
+
+
+@wants_scaled_mm
+def test_a_graph_takes_what_is_known_of_a_device_for_constants():
+    """Dynamo warns of functions that `functools.cache` wraps, marked or not, and traces what they wrap."""
+
+    def sizes(x):
+        versions = scaled_mm._toolkit() + scaled_mm._torch()
+        return x + sum(versions) + len(scaled_mm.refusal(quantizer, x.device)) + carrier("posit 8 1", x.dtype).itemsize
+
+    quantizer, x = scaled(E4), torch.zeros(2)
+    assert_same(torch.compile(sizes, backend="eager", fullgraph=True)(x), sizes(x))
 
 
 E4, E5 = "float8_e4m3fn", "float8_e5m2"

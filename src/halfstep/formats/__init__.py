@@ -5,6 +5,7 @@ from ast import literal_eval
 from functools import cache
 from typing import TypeVar, overload
 
+from halfstep.constant import constant
 from halfstep.errors import FormatError, unknown
 from halfstep.formats.base import BlockFormat, Format
 from halfstep.formats.floating import Float, ieee
@@ -131,13 +132,11 @@ def from_key(key: str) -> Format:
     return PowerOfTwo(key, source="a key")
 
 
+@constant
 def as_constant(key: str) -> Format:
     """`from_key`, whose result a traced graph takes for constants: of another format's floats
     `torch.compile(dynamic=True)` makes inputs, and fails."""
     return from_key(key)
-
-
-as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_block(name: object) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.constant import constant
 from halfstep.kernels.unit_kinds import (
     BLOCKS,
     FP4,
@@ -87,7 +88,7 @@ def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
     if kind is None:
         tile = "no scale" if quantizer.scales is None else f"tiles of {quantizer.scales.tile} ({quantizer.scales.rule})"
         return f"{tile}: tensor cores take one scale a tensor or a row, tiles of 1x128 and 128x128, of 1x32, of 1x16"
-    found, verb = capability(device), "need" if is_tiled(quantizer) else "needs"
+    found, verb = _found(device), "need" if is_tiled(quantizer) else "needs"
     if found < kind.since or (kind.majors and found[0] not in kind.majors):
         needed = " or ".join(f"{major}.x" for major in kind.majors) + " alone" if kind.majors else _text(kind.since)
         return f"{kind.words} {verb} compute capability {needed}; {_text(found)} found"
@@ -115,7 +116,7 @@ def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.
     if dtype_of(lhs.format) == dtype_of(rhs.format) == torch.float8_e5m2:
         return "E5M2 times E5M2: FP8 tensor cores take E4M3 on one side at least"
     if ROWS in (one, other) and dtype_of(rhs.format) not in _on_the_right(device):
-        return f"E5M2 on the right with a scale a row: on compute capability {_text(capability(device))} it is E4M3"
+        return f"E5M2 on the right with a scale a row: on compute capability {_text(_found(device))} it is E4M3"
     return None
 
 
@@ -147,7 +148,7 @@ def takes(
 
 def _on_the_right(device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes on the right of a product with a scale a row: but on 9.x E4M3 alone (CUTLASS)."""
-    return (torch.float8_e4m3fn, torch.float8_e5m2) if capability(device)[0] == 9 else (torch.float8_e4m3fn,)
+    return (torch.float8_e4m3fn, torch.float8_e5m2) if _found(device)[0] == 9 else (torch.float8_e4m3fn,)
 
 
 def _results(whole: bool) -> tuple[torch.dtype, ...]:
@@ -157,10 +158,10 @@ def _results(whole: bool) -> tuple[torch.dtype, ...]:
 def _lacks_units(device: torch.device) -> str | None:
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
-    if capability(device) == (0, 0):
+    if _found(device) == (0, 0):
         return f"no FP8 tensor cores on {device.type} here"
-    if capability(device) < (8, 9):
-        return f"compute capability {_text(capability(device))}: FP8 tensor cores came with 8.9"
+    if _found(device) < (8, 9):
+        return f"compute capability {_text(_found(device))}: FP8 tensor cores came with 8.9"
     return None
 
 
@@ -175,24 +176,27 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if there else (0, 0)
 
 
-@cache
+def _found(device: torch.device) -> tuple[int, int]:
+    """`capability`, where a graph may be traced."""
+    return capability(device)
+
+
+# A traced graph takes their answers. Of two tuples, one an answer, torch 2.8 traces no comparison.
+is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_found._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@constant
 def _toolkit() -> tuple[int, int]:
     """The CUDA that torch is built with; a newer one than any that is asked for where torch does not tell."""
     major, minor = (int(part) for part in (torch.version.cuda or "99.0").split(".")[:2])
     return major, minor
 
 
-@cache
+@constant
 def _torch() -> tuple[int, int]:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return major, minor
-
-
-# A traced graph takes their answers. Of two tuples, one an answer, torch 2.8 traces no comparison.
-is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
-capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_toolkit._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run(

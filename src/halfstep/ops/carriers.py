@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from halfstep import formats
+from halfstep.constant import constant
 from halfstep.formats import Format
 from halfstep.kernels import carried
 from halfstep.quant import Quantizer
@@ -34,17 +33,10 @@ def has_subnormals(carrier: Tensor) -> bool:
     return bool(((magnitude < torch.finfo(carrier.dtype).smallest_normal) & (magnitude > 0)).any())
 
 
+@constant
 def carrier(key: str, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
     """`dtype` if it holds the values of the format of that key, times scales of so many significant bits, exactly; else
     float32. A traced graph takes it for a constant."""
-    return _carrier(key, dtype, scale_bits)
-
-
-carrier._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
-def _carrier(key: str, dtype: torch.dtype, scale_bits: int) -> torch.dtype:
     if dtype == torch.float64:
         return dtype
     format, info = formats.from_key(key), torch.finfo(dtype)

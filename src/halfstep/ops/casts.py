@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from halfstep import formats, quant
+from halfstep.constant import constant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
 from halfstep.kernels import operators
@@ -201,17 +201,9 @@ def values_noted(
     return result, noted
 
 
+@constant
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
     """The quantizer of a name, which a traced graph takes as it is."""
-    return _known(format, scale, rounding, overflow)
-
-
-# All that torch.compiler.assume_constant_result does; it imports the whole compiler first, which takes seconds.
-_named._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
-def _known(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
     return quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
 
 

@@ -9,27 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def constant(function: Callable[P, T]) -> Callable[P, T]:
-    """The function with its results kept; torch.compile calls it while it traces, and takes what it says."""
-    kept: Callable[..., Any] = cache(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return kept(*args, **kwargs)  # type: ignore[no-any-return]
-
-    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return call
 
 
 Array = NDArray[np.float64]

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from halfstep.constant import constant
 from halfstep.errors import ModelError, unknown
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 from halfstep.unit.constraint import RULES, Constraint, get_constraint
-from halfstep.unit.expectation import Array, Softmax, constant, expectation
+from halfstep.unit.expectation import Array, Softmax, expectation
 
 
 __all__ = [
