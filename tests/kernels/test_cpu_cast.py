@@ -10,7 +10,9 @@ from halfstep import formats
 from halfstep.formats import Integer
 from halfstep.kernels.cpu import cast as kernel
 from halfstep.kernels.cpu.compiled import CHUNK
-from halfstep.quant.cast import round_to
+from halfstep.quant.cast import encode, round_to
+from halfstep.quant.scaling.current import current
+from halfstep.quant.scaling.delayed import delayed
 from kernels.inputs import OVERFLOWS, ROUNDINGS, all_formats, float32_input, inputs
 from oracles.numbers import same_bits
 
@@ -96,6 +98,39 @@ def test_sizes_and_threads(size, threads):
             out = torch.full((size + 1,), 7.0)  # one more than is written, in a tensor of its own
             assert_rounds(x, out[:size], formats.get("e4m3fn"), rounding, "saturate")
             assert out[size] == 7
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.quick("2-fp32-e4m3fn-moved", "1-bf16-e5m2-none", "1-fp32-e4m3fn-first", "2-bf16-e4m3fn-none")
+@pytest.mark.parametrize("state", ["none", "first", "moved"])
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_tensor_times_one_factor(threads, dtype, name, state):
+    """Of its state, or of its own amax: values, codes, scale and the amax that the state takes in."""
+    format, rule = formats.get(name), current if state == "none" else delayed
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size, power in ((7, 0), (CHUNK + 5, -3), (3, -140), (CHUNK + 1, float("nan"))):
+            x = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 2.0**power
+            x = x.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+            own = None if state == "none" else torch.tensor([0.0 if state == "first" else 3.0, 0.25, 0.0])
+            amax = x.abs().amax().float()
+            factor = current.factor(amax, format) if state != "moved" else own[0].clone()
+            for record in (False, True):
+                found = kernel.run_whole(x, torch.bfloat16, format, "nearest_even", rule, own, record, coded=True)
+                values, scale, codes = found
+                same_bits(values, round_to(x.float() * factor, format, dtype=torch.bfloat16))
+                same_bits(scale, factor.reciprocal())
+                if format.has_nan:
+                    assert torch.equal(codes, encode(values.float(), format))
+                else:
+                    assert codes is None
+                if own is not None:
+                    expected = torch.maximum(amax, torch.tensor(0.25)) if record else torch.tensor(0.25)
+                    same_bits(own[1], expected)
     finally:
         torch.set_num_threads(before)
 

@@ -164,20 +164,19 @@ def run_whole(
         if first is None or not first.reciprocal:
             return None
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    codes, into, coding = None, None, None
-    if coded and format.bits == 8 and format.has_nan:
-        coding = element_codes.scalars(format, "nearest_even", "saturate")
-    if coding is not None:
+    coding = element_codes.scalars(format, "nearest_even", "saturate") if coded and format.bits == 8 else None
+    codes, into = None, (None, None, None)
+    if coding is not None and format.has_nan:
         codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
-        into = array(codes)
-    scale = _whole(x.numel(), array(x), array(out), numbers, format.max, cells, record, into, coding)
+        into = array(codes), *coding
+    scale = _whole(x.numel(), array(x), array(out), numbers, format.max, cells, record, *into)
     return out, torch.scalar_tensor(scale, dtype=torch.float32, device="cpu"), codes
 
 
 def round_whole(x: NDArray[Any], format: Format, out: NDArray[Any], numbers: Any) -> float:
     """Write x, an `array`, times max / amax of it to out, rounded by the `elements.scalars` of the format and out's
     dtype. Returns 1 / factor, a float32."""
-    return _whole(x.size, x, out, numbers, format.max, None, False, None, None)
+    return _whole(x.size, x, out, numbers, format.max, None, False, None, None, None)
 
 
 @lanes("like")
@@ -255,7 +254,7 @@ def _in_use_overload(state):
 
 
 @Kernel
-def _whole(x, out, numbers, largest, state, record, codes, coding):
+def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding):
     """x * factor, rounded, and its codes where there are `codes`. The factor is that of the state, or else largest /
     amax of x; the state takes in the amax where it is to `record`. Returns 1 / factor."""
     nothing, chunks, used = np.zeros(1, x.dtype)[0], (x.size + CHUNK - 1) // CHUNK, _in_use(state)
@@ -269,7 +268,7 @@ def _whole(x, out, numbers, largest, state, record, codes, coding):
             b = min(a + CHUNK, x.size)
             _piece(x[a:b], out[a:b], numbers, None, used)
             if codes is not None:
-                encode_piece(out[a:b], codes[a:b], coding[0], coding[1], None, None)
+                encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
     else:
         for chunk in numba.prange(chunks):
             a = chunk * CHUNK
@@ -279,7 +278,7 @@ def _whole(x, out, numbers, largest, state, record, codes, coding):
             else:
                 _piece(x[a:b], out[a:b], numbers, None, used)
             if codes is not None:
-                encode_piece(out[a:b], codes[a:b], coding[0], coding[1], None, None)
+                encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
     if state is not None and record:
         state[1] = max(state[1], _largest(found))  # the bits of magnitudes are in their order, and NaN's above all
     return np.float32(1) / _number(used)
