@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ModelError
+from halfstep.quant.memory import has_memory
 
 
 _NOTHING = nullcontext()
@@ -37,7 +38,7 @@ def apart(y: Tensor) -> Tensor:
     Where torch 2.11 traces a forward whose last step gives a tensor itself again (a change in place, a cast to the
     dtype that it has), it takes no gradient of it: zeros, without a word.
     """
-    return y.clone() if _LOSES and torch.compiler.is_compiling() else y
+    return y.clone() if _LOSES and not has_memory(y, or_fake=True) else y
 
 
 def is_derived() -> bool:

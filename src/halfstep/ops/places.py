@@ -12,6 +12,7 @@ from halfstep.ops.factors import factor_in_use
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import Quantizer, Tile
+from halfstep.quant.memory import has_memory
 from halfstep.quant.padding import pad
 from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import TENSOR
@@ -84,7 +85,7 @@ def rounded(
     if (
         tile == TENSOR and quantizer.outliers is None and quantizer.clamp is None
     ):  # each element by itself, wherever it lies
-        last = not torch.compiler.is_compiling() and not x.is_contiguous()  # which a traced graph cannot ask
+        last = has_memory(x, or_fake=True) and not x.is_contiguous()  # which a traced graph cannot ask
         dense = x.movedim(1, -1) if last else x
         made = operand(matrix(dense), quantizer, dtype, state, record, seed=seed)
         values = made.values.view(dense.shape)
