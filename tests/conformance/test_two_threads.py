@@ -26,7 +26,7 @@ def trained(name, threads):
             optimizer.zero_grad()
     finally:
         torch.set_num_threads(before)
-    return float(loss)
+    return loss.item()
 
 
 @pytest.mark.slow
