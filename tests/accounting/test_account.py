@@ -16,10 +16,12 @@ from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, inference, 
 from halfstep.accounting.account import checkpointed
 from halfstep.accounting.subject import Blank, loss_of
 from halfstep.errors import AccountError, ModelError, RecipeError
+from halfstep.kernels.cpu import coded, dequantize, element_codes, expansion
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
 from halfstep.memory import measure, measure_step
+from halfstep.ops import codes
 from halfstep.quant import family
 from halfstep.quant.cast import shared_range
 from halfstep.recipe import Recipe, get_recipe
@@ -104,6 +106,21 @@ def assert_measured_otherwise(model, low_bit, counted):
 
 KEPT = ("bf16-mixed", "fp16-mixed", "fp8-current", "fp8lm-o2", "fp32", "bf16-master")
 GPTS = ("gpt", "llama")
+
+
+@pytest.mark.parametrize("recipe", ["coat", "adamw-8bit", "fp8-fishman"])
+def test_an_account_may_be_the_first_to_ask_what_kernels_take(recipe):
+    """Its tensors have no numbers, which tables that are kept for the process would be made of."""
+    for kept in (
+        coded.coding_of,
+        expansion.meaning,
+        dequantize.meaning,
+        element_codes.table,
+        codes._zero,
+        codes._zeros_of,
+    ):
+        kept.cache_clear()
+    assert of(SUBJECTS["llama"], recipe) == of(SUBJECTS["llama"], recipe)
 
 
 @pytest.mark.quick("bf16-mixed-gpt")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numba import types
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.formats import Codebook, Float
 from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion, whole
@@ -61,6 +62,7 @@ class Coding(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
+@_disable_current_modes()  # an account asks among FakeTensors, which have no numbers
 def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Coding | None:
     """How kernels take codes of that dtype in rows of so many columns; None where they do not: they take codes of 8
     bits, rounded to nearest, in whole blocks along rows, with scales of which each follows from its block alone; or
