@@ -48,13 +48,8 @@ class Float(Format):
             raise FormatError(f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'")
         if not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100:
             raise FormatError(f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one")
-        _ = (
-            self.key,
-            self.significant_bits,
-            self.max,
-            self.smallest,
-            self.storage_bits,
-        )  # asked at every product, in traced graphs too
+        # Asked at every product, in traced graphs too.
+        _ = self.key, self.significant_bits, self.max, self.smallest, self.storage_bits
 
     @cached_property
     def key(self) -> str:

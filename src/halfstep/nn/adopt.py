@@ -220,9 +220,7 @@ class _Patchable:
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)
 
-        if (
-            not torch.compiler.is_compiling()
-        ):  # a traced call asks for neither, and Dynamo cannot trace `update_wrapper`
+        if not torch.compiler.is_compiling():  # a traced call asks for neither, and Dynamo traces no `update_wrapper`
             update_wrapper(patched, own)
             vars(patched)[_OWN] = own
         return MethodType(patched, module)

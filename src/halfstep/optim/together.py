@@ -197,11 +197,8 @@ class Together:
         lies = codes_of(weight)
         if not (self._anywhere or plain(lies, lies.dtype)):
             return None
-        names, moments, read = (
-            program.moments,
-            with_codes(step.moments, step.kinds, step.weight),
-            owner.gradient(way, grad),
-        )
+        moments = with_codes(step.moments, step.kinds, step.weight)
+        names, read = program.moments, owner.gradient(way, grad)
         shared = [moments.pop(name) for name in program.shared]
         residual = moments.pop(f"{names[-1]}_residual", None) if names else None
         if moments.keys() != set(names) or not isinstance(residual, Tensor | None):

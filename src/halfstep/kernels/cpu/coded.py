@@ -42,7 +42,7 @@ class Coded(NamedTuple):
     """That it is quantised in."""
 
 
-class Coding(NamedTuple):
+class BlockCoding(NamedTuple):
     """What kernels take for codes of a quantizer beside their tensors."""
 
     quantizer: Quantizer
@@ -50,7 +50,7 @@ class Coding(NamedTuple):
     whole: bool
     """Whether one scale multiplies all of the tensor, so that its codes cannot be written before all has been seen."""
     tile: tuple[np.uint32, ...] | None
-    """`blocks.levels` of its tiles where kernels read and write it a tile at a time (`kernels.cpu.tiled`): codes of
+    """`blocks.levels` of its tiles where kernels read and write it a tile at a time (`optimizer_loops`): codes of
     floats, or places in a codebook, under scales that are the largest magnitude over the largest element."""
     scales: tuple[str, ...]
     """The names of the tensors beside the codes."""
@@ -63,7 +63,7 @@ class Coding(NamedTuple):
 
 @lru_cache(maxsize=1024)
 @_disable_current_modes()  # an account asks among FakeTensors, which have no numbers
-def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Coding | None:
+def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> BlockCoding | None:
     """How kernels take codes of that dtype in rows of so many columns; None where they do not: they take codes of 8
     bits, rounded to nearest, in whole blocks along rows, with scales of which each follows from its block alone; or
     under one scale of the tensor (`whole`)."""
@@ -75,9 +75,9 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Coding 
         if not whole.knows(quantizer, dtype):
             return None
         if dtype == torch.float16:
-            return Coding(quantizer, True, None, ("scale",), None, None, None, None, None)
+            return BlockCoding(quantizer, True, None, ("scale",), None, None, None, None, None)
         code = element_codes.scalars(format, *_NEAREST)
-        return Coding(quantizer, True, None, ("scale",), None, meaning(format), None, *code)
+        return BlockCoding(quantizer, True, None, ("scale",), None, meaning(format), None, *code)
     if scales.rule.two_level or scales.rule.narrow or quantizer.rounding != "nearest_even" or format.bits != 8:
         return None
     if isinstance(scales.rule, Expansion):
@@ -85,7 +85,7 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Coding 
             return None
         levels, decoding = blocks.levels(scales.tile), expansion.meaning(format)
         given = expansion.scalars(format, scales.rule), *element_codes.scalars(format, *_NEAREST)
-        return Coding(quantizer, False, None, ("scale", "exponent", "center"), levels, decoding, *given)
+        return BlockCoding(quantizer, False, None, ("scale", "exponent", "center"), levels, decoding, *given)
     if blocks.numbers_of(quantizer, columns) is None:
         return None
     levels = blocks.levels(scales.tile)
@@ -95,7 +95,7 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Coding 
     else:
         scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
         given = scale_of, *element_codes.scalars(format, *_NEAREST)
-    return Coding(quantizer, False, tile, ("scale",), levels, meaning(format), *given)
+    return BlockCoding(quantizer, False, tile, ("scale",), levels, meaning(format), *given)
 
 
 def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
@@ -106,12 +106,12 @@ def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
     return replace(quantizer, scales=replace(scales, tile=Tile(1, columns)))
 
 
-def usual(coding: Coding, parts: Mapping[str, Tensor]) -> bool:
+def usual(coding: BlockCoding, parts: Mapping[str, Tensor]) -> bool:
     """Whether a kernel may read codes under the scale that they have now. On a GPU the host would wait for it."""
     return not coding.whole or (parts["scale"].numel() == 1 and whole.usual(parts["scale"]))
 
 
-def arguments(coding: Coding, parts: Mapping[str, Tensor], factor: float = 1.0) -> tuple[Any, ...]:
+def arguments(coding: BlockCoding, parts: Mapping[str, Tensor], factor: float = 1.0) -> tuple[Any, ...]:
     """What a kernel takes for codes: themselves, and six that are None where there is an array of numbers.
 
     Args:

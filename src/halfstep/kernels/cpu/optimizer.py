@@ -4,7 +4,7 @@ Weights and gradients are fp32, bf16 or fp16, moments these or codes. Per elemen
 store. The arithmetic is the formula's (`kernels.arithmetic`) operation by operation, so the results are equal bit for
 bit (no fast-math, no contraction). A tensor's dtype travels in its numpy type, as numpy has no bfloat16: float32 is
 itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are codes of 8 bits in tiles alike are read and
-written tile by tile (`kernels.cpu.tiled`), others chunk by chunk (`kernels.cpu.coded`).
+written tile by tile (`optimizer_loops`), others chunk by chunk (`kernels.cpu.coded`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import coded, whole
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.coded import Coded, Coding, arguments, coding_of, usual
+from halfstep.kernels.cpu.coded import BlockCoding, Coded, arguments, coding_of, usual
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.kernels.cpu.masters import KEPT, PLAIN
 from halfstep.kernels.cpu.noise import seed_keys
@@ -42,7 +42,7 @@ _dtype = attrgetter("dtype")
 class Codes(NamedTuple):
     """A moment that kernels take as codes."""
 
-    coding: Coding
+    coding: BlockCoding
     parts: Mapping[str, Tensor]
 
 

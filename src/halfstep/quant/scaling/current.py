@@ -39,9 +39,8 @@ class Current(Scaling):
 def factor_of(amax: Tensor, element: Format) -> Tensor:
     """max / amax in float32: 1 for an amax of 0, NaN for one that is not finite, at most the largest float32."""
     if amax.is_cpu and amax.dim() == 0 and has_memory(amax):
-        return torch.scalar_tensor(
-            number_of(amax.item(), element), dtype=torch.float32, device="cpu"
-        )  # the same, in one call
+        own = number_of(amax.item(), element)  # the same, in one call
+        return torch.scalar_tensor(own, dtype=torch.float32, device="cpu")
     # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
     factor = (element.max / amax.double()).clamp(max=torch.finfo(torch.float32).max).float()
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, factor), torch.nan)
