@@ -55,7 +55,7 @@ def meaning(format: Format) -> Any:
     """What a code is: the numbers of its decoding, or a codebook's values."""
     if isinstance(format, Float | Integer):
         return element_codes.decoding_scalars(format)
-    return np.array([format.decode(code) for code in format.codes()], dtype=np.float64).astype(np.float32)
+    return element_codes.table(format, torch.float32).numpy()
 
 
 @lanes("like")
