@@ -61,7 +61,7 @@ def casts():
     factor = torch.tensor(3.0)
     cast.run(x, out, E4M3, "nearest_even", "saturate", None, factor)
     yield "scaled", out[-TAIL:], quant.round_to(tail.float() * factor, E4M3).to(BF16)
-    posit.run(x, out, formats.get("posit8_2"))
+    posit.run(x, out, formats.get("posit8_2"), "nearest_even")
     yield "posit", out[-TAIL:], quant.round_to(tail, formats.get("posit8_2"))
     x[-2 * LAST * (1 << 14) :], x[-3] = 0.0, 77.0
     yield "amax", amax.run(x), torch.tensor(77.0)
