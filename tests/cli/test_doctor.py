@@ -169,10 +169,24 @@ def test_the_source_of_an_update_rule_is_what_a_gpu_runs(run):
     assert source.moving(program) in out
 
 
+def test_the_source_of_a_rule_with_norms_has_what_they_are_of(run):
+    _, out, _ = run("doctor", "--source", "lamb")
+    assert out.startswith("# halfstep.optim.Lamb\n")
+    assert [node.name for node in ast.parse(out).body] == ["found", "normed", "moved"]
+
+
 @pytest.mark.parametrize(
-    ("name", "found"), [("lamb", "'lamb' is no formula of one element"), ("adamww", "'adamww' is no update rule")]
+    ("name", "found"),
+    [
+        pytest.param(
+            "muon",
+            "'muon' is no formula of one element",
+            marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brings Muon"),
+        ),
+        ("adamww", "'adamww' is no update rule"),
+    ],
 )
 def test_what_has_no_source_says_what_has(run, name, found):
     code, _, err = run("doctor", "--source", name)
     assert code == 2
-    assert f"{found}: kernels are made of adagrad, adam, adamw, lion, " in err
+    assert f"{found}: kernels are made of adagrad, adam, adamw, lamb, lion, " in err

@@ -1,4 +1,5 @@
-"""Moments and weights in every form of one scale a tensor that kernels know, stepped: `interpreted.py` runs it."""
+"""Moments and weights in every form of one scale a tensor that kernels know, stepped; and norms whose order is seen:
+`interpreted.py` runs it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,12 +8,17 @@ from functools import partial
 import torch
 
 from halfstep import formats
+from halfstep.kernels.arithmetic import norm
+from halfstep.kernels.gpu.kinds import Tensors
+from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.kernels.selftest import Case
 from halfstep.optim import selftest_gpu
+from halfstep.optim.rules.elementwise import elementwise
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Codes, Recipe, get_recipe, get_storage
+from kernels.inputs import ORDERS, near_a_tie
 
 
 PAIRS = (("e4m3", "e5m2"), ("e4m3fnuz", "float8_e4m3fn"), ("e3m4", "e5m2fnuz"))
@@ -23,6 +29,7 @@ def tests() -> Iterator[tuple[str, str, Callable[[str], Iterator[Case]]]]:
     """As `selftest_gpu.tests`: a kernel, words and what yields the cases."""
     for name, recipe in _recipes():
         yield "fuzzed moments", name, partial(selftest_gpu.stepped_by, recipe, torch.device("cpu"))
+    yield "norms", "their order", _orders
 
 
 def _recipes() -> Iterator[tuple[str, Recipe]]:
@@ -40,6 +47,20 @@ def _recipes() -> Iterator[tuple[str, Recipe]]:
             f"weights in {weight}, gradients in {grad}, masters in {master}",
             replace(get_recipe("fp8lm-o1"), codes=codes),
         )
+
+
+def _orders() -> Iterator[Case]:
+    """Weights that move by their own norm, to 0 or to what is its last bit."""
+    rule = elementwise(
+        "made_up", torch.optim.SGD, lambda group: (), lambda w, grad, moments, o: (w - norm(w) * grad, {}),
+        lambda group: {}, elementwise=False,
+    )  # fmt: skip
+    for places, expected in ORDERS[:4] + ORDERS[5:]:  # the other one has 8,000 blocks, one after the other here
+        weight = near_a_tie(places)
+        step, grad = torch.zeros(()), torch.ones_like(weight)
+        tensors = Tensors(weight, grad, step, "none", {}, (), None, "nearest_even", None, 0, 0, 0)
+        Steps([tensors], [rule.options({})]).run(None, None)
+        yield torch.tensor([1.0 - expected]), weight[:1].clone(), torch.empty(0), str(places)
 
 
 def _stored(format: str, rule: str):

@@ -21,7 +21,7 @@ from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 KINDS = ("store", "load", "atomic")
-TABLES = {"prepare", "update", "advance"}
+TABLES = {"prepare", "update", "advance", "square"}
 """Functions that find tensors by addresses in memory."""
 
 

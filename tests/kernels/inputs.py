@@ -7,6 +7,7 @@ import torch
 
 from halfstep import formats
 from halfstep.formats import Float, Integer
+from halfstep.kernels.arithmetic import SQUARES
 from halfstep.kernels.cpu.compiled import CHUNK
 from oracles.numbers import every_16_bit_value
 
@@ -52,3 +53,22 @@ def inputs(format, dtype):
     if dtype == torch.float32:
         return torch.cat([float32_input(), edges(format)])
     return every_16_bit_value(dtype)
+
+
+def near_a_tie(places):
+    """Numbers whose norm is 1 + 2^-24, between two float32, up to eight that are 2^-27, whose squares are lost in a sum
+    that they are added to one at a time."""
+    numbers = torch.zeros(max(*places, SQUARES - 1) + 1)
+    numbers[0], numbers[SQUARES // 2], numbers[SQUARES // 4], numbers[SQUARES // 8] = 1.0, 2.0**-12, 2.0**-12, 2.0**-24
+    numbers[list(places)] = 2.0**-27
+    return numbers
+
+
+ORDERS = [
+    (range(1, 9), 1.0), (range(1, 17, 2), 1 + 2.0**-23),
+    (range(SQUARES, 9 * SQUARES, SQUARES), 1.0), (range(SQUARES, 17 * SQUARES, 2 * SQUARES), 1 + 2.0**-23),
+    (range(SQUARES**2, 9 * SQUARES**2, SQUARES**2), 1.0),
+    (range(SQUARES**2, SQUARES**2 + 8), 1 + 2.0**-23),
+]  # fmt: skip
+"""Places of the eight, and the norm as `kernels.arithmetic` orders its sum: eight in a part that is summed before it is
+added are not lost. In a block, in several, and in more blocks than are halved at once."""

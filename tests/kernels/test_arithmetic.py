@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.kernels.arithmetic import double, is_nan, maximum, root, single, traced, where
+from families import for_each
+from halfstep.kernels.arithmetic import SQUARES, double, is_nan, maximum, norm, root, single, traced, where
+from halfstep.kernels.cpu.optimizer import numbers_of, prepare
 from halfstep.kernels.gpu import source
 from halfstep.optim import convert, update_rules
 from halfstep.optim.rules.elementwise import elementwise
 from halfstep.recipe import get_recipe
+from kernels.inputs import ORDERS, near_a_tie
 from oracles.numbers import same_bits
 
 
@@ -146,6 +149,89 @@ def test_a_formula_that_changes_changes_both_targets():
         found.append((parameter[0].item(), source.moving(rule.options(optimizer.param_groups[0]).program)))
     assert [value for value, _ in found] == [-0.5, -1.5]
     assert [text.count("* 3.0") for _, text in found] == [0, 1]
+
+
+@for_each("size", [0, 1, 2, SQUARES - 1, SQUARES, SQUARES + 1, 40 * SQUARES + 7, SQUARES * (SQUARES + 3) + 5])
+def test_a_norm_is_the_root_of_the_sum_of_squares(size):
+    """Beside the sum that Python rounds once, of numbers whose squares are beyond float32 as well; at most an ulp."""
+    for factor in (1.0, 1e-30, 1e30):
+        numbers = torch.randn(size, generator=torch.Generator().manual_seed(5)) * factor
+        expected = np.float32(math.sqrt(math.fsum(number * number for number in numbers.tolist())))
+        found = norm(numbers)
+        assert found.dtype == torch.float32
+        assert abs(found.item() - expected) <= np.spacing(expected)
+
+
+@for_each("places,expected", ORDERS)
+def test_the_order_of_a_norm_is_the_documented_one(places, expected):
+    assert norm(near_a_tie(places)).item() == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@for_each("places,expected", ORDERS)
+def test_the_cpus_kernel_has_that_order(threads, places, expected):
+    def element(weight, grad, moments, o):
+        return weight - norm(weight) * (grad * o.lr), {}
+
+    program, _ = lars({**GROUP, "lr": 1.0}, element, elementwise=False)
+    weight, numbers = near_a_tie(places), numbers_of(program, np.float32(1.0), (1.0, 1.0, 0.0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        grad = torch.ones_like(weight)
+        assert prepare(((), ()), weight, "none", {}, grad, {}, "nearest_even")(grad, numbers, None)
+    finally:
+        torch.set_num_threads(before)
+    assert weight[0] == 1.0 - expected
+
+
+def lars(group, element=None, **more):
+    """A user's rule: SGD whose step is as long as a share of the weight."""
+
+    def moved(weight, grad, moments, o):
+        return weight - grad * (norm(weight) / (norm(grad + weight * o.decay) + 1e-9) * o.lr), {}
+
+    given = lambda group: {"lr": float(group["lr"]), "decay": float(group["weight_decay"])}  # noqa: E731
+    rule = elementwise("made_up", torch.optim.SGD, lambda group: (), element or moved, given, **more)
+    return rule.options(group).program, rule
+
+
+GROUP = {"lr": 0.5, "weight_decay": 0.1}
+
+
+def test_elements_take_norms_after_the_numbers():
+    program, _ = lars(GROUP, elementwise=False)
+    assert (program.normed.inputs, len(program.normed.results)) == (4, 2)  # learning rate, decay, weight, gradient
+    assert program.element.inputs == 6
+
+
+def test_a_rule_with_norms_is_fused_and_says_that_it_needs_the_whole():
+    _, rule = lars(GROUP, elementwise=False)
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 2000))
+    grad, start = torch.linspace(0, 1, 2000), parameter.detach().clone()
+    optimizer = convert(torch.optim.SGD([parameter], **GROUP), get_recipe("fp32"), {})
+    optimizer.rule = replace(optimizer.rule, fused=rule.fused, numbers=rule.numbers)
+    parameter.grad = grad
+    optimizer.step()
+    assert optimizer._together.ways[0].fused is not None
+    same_bits(parameter.detach(), rule.update(start, grad, {}, 1, GROUP)[0])
+    length = torch.linalg.vector_norm(grad.double() + start.double() * 0.1)
+    expected = start.double() - grad.double() * start.double().norm() / length * 0.5
+    torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="Expected its rule with elementwise=False"):
+        lars(GROUP)
+
+
+@pytest.mark.parametrize(
+    ("formula", "words"),
+    [
+        (lambda w, g, m, o: (w - norm(g / norm(g)), {}), "takes a norm, .* of what is found later. Expected norms of"),
+        (lambda w, g, m, o: (w - g * norm(o.lr), {}), "norm of a number that no element has a part in. Expected"),
+    ],
+)
+def test_what_is_no_norm_is_said(formula, words):
+    with pytest.raises(TypeError, match=words):
+        lars(GROUP, formula, elementwise=False)
 
 
 def test_formulas_take_python_numbers_and_tensors():

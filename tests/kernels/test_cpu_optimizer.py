@@ -12,12 +12,12 @@ import torch
 
 from families import for_each, slow_unless
 from halfstep import round_to
-from halfstep.kernels.arithmetic import root, traced
+from halfstep.kernels.arithmetic import SQUARES, root, traced
 from halfstep.kernels.cpu import optimizer as kernel
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.optimizer_loops import step_chunk
 from halfstep.kernels.cpu.optimizer_types import rule_of
-from halfstep.optim import Lion, convert, update_rules
+from halfstep.optim import Lamb, Lion, convert, update_rules
 from halfstep.optim.rules.adam import adamw
 from halfstep.optim.rules.base import never
 from halfstep.quant import noise_bits
@@ -192,10 +192,12 @@ OTHERS = {
     "centered": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
     "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1}),
     "lion": (Lion, {"weight_decay": 0.1}),
+    "lamb": (Lamb, {"weight_decay": 0.1}),
 }
 RECIPES = ["fp32", "bf16-master", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-plus", "fp16-pure",
            "bf16-7byte", "fp8-adam", "adamw-8bit", "coat", "fp8-fishman"]  # fmt: skip
-IN_TURN = [("nesterov", "bf16-master"), ("nadam", "bf16-stochastic"), ("centered", "fp32"), ("lion", "adamw-8bit")]
+IN_TURN = [("nesterov", "bf16-master"), ("nadam", "bf16-stochastic"), ("centered", "fp32"), ("lion", "adamw-8bit"),
+           ("lamb", "bf16-stochastic"), ("lamb", "adamw-8bit"), ("lamb", "fp8-fishman")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -224,8 +226,46 @@ def test_every_rule_under_every_recipe(name, recipe):
         same_bits(found[0][key], tensor)
 
 
-def test_every_rule_of_one_element_is_fused():
-    assert {name for name, rule in update_rules().items() if rule.fused is never} - {"muon"} == {"lamb"}
+def test_every_rule_but_muons_is_fused():
+    assert {name for name, rule in update_rules().items() if rule.fused is never} <= {"muon"}
+
+
+LENGTHS = [0, 1, SQUARES - 1, SQUARES, SQUARES + 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, SQUARES * SQUARES + 2 * CHUNK]
+ODD = [
+    ("bf16", "fp32", "fp32"), ("bf16", "split", "fp32"), ("bf16", "residue", "fp32"), ("bf16", "kahan", "fp32"),
+    ("bf16", "collage", "bf16"),
+]  # fmt: skip
+"""Weights, masters and moments that the slow test takes norms of, beside numbers alone."""
+
+
+@pytest.mark.parametrize(
+    "storage",
+    slow_unless(
+        lambda one: dtypes_of(one) in {("fp32", None, "fp32"), ("bf16", "kahan", "fp32")},
+        [one for one in STORAGES if dtypes_of(one) in [*OF_EVERY_KIND, *ODD]],
+    ),
+    ids=name_of,
+)
+@pytest.mark.parametrize("threads", [1, 2])
+@for_each("size", LENGTHS)
+def test_norms_are_the_references_of_any_size_and_on_any_threads(storage, threads, size):
+    """Of more blocks than are halved at once, of blocks with a rest, and of none."""
+    generator = torch.Generator().manual_seed(4)
+    grads = [torch.randn(size, generator=generator) * 10.0**-k for k in range(2)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_equal_steps(storage, torch.randn(size, generator=generator), grads, Lamb, weight_decay=0.1, scale=3.0)
+    finally:
+        torch.set_num_threads(before)
+
+
+@for_each("weight", [torch.zeros(100), torch.full((100,), 1e30), torch.full((100,), 1e-40)], ids=lambda w: str(w[0]))
+@pytest.mark.parametrize("grads", [[0.0, 1.0], [torch.inf, 1.0], [torch.nan, 1.0], [1e-30, 1e25]], ids=str)
+def test_norms_of_zeros_and_of_what_is_not_finite(weight, grads):
+    """Of gradients of zeros the direction is none."""
+    grads = [torch.cat([torch.zeros(50), torch.full((50,), grad)]) for grad in grads]
+    assert_equal_steps(STORAGES[0], weight, grads, Lamb)
 
 
 @every_storage

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.recipe import get_recipe
 from tiny import assert_same
 
 
@@ -131,12 +130,7 @@ def test_the_seed_is_the_first_ranks(ranks):
 @pytest.mark.parametrize("name", SPREAD)
 @pytest.mark.parametrize("ddp", [False, True], ids=["fsdp", "ddp"])
 def test_ranks_move_like_one_process(ranks, ddp, name, kind):
-    """Bit for bit, stochastic rounding included; under FSDP2 LAMB but for the order in which its norms are summed."""
+    """Bit for bit, stochastic rounding included: the order in which ranks sum LAMB's norms is lost in float32."""
     expected = spread(name, kind, 0)
     for rank in ranks:
-        if kind == "lamb" and not ddp:
-            close = 2.0**-7 if get_recipe(name).weights == "bf16" else 1e-5
-            for found, one in zip(rank[ddp][name, kind], expected, strict=True):
-                torch.testing.assert_close(found.float(), one.float(), rtol=close, atol=close / 10)
-        else:
-            assert_same(rank[ddp][name, kind], expected)
+        assert_same(rank[ddp][name, kind], expected)

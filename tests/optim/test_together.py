@@ -24,7 +24,8 @@ from halfstep.recipe import get_recipe
 @pytest.fixture
 def launches(monkeypatch):
     made = []
-    made_up = SimpleNamespace(prepare="prepare", update="update", moving=id, finding=lambda *program: id(program))
+    kernels = {name: name for name in ("prepare", "square", "norm", "update")}
+    made_up = SimpleNamespace(**kernels, moving=id, norming=id, finding=lambda *program: id(program))
     monkeypatch.setattr(optimizer, "functions", lambda name: made_up)
     monkeypatch.setattr(
         optimizer, "prepared", lambda kernel, *_, **__: lambda grid, *rest: made.append((kernel, grid, *rest))
@@ -63,6 +64,20 @@ def test_there_is_one_launch_a_kind_and_one_more(launches, recipe, make, options
     low, _ = stepped(recipe, make, **options)
     assert [kernel for kernel, *_ in launches] == ["prepare"] + ["update"] * kinds
     assert sum(grid for kernel, grid, *_ in launches if kernel == "update") == 1 + 2 + 5
+    assert low._together.all
+
+
+def test_norms_are_found_between_the_numbers_and_the_update(launches):
+    """Of every block its sums; of every tensor that has blocks its norms, where those sums begin."""
+    low, _ = stepped(make=halfstep.optim.Lamb, sizes=(3, 0, 2000, 5000))
+    assert [(kernel, grid) for kernel, grid, *_ in launches] == [
+        ("prepare", 1),
+        ("square", 8),
+        ("norm", 3),
+        ("update", 8),
+    ]
+    assert launches[2][3].tolist() == [[0, 0], [2, 1], [3, 3]]
+    assert launches[1][5].shape == (8, 2)
     assert low._together.all
 
 

@@ -14,7 +14,7 @@ from halfstep.kernels.cpu import blocks, elements, panels, posit, rows, tiles
 from halfstep.kernels.cpu.compiled import kept_code
 from halfstep.kernels.gpu import blocks as gpu_blocks
 from halfstep.kernels.gpu import launch
-from halfstep.kernels.gpu.source import finding, moving
+from halfstep.kernels.gpu.source import finding, moving, norming
 from halfstep.kernels.unit_kinds import PAYS
 from halfstep.ops import is_native_available
 from halfstep.optim.rules import update_rules
@@ -89,7 +89,10 @@ def source_of(name: str) -> str:
     kind = made[name].torch_class
     own = made[name].options(kind([torch.zeros(1, dtype=torch.float32, device="cpu")]).defaults)  # type: ignore[misc,call-arg]
     after_step = len(own.program.names) - 1 - len(own.numbers)
-    return f"# torch.optim.{kind.__name__}\n\n{finding(own.program, after_step)}\n\n{moving(own.program)}"
+    made_of = [finding(own.program, after_step), moving(own.program)]
+    if own.program.normed.results:
+        made_of.insert(1, norming(own.program))
+    return "\n\n".join([f"# {kind.__module__.split('.')[0]}.optim.{kind.__name__}", *made_of])
 
 
 def _machine() -> dict[str, str]:

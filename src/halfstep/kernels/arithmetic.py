@@ -49,6 +49,42 @@ def maximum(one: Any, other: Any) -> Any:
     return where(is_nan(one), one, where(one > other, one, other))
 
 
+def norm(x: Any) -> Any:
+    """The Euclidean norm of a whole tensor, in float32: the root of the float64 sum of its elements' squares.
+
+    The order of the sum follows from the number of elements alone. Squares are summed in blocks of `SQUARES`, the last
+    one filled up with zeros: a block's second half is added to its first until one number is left. The blocks' sums lie
+    in rows as long, filled up alike: each row is added to the sum of those before it, and that sum halved as a block
+    is. Of a tensor that ranks hold parts of, each sums its own, in torch's order.
+    """
+    if isinstance(x, Traced):
+        return x.trace.norm(x)
+    if hasattr(x, "device_mesh"):
+        return torch.sqrt(x.double().square().sum()).to(x.dtype)
+    sums = _halved(_in_blocks(x.detach().flatten()).square_())
+    total, *rest = _in_blocks(sums)
+    for one in rest:
+        total = total + one
+    return torch.sqrt(_halved(total)).to(x.dtype)
+
+
+SQUARES = 1024
+"""How many squares `norm` sums apart from others: a power of two."""
+
+
+def _in_blocks(numbers: Tensor) -> Tensor:
+    blocks = numbers.new_zeros(max(-(-len(numbers) // SQUARES), 1) * SQUARES, dtype=torch.float64)
+    blocks[: len(numbers)] = numbers
+    return blocks.view(-1, SQUARES)
+
+
+def _halved(numbers: Tensor) -> Tensor:
+    """The sums of rows."""
+    while (half := numbers.shape[-1] // 2) > 0:
+        numbers = numbers[..., :half] + numbers[..., half:]
+    return numbers[..., 0]
+
+
 def double(x: Any) -> Any:
     """A number that all elements share, in float64."""
     if isinstance(x, Traced):
@@ -101,7 +137,14 @@ class Program(NamedTuple):
     scalars: Part
     """From `names` and `shared` to the float32 numbers that elements take, and what `shared` becomes."""
     element: Part
-    """From those numbers, weight, gradient and `moments` to the new weight and moments, in float32."""
+    """From those numbers, norms, weight, gradient and `moments` to the new weight and moments, in float32."""
+    normed: Part = NOTHING
+    """From those numbers, weight, gradient and `moments` to what `element` takes norms of."""
+
+    @property
+    def taken(self) -> int:
+        """How many numbers elements take, beside norms."""
+        return len(self.scalars.results) - len(self.shared)
 
     def numbers(self, given: Sequence[float], shared: Sequence[float] = ()) -> tuple[tuple[Any, ...], ...]:
         """The numbers that elements take of a step, as float32, and what `shared` becomes."""
@@ -194,6 +237,8 @@ class Trace:
         self.values: list[tuple[Operation | float | None, bool]] = []
         """None of an input, a float of a constant; and whether all elements share it."""
         self._made: dict[Any, int] = {}
+        self.norms: dict[int, Traced] = {}
+        """By the place of what each is the norm of."""
 
     def given(self, kind: str, shared: bool) -> Traced:
         """An input."""
@@ -209,6 +254,14 @@ class Trace:
         kind = "double" if wide else "single"
         places = [self._place(o, kind, shared) for o in operands]
         return self._new(Operation(name, "truth" if name in _TRUTHS else kind, tuple(places)), shared)
+
+    def norm(self, x: Traced) -> Traced:
+        """A number that elements take once all of a tensor was gone over."""
+        if x.shared or x.kind != "single":
+            raise TypeError("a formula takes the norm of a number that no element has a part in. Expected an element's")
+        if x.place not in self.norms:
+            self.norms[x.place] = self.given("single", False)
+        return self.norms[x.place]
 
     def converted(self, x: Traced, kind: str) -> Traced:
         """A number in another kind."""
@@ -249,6 +302,11 @@ class Trace:
             if place in needed and place not in inputs and isinstance(operation, Operation):
                 needed.update(operation.operands)
         between = [(place, self.values[place][0]) for place in sorted(needed - set(inputs))]
+        if any(value is None for _, value in between):
+            raise TypeError(
+                "a formula takes a norm, or makes a moment of one number, of what is found later. Expected norms of "
+                "what weight, gradient and moments give, and such moments of options and one another"
+            )
         known = {place: value for place, value in between if isinstance(value, float)}
         made = {place: value for place, value in between if isinstance(value, Operation)}
         order = [*inputs, *known, *made]
@@ -287,11 +345,13 @@ def traced(
     after = [_as_traced(trace, new[name]) for name in shared]
     inputs = [one.place for one in (weight, grad, *each.values())]
     places = [one.place for one in results]
-    numbers = _met(trace, places)
+    norms, normed = [one.place for one in trace.norms.values()], list(trace.norms)
+    numbers = _met(trace, [*places, *normed])
     first = [one.place for one in (*scalars.values(), *kept.values())]
     return Program(
         tuple(names), tuple(shared), tuple(moments),
-        trace.part(first, [*numbers, *(one.place for one in after)]), trace.part([*numbers, *inputs], places),
+        trace.part(first, [*numbers, *(one.place for one in after)]),
+        trace.part([*numbers, *norms, *inputs], places), trace.part([*numbers, *inputs], normed),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome
 from halfstep.ops.code_tensor import CodeTensor, round_gradient
 from halfstep.ops.code_tensor import parameter as code_parameter
-from halfstep.optim.classes import Lion
+from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.rules.adam import adamw
@@ -211,6 +211,10 @@ def _lion(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Lion(_halves(parameters), lr=1e-2, weight_decay=0.1)
 
 
+def _lamb(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Lamb(_halves(parameters), lr=1e-2, weight_decay=0.1)
+
+
 def _nadam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.NAdam(_halves(parameters), lr=1e-2, weight_decay=0.1)
 
@@ -230,6 +234,7 @@ _OPTIMIZERS: tuple[tuple[str, tuple[str, ...], Make], ...] = (
     ("nesterov", ("fp32",), _nesterov),
     ("descent", ("fp32",), _descent),
     ("lion", _OTHERS, _lion),
+    ("lamb", (*_OTHERS, "bf16-collage-plus", "coat", "fp8-fishman", "fp8lm-o3"), _lamb),
     ("nadam", ("fp32", "adamw-8bit"), _nadam),
     ("rmsprop", ("fp32", "adamw-8bit"), _rmsprop),
     ("adagrad", ("fp32",), _adagrad),

@@ -4,7 +4,9 @@ Weights and gradients are fp32, bf16 or fp16, moments these or codes. Per elemen
 store. The arithmetic is the formula's (`kernels.arithmetic`) operation by operation, so the results are equal bit for
 bit (no fast-math, no contraction). A tensor's dtype travels in its numpy type, as numpy has no bfloat16: float32 is
 itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are codes of 8 bits in tiles alike are read and
-written tile by tile (`optimizer_loops`), others chunk by chunk (`kernels.cpu.coded`).
+written tile by tile (`optimizer_loops`), others chunk by chunk (`kernels.cpu.coded`). Norms of the whole tensor that a
+formula takes, and the largest magnitudes of moments under one scale, are each found in a pass before that writes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.kernels.arithmetic import Program
+from halfstep.kernels.arithmetic import Part, Program
 from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import coded, whole
 from halfstep.kernels.cpu.arrays import array
@@ -26,7 +28,7 @@ from halfstep.kernels.cpu.coded import BlockCoding, Coded, arguments, coding_of,
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.kernels.cpu.masters import KEPT, PLAIN
 from halfstep.kernels.cpu.noise import seed_keys
-from halfstep.kernels.cpu.optimizer_loops import note_largest, step
+from halfstep.kernels.cpu.optimizer_loops import find_norms, note_largest, step
 from halfstep.kernels.cpu.optimizer_types import rule_of
 
 
@@ -145,6 +147,8 @@ class Update:
         if taken is None:
             taken, after = numbers.program.numbers(numbers.given, [one.item() for one in self.shared])
         taken = (numbers.scale, *taken)
+        if (normed := numbers.program.normed).results:
+            taken += self._norms(normed, gradient, taken)
         factors: dict[str, Tensor] = {}
         moments = self.arguments
         if moments is None:
@@ -159,6 +163,13 @@ class Update:
         for one, now in zip(self.shared, after, strict=True):
             one.fill_(float(now))
         return True
+
+    def _norms(self, normed: Part, grad: Any, taken: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The norms that elements take."""
+        moments = _taken(self.moments, self.rests, {}) if self.arguments is None else self.arguments
+        found = np.empty(len(normed.results), np.float32)
+        find_norms(self.weight.size, rule_of(normed), self.weight, self.kept, grad, moments, taken, found)
+        return tuple(found)
 
     def _factors(self, rule: Any, grad: Any, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
         """What new moments under one scale are multiplied by; None where they cannot be written."""

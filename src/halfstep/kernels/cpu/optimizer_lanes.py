@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from halfstep.kernels.arithmetic import Part
+from halfstep.kernels.arithmetic import SQUARES, Part
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.lanes import (
@@ -225,7 +226,7 @@ def _half(value: Lane) -> Lane:
 
 
 class _Element:
-    """One element of a step: its moments now and then, and how large those become."""
+    """One element of a step: its moments now and then, and how large those become; or what norms are taken of."""
 
     def __init__(self, context: Any, builder: Any, given: Mapping[str, tuple[Any, Any]]) -> None:
         vectorise_fully(builder.function)
@@ -241,20 +242,24 @@ class _Element:
             context, builder, Spot(context, builder, *given["weight"], self.index), *given["kept"], self.index
         )
         scale, *taken = trace(builder, "", numbers, values)
-        full, old = self.weight.read(), [moment.read() for moment in self.moments]
+        full, self._old = self.weight.read(), [moment.read() for moment in self.moments]
         grad = Spot(context, builder, *given["grad"], self.index).number() * scale
-        self.new, *new = moved(rule.element, [*taken, full, grad, *old])
-        most = grad.bits().constant(0)
+        self.results, self._builder = moved(rule.element, [*taken, full, grad, *self._old]), builder
+
+    def then(self) -> list[Lane]:
+        """The moments after the step."""
+        new = self.results[1:]
+        most = self.results[0].bits().constant(0)
         for moment, value in zip(self.moments, new, strict=True):
             most = most.max(value.bits() & MAGNITUDE) if moment.coded else most
         if any(moment.coded for moment in self.moments):  # the scale of codes is others' too
-            new = [(most < INFINITY).pick(one, other) for one, other in zip(new, old, strict=True)]
-        self.then, self._builder = new, builder
+            new = [(most < INFINITY).pick(one, other) for one, other in zip(new, self._old, strict=True)]
+        return new
 
-    def most(self, numba_type: Any, before: Any) -> list[Any]:
+    def most(self, then: Sequence[Lane], numba_type: Any, before: Any) -> list[Any]:
         """The bits of the largest magnitudes of the moments so far, these among them."""
         found = []
-        for n, new in enumerate(self.then[: len(numba_type)]):
+        for n, new in enumerate(then[: len(numba_type)]):
             most = Lane(self._builder, self._builder.extract_value(before, n))
             found.append(most.max(new.bits() & MAGNITUDE).value)
         return found
@@ -273,10 +278,11 @@ def _advance(
         drawn = trace(builder, "", *given["keys"])
         if drawn is not None:
             drawn = noise(drawn, Lane(builder, builder.sub(element.index, given["begin"][1])))
-        found = element.most(*given["most"])
-        for moment, new in zip(element.moments, element.then, strict=True):
+        then = element.then()
+        found = element.most(then, *given["most"])
+        for moment, new in zip(element.moments, then, strict=True):
             moment.keep(new)
-        element.weight.keep(element.new, drawn)
+        element.weight.keep(element.results[0], drawn)
         return context.make_tuple(builder, signature.return_type, found)
 
     return most(rule, weight, kept, grad, moments, values, numbers, keys, begin, at, k, most), code
@@ -294,11 +300,30 @@ def _foresee(
     def code(context: Any, builder: Any, signature: Any, llvm: Any) -> Any:
         names = [name for name in _ADVANCED if name not in ("keys", "begin")]
         given = dict(zip(names, zip(signature.args, llvm, strict=True), strict=True))
-        found = _Element(context, builder, given).most(*given["most"])
+        element = _Element(context, builder, given)
+        found = element.most(element.then(), *given["most"])
         return context.make_tuple(builder, signature.return_type, found)
 
     return most(rule, weight, kept, grad, moments, values, numbers, at, k, most), code
 
 
+def _note_results(
+    typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, at: Any, k: Any,
+    results: Any, place: Any,
+) -> Any:  # fmt: skip
+    """In kernels: what the rule makes of element at + k, to `place` of the rows of `results`, each of SQUARES."""
+
+    def code(context: Any, builder: Any, signature: Any, llvm: Any) -> Any:
+        names = [name for name in _ADVANCED if name not in ("keys", "begin", "most")]
+        given = dict(zip(names, zip(signature.args[:-2], llvm[:-2], strict=True), strict=True))
+        for n, number in enumerate(_Element(context, builder, given).results):
+            index = builder.add(llvm[-1], ir.Constant(llvm[-1].type, n * SQUARES))
+            Spot(context, builder, results, llvm[-2], index).write(number)
+        return context.get_dummy_value()
+
+    return types.none(rule, weight, kept, grad, moments, values, numbers, at, k, results, place), code
+
+
 advance: Any = intrinsic(_advance)
 foresee: Any = intrinsic(_foresee)
+note_results: Any = intrinsic(_note_results)

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from numba import types
 
+from halfstep.kernels.arithmetic import SQUARES
 from halfstep.kernels.cpu.codebook import encode_block
 from halfstep.kernels.cpu.coded import closed, opened
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
@@ -21,7 +22,7 @@ from halfstep.kernels.cpu.dequantize import half_scale, larger_code
 from halfstep.kernels.cpu.divided import rounded, scaled
 from halfstep.kernels.cpu.lanes import lanes
 from halfstep.kernels.cpu.noise import chunk_keys
-from halfstep.kernels.cpu.optimizer_lanes import advance, foresee
+from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results
 from halfstep.kernels.cpu.optimizer_types import bare, held, nothing, parts, readable, zeros
 from halfstep.kernels.cpu.scales import absmax_scale
 
@@ -251,3 +252,59 @@ def note_largest(rule, weight, grad, moments, numbers, found):
         most = _largest(rule, weight, grad, open_chunk(parts(all_), a, b), numbers, a, b - a)
         for n in range(len(most)):
             found[chunk, n] = most[n]
+
+
+@inner
+def _note_results(rule, weight, kept, grad, chunk, numbers, at, start, size, results):
+    """What norms are taken of, of elements from `start` on of a chunk that begins at `at`."""
+    for k in range(start, start + size):
+        note_results(rule, weight, kept, grad, chunk, None, numbers, at, k, results, k - start)
+
+
+@inner
+def _square(one, other, sums):
+    for k in range(sums.size):
+        x, y = np.float64(one[k]), np.float64(other[k])
+        sums[k] = x * x + y * y
+
+
+@inner
+def _add(sums, others):
+    for k in range(sums.size):
+        sums[k] += others[k]
+
+
+@inner
+def _halved(numbers):
+    """Their sum, in the order of `arithmetic.norm`; they are overwritten."""
+    half = numbers.size // 2
+    while half:
+        _add(numbers[:half], numbers[half : 2 * half])
+        half //= 2
+    return numbers[0]
+
+
+@Kernel
+def find_norms(rule, weight, kept, grad, moments, numbers, found):
+    """`arithmetic.norm` of each of the rule's results."""
+    all_, count = held(moments), found.size
+    sums = np.empty((count, (weight.size + SQUARES - 1) // SQUARES))
+    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+        begin = chunk * CHUNK
+        end = min(begin + CHUNK, weight.size)
+        numbers_of = open_chunk(parts(all_), begin, end)
+        results, squares = np.zeros(count * SQUARES, np.float32), np.empty(SQUARES // 2)
+        for a in range(begin, end, SQUARES):
+            size = min(SQUARES, end - a)
+            if size < SQUARES:
+                results[:] = 0
+            _note_results(rule, weight, kept, grad, numbers_of, numbers, begin, a - begin, size, results)
+            for n in range(count):
+                own = results[n * SQUARES : (n + 1) * SQUARES]
+                _square(own[: SQUARES // 2], own[SQUARES // 2 :], squares)
+                sums[n, a // SQUARES] = _halved(squares)
+    for n in range(count):
+        total = np.zeros(SQUARES)
+        for block in range(sums.shape[1]):
+            total[block % SQUARES] += sums[n, block]
+        found[n] = np.sqrt(_halved(total))

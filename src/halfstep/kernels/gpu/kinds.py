@@ -174,7 +174,7 @@ def kind_of(t: Tensors, options: Options) -> Any:
     """The program and kind of a tensor; and how its weight, master, gradient and its two moments are coded. None where
     `optimizer.Steps` does not move it, of dense tensors anywhere."""
     program = options.program
-    taken = len(program.scalars.results) - len(program.shared)
+    taken = program.taken + len(program.normed.results)
     room = taken <= table.NUMBERS - table.TAKEN and len(options.numbers) <= table.OPTIONS - table.GIVEN
     if not room or not _is_dense(t) or len(program.shared) > 1 or options.rows is None:
         return None

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.kernels.arithmetic import Program
+from halfstep.kernels.arithmetic import SQUARES, Program
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of, has_one_scale, kind_of
 from halfstep.kernels.gpu.launch import Launch, functions, prepared
 
 
-BLOCK = 1024
-"""Elements of a program."""
+BLOCK = SQUARES
+"""Elements of a program: as many as a norm sums first."""
 TENSORS = 128
 """Tensors of a program that finds numbers."""
 
@@ -76,11 +76,29 @@ class Steps:
             # One scale for a tensor follows from all of what is to be written.
             twice = has_one_scale(constants)
             arguments = (blocks, self._numbers, self._most if twice else None, *elements)
+            if program.normed.results:
+                self._kinds += self._norms(program, places, blocks, elements, constants)
             for foresees in (True, False) if twice else (False,):
                 options_of = {**constants, "MOVED": moved, "FORESEES": foresees, "B": BLOCK}
                 launch = prepared(functions("optimizer").update, self._device, **options_of)
                 self._kinds.append((launch, len(places), arguments))
         self.set(options)
+
+    def _norms(
+        self, program: Program, places: list[tuple[int, int]], blocks: Tensor, elements: Any, constants: Any
+    ) -> list[tuple[Launch, int, tuple[Any, ...]]]:
+        """The launches that find the norms of the tensors that have these blocks."""
+        made, count = functions("optimizer"), len(program.normed.results)
+        sums = torch.empty(len(places), count, dtype=torch.float64, device=self._device)
+        begin = [(number, place) for place, (number, block) in enumerate(places) if not block]
+        each = self._sent(torch.tensor(begin, dtype=torch.int32, device="cpu").view(-1, 2))
+        normed, first = functions("generated").norming(program), table.TAKEN + program.taken
+        square = prepared(made.square, self._device, **constants, NORMED=normed, COUNT=count, B=BLOCK)
+        norm = prepared(made.norm, self._device, FIRST_NORM=first, COUNT=count, B=BLOCK)
+        return [
+            (square, len(places), (blocks, self._numbers, sums, *elements)),
+            (norm, len(begin), (each, sums, self._numbers)),
+        ]
 
     def set(self, options: Sequence[Options]) -> None:
         """Take the options of groups as they are now: of the same `kind` as before."""

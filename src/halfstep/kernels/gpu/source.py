@@ -38,13 +38,24 @@ def _constant(number: float) -> str:
 def moving(program: Program) -> str:
     """A function `moved(weight, grad, first, second, numbers)` of one element: the weight and both moments after a
     step; a moment that the rule does not have comes back as it is."""
-    moments = ["first", "second"]
-    own = moments[: len(program.moments)]
-    taken = [f"n{number}" for number in range(len(program.scalars.results) - len(program.shared))]
-    loads = [f"{name} = tl.load(numbers + {place})" for place, name in enumerate(taken)]
-    lines, results = _lines(program.element, [*taken, "weight", "grad", *own])
-    return _function("moved", "weight, grad, first, second, numbers", [*loads, *lines,
-        f"return {', '.join([*results, *moments[len(own):]])}"])  # fmt: skip
+    return _of_an_element("moved", program, program.element, _MOMENTS[len(program.moments) :])
+
+
+def norming(program: Program) -> str:
+    """A function `normed(...)` of the same: what norms are taken of, which `moved` finds after the other numbers."""
+    return _of_an_element("normed", program, program.normed, [])
+
+
+_MOMENTS = ["first", "second"]
+
+
+def _of_an_element(name: str, program: Program, part: Part, more: list[str]) -> str:
+    own = _MOMENTS[: len(program.moments)]
+    taken = [f"n{number}" for number in range(part.inputs - len(own) - 2)]
+    loads = [f"{number} = tl.load(numbers + {place})" for place, number in enumerate(taken)]
+    lines, results = _lines(part, [*taken, "weight", "grad", *own])
+    returned = f"return {', '.join([*results, *more])}" + "," * (len(results) + len(more) == 1)
+    return _function(name, "weight, grad, first, second, numbers", [*loads, *lines, returned])
 
 
 def finding(program: Program, by_step: int) -> str:

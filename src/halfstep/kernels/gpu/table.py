@@ -29,7 +29,7 @@ GO, LOW, HIGH = 0, 1, 2
 WEIGHT_OLD, GRAD_OLD, KEPT_OLD, FIRST_OLD, SECOND_OLD = 3, 4, 5, 6, 7
 """Scales as they were before the step, float32."""
 SCALE, TAKEN = 8, 9
-"""The gradient's factor, float32, and from TAKEN on the numbers that elements take."""
+"""The gradient's factor, float32, and from TAKEN on the numbers that elements take, norms last."""
 NUMBERS = 24
 
 FIRST_MOST, SECOND_MOST, WEIGHT_MOST, MOST = 0, 1, 2, 3

@@ -53,14 +53,15 @@ def elementwise(
 ) -> UpdateRule:
     """The update rule of a formula: `element(weight, grad, moments, o) -> (weight, moments)`, which kernels do in one
     pass. Python's operators and the functions of `halfstep.kernels.arithmetic` make a formula; it may branch on options
-    that are None, True or False, and on none that are numbers. To maximize, the gradient comes negated.
+    that are None, True or False, and on none that are numbers. To maximize, the gradient comes negated. A formula that
+    takes a norm of the whole tensor needs elementwise=False; a pass that writes nothing finds norms first.
 
     Args:
         moments, shape, more: as `UpdateRule`'s. Of a moment whose shape is () an element takes the one number.
         given: what `o` has of a group: numbers, and what is known before kernels are compiled.
         by_step: what it has of the step's number as well, from 1 on. That settles: beyond some step it stays.
     """
-    formula = Formula(moments, element, given, by_step, shape)
+    formula = Formula(moments, element, given, by_step, shape, more.get("elementwise", True))
     return UpdateRule(
         name, torch_class, moments, formula.update, fused=formula.fused, numbers=formula.numbers,
         options=formula.on_gpu, shape=shape, **more,
@@ -76,6 +77,7 @@ class Formula:
     options: Callable[[Group], Mapping[str, Any]]
     by_step: ByStep
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]
+    elementwise: bool
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
         """As `UpdateRule.update`."""
@@ -91,7 +93,13 @@ class Formula:
                 known.append((name, option))
             else:
                 names.append(name)
-        return _program(self.element, tuple(names), self.moments(group), self.shape, tuple(known))
+        program = _program(self.element, tuple(names), self.moments(group), self.shape, tuple(known))
+        if self.elementwise and program.normed.results:
+            raise TypeError(
+                "a formula takes a norm of the whole tensor, of which a rank may have a part. Expected its rule with "
+                "elementwise=False"
+            )
+        return program
 
     def numbers(self, number: int, group: Group, grad_scale: float) -> tuple[Any, ...]:
         """As `UpdateRule.numbers`: what `kernels.cpu.optimizer.Update` takes."""

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from halfstep.kernels.arithmetic import norm, root, where
 from halfstep.optim.classes import Lamb
-from halfstep.optim.rules.base import Group, Moments, UpdateRule
+from halfstep.optim.rules.adam import by_step
+from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules.elementwise import elementwise
 
 
-def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
+def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tuple[Any, dict[str, Any]]:
     """w <- w - lr (|w| / |r|) r with r = m' / (sqrt(v') + eps) + decay w and Adam's corrected moments m', v'.
 
     The ratio is 1 where either norm is 0.
 
     Source: You et al. 2019, arXiv 1904.00962, algorithm 2.
     """
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    if group["maximize"]:
-        grad = -grad
-    first = moments["exp_avg"] * beta1 + grad * (1 - beta1)
-    second = moments["exp_avg_sq"] * beta2 + grad * grad * (1 - beta2)
-    root = torch.sqrt(second) / math.sqrt(1 - beta2**step) + float(group["eps"])
-    direction = first / (1 - beta1**step) / root + weight * float(group["weight_decay"])
-    norm, length = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(direction)
-    trust = torch.where((norm > 0) & (length > 0), norm / length, 1.0)
-    return weight - direction * (float(group["lr"]) * trust), {"exp_avg": first, "exp_avg_sq": second}
+    exp_avg = moments["exp_avg"] * o.beta1 + grad * (1 - o.beta1)
+    exp_avg_sq = moments["exp_avg_sq"] * o.beta2 + grad * grad * (1 - o.beta2)
+    ratio = exp_avg / (root(exp_avg_sq) * (o.rescale * o.correction) + o.eps * o.correction)
+    direction = ratio + weight * o.decay
+    size, length = norm(weight), norm(direction)
+    trust = where(size > 0.0, where(length > 0.0, size / length, 1.0), 1.0)
+    return weight - direction * (trust * o.lr), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-lamb = UpdateRule("lamb", Lamb, lambda group: ("exp_avg", "exp_avg_sq"), _update, elementwise=False)
+def _options(group: Group) -> dict[str, Any]:
+    beta1, beta2 = map(float, group["betas"])
+    return {
+        "lr": learning_rate(group), "beta1": beta1, "beta2": beta2, "decay": float(group["weight_decay"]),
+        "eps": float(group["eps"]),
+    }  # fmt: skip
+
+
+lamb = elementwise(
+    "lamb", Lamb, lambda group: ("exp_avg", "exp_avg_sq"), _element, _options, by_step, elementwise=False
+)

@@ -19,6 +19,12 @@ def moving(program: Program) -> Any:
 
 
 @cache
+def norming(program: Program) -> Any:
+    """What norms are taken of."""
+    return _made("normed", source.norming(program))
+
+
+@cache
 def finding(program: Program, by_step: int) -> Any:
     """What finds the numbers of a step."""
     return _made("found", source.finding(program, by_step))

@@ -1,8 +1,12 @@
-"""An optimizer's step over many tensors: one launch that finds each one's numbers, and one a kind that moves them."""
+"""An optimizer's step over many tensors: one launch that finds each one's numbers, and one a kind that moves them.
+
+Where elements take norms of their tensors, two launches a kind find these in between.
+"""
 
 import triton
 import triton.language as tl
 
+from halfstep.kernels import arithmetic
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
 from halfstep.kernels.gpu.jit.moments import address, close, is_lost, keep_scale, opened, read
@@ -51,6 +55,8 @@ FIRST_MOST: tl.constexpr = tl.constexpr(table.FIRST_MOST)
 SECOND_MOST: tl.constexpr = tl.constexpr(table.SECOND_MOST)
 WEIGHT_MOST: tl.constexpr = tl.constexpr(table.WEIGHT_MOST)
 MOST: tl.constexpr = tl.constexpr(table.MOST)
+SQUARES: tl.constexpr = tl.constexpr(arithmetic.SQUARES)
+HALVINGS: tl.constexpr = tl.constexpr(arithmetic.SQUARES.bit_length() - 1)
 
 
 @triton.jit
@@ -133,22 +139,20 @@ def update(
 
 
 @triton.jit
-def advance(
-    row, step, most, block, size, inside, elements1, elements2,
+def load_block(
+    row, step, block, size, inside, elements1, elements2,
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
-    MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
+    HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """One block, read and moved; and written, or foreseen."""
+    """A block before its step: the weight and what is kept as they lie, the weight's value, gradient and moments."""
     # Told on, what a tuple holds has to be a constant of its own (triton 3.6).
     KIND: tl.constexpr = K.weight
     GRAD_KIND: tl.constexpr = K.grad
     KEPT_KIND: tl.constexpr = K.kept
     MASTER: tl.constexpr = K.master
     ALIGNED: tl.constexpr = K.aligned
-    NOISY: tl.constexpr = K.noisy
     index = tl.arange(0, B)
-    weight = address(row, WEIGHT, block * B, KIND, ALIGNED) + index
-    stored = read(weight, inside)
+    stored = read(address(row, WEIGHT, block * B, KIND, ALIGNED) + index, inside)
     kept = stored
     if KEPT_KIND is not None:
         kept = read(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, inside)
@@ -176,9 +180,28 @@ def advance(
         KIND2: tl.constexpr = M2.kind
         rest = address(row, RESIDUAL, block * B, KIND2, ALIGNED) + index
         second = second + as_float(widened(read(rest, inside), KIND2))
+    return stored, kept, full, grad * tl.load(step + SCALE), first, second
 
+
+@triton.jit
+def advance(
+    row, step, most, block, size, inside, elements1, elements2,
+    K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """One block, read and moved; and written, or foreseen."""
+    KIND: tl.constexpr = K.weight
+    KEPT_KIND: tl.constexpr = K.kept
+    MASTER: tl.constexpr = K.master
+    ALIGNED: tl.constexpr = K.aligned
+    NOISY: tl.constexpr = K.noisy
+    index = tl.arange(0, B)
+    weight = address(row, WEIGHT, block * B, KIND, ALIGNED) + index
+    stored, kept, full, grad, first, second = load_block(
+        row, step, block, size, inside, elements1, elements2, K, W, X, G, M1, M2, HALF, B
+    )
     first_old, second_old = first, second
-    updated, first, second = MOVED(full, grad * tl.load(step + SCALE), first, second, step + TAKEN)
+    updated, first, second = MOVED(full, grad, first, second, step + TAKEN)
     if M1 is not None:
         lost = is_lost(first, M1)
         if M2 is not None:
@@ -216,6 +239,8 @@ def advance(
         if M2 is not None:
             close(row, SECOND, most, SECOND_MOST, block, index, inside, size, elements2, second, M2, HALF, ALIGNED, B)
         if K.residual:
+            KIND2: tl.constexpr = M2.kind
+            rest = address(row, RESIDUAL, block * B, KIND2, ALIGNED) + index
             # What the first number left over, of what it now is.
             left = second - as_float(widened(nearest(second, KIND2, HALF), KIND2))
             tl.store(rest, nearest(left, KIND2, HALF), mask=inside)
@@ -248,3 +273,70 @@ def write_codes(
     scale, meets, keep = new_scale(largest, W)
     tl.store(weight, codes(updated, meets, keep, W, HALF), mask=inside)
     keep_scale(row, WEIGHT_SCALE, block, scale)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def halved(numbers):
+    """The sum of SQUARES numbers in the order of `arithmetic.norm`: sums of two have one."""
+    for n in tl.static_range(HALVINGS):
+        numbers = tl.sum(tl.reshape(numbers, (2, SQUARES >> (n + 1))), 0)
+    return tl.sum(numbers, 0)
+
+
+@triton.jit
+def square(
+    rows, blocks, numbers, sums, elements1, elements2,
+    K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    NORMED: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """The sums of the squares of what norms are taken of: each program those of a block."""
+    t = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
+    block = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64)
+    row, step = rows + t * COLUMNS, numbers + t * NUMBERS
+    sums += tl.program_id(0).to(tl.int64) * COUNT
+    size = tl.load(row + SIZE)
+    if tl.load(step + GO) != 0.0:
+        if (block + 1) * B <= size:
+            note_squares(row, step, sums, block, size, None, elements1, elements2, K, W, X, G, M1, M2, NORMED, HALF, B)
+        else:
+            inside = block * B + tl.arange(0, B) < size
+            note_squares(
+                row, step, sums, block, size, inside, elements1, elements2, K, W, X, G, M1, M2, NORMED, HALF, B
+            )
+
+
+@triton.jit
+def note_squares(
+    row, step, sums, block, size, inside, elements1, elements2,
+    K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    NORMED: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """One block's."""
+    _, _, full, grad, first, second = load_block(
+        row, step, block, size, inside, elements1, elements2, K, W, X, G, M1, M2, HALF, B
+    )
+    results = NORMED(full, grad, first, second, step + TAKEN)
+    for n in tl.static_range(len(results)):
+        number = results[n]
+        if inside is not None:
+            number = tl.where(inside, number, 0.0)
+        wide = number.to(tl.float64)
+        tl.store(sums + n, halved(wide * wide))
+
+
+@triton.jit
+def norm(rows, places, sums, numbers, FIRST_NORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr):
+    """The norms of a tensor, each program those of one: `places` says which, and where the sums of its blocks begin."""
+    t = tl.load(places + 2 * tl.program_id(0)).to(tl.int64)
+    start = tl.load(places + 2 * tl.program_id(0) + 1).to(tl.int64)
+    blocks = (tl.load(rows + t * COLUMNS + SIZE) + B - 1) // B
+    for n in tl.static_range(COUNT):
+        total, first = tl.zeros((B,), tl.float64), blocks * 0
+        while first < blocks:  # triton 3.6's interpreter takes no tensor for the end of a range
+            block = first + tl.arange(0, B)
+            total += tl.load(sums + (start + block) * COUNT + n, mask=block < blocks, other=0.0)
+            first += B
+        tl.store(numbers + t * NUMBERS + FIRST_NORM + n, tl.sqrt(halved(total)).to(tl.float32))
