@@ -102,6 +102,7 @@ MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "RMSprop": lambda parameters, **how: torch.optim.RMSprop(parameters, lr=1e-4, **how),
     "Adagrad": lambda parameters, **how: torch.optim.Adagrad(parameters, lr=1e-4, **how),
     "Lion": lambda parameters: halfstep.optim.Lion(parameters, lr=1e-4),
+    "LAMB": lambda parameters: halfstep.optim.Lamb(parameters, lr=1e-4, weight_decay=0.01),
 }
 """The other update rules, by name."""
 
@@ -130,11 +131,39 @@ class ForeachLion(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 0.01)
 
 
+class ForeachLamb(torch.optim.Optimizer):
+    """LAMB written so."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """One step."""
+        weights = self.param_groups[0]["params"]
+        grads = [weight.grad for weight in weights]
+        means = [self.state[weight].setdefault("exp_avg", torch.zeros_like(weight)) for weight in weights]
+        squares = [self.state[weight].setdefault("exp_avg_sq", torch.zeros_like(weight)) for weight in weights]
+        self.number = getattr(self, "number", 0) + 1
+        torch._foreach_lerp_(means, grads, 0.1)
+        torch._foreach_mul_(squares, 0.999)
+        torch._foreach_addcmul_(squares, grads, grads, 0.001)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, (1 - 0.999**self.number) ** 0.5)
+        torch._foreach_add_(roots, 1e-6)
+        directions = torch._foreach_div(means, roots)
+        torch._foreach_div_(directions, 1 - 0.9**self.number)
+        torch._foreach_add_(directions, weights, alpha=0.01)
+        ratios = torch._foreach_div(torch._foreach_norm(weights), torch._foreach_norm(directions))
+        torch._foreach_mul_(directions, ratios)
+        torch._foreach_add_(weights, directions, alpha=-1e-4)
+
+
+_FOREACH: dict[str, type[torch.optim.Optimizer]] = {"Lion": ForeachLion, "LAMB": ForeachLamb}
+
+
 def of_torch(name: str) -> Step:
     """The step of torch's optimizer: the fused one for SGD, else an operation on all tensors at a time."""
     parameters = Weights().with_gradients().parameters()
-    if name == "Lion":
-        return Step(lambda: ForeachLion(parameters, {}))
+    if name in _FOREACH:
+        return Step(lambda: _FOREACH[name](parameters, {}))
     return Step(lambda: MAKES[name](parameters, **{"fused" if name == "SGD" else "foreach": True}))
 
 
