@@ -276,8 +276,9 @@ def _advance(
         given = dict(zip(_ADVANCED, zip(signature.args, llvm, strict=True), strict=True))
         element = _Element(context, builder, given)
         drawn = trace(builder, "", *given["keys"])
-        if drawn is not None:
-            drawn = noise(drawn, Lane(builder, builder.sub(element.index, given["begin"][1])))
+        if drawn is not None:  # in 32 bits: LLVM forms each lane's index of 64 bits by itself
+            passed = builder.sub(given["at"][1], given["begin"][1])
+            drawn = noise(drawn, Lane(builder, given["k"][1]).to(32) + Lane(builder, passed).to(32))
         then = element.then()
         found = element.most(then, *given["most"])
         for moment, new in zip(element.moments, then, strict=True):
