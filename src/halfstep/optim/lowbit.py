@@ -183,7 +183,9 @@ class LowBit(Stepping):
                 self._look(way, way.parameter.grad, grad_scale)
             together.run(self, scale, found_inf)
             numbers: dict[Any, Any] = {}
-            for way in ways:
+            for batch in together.batches:
+                self._update_batch(batch, grad_scale, numbers)
+            for way in together.alone:
                 self._update(way, way.parameter.grad, grad_scale, numbers)
         torch.clear_autocast_cache()
         return loss

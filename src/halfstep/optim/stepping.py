@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep import ops
+from halfstep.kernels.cpu.optimizer import Update as KernelUpdate
+from halfstep.kernels.cpu.optimizer import Updates
 from halfstep.ops import CodeTensor
 from halfstep.optim.rules.base import Fused, Step, UpdateRule
 from halfstep.optim.shards import is_spread, like, local, positions
@@ -37,6 +41,33 @@ class Way:
     """Whether the gradient is taken as it is: the parameter is neither spread over ranks nor codes."""
     noisy: bool
     """Whether each step has a seed of stochastic rounding."""
+
+
+class Batch:
+    """Parameters that one call of a CPU kernel steps: of one group, and stepped as often as each other."""
+
+    def __init__(self, ways: list[Way]) -> None:
+        self.ways, self.counts = ways, list(map(_count, ways))
+        self.weights = list({id(t): t for way in ways for t in (way.step.weight, way.parameter)}.values())
+        self.costly = list(compress(map(_parameter, ways), map(_costly, ways)))
+        self.fused = Updates(list(map(_lies, ways)), ways[0].fused.tile)  # type: ignore[union-attr]
+
+
+def batched(ways: Iterable[Way]) -> tuple[list[Batch], list[Way]]:
+    """Those that kernels step together, and those that are stepped one after the other."""
+    alone, alike = list[Way](), dict[Any, list[Way]]()
+    for way in ways:
+        if isinstance(way.fused, KernelUpdate) and way.fused.kind is not None and way.rule.elementwise:
+            key = *way.fused.kind, way.noisy, way.plain, id(way.group), id(way.rule), int(way.count)
+            alike.setdefault(key, []).append(way)
+        else:
+            alone.append(way)
+    return list(map(Batch, alike.values())), alone
+
+
+_count, _costly = attrgetter("count"), attrgetter("step.master.costly")
+_lies = attrgetter("fused.weight", "fused.kept", "fused.arguments")
+_parameter, _grad = attrgetter("parameter"), attrgetter("parameter.grad")
 
 
 class Stepping(Stored):
@@ -101,11 +132,9 @@ class Stepping(Stored):
         parameter, group, moved = way.parameter, way.group, False
         if way.fused is not None:
             number = int(way.count) + 1
-            key = number, id(group), id(way.rule)
-            if key not in numbers:
-                numbers[key] = way.rule.numbers(number, group, grad_scale)
             seed = derive_seed(group["rounding_seed"], number, way.index) if way.noisy else None
-            moved = way.fused(grad if way.plain else self.gradient(way, grad), numbers[key], seed)
+            given = _numbers(way, number, grad_scale, numbers)
+            moved = way.fused(grad if way.plain else self.gradient(way, grad), given, seed)
         if moved:
             torch.autograd.graph.increment_version(way.step.weight)
         else:
@@ -115,6 +144,25 @@ class Stepping(Stored):
         if not way.plain and is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
         if way.step.master.costly:
+            self.note_written(parameter)
+
+    def _update_batch(self, batch: Batch, grad_scale: float, numbers: dict[Any, Any]) -> None:
+        """Step parameters by one kernel; one after the other where someone has written to the counts of their steps."""
+        ways, way, counts = batch.ways, batch.ways[0], set(map(int, batch.counts))
+        if len(counts) > 1:
+            for way in ways:
+                self._update(way, way.parameter.grad, grad_scale, numbers)
+            return
+        number, grads, seeds = counts.pop() + 1, list(map(_grad, ways)), None
+        if not way.plain:
+            grads = list(map(self.gradient, ways, grads))
+        if way.noisy:
+            seeds = [derive_seed(way.group["rounding_seed"], number, own.index) for own in ways]
+        given = _numbers(way, number, grad_scale, numbers)
+        batch.fused(grads, given.program.element, (given.scale, *given.taken), seeds)
+        torch.autograd.graph.increment_version(batch.weights)
+        torch._foreach_add_(batch.counts, 1)
+        for parameter in batch.costly:
             self.note_written(parameter)
 
     def follow(self, parameter: Tensor) -> None:
@@ -129,6 +177,14 @@ class Stepping(Stored):
     def note_written(self, parameter: Tensor) -> None:
         """A parameter is as a step left it."""
         self._versions[parameter] = parameter._version
+
+
+def _numbers(way: Way, number: int, grad_scale: float, numbers: dict[Any, Any]) -> Any:
+    """The numbers of a step, found once for all parameters of a group that take them."""
+    key = number, id(way.group), id(way.rule)
+    if key not in numbers:
+        numbers[key] = way.rule.numbers(number, way.group, grad_scale)
+    return numbers[key]
 
 
 def _gradient(parameter: Tensor, rule: UpdateRule, master: Master, grad: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from halfstep.ops import CodeTensor
 from halfstep.optim.coded import CodedWeight
 from halfstep.optim.rules.base import UpdateRule, with_codes
 from halfstep.optim.shards import is_spread, part, run_of
-from halfstep.optim.stepping import Way
+from halfstep.optim.stepping import Batch, Way, batched
 from halfstep.optim.unmoved import Unmoved
 from halfstep.recipe import MASTER
 
@@ -77,7 +77,11 @@ class Together:
                 self._held.append(steps)
         self._steps = {}
         self.ways: list[Way] = []
-        """How the parameters that are not stepped together are stepped."""
+        """How the parameters that no GPU's kernels step are stepped."""
+        self.batches: list[Batch] = []
+        """Those of them that a CPU's kernels step together."""
+        self.alone: list[Way] = []
+        """The others."""
         self.looking: list[Way] = []
         """Those of them whose rule looks at gradients before any weight moves."""
         self._weights: list[Tensor] = []
@@ -180,6 +184,7 @@ class Together:
             if isinstance(own.weight, Coded) and own.kept:
                 self._followed.append(parameter)
             self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
+        self.batches, self.alone = batched(self.ways)
         for device, tensors in by_device.items():
             self._steps[device] = Steps(tensors, options)
         self._kinds = [own.program for own in options] if self._steps else []

@@ -11,7 +11,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -109,10 +109,11 @@ def prepare(
             return None
     if {*map(Tensor.numel, (*floats, *kept.values()))} != {size} or not {*map(_dtype, floats)} <= _FLOATS:
         return None
-    own, rests, tiles, alone = {}, {}, set[Any](), True
+    own, rests, tiles, coded, alone = {}, {}, set[Any](), list[int | None](), True
     for name in each:
         held = own[name] = taken[name]
         rests[name] = taken.get(name + REST)
+        coded.append(id(held.coding.quantizer) if isinstance(held, Codes) else None)
         tiles.add(held.coding.tile if isinstance(held, Codes) else None)
         if isinstance(held, Codes) and held.coding.whole:
             if not twice or not usual(*held):  # read last: on a GPU the host would wait for it
@@ -124,7 +125,8 @@ def prepare(
     if kept:
         beside = tuple([array(kept[name], PLAIN[kept[name].dtype]) if name in kept else None for name in _BESIDE])
     arguments = _taken(own, rests, {}) if alone else None
-    return Update(array(weight, PLAIN[weight.dtype]), beside, shared, own, rests, arguments, tile)
+    kind = None if shared or not alone else (master, *map(_dtype, (*floats, *kept.values())), *coded)
+    return Update(array(weight, PLAIN[weight.dtype]), beside, shared, own, rests, arguments, tile, kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,24 +142,25 @@ class Update:
     """What the kernels take for the moments; None where some are under one scale, which each step finds."""
     tile: Any
     """That of all moments, where they are codes in tiles alike."""
+    kind: tuple[Any, ...] | None
+    """Updates of the same one may be taken together; None: it is taken alone."""
 
     def __call__(self, grad: Tensor, numbers: Numbers, seed: int | None) -> bool:
-        gradient, rule, taken = array(grad, PLAIN[grad.dtype]), rule_of(numbers.program.element), numbers.taken
-        after: tuple[Any, ...] = ()
+        element, taken, after = numbers.program.element, numbers.taken, tuple[Any, ...]()
         if taken is None:
             taken, after = numbers.program.numbers(numbers.given, [one.item() for one in self.shared])
         taken = (numbers.scale, *taken)
         if (normed := numbers.program.normed).results:
-            taken += self._norms(normed, gradient, taken)
+            taken += self._norms(normed, array(grad, PLAIN[grad.dtype]), taken)
         factors: dict[str, Tensor] = {}
         moments = self.arguments
         if moments is None:
-            found = self._factors(rule, gradient, taken)
+            found = self._factors(rule_of(element), array(grad, PLAIN[grad.dtype]), taken)
             if found is None:
                 return False
             factors, moments = found, _taken(self.moments, self.rests, found)
-        keys = None if seed is None else seed_keys(seed)
-        step(self.weight.size, rule, self.weight, self.kept, gradient, moments, taken, keys, self.tile)
+        run = Updates([(self.weight, self.kept, moments)], self.tile)
+        run([grad], element, taken, None if seed is None else [seed])
         for name, factor in factors.items():
             self.moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
         for one, now in zip(self.shared, after, strict=True):
@@ -203,6 +206,39 @@ def _taken(
             beside = array(rest, PLAIN[rest.dtype]) if isinstance(rest, Tensor) else None
             taken.append((array(moment, PLAIN[moment.dtype]), *coded.PLAIN, beside))
     return tuple(taken)
+
+
+class Updates:
+    """Updates of one kind, taken by one call of the kernel, for as long as their tensors stay where they are.
+
+    Args:
+        tensors: of each update the weight, what its master keeps and what kernels take for the moments.
+        tile: as `Update.tile`.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[Any, ...]], tile: Any) -> None:
+        self._like, self._tile, rows = tensors[0], tile, list[list[int]]()
+        for lies in tensors:
+            row, left = [lies[0].size, 0], list[Any]([lies])  # elements, where the gradient will lie, and all the rest
+            while left:
+                part = left.pop()
+                if isinstance(part, tuple):
+                    left += part[::-1]
+                elif isinstance(part, np.ndarray):
+                    row.append(part.__array_interface__["data"][0])
+            rows.append(row)
+        self._rows, self._starts = np.array(rows), np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(-(-self._rows[:, 0] // CHUNK), out=self._starts[1:])
+        self._size = int(self._rows[:, 0].sum())
+
+    def __call__(
+        self, grads: Sequence[Tensor], element: Part, taken: tuple[Any, ...], seeds: Sequence[int] | None
+    ) -> None:
+        """Take a step by these gradients and by the numbers that elements take."""
+        self._rows[:, 1] = list(map(Tensor.data_ptr, grads))
+        like = array(grads[0], PLAIN[grads[0].dtype]), *self._like
+        keys = None if seeds is None else np.array(list(map(seed_keys, seeds)))
+        step(self._size, self._starts, self._rows, rule_of(element), like, taken, keys, self._tile)
 
 
 REST = "_residual"

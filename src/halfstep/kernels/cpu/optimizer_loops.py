@@ -17,13 +17,13 @@ from numba import types
 from halfstep.kernels.arithmetic import SQUARES
 from halfstep.kernels.cpu.codebook import encode_block
 from halfstep.kernels.cpu.coded import closed, opened
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload, none
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
 from halfstep.kernels.cpu.divided import rounded, scaled
 from halfstep.kernels.cpu.lanes import lanes
 from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results
-from halfstep.kernels.cpu.optimizer_types import bare, held, nothing, parts, readable, zeros
+from halfstep.kernels.cpu.optimizer_types import bare, held, nothing, parts, placed, readable, zeros
 from halfstep.kernels.cpu.scales import absmax_scale
 
 
@@ -217,14 +217,30 @@ def _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, ti
     return end
 
 
+def _seed_at(seeds: Any, n: Any) -> Any:
+    """In kernels: the seed of a tensor, or None."""
+    raise NotImplementedError
+
+
+@inner_overload(_seed_at)
+def _seed_at_overload(seeds, n):
+    if none(seeds):
+        return lambda seeds, n: None
+    return lambda seeds, n: (seeds[n, 0], seeds[n, 1])
+
+
 @Kernel
-def step(rule, weight, kept, grad, every_moment, numbers, seed, tile):
-    all_ = held(every_moment)
-    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+def step(starts, rows, rule, like, numbers, seeds, tile):
+    """Step tensors `like` these (gradient, weight, what its master keeps, moments), which lie where `rows` says, in
+    chunks that are numbered from `starts` on."""
+    all_ = held(like)
+    for place in numba.prange(starts[-1]):
+        n = np.searchsorted(starts, place, "right") - 1
+        chunk = place - starts[n]
         begin = chunk * CHUNK
-        end = min(begin + CHUNK, weight.size)
-        keys = chunk_keys(seed, chunk)
-        moments = parts(all_)
+        end = min(begin + CHUNK, rows[n, 0])
+        keys = chunk_keys(_seed_at(seeds, n), chunk)
+        grad, weight, kept, moments = placed(parts(all_), rows, n)
         at = begin
         if tile is not None:
             at = _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, tile)

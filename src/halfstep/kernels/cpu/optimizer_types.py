@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from hashlib import sha256
+from itertools import count
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
+from numba.np.arrayobj import populate_array
 
 from halfstep.kernels.arithmetic import Part
 from halfstep.kernels.cpu.lanes import WIDTHS
@@ -112,6 +115,41 @@ def _bare(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
     return value
 
 
+def _to_placed(typing: Any, like: Any, rows: Any, row: Any) -> Any:
+    """In kernels: a tuple like this one, tuples within it too, whose arrays lie at the addresses that a row of `rows`
+    has after the number of their elements. What is written to them counts no references."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers = context.make_array(rows)(context, builder, values[1])
+        columns = builder.extract_value(numbers.shape, 1)
+        cells = builder.gep(numbers.data, [builder.mul(values[2], columns)])
+        found = count()
+
+        def cell() -> Any:
+            return builder.load(builder.gep(cells, [ir.Constant(WIDTHS[64], next(found))]))
+
+        size = cell()
+        return _placed(context, builder, like, values[0], size, cell)
+
+    return like(like, rows, row), code
+
+
+def _placed(context: Any, builder: Any, numba_type: Any, value: Any, size: Any, cell: Any) -> Any:
+    if isinstance(numba_type, types.Array):
+        made = context.make_array(numba_type)(context, builder)
+        item = ir.Constant(WIDTHS[64], context.get_abi_sizeof(context.get_data_type(numba_type.dtype)))
+        data = builder.inttoptr(cell(), made.data.type)
+        populate_array(made, data, cgutils.pack_array(builder, [size]), cgutils.pack_array(builder, [item]), item, None)
+        return made._getvalue()
+    if isinstance(numba_type, types.BaseTuple):
+        kinds: Any = numba_type
+        parts = [
+            _placed(context, builder, part, builder.extract_value(value, n), size, cell) for n, part in enumerate(kinds)
+        ]
+        return context.make_tuple(builder, numba_type, parts)
+    return value
+
+
 class Held(types.Type):
     """A tuple of tuples as one value: loops over chunks take no tuples with others inside."""
 
@@ -150,5 +188,6 @@ zeros: Any = intrinsic(_to_zeros)
 nothing: Any = intrinsic(_to_nothing)
 readable: Any = intrinsic(_to_readable)
 bare: Any = intrinsic(_to_bare)
+placed: Any = intrinsic(_to_placed)
 held: Any = intrinsic(_to_held)
 parts: Any = intrinsic(_to_parts)

@@ -1,0 +1,96 @@
+"""Parameters on a CPU that one kernel steps together: the bits of one after the other, by one call."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.kernels.cpu import optimizer as kernels
+from halfstep.optim import together
+from tiny import assert_same
+
+
+SHAPES = [(40,), (3, 256), (), (129, 256), (0, 256), (1,)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The elements of each call of the kernel."""
+    made, kernel = [], kernels.step
+    monkeypatch.setattr(kernels, "step", lambda size, *rest: made.append(size) or kernel(size, *rest))
+    return made
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A function from which on parameters are stepped one after the other."""
+    return lambda: monkeypatch.setattr(together, "batched", lambda ways: ([], list(ways)))
+
+
+def stepped(recipe, between=lambda optimizer, weights: None, steps=3, make=torch.optim.AdamW):
+    """What an optimizer of some parameters has after some steps."""
+    torch.manual_seed(0)
+    weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
+    _, optimizer, _ = halfstep.prepare(weights, make(weights.parameters(), lr=0.1), recipe)
+    for number in range(steps):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape).to(weight.dtype)
+        between(optimizer, weights) if number == 1 else None
+        optimizer.step()
+    return optimizer.state_dict()["state"], [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-stochastic", "bf16-master", "bf16-kahan", "bf16-split", "adamw-8bit"])
+def test_one_call_gives_the_bits_of_one_after_the_other(recipe, calls, alone):
+    found = stepped(recipe)
+    kinds = len(calls) // 3
+    alone()
+    assert_same(stepped(recipe), found)
+    assert kinds == 1 if recipe != "adamw-8bit" else kinds > 1  # small tensors' moments stay in float32
+    assert len(calls) == 3 * kinds + 3 * len(SHAPES)
+
+
+def write_to_a_count(optimizer, weights):
+    optimizer.state[weights[1]]["step"].fill_(7)
+
+
+def freeze_one(optimizer, weights):
+    weights[0].grad = None
+
+
+def load(optimizer, weights):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def change_a_rate(optimizer, weights):
+    optimizer.param_groups[0]["lr"] = 0.3
+
+
+@pytest.mark.parametrize("between", [write_to_a_count, freeze_one, load, change_a_rate])
+def test_what_a_user_does_between_steps_counts(between, alone):
+    found = stepped("bf16-stochastic", between, 4)
+    alone()
+    assert_same(stepped("bf16-stochastic", between, 4), found)
+
+
+def test_groups_keep_their_options_and_other_rules_are_stepped_alone(calls, alone):
+    def grouped(parameters, lr):
+        first, *others = parameters
+        return torch.optim.NAdam([{"params": [first]}, {"params": others, "weight_decay": 0.5}], lr=lr)
+
+    found = stepped("fp32", make=grouped)  # a moment of NAdam is one number a tensor
+    assert len(calls) == 3 * len(SHAPES)
+    alone()
+    assert_same(stepped("fp32", make=grouped), found)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "adamw-8bit"])
+def test_threads_take_chunks_of_any_tensor(recipe):
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(stepped(recipe))
+    finally:
+        torch.set_num_threads(before)
+    assert_same(*found)
