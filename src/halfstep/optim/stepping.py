@@ -57,7 +57,7 @@ def batched(ways: Iterable[Way]) -> tuple[list[Batch], list[Way]]:
     """Those that kernels step together, and those that are stepped one after the other."""
     alone, alike = list[Way](), dict[Any, list[Way]]()
     for way in ways:
-        if isinstance(way.fused, KernelUpdate) and way.fused.kind is not None and way.rule.elementwise:
+        if isinstance(way.fused, KernelUpdate) and way.fused.kind is not None:
             key = *way.fused.kind, way.noisy, way.plain, id(way.group), id(way.rule), int(way.count)
             alike.setdefault(key, []).append(way)
         else:
@@ -147,18 +147,19 @@ class Stepping(Stored):
             self.note_written(parameter)
 
     def _update_batch(self, batch: Batch, grad_scale: float, numbers: dict[Any, Any]) -> None:
-        """Step parameters by one kernel; one after the other where someone has written to the counts of their steps."""
+        """Step parameters by one kernel; one after the other where each has norms of its own, or where someone has
+        written to the counts of their steps."""
         ways, way, counts = batch.ways, batch.ways[0], set(map(int, batch.counts))
-        if len(counts) > 1:
+        number, grads, seeds = max(counts) + 1, list(map(_grad, ways)), None
+        given = _numbers(way, number, grad_scale, numbers)
+        if len(counts) > 1 or given.program.normed.results:
             for way in ways:
                 self._update(way, way.parameter.grad, grad_scale, numbers)
             return
-        number, grads, seeds = counts.pop() + 1, list(map(_grad, ways)), None
         if not way.plain:
             grads = list(map(self.gradient, ways, grads))
         if way.noisy:
             seeds = [derive_seed(way.group["rounding_seed"], number, own.index) for own in ways]
-        given = _numbers(way, number, grad_scale, numbers)
         batch.fused(grads, given.program.element, (given.scale, *given.taken), seeds)
         torch.autograd.graph.increment_version(batch.weights)
         torch._foreach_add_(batch.counts, 1)
