@@ -70,25 +70,5 @@ def stepping(
         scaler.update()
         return loss.detach()
 
-    return replayed(step, window) if graphed else lambda: step(window())
-
-
-def replayed(step: Callable[[Tensor], Tensor], window: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The step as a CUDA graph, captured after three eager ones."""
-    given, aside = window(), torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step(given)
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = halfstep.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step(given)
-
-    def replay(step: Callable[[Tensor], Tensor] = step) -> Tensor:
-        """`step` has the model and the optimizer, whose memory the graph reads and writes."""
-        given.copy_(window())
-        graph.replay()
-        return loss.clone()
-
-    return replay
+    made = halfstep.GraphedStep(step, optimizer) if graphed else step
+    return lambda: made(window())

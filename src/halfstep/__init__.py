@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         round_to,
         save_quantized,
     )
-    from halfstep.optim import LossScaler
+    from halfstep.optim import GraphedStep, LossScaler
     from halfstep.preparation import optimize, plan, prepare
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.probe.mismatch import mismatch
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CUDAGraph": "halfstep.quant",
+    "GraphedStep": "halfstep.optim",
     "HalfstepError": "halfstep.errors",
     "LossScaler": "halfstep.optim",
     "Plan": "halfstep.nn",
@@ -110,6 +111,7 @@ _DEPRECATED: dict[str, tuple[str, str]] = {}
 
 __all__ = [
     "CUDAGraph",
+    "GraphedStep",
     "HalfstepError",
     "LossScaler",
     "Plan",

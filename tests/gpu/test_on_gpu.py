@@ -154,6 +154,21 @@ def test_eager_steps_and_replays_follow_each_other(recipe, device):
     assert_same_bits(everything(model, optimizer), expected)
 
 
+@on_gpu
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "bf16-stochastic"])
+def test_a_graphed_step_is_the_eager_one_under_a_schedule(recipe, device):
+    def run(graphed):
+        model, optimizer, step = setup(recipe, device)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        step = halfstep.GraphedStep(step, optimizer) if graphed else step
+        for _ in range(7):
+            step()
+            schedule.step()
+        return everything(model, optimizer)
+
+    assert_same_bits(run(graphed=True), run(graphed=False))
+
+
 def captured(step, warm):
     """The graph of a step, after some eager ones."""
     aside = torch.cuda.Stream()

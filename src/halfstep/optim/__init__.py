@@ -5,6 +5,7 @@ from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.combined import Combined
 from halfstep.optim.conversion import convert
 from halfstep.optim.galore_classes import GaLoreAdamW, GaLoreAdamW8bit
+from halfstep.optim.graphed import GraphedStep
 from halfstep.optim.loss_scale import LossScaler
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.lowbit_classes import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
@@ -20,6 +21,7 @@ __all__ = [
     "Combined",
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
+    "GraphedStep",
     "Lamb",
     "Lion",
     "LossScaler",

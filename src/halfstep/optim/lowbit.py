@@ -246,6 +246,17 @@ class LowBit(Stepping):
         if late:
             warn_of_late(late)
 
+    # ---- for CUDA graphs of steps --------------------------------------------------------------------------------
+
+    @property
+    def steps_all_together(self) -> bool:
+        """Whether kernels on a GPU took all parameters of the last step, and the host read nothing."""
+        return self._together.all
+
+    def follow_options(self) -> None:
+        """As `Together.follow_options`."""
+        self._together.follow_options(self)
+
     # ---- one parameter at a time, for `PerLayer` -----------------------------------------------------------------
 
     def lowered(self, parameter: Tensor, group: dict[str, Any], index: int, first: bool) -> Tensor | None:

@@ -140,6 +140,24 @@ class Together:
         for parameter in written:
             owner.note_written(parameter)
 
+    def follow_options(self, owner: Owner) -> None:
+        """Let CUDA graphs of steps read the numbers of the groups as they are now, learning rates among them.
+
+        Raises:
+            OptimizerError: something else has changed.
+        """
+        options = _options(owner)
+        for steps in (*self._steps.values(), *self._held):
+            if not steps.takes(options):
+                if not steps.held:
+                    continue
+                raise OptimizerError(
+                    "betas of a parameter group, or whether it has an option at all, have changed since a step of this "
+                    "optimizer was captured in a CUDA graph, which has them as they were; set them back, or capture a "
+                    "step that was taken with them"
+                )
+            steps.set(options)
+
     # ---- a step that is not -------------------------------------------------------------------------------------
 
     def take(self, owner: Owner, stepped: Iterable[Stepped], kernels: bool) -> None:

@@ -37,6 +37,7 @@ class Steps:
         self._device = codes_of(tensors[0].weight).device
         self._options: list[Options | None] = [None] * len(options)
         self._settings: list[Any] = []
+        self._captures = [(own.program, own.rows) for own in options]
         self._table = torch.empty(len(options), table.OPTIONS, dtype=torch.float64, device=self._device)
         self._grads = [codes_of(t.grad).data_ptr() for t in tensors]
         self._coded = [number for number, t in enumerate(tensors) if isinstance(t.grad, Coded)]
@@ -116,6 +117,10 @@ class Steps:
             for place, number in enumerate(own.numbers):
                 if isinstance(number, Tensor):
                     self._table[group, table.GIVEN + place].copy_(number)
+
+    def takes(self, options: Sequence[Options]) -> bool:
+        """Whether a CUDA graph of these launches would step by such options, once they are `set`."""
+        return [(own.program, own.rows) for own in options] == self._captures
 
     def find(self, grads: list[int], scales: list[int]) -> None:
         """Take gradients of the same kinds from these addresses; those that are codes with scales from these."""
