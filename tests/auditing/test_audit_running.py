@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,3 +226,17 @@ def test_enough_is_called_before_one_step_more():
             backward(model, seed)
             optimizer.step()
     assert ended == [2]
+
+
+def test_the_trainer_is_the_one_whose_optimizer_steps():
+    """Another one in memory, or one that has trained, says nothing about a loop of one's own."""
+    trainer = type("Trainer", (), {"__module__": "transformers.trainer", "optimizer": None})
+    weight, (other, idle) = nn.Parameter(torch.ones(3)), (trainer(), trainer())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    idle.optimizer = torch.optim.SGD([weight], lr=0.1)
+    for wrapped, expected in ((None, None), (SimpleNamespace(optimizer=optimizer), trainer)):
+        other.optimizer = wrapped
+        with Watch() as seen:
+            weight.grad = torch.ones(3)
+            optimizer.step()
+        assert seen.trainer is expected

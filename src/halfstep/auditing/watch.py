@@ -51,7 +51,7 @@ class Watch:
     def __init__(self, steps: int | None = None, enough: Callable[[], None] = lambda: None) -> None:
         self.moved: dict[Tensor, Moved] = {}
         self.trainer: type | None = None
-        """The class of a Trainer of transformers that was in memory."""
+        """The class of the Trainer of transformers whose optimizer steps, where one does."""
         self._limit, self._enough = steps, enough
         self._counted: dict[torch.optim.Optimizer, int] = {}
         self._models: dict[torch.optim.Optimizer, nn.Module | None] = {}
@@ -130,7 +130,15 @@ class Watch:
         if new:
             objects = gc.get_objects()
             self._models |= models_of(new, objects)
-            self.trainer = self.trainer or next(filter(_is_trainer, map(type, objects)), None)
+            trainers = [one for one in objects if _is_trainer(type(one)) and self._steps_for(one)]
+            self.trainer = self.trainer or next(map(type, trainers), None)
+
+    def _steps_for(self, trainer: Any) -> bool:
+        """Whether one of the optimizers is that trainer's, below what accelerate puts around it."""
+        optimizer = getattr(trainer, "optimizer", None)
+        while optimizer is not None and not any(optimizer is one for one in self._counted):
+            optimizer = getattr(optimizer, "optimizer", None)
+        return optimizer is not None
 
 
 def _kept(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
