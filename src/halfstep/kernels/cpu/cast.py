@@ -88,7 +88,7 @@ def narrow_scalars(format: Format, overflow: str) -> NarrowScalars:
 def rounded_narrow(bits: Lane, p: Narrow) -> Lane:
     """The bits of a bfloat16 rounded to nearest, ties to even."""
     magnitude = bits & _MAGNITUDE
-    value = (magnitude < p.step).pick((magnitude > p.half_step).pick(p.step, 0), _cut(magnitude, p))
+    value = magnitude.below(p.step).pick(magnitude.above(p.half_step).pick(p.step, 0), _cut(magnitude, p))
     return elements.finish(bits, magnitude, value, p)
 
 

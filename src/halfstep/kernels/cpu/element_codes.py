@@ -96,7 +96,7 @@ def encoded(bits: Lane, p: Rounding, c: Coding, noise: Lane | None = None) -> La
     else:
         on_bits, steps = elements.noisy_both(bits, magnitude, noise, p)
         fixed = steps.truncated()
-    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
+    return _finish(bits, magnitude, magnitude.below(p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
 
 
 def encoded_number(bits: Lane, p: Rounding, c: Coding) -> Lane:
@@ -116,13 +116,13 @@ def encoded_number(bits: Lane, p: Rounding, c: Coding) -> Lane:
 def _finish(bits: Lane, magnitude: Lane, code: Lane, p: Rounding, c: Coding) -> Lane:
     sign = (bits & SIGN) >> c.sign_shift
     if c.complement is None:
-        code = (code > c.largest).pick(c.over, code)
-        return (magnitude > p.nan_above).pick(c.nan, code) | sign
+        code = code.above(c.largest).pick(c.over, code)
+        return magnitude.above(p.nan_above).pick(c.nan, code) | sign
     negative = bits > MAGNITUDE
     over = negative.pick(c.over_negative, c.over)
-    code = (code > negative.pick(c.largest_negative, c.largest)).pick(over, code)
+    code = code.above(negative.pick(c.largest_negative, c.largest)).pick(over, code)
     code = magnitude.equals(INFINITY).pick(negative.pick(c.infinite_negative, c.infinite), code)
-    code = (magnitude > p.nan_above).pick(c.nan, code)
+    code = magnitude.above(p.nan_above).pick(c.nan, code)
     twos = negative.pick(code.constant(0) - code, code) & c.complement
     signed = code | code.equals(0).pick((bits & p.zero_sign) >> c.sign_shift, sign)
     return c.complement.equals(0).pick(signed, twos)
@@ -210,9 +210,9 @@ def decoded(code: Lane, numbers: list[Lane]) -> Lane:
     shifted = code << d.sign_shift
     magnitude = (shifted & MAGNITUDE) >> d.sign_shift
     fixed = (magnitude.value_as_float() * d.step.float()).bits()
-    value = (magnitude < d.min_normal).pick(fixed, (magnitude << d.shift) + d.offset)
-    value = (magnitude > d.largest).pick(d.over, value)
-    nan = magnitude > d.largest + 1
+    value = magnitude.below(d.min_normal).pick(fixed, (magnitude << d.shift) + d.offset)
+    value = magnitude.above(d.largest).pick(d.over, value)
+    nan = magnitude.above(d.largest + 1)
     value = nan.pick(value.constant(NAN), value) | (shifted & SIGN)
     return code.equals(d.nan).pick(value.constant(NAN), value)
 

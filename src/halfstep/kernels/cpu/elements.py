@@ -171,7 +171,7 @@ def rounded(bits: Lane, p: Rounding, noise: Lane | None = None) -> Lane:
     else:
         on_bits, steps = noisy_both(bits, magnitude, noise, p)
         fixed = (steps * p.step.float()).bits()
-    return finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, on_bits & kept(p)), p)
+    return finish(bits, magnitude, magnitude.below(p.min_normal).pick(fixed, on_bits & kept(p)), p)
 
 
 def nearest_both(magnitude: Lane, p: Rounding) -> tuple[Lane, Lane]:
@@ -203,14 +203,17 @@ def kept(p: Rounding) -> Lane:
 
 
 def finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Any) -> Lane:
-    """The rounded magnitude, or what is beyond the largest, with its sign; of 16 bits (`narrow`), the upper halves."""
+    """The rounded magnitude, or what is beyond the largest, with its sign; of 16 bits (`narrow`), the upper halves.
+
+    A NaN's magnitude may have been rounded up into the sign bit, where it is above nothing: it is NaN all the same.
+    """
     nan, sign, infinity = (bits.constant(number >> 32 - bits.type.width) for number in (NAN, SIGN, INFINITY))
     if p.zero_sign is None:
-        rounded = (rounded > p.largest).pick(p.over, rounded)
-        return (magnitude > p.nan_above).pick(nan, rounded) | (bits & sign)
+        rounded = rounded.above(p.largest).pick(p.over, rounded)
+        return magnitude.above(p.nan_above).pick(nan, rounded) | (bits & sign)
     negative = bits >= sign
     over = negative.pick(p.over_negative, p.over)
-    rounded = (rounded > negative.pick(p.largest_negative, p.largest)).pick(over, rounded)
+    rounded = rounded.above(negative.pick(p.largest_negative, p.largest)).pick(over, rounded)
     rounded = magnitude.equals(infinity).pick(negative.pick(p.infinite_negative, p.infinite), rounded)
-    rounded = (magnitude > p.nan_above).pick(nan, rounded)
+    rounded = magnitude.above(p.nan_above).pick(nan, rounded)
     return rounded | (bits & rounded.equals(0).pick(p.zero_sign, sign))

@@ -131,6 +131,15 @@ class Lane:
     def __ge__(self, other: Lane | float) -> Lane:
         return self._compare(">=", other)
 
+    def below(self, other: Lane | int) -> Lane:
+        """self < other, of integers without their top bit, which every CPU compares by one instruction: AVX2 has
+        signed comparisons alone."""
+        return self._new(self.builder.icmp_signed("<", self.value, self._same(other)))
+
+    def above(self, other: Lane | int) -> Lane:
+        """self > other, of such integers."""
+        return self._new(self.builder.icmp_signed(">", self.value, self._same(other)))
+
     def is_nan(self) -> Lane:
         """Whether a float is NaN, as a truth value."""
         return self._new(self.builder.fcmp_unordered("uno", self.value, self.value))
@@ -296,5 +305,5 @@ def rounded_up_half(bits: Lane) -> Lane:
 
 def bf16_of(bits: Lane, rounded: Lane) -> Lane:
     """The upper half of `rounded`, except that NaN stays NaN: adding to its payload could make it infinity."""
-    nan = (bits & MAGNITUDE) > INFINITY
+    nan = (bits & MAGNITUDE).above(INFINITY)
     return (nan.pick(bits | 0x400000, rounded) >> 16).to(16)

@@ -24,7 +24,6 @@ from halfstep.kernels.cpu.lanes import (
     NAN,
     UPPER,
     Lane,
-    bf16_of,
     bits_of,
     rounded_up_half,
     stored_as,
@@ -146,10 +145,10 @@ def _bf16(value: Lane) -> Lane:
 
 
 def _stochastic(value: Lane, drawn: Lane) -> Lane:
-    """A float32 rounded to bfloat16, up with the probability of the remainder: add 16 noise bits, then truncate."""
+    """A computed float32 rounded to bfloat16, up with the probability of the remainder: add 16 noise bits, then
+    truncate. An infinity has no bits that these could carry from."""
     bits = value.bits()
-    infinite = (bits & MAGNITUDE).equals(INFINITY)
-    return bf16_of(bits, infinite.pick(bits, bits + (drawn >> 16)))
+    return (value.is_nan().pick(bits, bits + (drawn >> 16)) >> 16).to(16)
 
 
 # ---- masters ---------------------------------------------------------------------------------------------------------
@@ -253,7 +252,7 @@ class _Element:
         for moment, value in zip(self.moments, new, strict=True):
             most = most.max(value.bits() & MAGNITUDE) if moment.coded else most
         if any(moment.coded for moment in self.moments):  # the scale of codes is others' too
-            new = [(most < INFINITY).pick(one, other) for one, other in zip(new, self._old, strict=True)]
+            new = [most.below(INFINITY).pick(one, other) for one, other in zip(new, self._old, strict=True)]
         return new
 
     def most(self, then: Sequence[Lane], numba_type: Any, before: Any) -> list[Any]:
