@@ -54,6 +54,29 @@ class OnData(torch.optim.Optimizer):
                 p.data.sub_(0.1 * p.grad)
 
 
+class Looped(nn.Sequential):
+    """torch.compile leaves a loop whose graph breaks out of its graphs, and compiles what is called there."""
+
+    def forward(self, x):
+        for layer in self:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # and that too
+def test_a_step_that_nobody_ended_is_noticed_where_the_graph_of_a_compiled_model_breaks():
+    torch._dynamo.reset()
+    model, optimizer = applied(Looped(nn.Linear(4, 4)))
+    called = torch.compile(model, backend="eager")
+    for _ in range(2):
+        called(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    with pytest.raises(RecipeError, match=NOT_ENDED):
+        called(torch.ones(2, 4))
+
+
 @every_stateful
 @pytest.mark.parametrize("kind", [adamw, OnData])
 @pytest.mark.parametrize("mode", [True, False])

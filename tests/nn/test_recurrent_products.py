@@ -308,6 +308,23 @@ def test_a_compiled_cell_is_the_same(name):
     assert train(*plain, 2) == train(graph, *compiled[1:], 2)
 
 
+@pytest.mark.slow  # what `test_tracing` asks, in a layer
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # and that too
+def test_a_compiled_layer_whose_graph_breaks_draws_what_the_layer_draws():
+    """Its recurrent weight is rounded once for all steps, and not again in each."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = nn.LSTM(8, 6, batch_first=True), torch.randn(3, 4, 8)
+    compiled = copy.deepcopy(plain)
+    for model in (plain, compiled):
+        torch.manual_seed(3)
+        halfstep.apply(model, "mxfp4-rht")
+    torch.compile(compiled, backend="aot_eager")(x)[0].square().sum().backward()
+    plain(x)[0].square().sum().backward()
+    assert_same(grads(compiled), grads(plain))
+
+
 def test_a_layer_that_a_rule_keeps_is_the_stock_layer_bit_for_bit():
     keep = Rule("read", LinearSpec(), why="the reader")
     made = rule(recipe.get_recipe("fp8-current").rules[-1].linear, compute="bf16")

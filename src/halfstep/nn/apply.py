@@ -20,7 +20,7 @@ from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import watch
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.ops.part import part_of
-from halfstep.ops.untraced import untraced
+from halfstep.quant.tracing import untraced
 from halfstep.recipe import Recipe
 
 

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from halfstep.nn.step_hooks import remove_after_step
 from halfstep.ops import CodeTensor, values_of
-from halfstep.ops.untraced import untraced
+from halfstep.quant.tracing import untraced
 
 
 _PARAMETERS, _VALUES = 8, 2048

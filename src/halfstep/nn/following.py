@@ -24,6 +24,7 @@ from halfstep.nn.functions import Float32Functions, device_type_of, to_float32
 from halfstep.nn.ranks import under_ddp, uneven
 from halfstep.nn.schedule import Recomputation
 from halfstep.ops.part import own_part, part_of, parts_of
+from halfstep.quant.tracing import inlined, untraced
 
 
 class Following:
@@ -118,6 +119,7 @@ class Following:
     def _widening(self, thread: int) -> Float32Functions:
         return Float32Functions(self.functions, _part_forward if thread else None)
 
+    @inlined
     def _begin(self, module: nn.Module, thread: int) -> None:
         if not thread:
             self._traced += 1
@@ -128,6 +130,7 @@ class Following:
             self._tell(Clock.check)
         self.calls[thread] = self.calls.get(thread, 0) + 1
 
+    @inlined
     def _end(self, thread: int) -> None:
         if not thread:
             self._traced -= 1
@@ -137,6 +140,7 @@ class Following:
             del self.calls[thread]
             self._tell(Clock.leave)
 
+    @untraced
     def _tell(self, event: Callable[[Clock, nn.Module], None]) -> None:
         root = self._root()
         if self._clock is not None and root is not None and torch.is_grad_enabled():
@@ -229,6 +233,7 @@ def following(model: nn.Module) -> AbstractContextManager[None]:
     return part_of(root).following.entered(root, _thread())  # type: ignore[no-any-return]
 
 
+@inlined
 def _thread() -> int:
     """The thread of a call that begins; 0 of one that is traced, by a compiler, which knows no threads."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
-from halfstep.ops.untraced import untraced
 from halfstep.optim.dynamic_scale import EXTRA, check_keys, float32
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.unscaling import Pending, Unscaling, versions
+from halfstep.quant.tracing import untraced
 from halfstep.recipe.origin import RECIPE
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.ops.untraced import untraced
 from halfstep.optim.checks import UNSCALED, check_new_group, check_parameters, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
@@ -22,6 +21,7 @@ from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.optim.stepping import Stepping
 from halfstep.optim.together import Together
 from halfstep.optim.update import Update
+from halfstep.quant.tracing import untraced
 from halfstep.recipe import Projection, Recipe
 
 

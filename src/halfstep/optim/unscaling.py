@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
-from halfstep.ops.untraced import untraced
 from halfstep.optim.dynamic_scale import DynamicScale
 from halfstep.optim.gradients import (
     NO_GRADIENT,
@@ -27,6 +26,7 @@ from halfstep.optim.gradients import (
     total_norm,
     treated,
 )
+from halfstep.quant.tracing import untraced
 
 
 _version, _params = attrgetter("_version"), itemgetter("params")

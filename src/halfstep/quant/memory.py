@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from halfstep.quant.tracing import inlined
 
+
+@inlined
 def has_memory(tensor: Tensor, or_fake: bool = False) -> bool:
     """Whether code that runs now can read the tensor's numbers from its memory. It cannot while a graph is traced, nor
     within a transform of torch.func; and what a subclass's memory holds (a DTensor's) is its own.

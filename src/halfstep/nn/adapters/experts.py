@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfstep.nn.product import grouped_product, product, weights_of
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.function import no_autocast
-from halfstep.ops.untraced import untraced
+from halfstep.quant.tracing import untraced
 
 
 NAME = "fused experts"
