@@ -5,6 +5,7 @@ That replays of a captured step have the bits of eager ones was seen on a card (
 
 import contextlib
 import copy
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,18 @@ def test_what_cannot_be_captured_is_an_error(told, monkeypatch):
     made(*one)
     with pytest.raises(OptimizerError, match="capturable=True"):
         made(*other)
+
+
+@pytest.mark.parametrize("hidden", [SimpleNamespace, UserDict])
+def test_tensors_that_a_graph_would_not_see_are_refused(told, hidden):
+    model, optimizer, step = training()
+    made = told.GraphedStep(lambda batch: step(*vars(batch).get("data", vars(batch)).values()), optimizer, warmup=1)
+    one, other = (dict(zip("xy", batch, strict=True)) for batch in batches(2))
+    made(hidden(**one))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelError, match=rf"argument of the step is a {hidden.__name__}, .* dict\(batch\)"):
+        made(hidden(**other))
+    assert_same(model.state_dict(), before)
 
 
 def test_on_a_cpu_the_step_runs_as_it_is():

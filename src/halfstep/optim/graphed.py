@@ -91,6 +91,9 @@ class GraphedStep:
                 "or call the step without GraphedStep"
             )
         self._leaves, self._form = tree_flatten((given, named))
+        for leaf in self._leaves:
+            if not isinstance(leaf, Tensor | _CONSTANT):
+                raise ModelError(_UNSEEN.format(type(leaf).__name__))
         graph = CUDAGraph()
         with torch.cuda.graph(graph):
             self._found = self.step(*given, **named)
@@ -107,6 +110,16 @@ class GraphedStep:
         for own, leaf in zip(self._leaves, leaves, strict=True):
             if isinstance(own, Tensor):
                 own.copy_(leaf, non_blocking=True)
+
+
+_CONSTANT = bool | int | float | complex | str | bytes | torch.dtype | torch.device | None
+"""Arguments beside tensors: their `repr` says all of them."""
+
+_UNSEEN = (
+    "an argument of the step is a {}, and a graph would read what it held at the capture, whatever it holds later. "
+    "Expected tensors, numbers and strings, in dictionaries, lists or tuples: of a tokenizer's or collator's batch, "
+    "dict(batch)"
+)
 
 
 def _has_graphs(device: torch.device) -> bool:
