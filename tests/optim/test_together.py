@@ -129,6 +129,10 @@ def unalign_gradient(low, parameters):
     parameters[1].grad = torch.ones(2001)[1:]
 
 
+def replace_group(low, parameters):
+    low.param_groups[1] = {**low.param_groups[1], "lr": 0.5}
+
+
 def add_group(low, parameters):
     low.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
@@ -148,7 +152,7 @@ def load(low, parameters):
 @pytest.mark.parametrize(
     "change",
     [replace_weight, resize_weight, replace_moment, replace_state, drop_gradient, narrow_gradient,
-     transpose_gradient, unalign_gradient, add_group, change_seed, load],
+     transpose_gradient, unalign_gradient, replace_group, add_group, change_seed, load],
     ids=lambda change: change.__name__,
 )  # fmt: skip
 def test_tables_are_built_anew_where_anything_else_has_changed(launches, change):
@@ -189,7 +193,7 @@ def test_a_step_on_a_cpu_like_the_last_one_looks_at_nothing_again(monkeypatch, m
 @pytest.mark.parametrize(
     "change",
     [replace_weight, resize_weight, replace_moment, replace_state, drop_gradient, narrow_gradient,
-     transpose_gradient, unalign_gradient, add_group, load_on_cpu],
+     transpose_gradient, unalign_gradient, replace_group, add_group, load_on_cpu],
     ids=lambda change: change.__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("recipe", ["fp32", "adamw-8bit"])
@@ -213,6 +217,21 @@ def test_a_weight_that_is_shorter_at_the_same_address_is_seen():
     low.state[first].clear()
     low.step()
     assert low.state[first]["exp_avg"].shape == (2,)
+
+
+def test_a_weight_that_is_transposed_at_the_same_address_is_seen():
+    found = []
+    for turned in (False, True):
+        weight = nn.Parameter(torch.arange(9.0).view(3, 3))
+        low = convert(torch.optim.SGD([weight], lr=1.0), get_recipe("fp32"), {}, 7)
+        weight.grad = torch.zeros(3, 3)
+        low.step()
+        weight.data = weight.data.t() if turned else weight.data.t().contiguous()
+        weight.grad = torch.arange(9.0).view(3, 3)
+        low.step()
+        found.append(weight.detach())
+    assert torch.equal(*found)
+    assert found[0][0, 1] == 3.0 - 1.0
 
 
 def test_gradients_are_not_kept():

@@ -20,6 +20,7 @@ Places = tuple[list[int], list[int]]
 
 _grad, _dtype, _layout, _device = map(attrgetter, ("grad", "dtype", "layout", "device"))
 _coding = attrgetter("quantizer", "is_whole")
+_PLAIN = {Tensor, torch.nn.Parameter}
 _params, _seed = itemgetter("params"), methodcaller("get", "rounding_seed")
 
 
@@ -40,7 +41,7 @@ class Unmoved:
         launched: Collection[Tensor],
     ) -> None:
         self._sizes, self._seeds = list(map(len, map(_params, groups))), list(map(_seed, groups))
-        self._parameters = list(chain.from_iterable(map(_params, groups)))
+        self._groups, self._parameters = list(groups), list(chain.from_iterable(map(_params, groups)))
         self._classes = list(map(type, self._parameters))
         self._present = list(map(taken.__contains__, self._parameters))
         stepped = list(compress(self._parameters, self._present))
@@ -71,6 +72,7 @@ class Unmoved:
         self._keys, self._states = list(state), list(state.values())
         self._kept = list(chain.from_iterable(map(dict.values, self._states)))
         self._tensors, self._wrapped = [], []
+        self._weights = list(compress(stepped, map(_PLAIN.__contains__, map(type, stepped))))
         for tensor in (*stepped, *self._kept):
             if hasattr(tensor, "device_mesh") or isinstance(tensor, CodeTensor):
                 self._wrapped.append((attrgetter(*_within(tensor)), tensor))
@@ -87,7 +89,8 @@ class Unmoved:
 
     def _now(self) -> tuple[list[Any], ...]:
         tensors = self._tensors
-        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)), list(map(_dtype, tensors))
+        places = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)), list(map(_dtype, tensors))
+        return *places, list(map(Tensor.is_contiguous, self._weights))
 
     def gradients(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
@@ -95,6 +98,8 @@ class Unmoved:
         """By device, where gradients are now. None where anything else has moved, other parameters have gradients than
         before, or gradients are of another kind."""
         if list(map(len, map(_params, groups))) != self._sizes or list(map(_seed, groups)) != self._seeds:
+            return None
+        if not all(map(is_, groups, self._groups)):
             return None
         if not all(map(is_, chain.from_iterable(map(_params, groups)), self._parameters)):
             return None
