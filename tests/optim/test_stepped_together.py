@@ -1,12 +1,19 @@
 """Parameters on a CPU that one kernel steps together: the bits of one after the other, by one call."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 import halfstep
+from halfstep import formats
+from halfstep.errors import ModelError
 from halfstep.kernels.cpu import optimizer as kernels
-from halfstep.optim import together
+from halfstep.optim import LowBitAdamW, together
+from halfstep.quant import Quantizer, Scales, Tile
+from halfstep.quant.scaling import get_scaling
+from halfstep.recipe import get_storage
 from tiny import assert_same
 
 
@@ -94,3 +101,33 @@ def test_threads_take_chunks_of_any_tensor(recipe):
     finally:
         torch.set_num_threads(before)
     assert_same(*found)
+
+
+def test_a_table_has_its_own_size_and_not_the_parameters():
+    """A map's 256 values, of parameters of fewer elements, where the other moment lies in no tiles."""
+    first = Quantizer(formats.get("dynamic8"), scales=Scales(Tile(1, 64), get_scaling("absmax")))
+    found = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(shape)) for shape in [(3, 64), (64,), (5, 64)]]
+        moments = (("exp_avg", get_storage(first, flat=True)), ("*", "fp32"))
+        optimizer = LowBitAdamW(weights, lr=0.1, moments=moments)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape)
+            with optimizer.watched(lambda update: None) if alone else contextlib.nullcontext():
+                optimizer.step()
+        found.append((optimizer.state_dict()["state"], weights))
+    assert_same(*found)
+
+
+def test_a_gradient_without_memory_is_refused_and_nothing_moves():
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    _, optimizer, _ = halfstep.prepare(nn.ParameterList(weights), torch.optim.SGD(weights, lr=0.1), "fp32")
+    for weight in weights:
+        weight.grad = torch.zeros(3)
+    optimizer.step()
+    weights[0].grad, weights[1].grad = torch.ones(3), torch._efficientzerotensor(3)
+    with pytest.raises(ModelError, match=r"of shape \(3,\) has no memory"):
+        optimizer.step()
+    assert_same(weights, [torch.ones(3)] * 2)

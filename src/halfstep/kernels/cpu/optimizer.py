@@ -219,23 +219,26 @@ class Updates:
     def __init__(self, tensors: Sequence[tuple[Any, ...]], tile: Any) -> None:
         self._like, self._tile, rows = tensors[0], tile, list[list[int]]()
         for lies in tensors:
-            row, left = [lies[0].size, 0], list[Any]([lies])  # elements, where the gradient will lie, and all the rest
+            row, left = [0, lies[0].size], list[Any]([lies])  # address and size, of the gradient first
             while left:
                 part = left.pop()
                 if isinstance(part, tuple):
                     left += part[::-1]
                 elif isinstance(part, np.ndarray):
-                    row.append(part.__array_interface__["data"][0])
+                    row += part.__array_interface__["data"][0], part.size
             rows.append(row)
         self._rows, self._starts = np.array(rows), np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(-(-self._rows[:, 0] // CHUNK), out=self._starts[1:])
-        self._size = int(self._rows[:, 0].sum())
+        np.cumsum(-(-self._rows[:, 1] // CHUNK), out=self._starts[1:])
+        self._size = int(self._rows[:, 1].sum())
 
     def __call__(
         self, grads: Sequence[Tensor], element: Part, taken: tuple[Any, ...], seeds: Sequence[int] | None
     ) -> None:
         """Take a step by these gradients and by the numbers that elements take."""
-        self._rows[:, 1] = list(map(Tensor.data_ptr, grads))
+        places = list(map(Tensor.data_ptr, grads))
+        if 0 in places:
+            list(map(array, grads))  # refuses those that are not empty and have no memory
+        self._rows[:, 0] = places
         like = array(grads[0], PLAIN[grads[0].dtype]), *self._like
         keys = None if seeds is None else np.array(list(map(seed_keys, seeds)))
         step(self._size, self._starts, self._rows, rule_of(element), like, taken, keys, self._tile)

@@ -238,7 +238,7 @@ def step(starts, rows, rule, like, numbers, seeds, tile):
         n = np.searchsorted(starts, place, "right") - 1
         chunk = place - starts[n]
         begin = chunk * CHUNK
-        end = min(begin + CHUNK, rows[n, 0])
+        end = min(begin + CHUNK, rows[n, 1])
         keys = chunk_keys(_seed_at(seeds, n), chunk)
         grad, weight, kept, moments = placed(parts(all_), rows, n)
         at = begin

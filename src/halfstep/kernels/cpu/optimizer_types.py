@@ -116,8 +116,8 @@ def _bare(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
 
 
 def _to_placed(typing: Any, like: Any, rows: Any, row: Any) -> Any:
-    """In kernels: a tuple like this one, tuples within it too, whose arrays lie at the addresses that a row of `rows`
-    has after the number of their elements. What is written to them counts no references."""
+    """In kernels: a tuple like this one, tuples within it too, whose arrays lie where a row of `rows` says: the
+    address and the size of each. What is written to them counts no references."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         numbers = context.make_array(rows)(context, builder, values[1])
@@ -128,24 +128,21 @@ def _to_placed(typing: Any, like: Any, rows: Any, row: Any) -> Any:
         def cell() -> Any:
             return builder.load(builder.gep(cells, [ir.Constant(WIDTHS[64], next(found))]))
 
-        size = cell()
-        return _placed(context, builder, like, values[0], size, cell)
+        return _placed(context, builder, like, values[0], cell)
 
     return like(like, rows, row), code
 
 
-def _placed(context: Any, builder: Any, numba_type: Any, value: Any, size: Any, cell: Any) -> Any:
+def _placed(context: Any, builder: Any, numba_type: Any, value: Any, cell: Any) -> Any:
     if isinstance(numba_type, types.Array):
         made = context.make_array(numba_type)(context, builder)
         item = ir.Constant(WIDTHS[64], context.get_abi_sizeof(context.get_data_type(numba_type.dtype)))
-        data = builder.inttoptr(cell(), made.data.type)
-        populate_array(made, data, cgutils.pack_array(builder, [size]), cgutils.pack_array(builder, [item]), item, None)
+        data, shape = builder.inttoptr(cell(), made.data.type), cgutils.pack_array(builder, [cell()])
+        populate_array(made, data, shape, cgutils.pack_array(builder, [item]), item, None)
         return made._getvalue()
     if isinstance(numba_type, types.BaseTuple):
         kinds: Any = numba_type
-        parts = [
-            _placed(context, builder, part, builder.extract_value(value, n), size, cell) for n, part in enumerate(kinds)
-        ]
+        parts = [_placed(context, builder, part, builder.extract_value(value, n), cell) for n, part in enumerate(kinds)]
         return context.make_tuple(builder, numba_type, parts)
     return value
 
