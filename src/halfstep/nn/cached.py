@@ -74,10 +74,10 @@ class CachedWeights:
         Args:
             key: of the layer and its product.
         """
+        if not has_memory(x) or not spec.rounds_weight_once:  # Dynamo traces the first alone
+            return weight
         parameter = weight if type(weight) is nn.Parameter else weight._base if type(weight) is Tensor else None
         if type(parameter) is not nn.Parameter or parameter.is_inference():
-            return weight
-        if not spec.rounds_weight_once or not has_memory(x):
             return weight
         dtype, backward, written = product_dtype(x), torch.is_grad_enabled(), parameter._version
         key = key, weight.data_ptr(), weight.shape, weight.stride(), backward, record
