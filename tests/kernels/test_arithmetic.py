@@ -167,7 +167,7 @@ def test_the_order_of_a_norm_is_the_documented_one(places, expected):
     assert norm(near_a_tie(places)).item() == expected
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @for_each("places,expected", ORDERS)
 def test_the_cpus_kernel_has_that_order(threads, places, expected):
     def element(weight, grad, moments, o):

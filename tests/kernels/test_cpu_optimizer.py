@@ -236,19 +236,20 @@ ODD = [
     ("bf16", "collage", "bf16"),
 ]  # fmt: skip
 """Weights, masters and moments that the slow test takes norms of, beside numbers alone."""
+IN_FEW = {(1, ("fp32", None, "fp32")), (2, ("fp32", None, "fp32")), (1, ("bf16", "kahan", "fp32"))}
+"""Threads, and those that the quick test takes."""
 
 
 @pytest.mark.parametrize(
-    "storage",
+    ("threads", "storage"),
     slow_unless(
-        lambda one: dtypes_of(one) in {("fp32", None, "fp32"), ("bf16", "kahan", "fp32")},
-        [one for one in STORAGES if dtypes_of(one) in [*OF_EVERY_KIND, *ODD]],
+        lambda one: (one[0], dtypes_of(one[1])) in IN_FEW,
+        product((1, 2), [one for one in STORAGES if dtypes_of(one) in [*OF_EVERY_KIND, *ODD]]),
     ),
-    ids=name_of,
+    ids=lambda one: str(one) if isinstance(one, int) else name_of(one),
 )
-@pytest.mark.parametrize("threads", [1, 2])
 @for_each("size", LENGTHS)
-def test_norms_are_the_references_of_any_size_and_on_any_threads(storage, threads, size):
+def test_norms_are_the_references_of_any_size_and_on_any_threads(threads, storage, size):
     """Of more blocks than are halved at once, of blocks with a rest, and of none."""
     generator = torch.Generator().manual_seed(4)
     grads = [torch.randn(size, generator=generator) * 10.0**-k for k in range(2)]

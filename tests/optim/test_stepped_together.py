@@ -91,7 +91,7 @@ def test_groups_keep_their_options_and_other_rules_are_stepped_alone(calls, alon
     assert_same(stepped("fp32", make=grouped), found)
 
 
-@pytest.mark.parametrize("recipe", ["bf16-stochastic", "adamw-8bit"])
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", pytest.param("adamw-8bit", marks=pytest.mark.slow)])
 def test_threads_take_chunks_of_any_tensor(recipe):
     before, found = torch.get_num_threads(), []
     try:
