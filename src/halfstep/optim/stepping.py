@@ -1,4 +1,4 @@
-"""How one parameter is stepped: decided once for as long as its tensors stay where they are, then taken every step."""
+"""How parameters are stepped: decided once for as long as their tensors stay where they are, then taken every step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ _parameter, _grad = attrgetter("parameter"), attrgetter("parameter.grad")
 
 
 class Stepping(Stored):
-    """Steps one parameter after the other: by the rule's fused update where there is one, else by the reference."""
+    """Steps parameters: a `Batch` by one call of a CPU kernel, others one after the other, by the rule's fused update
+    where there is one and else by the reference."""
 
     _watch: Callable[[Update], None] | None
     """Is told of every update."""

@@ -1,4 +1,4 @@
-"""An optimizer's step of one tensor in one pass over memory, for any update rule that is a formula.
+"""An optimizer's step of tensors that are kept alike in one pass over memory, for any update rule that is a formula.
 
 Weights and gradients are fp32, bf16 or fp16, moments these or codes. Per element: decode to float32, update, round,
 store. The arithmetic is the formula's (`kernels.arithmetic`) operation by operation, so the results are equal bit for
