@@ -136,8 +136,9 @@ def facts(
 
 
 def corrections(arguments: dict[str, Any]) -> int:
-    """How often a kernel corrects quotients."""
-    return getattr(arguments.get("R"), "corrections", 0)
+    """How often a kernel corrects quotients, those of moments in tiles too."""
+    rules = [arguments.get("R"), *[getattr(arguments.get(name), "quotient", None) for name in ("M1", "M2")]]
+    return max(getattr(rule, "corrections", 0) for rule in rules)
 
 
 def narrow(ptx: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""The lines of assembly that make E4M3 and E5M2 codes, followed one by one: a wrong constant, a swapped operand or a
-byte in another place gives another code. What `cvt` makes of a number is the format's reference."""
+"""The lines of assembly that make E4M3 and E5M2 codes and read them, followed one by one: a wrong constant, a swapped
+operand or a byte in another place gives another result. What `cvt` makes of a number is the format's reference."""
 
 import ast
 import re
@@ -41,6 +41,43 @@ def permuted(a, b, selector):
 def three(a, b, c, table):
     """`lop3`: each bit by the table of three."""
     return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
+
+
+def values_of(text, format, codes):
+    """What the assembly of `_VALUES` makes of four codes."""
+    held = {"$4": codes}
+    for name, given in re.findall(r"^\s*(mov\S*|cvt\S*) ([^;]*);", text, re.MULTILINE):
+        to, source = re.fullmatch(r"(\{.*\}|\S+), (\S+)", given).groups()
+        if name == "mov.b32":
+            half = len(held[source]) // 2
+            held |= zip(to.strip("{}").split(", "), (held[source][:half], held[source][half:]), strict=True)
+        elif name == "cvt.rn.f16x2.KINDx2":
+            held[to] = [format.decode(code) for code in held[source]]
+        else:
+            assert name == "cvt.f32.f16"
+            (held[to],) = held[source]
+    return [held[f"${place}"] for place in range(4)]
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_the_assembly_reads_the_formats_codes(name):
+    """Every code at each of four places; all are numbers of float16."""
+    format = formats.get(name)
+    text = assembly("_VALUES")
+    for start in range(256):
+        codes = [(start + place) % 256 for place in range(4)]
+        found, expected = values_of(text, format, codes), [format.decode(code) for code in codes]
+        assert str(found) == str(expected)
+        assert str(torch.tensor(expected, dtype=torch.float16).tolist()) == str(expected)
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("$3, two", "$3, one"), ("$2, one", "$2, two")])
+def test_a_swapped_value_is_seen(right, wrong, monkeypatch):
+    text = assembly("_VALUES")
+    assert right in text
+    monkeypatch.setattr(f"{__name__}.assembly", lambda _: text.replace(right, wrong))
+    with pytest.raises((AssertionError, KeyError)):
+        test_the_assembly_reads_the_formats_codes("float8_e4m3fn")
 
 
 def run(text, format, bits):

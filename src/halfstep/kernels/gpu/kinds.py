@@ -15,13 +15,12 @@ from halfstep.formats import Codebook, Float, Format
 from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
-from halfstep.kernels.cpu.element_codes import Coding, Decoding
+from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.masters import KEPT
 from halfstep.kernels.gpu import places, quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
-from halfstep.kernels.gpu.places import Bins
-from halfstep.kernels.gpu.quantizers import Rule
+from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.expansion import Expansion
@@ -125,22 +124,21 @@ class Form(NamedTuple):
 
     kind: str
     tile: int = 0
-    largest: int = 0
-    """The bits of the format's largest value."""
+    quotient: Rule | None = None
+    """Of tiles under their largest magnitude over the largest element."""
     range: int = 0
     """Of an expanded range the bits of its log2, and of the largest value's log2."""
     top: int = 0
     sixteenths: bool = False
     """Whether exponents are whole sixteenths."""
     rule: Rule | None = None
-    rounding: Rounding | None = None
-    coding: Coding | None = None
+    element: Element | None = None
     decoding: Decoding | None = None
     """Of floats of a byte."""
+    instruction: str | None = None
+    """The GPU's own conversion of these codes (`cast.instruction`)."""
     container: str = "uint8"
     """As what kernels load codes under one scale."""
-    bins: Bins | None = None
-    """Of a codebook."""
 
 
 def _is_second(moments: Sequence[Tensor | Coded]) -> bool:
@@ -228,7 +226,7 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
         places.table(one[0].format, device) if isinstance(one, tuple) and isinstance(one[0].format, Codebook) else None
         for one in kept[-2:]
     )
-    forms = dict(zip(("W", "X", "G", "M1", "M2"), map(_form, kept), strict=True))
+    forms = {name: _told(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
     return looked_up, {"K": kind, **forms, "HALF": _half()}
 
 
@@ -236,6 +234,19 @@ def has_one_scale(constants: Mapping[str, Any]) -> bool:
     """Whether what a launch writes must be seen as a whole first: it is codes under one scale."""
     forms = (constants[name] for name in ("W", "M1", "M2"))
     return any(form is not None and form.rule is not None for form in forms)
+
+
+def _told(kept: Any, device: torch.device) -> Form | None:
+    """The `_form` of what is kept, by that GPU's own conversion to its codes where it has one."""
+    form = _form(kept)
+    if form is None or form.element is None:
+        return form
+    quantizer, container = kept
+    quotient, element = quantizers.told(quantizer, device, torch.float32, (form.quotient or Rule("", 0), form.element))
+    made = element.instruction
+    if container == torch.float8_e5m2:  # whose NaN is not torch's
+        element = form.element
+    return form._replace(quotient=form.quotient and quotient, element=element, instruction=made)
 
 
 @cache
@@ -252,18 +263,18 @@ def _form(kept: Any) -> Form | None:
     form = _under_one(format, scales.rule, container) if scales.tile == TENSOR else _in_tiles(format, scales, container)
     if form is None or form.container in KINDS.values():
         return form
-    if isinstance(format, Codebook):
-        bins = places.bins(format)
-        return None if bins is None else form._replace(kind="places", bins=bins)
-    if container == torch.uint8 and (format.bits != 8 or element_codes.in_bytes(format, "nearest_even") is None):
+    element = quantizers.element(format, quantizer.rounding)
+    if element is None or format.bits != 8:
         return None
+    if isinstance(format, Codebook):
+        return form._replace(kind="places", element=element)
     rounding, coding = quantizers.pair(format)
-    if container == torch.uint8:
-        rounding = rounding._replace(nan_above=None)  # of what is lost, 0 is rounded
-    else:
-        coding = coding._replace(nan=0x7F)  # torch's own
+    if container == torch.uint8:  # of what is lost, 0 is rounded
+        element = element._replace(rounding=rounding._replace(nan_above=None))
+    else:  # a NaN has torch's own code
+        element = element._replace(coding=coding._replace(nan=0x7F))
     decoding = Decoding(*map(int, element_codes.decoding_scalars(format)))
-    return form._replace(rounding=rounding, coding=coding, decoding=decoding)
+    return form._replace(element=element, decoding=decoding)
 
 
 def _under_one(format: Format, scaling: Scaling, container: torch.dtype) -> Form | None:
@@ -284,9 +295,9 @@ def _in_tiles(format: Format, scales: Scales, container: torch.dtype) -> Form | 
         return None
     if isinstance(format, Float) and isinstance(rule, Expansion):
         span, top = (elements.float_bits(number) for number in expansion.scalars(format, rule)[:2])
-        return Form("expanded", tile.columns, 0, span, top, rule.sixteenths)
+        return Form("expanded", tile.columns, None, span, top, rule.sixteenths)
     known = rule.quotient and isinstance(format, Float | Codebook)
-    return Form("codes", tile.columns, elements.float_bits(format.max)) if known else None
+    return Form("codes", tile.columns, quantizers.rule(format, rule)) if known else None
 
 
 def _half() -> Rounding:

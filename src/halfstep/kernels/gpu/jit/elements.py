@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.instruction import converted
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, rounded
+from halfstep.kernels.gpu.jit.instruction import converted, unconverted
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, decoded, narrowed, rounded
 from halfstep.kernels.gpu.jit.places import placed, value_at
 
 
@@ -21,6 +21,18 @@ def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
     steps = as_bits(as_float(magnitude) + as_float((binade + (below & 0xFFFFFFFF)).to(tl.uint32))) + (binade >> P.shift)
     sign: tl.constexpr = 0x80000000 >> C.sign_shift
     return (steps & (sign - 1)) | ((bits >> C.sign_shift) & sign)
+
+
+@triton.jit
+def code_with_nan(bits, Q: tl.constexpr):
+    """The codes of float32 bits, NaN's too, to nearest, 32 bits wide or a byte each: of a float."""
+    P: tl.constexpr = Q.rounding
+    C: tl.constexpr = Q.coding
+    OWN: tl.constexpr = Q.instruction
+    if Q.instruction is not None:
+        return converted(bits, OWN)
+    else:
+        return coded(bits, None, P, C)
 
 
 @triton.jit
@@ -48,6 +60,15 @@ def code_of(bits, drawn, known, Q: tl.constexpr):
             half = tl.where(code > 7, Q.order[1], Q.order[0]).to(tl.uint32)
             code = (half >> ((code & 7) << 2)) & 15
     return code
+
+
+@triton.jit
+def element_of(code, D: tl.constexpr, OWN: tl.constexpr):
+    """The float32s of a float's codes, a byte each: by the GPU's own conversion where OWN names one."""
+    if OWN is not None:
+        return unconverted(code, OWN)
+    else:
+        return as_float(decoded(code.to(tl.uint32), D))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""E4M3 and E5M2 codes by the instruction that Ada, Hopper and Blackwell have for them; no interpreter runs it.
+"""E4M3 and E5M2 codes, and back, by the instructions that Ada, Hopper and Blackwell have; no interpreter runs them.
 
-It rounds to nearest, ties to even, and saturates, infinities too. What it makes of NaN is one code without a sign:
-the signs are put in their place here, as `quant.encode` keeps them, and E5M2's NaN is made 0x7E.
+To codes it rounds to nearest, ties to even, and saturates, infinities too. What it makes of NaN is one code without a
+sign: the signs are put in their place here, as `quant.encode` keeps them, and E5M2's NaN is made 0x7E.
 """
 
 import triton
@@ -37,6 +37,30 @@ _E5M2: tl.constexpr = tl.constexpr("""{
     prmt.b32 sign, sign, other, 0x7610;
     lop3.b32 $0, code, sign, 0x80808080, 0xF8;
 }""")
+
+# Every number of both formats is one of float16, exactly.
+_VALUES: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high, one, two;
+    .reg .b32 pair;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.KINDx2 pair, low;
+    mov.b32 {one, two}, pair;
+    cvt.f32.f16 $0, one;
+    cvt.f32.f16 $1, two;
+    cvt.rn.f16x2.KINDx2 pair, high;
+    mov.b32 {one, two}, pair;
+    cvt.f32.f16 $2, one;
+    cvt.f32.f16 $3, two;
+}""")
+_E4M3_VALUES: tl.constexpr = tl.constexpr(_VALUES.value.replace("KIND", "e4m3"))
+_E5M2_VALUES: tl.constexpr = tl.constexpr(_VALUES.value.replace("KIND", "e5m2"))
+
+
+@triton.jit
+def unconverted(code, KIND: tl.constexpr):
+    """The float32s of codes in a byte each; NaN is any NaN."""
+    text: tl.constexpr = _E4M3_VALUES if KIND == "e4m3" else _E5M2_VALUES
+    return tl.inline_asm_elementwise(text, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
 
 
 @triton.jit

@@ -6,11 +6,16 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit import one_scale
-from halfstep.kernels.gpu.jit.expansion import elements, scales, values
+from halfstep.kernels.gpu.jit import expansion, one_scale
+from halfstep.kernels.gpu.jit.elements import code_of, element_of
 from halfstep.kernels.gpu.jit.masters import nearest
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, constant, decoded, held, widened
-from halfstep.kernels.gpu.jit.places import placed, value_at
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, held, widened
+from halfstep.kernels.gpu.jit.places import value_at
+from halfstep.kernels.gpu.jit.scales import scales
+from halfstep.kernels.gpu.jit.tiles import over_scale, tile_maxima
+
+
+INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -53,6 +58,7 @@ def opened(
     `places.table`."""
     KIND: tl.constexpr = F.kind
     D: tl.constexpr = F.decoding
+    OWN: tl.constexpr = F.instruction
     CONTAINER: tl.constexpr = F.container
     if F.rule is not None:
         return one_scale.values(
@@ -65,7 +71,7 @@ def opened(
         if F.kind == "places":
             element = value_at(code, known)
         else:
-            element = as_float(decoded(code.to(tl.uint32), D))
+            element = element_of(code, D, OWN)
         element = tl.reshape(element, (B // F.tile, F.tile))
         start, group = block * (B // F.tile), tl.arange(0, B // F.tile)
         there = (start + group) * F.tile < size
@@ -73,7 +79,7 @@ def opened(
         if F.kind == "expanded":
             exponent = beside(row, COLUMN + 2, start, group, there)
             center = beside(row, COLUMN + 3, start, group, there)
-            value = held(values(element, scale, exponent, center))
+            value = held(expansion.values(element, scale, exponent, center))
         else:
             value = tl.where(scale == 0.0, 0.0, held(element * scale))
         return tl.reshape(value, (B,))
@@ -83,7 +89,7 @@ def opened(
 def is_lost(number, F: tl.constexpr):
     """Where a moment that is codes would be an infinity or NaN, and take others under its scale with it."""
     if F.rule is not None or F.tile != 0:
-        return (as_bits(number) & 0x7FFFFFFF) >= 0x7F800000
+        return ~(tl.abs(number) < INFINITY)
     else:
         return tl.full(number.shape, 0, tl.int1)
 
@@ -110,9 +116,8 @@ def close(
     """Write a block of a moment; codes of tiles with an infinity or NaN are 0 and their scale is NaN. Where the tensor
     has one scale, `most` has the bits of its largest magnitude."""
     KIND: tl.constexpr = F.kind
-    P: tl.constexpr = F.rounding
-    C: tl.constexpr = F.coding
-    T: tl.constexpr = F.bins
+    R: tl.constexpr = F.quotient
+    Q: tl.constexpr = F.element
     CONTAINER: tl.constexpr = F.container
     if F.rule is not None:
         scale, meets, keep = one_scale.new_scale(tl.load(most + AT), F)
@@ -129,20 +134,15 @@ def close(
         start, group = block * (B // F.tile), tl.arange(0, B // F.tile)
         there = (start + group) * F.tile < size
         if F.kind == "expanded":
-            scale, exponent, center = scales(tiles, F)
+            scale, exponent, center = expansion.scales(tiles, F)
             keep_beside(row, COLUMN + 2, start, group, there, exponent)
             keep_beside(row, COLUMN + 3, start, group, there, center)
-            over = elements(tiles, scale[:, None], exponent[:, None], center[:, None])
+            over = expansion.elements(tiles, scale[:, None], exponent[:, None], center[:, None])
+            keep_beside(row, COLUMN + 1, start, group, there, scale)
         else:
-            most = tl.max((tiles & 0x7FFFFFFF).to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
-            most = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, most))
-            scale = tl.div_rn(most, constant(F.largest) + most * 0.0)
-            divisor = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.full(tiles.shape, 0.0, tl.float32)
-            over = as_bits(tl.where(scale[:, None] > 0.0, tl.div_rn(as_float(tiles), divisor), 0.0))
-        keep_beside(row, COLUMN + 1, start, group, there, scale)
-        if F.kind == "places":
-            code = placed(as_float(over), known, T)
-        else:
-            code = coded(over, None, P, C)
+            _, scale, meets, keep = scales(tile_maxima(tiles, 1, F.tile), None, R, None)
+            over = over_scale(tiles, meets, keep, R)
+            keep_beside(row, COLUMN + 1, start, group[:, None], there[:, None], scale)
+        code = code_of(over, None, known, Q)
         code = tl.reshape(code.to(tl.uint8), (B,))
         tl.store(address(row, COLUMN, block * B, "uint8", ALIGNED) + index, code, mask=inside)

@@ -6,8 +6,9 @@
 import triton
 import triton.language as tl
 
+from halfstep.kernels.gpu.jit.elements import code_with_nan, element_of
 from halfstep.kernels.gpu.jit.masters import nearest
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, decoded, held, widened
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, held, widened
 from halfstep.kernels.gpu.jit.scales import scales
 
 
@@ -16,8 +17,9 @@ def values(stored, scale, F: tl.constexpr):
     """The float32 values of codes."""
     KIND: tl.constexpr = F.kind
     D: tl.constexpr = F.decoding
+    OWN: tl.constexpr = F.instruction
     if F.kind == "codes":
-        element = as_float(decoded(stored.to(tl.uint32), D))
+        element = element_of(stored, D, OWN)
     else:
         element = as_float(widened(stored, KIND))
     if F.rule.kind == "power":
@@ -51,8 +53,7 @@ def new_scale(most, F: tl.constexpr):
 def codes(number, meets, keep, F: tl.constexpr, HALF: tl.constexpr):
     """What an integer pointer stores of float32 numbers."""
     KIND: tl.constexpr = F.kind
-    P: tl.constexpr = F.rounding
-    C: tl.constexpr = F.coding
+    Q: tl.constexpr = F.element
     if F.rule.kind == "power":
         number = number * meets
     else:
@@ -62,6 +63,6 @@ def codes(number, meets, keep, F: tl.constexpr, HALF: tl.constexpr):
         else:
             number = tl.div_rn(number, meets + number * 0.0)
     if F.kind == "codes":
-        return coded(as_bits(number), None, P, C).to(tl.uint8)
+        return code_with_nan(as_bits(number), Q).to(tl.uint8)
     else:
         return nearest(number, KIND, HALF)

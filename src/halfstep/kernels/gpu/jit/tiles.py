@@ -69,12 +69,12 @@ def over_scale(bits, meets, keep, R: tl.constexpr):
         power = as_float(((254 - tl.maximum(as_bits(meets) >> 23, 1)) << 23).to(tl.uint32))
         divisor = meets * power
         inverse = spread(tl.div_rn(1.0, divisor), ROWS, COLUMNS)
-        divisor = spread(divisor, ROWS, COLUMNS)
+        negative = spread(-divisor, ROWS, COLUMNS)
         number = as_float(bits & spread(keep, ROWS, COLUMNS)) * spread(power, ROWS, COLUMNS)
         quotient = number * inverse
         TIMES: tl.constexpr = R.corrections
         for _ in tl.static_range(TIMES):
-            quotient = tl.fma(tl.fma(-quotient, divisor, number), inverse, quotient)
+            quotient = tl.fma(tl.fma(quotient, negative, number), inverse, quotient)
         made = as_bits(quotient) | (as_bits(number) & 0x80000000)  # that of a zero is lost
     return made
 
