@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ Peers = Mapping[str, Callable[[Bench, Shapes], Run]]
 def rows(bench: Bench) -> Iterator[Row]:
     """The rows of the table of bars, then those of many tensors."""
     yield Row("host: optimizer.step() over 300 tensors", lambda: _host(bench))
+    yield Row("host: optimizer.step() by new gradients", lambda: _new_gradients(bench))
     fused = {FUSED: _fused(torch.float32)}
     yield _row(bench, "adamw: fp32", get_recipe("fp32"), 16, fused)
     yield _row(bench, "adamw: bf16-stochastic", get_recipe("bf16-stochastic"), 12, fused)
@@ -140,22 +142,45 @@ def _host(bench: Bench) -> dict[str, Any]:
     optimizer = ours(bench, shapes, get_recipe("bf16-stochastic"))
     for _ in range(3):
         optimizer.step()
-    times = []
-    gc.disable()
-    for _ in range(20):
-        if bench.on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda._sleep(50_000_000)  # cycles: tens of milliseconds in which the queue is not empty
-        started = time.perf_counter()
-        optimizer.step()
-        times.append(1000 * (time.perf_counter() - started))
-    gc.enable()
+    ms = median(_queued(bench, optimizer) for _ in range(20))
     kernels, waits = (_launched(optimizer), _waits(optimizer)) if bench.on_gpu else ([], [])
     measures = {
-        "ms": sorted(times)[len(times) // 2], "launches beyond one a kind": max(len(kernels) - 1, 0),
-        "waits for the GPU": len(waits),
+        "ms": ms, "launches beyond one a kind": max(len(kernels) - 1, 0), "waits for the GPU": len(waits),
     }  # fmt: skip
     return {"measures": measures, "shape": f"{len(shapes)} tensors", "kernels": kernels[:40], "waits": waits[:5]}
+
+
+def _new_gradients(bench: Bench) -> dict[str, Any]:
+    """What a step of as many fp32 tensors takes of the host beside torch's, where each has a new gradient, as after
+    `zero_grad()` and another backward pass: milliseconds, ours over each."""
+    shapes = bench.sizes.tensors
+    steps = {"ours": ours(bench, shapes, get_recipe("fp32"))}
+    for kind in ("foreach", "fused"):
+        steps[f"torch {kind}"] = torch.optim.AdamW(weights(bench, shapes, torch.float32), lr=1e-4, **{kind: True})
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(23):
+        for name, optimizer in steps.items():
+            for weight in optimizer.param_groups[0]["params"]:
+                weight.grad = torch.empty_like(weight)
+            taken = _queued(bench, optimizer)
+            if turn >= 3:
+                times[name].append(taken)
+    ms = {name: median(taken) for name, taken in times.items()}
+    measures = {f"to {name}": ms["ours"] / ms[name] for name in steps if name != "ours"}
+    return {"measures": measures, "ms": ms, "shape": f"{len(shapes)} tensors"}
+
+
+def _queued(bench: Bench, optimizer: torch.optim.Optimizer) -> float:
+    """Milliseconds that a step takes of the host while the GPU has other work."""
+    gc.disable()
+    if bench.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)  # cycles: tens of milliseconds in which the queue is not empty
+    started = time.perf_counter()
+    optimizer.step()
+    taken = 1000 * (time.perf_counter() - started)
+    gc.enable()
+    return taken
 
 
 def _launched(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -19,6 +19,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from halfstep.kernels import selftest_gpu
+from halfstep.kernels.gpu import optimizer
 from halfstep.kernels.gpu.launch import functions
 from halfstep.kernels.selftest import outcome
 from halfstep.optim import selftest_gpu as optim_selftest_gpu
@@ -36,6 +37,7 @@ if __name__ == "__main__":
     np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
     torch.set_num_threads(1)
     assert isinstance(functions("cast").cast, InterpretedFunction), "TRITON_INTERPRET=1 is not set"
+    optimizer.EACH, optimizer.MANY = 3, 4  # programs with all of their blocks, and one with fewer
     core, device = "--core" in sys.argv, torch.device("cpu")
     if core:
         optim_selftest_gpu.GRADIENTS = {"hard": optim_selftest_gpu.GRADIENTS["hard"]}

@@ -19,6 +19,8 @@ from halfstep.kernels.gpu.launch import Launch, functions, prepared
 
 BLOCK = SQUARES
 """Elements of a program: as many as a norm sums first."""
+EACH, MANY = 4, 1 << 14
+"""Blocks that a program moves one after another, so that it finds their places in the nearest cache: of so many."""
 TENSORS = 128
 """Tensors of a program that finds numbers."""
 
@@ -76,13 +78,14 @@ class Steps:
             blocks = self._sent(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2))
             # One scale for a tensor follows from all of what is to be written.
             twice = has_one_scale(constants)
-            arguments = (blocks, self._numbers, self._most if twice else None, *elements)
+            arguments = (blocks, self._numbers, self._most if twice else None, *elements, len(places))
+            each = EACH if len(places) >= MANY else 1
             if program.normed.results:
                 self._kinds += self._norms(program, places, blocks, elements, constants)
             for foresees in (True, False) if twice else (False,):
-                options_of = {**constants, "MOVED": moved, "FORESEES": foresees, "B": BLOCK}
+                options_of = {**constants, "MOVED": moved, "FORESEES": foresees, "EACH": each, "B": BLOCK}
                 launch = prepared(functions("optimizer").update, self._device, **options_of)
-                self._kinds.append((launch, len(places), arguments))
+                self._kinds.append((launch, -(-len(places) // each), arguments))
         self.set(options)
 
     def _norms(

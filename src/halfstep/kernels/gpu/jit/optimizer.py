@@ -112,16 +112,31 @@ def prepare(
         tl.store(most + t * MOST + WEIGHT_MOST, 0, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def update(
-    rows, blocks, numbers, most, elements1, elements2,
+    rows, blocks, numbers, most, elements1, elements2, count,
+    K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Move the tensors of one kind: each program EACH blocks, of the `count` that `blocks` names. Or foresee what is
+    moved: nothing is written but the largest magnitudes of what one scale is for."""
+    for place in range(EACH):
+        number = tl.program_id(0) * EACH + place
+        if number < count:
+            update_block(
+                rows, blocks + 2 * number, numbers, most, elements1, elements2,
+                K, W, X, G, M1, M2, MOVED, HALF, FORESEES, B,
+            )  # fmt: skip
+
+
+@triton.jit
+def update_block(
+    rows, which, numbers, most, elements1, elements2,
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Move the tensors of one kind: each program a block of one of them, as `blocks` says. Or foresee what is moved:
-    nothing is written but the largest magnitudes of what one scale is for."""
-    t = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
-    block = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64)
+    """Move a block, or foresee it."""
+    t, block = tl.load(which).to(tl.int64), tl.load(which + 1).to(tl.int64)
     row, step = rows + t * COLUMNS, numbers + t * NUMBERS
     if most is not None:
         most += t * MOST
