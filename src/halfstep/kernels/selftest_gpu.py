@@ -11,7 +11,7 @@ import torch
 from halfstep import formats, quant
 from halfstep.formats import Posit
 from halfstep.kernels import selftest_gpu_rotated, selftest_gpu_tiles
-from halfstep.kernels.gpu import amax, cast, decode, history, posit
+from halfstep.kernels.gpu import amax, cast, decode, finish, history, posit
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome, words
 from halfstep.quant.cast import CONTAINERS
 from halfstep.quant.pack import pack
@@ -169,6 +169,19 @@ def _by_integers(name: str, device: torch.device) -> Iterator[Case]:
         yield quant.encode(x, format), out.cpu(), x, words(x, "codes by integers")
 
 
+def _finish(name: str, device: torch.device) -> Iterator[Case]:
+    """Results of whole blocks, and with a rest; biases shorter and longer than a block."""
+    dtype = getattr(torch, name)
+    for rows, columns in ((1, 1), (7, 300), (3, 5000)):
+        product = hard(rows * columns, torch.float32).view(rows, columns)
+        scale = torch.tensor(0.3, dtype=torch.float32, device="cpu")
+        for bias in (None, hard(columns, dtype)):
+            expected, there = product * scale, None if bias is None else bias.to(device)
+            expected = expected if bias is None else expected + bias
+            found = finish.run(product.to(device), scale.to(device), there, dtype)
+            yield expected.to(dtype), found.cpu(), product, words(product, "finished")
+
+
 _HISTORIES = (
     Delayed("delayed"),
     Delayed("delayed", history=1),
@@ -222,5 +235,6 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Test], ...] = (
     ("decode", (*_FORMATS, *_CODES[2:], "posit16_1", "float8_e8m0fnu"), _decode),
     ("posit", ("posit8_2", "posit16_1", "posit16_2"), _posit),
     ("amax", ("float32", "bfloat16", "float16"), _amax),
+    ("finish", ("bfloat16", "float16"), _finish),
     ("history", _FORMATS[:2], _history),
 )

@@ -227,7 +227,7 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
         for one in kept[-2:]
     )
     forms = {name: _told(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
-    return looked_up, {"K": kind, **forms, "HALF": _half()}
+    return looked_up, {"K": kind, **forms, "HALF": half()}
 
 
 def has_one_scale(constants: Mapping[str, Any]) -> bool:
@@ -300,6 +300,6 @@ def _in_tiles(format: Format, scales: Scales, container: torch.dtype) -> Form | 
     return Form("codes", tile.columns, quantizers.rule(format, rule)) if known else None
 
 
-def _half() -> Rounding:
+def half() -> Rounding:
     """float16's rounding as torch's conversions do it."""
     return Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
