@@ -98,7 +98,7 @@ if __name__ == "__main__":
             return asked[-1]
 
         linear.native_layer = native_layer
-        factors.amax_of, kept = lambda x, unless=None: largest_of(x, unless), factors.amax_of
+        factors.amax_of, kept = lambda x, unless=None, found=None: largest_of(x, unless, found), factors.amax_of
         wrong, weights = [], []
         for cached in (False, True):
             rounded.clear()

@@ -12,17 +12,19 @@ from halfstep.kernels.operator import Operator
 from halfstep.quant.memory import has_memory
 
 
-def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
+def amax_of(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) -> Tensor:
     """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one.
 
-    unless: where that float32 scalar is not 0, max |x| is not needed: a GPU, and a traced graph, read no x for it.
+    Args:
+        unless: where that float32 scalar is not 0, max |x| is not needed: a GPU, and a traced graph, read no x for it.
+        found: a 0 on a GPU whose kernel takes x, which becomes it.
     """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     if x.is_cpu and has_memory(x) and (found := amax.run(x)) is not None:
         return found
     if plain(x):
-        return gpu_amax.run(x, unless)
+        return gpu_amax.run(x, unless, found)
     if unless is None:
         return _by_torch(x)
     out = x.new_empty((), dtype=torch.float32)

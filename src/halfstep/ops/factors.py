@@ -39,17 +39,17 @@ def factor_of(
 
 
 def yet_to_form(
-    x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
+    x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool, zero: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """For a pass that forms the factor of all of x itself (`kernels.gpu.layouts.codes`): a factor in use, the step's
-    amax to raise, and max |x| for where there is no factor, or it is 0."""
+    amax to raise, and max |x|, in `zero` where given, for where there is no factor, or it is 0."""
     if rule.reciprocal:
-        return None, None, amax_of(x)
+        return None, None, amax_of(x, found=zero)
     if not isinstance(rule, StatefulScaling) or rule.first is None or not rule.first.reciprocal:
         return *factor_of(x, format, rule, state, record), None
     if state is None or state.dtype != torch.float32 or state.device != x.device:
         raise _unusable(rule, state)
-    found = amax_of(x, unless=state[0]) if rule.waits(state) else None
+    found = amax_of(x, state[0], zero) if rule.waits(state) else None
     return state[0], state[1] if record else None, found
 
 

@@ -104,6 +104,10 @@ def gemm_dtype(product: Matmul, dtype: torch.dtype, device: torch.device) -> tor
     return dtype if found == {dtype} and not carried.supports(dtype, device) else torch.float32
 
 
+_ALIGNED = 4
+"""Numbers of 4 bytes in the 16 that kernels read at a time."""
+
+
 class Rounding:
     """Rounds matrices of one shape and dtype for the two products that take them: codes and scales as they lie, and
     transposed."""
@@ -120,18 +124,21 @@ class Rounding:
         form = "whole" if kind is TENSORS else "number"
         self._both = layouts.Both(quantizer, shape, dtype, device, form, strides)
         self._largest = None if kind is TENSORS else Largest(quantizer, shape, dtype, device, both=True)
+        needed = 1 if self._largest is None else self._largest.zeros
+        self.zeros = -(-needed // _ALIGNED) * _ALIGNED
+        """How many zeros a call may be given, for the largest magnitudes."""
 
-    def __call__(self, x: Tensor, state: Tensor | None, record: bool) -> tuple[Side, Side]:
+    def __call__(self, x: Tensor, state: Tensor | None, record: bool, zeros: Tensor | None = None) -> tuple[Side, Side]:
         one, other = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
         if self._largest is None:
             scale = turned_scale = torch.empty((), dtype=torch.float32, device=self._device)
-            factor, amax, found = yet_to_form(x, self._quantizer.format, self._rule, state, record)
+            factor, amax, found = yet_to_form(x, self._quantizer.format, self._rule, state, record, zeros)
             self._both(x, (one, scale, None), (other, scale, None), found, None, factor, amax)
         else:
             scale, turned_scale = (
                 torch.empty_strided(*laid, dtype=torch.float32, device=self._device) for laid in self._scales
             )
-            self._both(x, (one, scale, None), (other, turned_scale, None), *self._largest(x))
+            self._both(x, (one, scale, None), (other, turned_scale, None), *self._largest(x, zeros))
         return Side(one, self.kind, scale), Side(other, self.kind, turned_scale)
 
 
@@ -143,6 +150,14 @@ class NativeLayer(NamedTuple):
     grad_output: Rounding
     dtype: torch.dtype
     """Of the products."""
+
+    def zeros(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the input and of the weight, by one launch."""
+        count, more = self.input.zeros, self.weight.zeros
+        if not count + more:
+            return None, None
+        made = torch.zeros(count + more, dtype=torch.int32, device=device)
+        return made[:count], made[count:]
 
 
 def native_layer(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> NativeLayer | None:
@@ -195,8 +210,9 @@ class Native(Once):
     ) -> tuple[Tensor, ...]:
         rows = x if x.dim() == 2 else matrix(x)
         with no_autocast(x), unseen():
-            lhs, lhs_turned = layer.input(rows, states.get("input"), record)
-            both = partial(layer.weight, weight, states.get("weight"), record)
+            zeros, more = layer.zeros(x.device)
+            lhs, lhs_turned = layer.input(rows, states.get("input"), record, zeros)
+            both = partial(layer.weight, weight, states.get("weight"), record, more)
             rhs, rhs_turned = both() if rounded is None else rounded.native(both)
             y = units_mm(lhs, rhs, None if bias is None else bias.to(layer.dtype), layer.dtype)
         y = y if x.dim() == 2 else unflatten(y, x)

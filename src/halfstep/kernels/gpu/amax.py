@@ -13,10 +13,11 @@ from halfstep.kernels.gpu.launch import BLOCK, KINDS, Launch, functions
 _BLOCK = 4 * BLOCK  # few programs, since all raise one number
 
 
-def run(x: Tensor, unless: Tensor | None = None) -> Tensor:
+def run(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) -> Tensor:
     """max |x| of a tensor that `launch.lies_plain`, as a float32 scalar: 0 of an empty tensor, NaN where there is one.
-    0 too, and x is not read, where `unless`, another, is not 0."""
-    found = torch.zeros((), dtype=torch.float32, device=x.device)
+    0 too, and x is not read, where `unless`, another, is not 0. `found`, which is 0, is raised to it where given."""
+    if found is None:
+        found = torch.zeros((), dtype=torch.float32, device=x.device)
     n = x.numel()
     _launch(x.device, x.dtype, n >> 31)(-(-n // _BLOCK), x, found, unless, n)
     return found

@@ -113,23 +113,26 @@ class Largest:
         if both and not self._shared and tile != ROW:
             self._turned = Largest(quantizer.down, shape, dtype, device)
         two_level = told[0].kind == "two_level"
+        self.zeros = 0
+        """How many zeros a call may be given to raise."""
         self._needed, self._whole = two_level or not all(made.tile), not any(made.tile)
         if not self._needed or self._whole:
             return
         self._count = 1 if two_level else made.rows if made.tile[0] else made.columns
         self._across = made.columns if both and tile == ROW else 0
+        self.zeros = self._count + self._across
         self._sizes = made.programs, made.rows, made.columns // made.unit
         self._launch = prepared(
             functions("maxima").maxima, device, WARPS, as_bits=True, SOURCE=KINDS[dtype], FINITE=two_level,
             H=made.tile[0], W=made.tile[1], UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
         )  # fmt: skip
 
-    def __call__(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def __call__(self, x: Tensor, zeros: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         found = across = None
         if self._needed and self._whole:
             found = amax.run(x).view(torch.int32)
         elif self._needed:
-            whole = torch.zeros(self._count + self._across, dtype=torch.int32, device=x.device)
+            whole = torch.zeros(self.zeros, dtype=torch.int32, device=x.device) if zeros is None else zeros
             found, across = (whole[: self._count], whole[self._count :]) if self._across else (whole, None)
             programs, *sizes = self._sizes
             self._launch(programs, x, found, across, *sizes)

@@ -83,7 +83,9 @@ def halves(seed: Seed | None) -> tuple[int, int, int]:
     """A seed as kernels take it: two 32-bit halves, lower first, as signed numbers (a kernel's integers are signed),
     and 0; of one in the GPU's memory the halves of its address, and 1. Either way it is the same kernel, so that eager
     steps compile what a CUDA graph captures."""
-    number = seed.data_ptr() if isinstance(seed, Tensor) else seed or 0
+    if seed is None:
+        return 0, 0, 0
+    number = seed.data_ptr() if isinstance(seed, Tensor) else seed
     low, high = (number >> shift & 0xFFFFFFFF for shift in (0, 32))
     return low - (low >> 31 << 32), high - (high >> 31 << 32), int(isinstance(seed, Tensor))
 
