@@ -73,7 +73,8 @@ def stand_in() -> None:
     launch.Launch._first = first  # type: ignore[method-assign]
     F.scaled_mm = product  # type: ignore[attr-defined]
     scaled_mm.capability = lambda device: (9, 0)
-    StatefulScaling.waits = lambda self, state: True  # type: ignore[method-assign,attr-defined]
+    for kind in (StatefulScaling, *StatefulScaling.__subclasses__()):
+        kind.waits = lambda self, state: True  # type: ignore[method-assign,attr-defined]
     for module in (native, blocks, layouts):
         module.plain = launch.lies_plain  # type: ignore[attr-defined]
     histories.on_cpu = history  # type: ignore[attr-defined]
