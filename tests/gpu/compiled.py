@@ -130,8 +130,9 @@ def facts(
     uses = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     found |= {"registers": int(uses["REG"]), "spilled": int(uses["STACK"]) + int(uses["LOCAL"])}
     if sass is not None:
-        elements = elements_of(arguments) / (WARP * options["num_warps"])
-        found["instructions"] = round(full_path(sass) / elements, 1)
+        again = arguments["TALL"] // arguments["ROWS"] if function.__name__ == "both_by_passes" else 1
+        elements = again * elements_of(arguments) / (WARP * options["num_warps"])
+        found["instructions"] = round(full_path(sass, again) / elements, 1)
     return found
 
 
@@ -158,8 +159,8 @@ def tool(name: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / name, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def full_path(sass: str) -> int:
-    """Instructions of one way through a kernel, loops once: where it parts, the way with the widest accesses."""
+def full_path(sass: str, again: int = 1) -> int:
+    """Instructions of one way through a kernel, loops so often: where it parts, the way with the widest accesses."""
     blocks: dict[str, list[str]] = {}
     here = ""
     for line in sass.splitlines():
@@ -172,6 +173,10 @@ def full_path(sass: str) -> int:
                 here += "'"
     names = list(blocks)
     following = {name: _following(blocks, names, place) for place, name in enumerate(names)}
+    for place, name in enumerate(names):
+        for back in set(following[name]) & set(names[: place + 1]):
+            for inner in names[names.index(back) : place + 1]:
+                blocks[inner] += blocks[inner] * (again - 1)
     return _weighed(names[0], blocks, following, {})[1]
 
 

@@ -121,6 +121,28 @@ def test_the_assembly_makes_the_formats_codes(name):
     assert list(b"".join(found)) == expected
 
 
+@pytest.mark.parametrize("name", NAMES.values())
+def test_the_assembly_for_numbers_makes_their_codes_where_a_mask_is(name):
+    format = formats.get(name)
+    x = hard(400, torch.float32, format).nan_to_num(-0.0)
+    bits = [word & 0xFFFFFFFF for word in x.view(torch.int32).tolist()]
+    expected = quant.encode(x, format, "nearest_even", "saturate").tolist()
+    text = assembly("_NUMBERS").replace("KIND", "e4m3")
+    for i in range(0, len(bits), 4):
+        code = int.from_bytes(bytes(expected[i : i + 4]), "little")
+        for mask in (0xFFFFFFFF, 0, 0xFF00FFFF):
+            assert run(text, format, [*bits[i : i + 4], mask]) == code & mask
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("high, $4, $3", "high, $3, $4"), ("code, $5", "code, $4")])
+def test_a_swapped_number_is_seen(right, wrong, monkeypatch):
+    text = assembly("_NUMBERS")
+    assert right in text
+    monkeypatch.setattr(f"{__name__}.assembly", lambda _: text.replace(right, wrong))
+    with pytest.raises(AssertionError):
+        test_the_assembly_for_numbers_makes_their_codes_where_a_mask_is("float8_e4m3fn")
+
+
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [

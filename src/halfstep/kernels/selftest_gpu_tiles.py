@@ -74,8 +74,10 @@ _INPUTS = (
 """Whole blocks of a row, short tiles, rows that start at 16 bytes, and rows that start anywhere."""
 _GROUPS = ((torch.bfloat16, (520, 128)),)
 """Of scales that have scales: groups that are lost with a tile, and others."""
-_MATRICES = ((torch.bfloat16, (256, 128)), (torch.float32, (130, 144)), (torch.float16, (36, 20)))
-_FORMS = (("stored", True), ("swizzled", False), ("number", True))
+_MATRICES = (
+    (torch.bfloat16, (256, 128)), (torch.float32, (130, 144)), (torch.float16, (36, 20)), (torch.float16, (144, 176)),
+)  # fmt: skip
+_FORMS = (("stored", True), ("swizzled", False), ("number", True), ("stored", False))
 
 
 def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer) -> Tensor:

@@ -29,9 +29,14 @@ _STRIP = 32, 8
 spill."""
 _TWO_LEVELS, _CHOICE = (32, 16), (16, 8)
 """The same of two levels of scales, and where each tile has two to choose from."""
-_CONVERTED = {"whole": (32, 8), "square": (64, 8), "rows": (64, 8), "along": (32, 4)}
+_CONVERTED = {"whole": (32, 8), "square": (64, 8), "along": (32, 4)}
 """The same where the GPU's own conversion makes the codes, of rows that begin at 16 bytes: the fastest of five on an
 H100. A strip is no lower than a tile along a row is wide, or the tile is as wide as a program's square."""
+_PASSES = 64, 8
+"""The same of two passes (`jit.passes`), the one along rows by strips: 64 registers a thread, for 32 warps on each of
+Hopper's multiprocessors."""
+_BY_PASSES = ((1, 32), (1, 128), (1, 0), (_SIDE, _SIDE))
+"""Tiles that these take."""
 _ALONG = (0, 16, 32, 128)
 _SQUARES = (0, 16, 32, 128)
 _UNIT = 16
@@ -157,19 +162,23 @@ class Both:
         assert found is not None
         rule, element = quantizers.told(quantizer, device, dtype, found)
         units = [_UNIT if size % _UNIT == 0 else 1 for size in shape]
-        way = "square" if tile.rows == tile.columns else "along" if tile.columns else "rows"
+        plain = 1 not in units and not noisy
         strip, warps = _STRIP
         if rule.kind == "two_level":
             strip, warps = _TWO_LEVELS if rule.second is None else _CHOICE
-        elif element.instruction is not None and 1 not in units and not noisy:
-            strip, warps = _CONVERTED["whole" if form == "whole" else way]
+        elif plain and element.instruction is not None:
+            strip, warps = _CONVERTED["whole" if form == "whole" else "along" if tile.rows == 1 else "square"]
+        kernel: Any = functions("layouts").both
+        others = {"E": quantizers.e4m3() if rule.kind == "two_level" else None, "NOISY": noisy}
+        one_byte = element.bits == 8 and form != "whole" and rule.kind != "two_level"
+        if plain and one_byte and (tile.rows, tile.columns) in _BY_PASSES:
+            kernel, others, (strip, warps) = functions("passes").both_by_passes, {}, _PASSES
         self._sizes = shape[0] // units[0], shape[1] // units[1]
         self._strides, self._grid = (*strides[0], *strides[1]), -(-shape[0] // _SIDE) * -(-shape[1] // _SIDE)
         self._launch = prepared(
-            functions("layouts").both, device, warps, as_bits=True, varying=_VARYING,
-            R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None, SOURCE=KINDS[dtype],
-            FORM=form, NOISY=noisy, H=tile.rows, W=tile.columns, ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE,
-            ROWS=strip, COLUMNS=_SIDE,
+            kernel, device, warps, as_bits=True, varying=_VARYING,
+            R=rule, Q=element, SOURCE=KINDS[dtype], FORM=form, H=tile.rows, W=tile.columns, ROW_UNIT=units[0],
+            UNIT=units[1], TALL=_SIDE, ROWS=strip, COLUMNS=_SIDE, **others,
         )  # fmt: skip
 
     def __call__(

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.instruction import converted, unconverted
+from halfstep.kernels.gpu.jit.instruction import converted, numbers_converted, unconverted, words_converted
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, decoded, narrowed, rounded
 from halfstep.kernels.gpu.jit.places import placed, value_at
 
@@ -69,6 +69,30 @@ def element_of(code, D: tl.constexpr, OWN: tl.constexpr):
         return unconverted(code, OWN)
     else:
         return as_float(decoded(code.to(tl.uint32), D))
+
+
+@triton.jit
+def kept_codes(bits, keep, Q: tl.constexpr):
+    """The codes of float32 bits in a byte each, 0 where the mask `keep` is 0: only there may be NaN."""
+    OWN: tl.constexpr = Q.instruction
+    if Q.instruction is not None:
+        code = numbers_converted(bits, keep.to(tl.uint8), OWN)
+    else:
+        code = code_of(bits & keep, None, None, Q).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def kept_words(a, b, c, d, keep, Q: tl.constexpr):
+    """The same of four numbers in a word, the first one's lowest."""
+    OWN: tl.constexpr = Q.instruction
+    if Q.instruction is not None:
+        word = words_converted(a, b, c, d, keep, OWN)
+    else:
+        one, two = kept_codes(a, keep, Q).to(tl.uint32), kept_codes(b, keep, Q).to(tl.uint32)
+        three, last = kept_codes(c, keep, Q).to(tl.uint32), kept_codes(d, keep, Q).to(tl.uint32)
+        word = one | (two << 8) | (three << 16) | (last << 24)
+    return word
 
 
 @triton.jit

@@ -71,3 +71,58 @@ def converted(bits, KIND: tl.constexpr):
     else:
         code = tl.inline_asm_elementwise(_E5M2, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4)
     return code
+
+
+# Of numbers that are no NaN; 0 where the mask is.
+_NUMBERS: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 code;
+    cvt.rn.satfinite.KINDx2.f32 low, $2, $1;
+    cvt.rn.satfinite.KINDx2.f32 high, $4, $3;
+    mov.b32 code, {low, high};
+    and.b32 $0, code, $5;
+}""")
+_E4M3_NUMBERS: tl.constexpr = tl.constexpr(_NUMBERS.value.replace("KIND", "e4m3"))
+_E5M2_NUMBERS: tl.constexpr = tl.constexpr(_NUMBERS.value.replace("KIND", "e5m2"))
+
+
+@triton.jit
+def numbers_converted(bits, keep, KIND: tl.constexpr):
+    """The codes of float32 bits, in a byte each, by masks in a byte each: only where one is 0 may there be NaN."""
+    text: tl.constexpr = _E4M3_NUMBERS if KIND == "e4m3" else _E5M2_NUMBERS
+    return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [bits, keep], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def words_converted(a, b, c, d, keep, KIND: tl.constexpr):
+    """The same of four numbers and a mask of a word: a word, the first one's code lowest."""
+    text: tl.constexpr = _E4M3_NUMBERS if KIND == "e4m3" else _E5M2_NUMBERS
+    return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [a, b, c, d, keep], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+_LARGER: tl.constexpr = tl.constexpr("max.NaN.xorsign.abs.KINDx2 $0, $1, $2;")
+_LARGER_BF16: tl.constexpr = tl.constexpr(_LARGER.value.replace("KIND", "bf16"))
+_LARGER_FP16: tl.constexpr = tl.constexpr(_LARGER.value.replace("KIND", "f16"))
+
+
+@triton.jit
+def larger(a, b, SOURCE: tl.constexpr):
+    """Of two tensors of bf16 or fp16, as int16, the numbers of larger magnitude, with any sign; NaN where one is."""
+    text: tl.constexpr = _LARGER_BF16 if SOURCE == "bfloat16" else _LARGER_FP16
+    return tl.inline_asm_elementwise(text, "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2)
+
+
+_WIDE_BF16: tl.constexpr = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+_WIDE_FP16: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high;
+}""")
+
+
+@triton.jit
+def pairs_widened(stored, SOURCE: tl.constexpr):
+    """The float32 bits of bf16 or fp16, as int16; NaN is any NaN."""
+    text: tl.constexpr = _WIDE_BF16 if SOURCE == "bfloat16" else _WIDE_FP16
+    return tl.inline_asm_elementwise(text, "=r,=r,r", [stored], dtype=tl.uint32, is_pure=True, pack=2)

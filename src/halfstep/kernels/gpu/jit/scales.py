@@ -105,7 +105,7 @@ def scales(amax, tensor_scale, R: tl.constexpr, E: tl.constexpr):
 @triton.jit
 def over(bits, meets, keep, R: tl.constexpr):
     """The bits of elements over their scale."""
-    number = as_float(bits & keep)
+    number = as_float(bits) if keep is None else as_float(bits & keep)
     if R.kind == "power" or R.kind == "reciprocal":
         number = number * meets
     else:

@@ -59,23 +59,28 @@ def over_scale(bits, meets, keep, R: tl.constexpr):
     remainder of the division, which `fma` forms exactly, and what is left is rounded right. One is enough for the 8 and
     11 bits of bf16 and fp16 before codes of E4M3 and E5M2, to nearest: a quotient that one rounds wrong is none that
     lies at the middle between two codes. Scales are multiplied into [1, 2), so that nothing overflows; quotients that
-    underflow are zeros in any code.
+    underflow are zeros in any code. Numbers are negated before, so that -0 stays what it is.
+
+    Without `keep`, what lies in a lost tile, or in one whose scale is 0, is any number.
     """
     ROWS: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
+    if keep is not None:
+        keep = spread(keep, ROWS, COLUMNS)
     if R.corrections == 0 or R.kind == "power" or R.kind == "reciprocal":
-        made = over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R)
+        made = over(bits, spread(meets, ROWS, COLUMNS), keep, R)
     else:
         power = as_float(((254 - tl.maximum(as_bits(meets) >> 23, 1)) << 23).to(tl.uint32))
         divisor = meets * power
-        inverse = spread(tl.div_rn(1.0, divisor), ROWS, COLUMNS)
-        negative = spread(-divisor, ROWS, COLUMNS)
-        number = as_float(bits & spread(keep, ROWS, COLUMNS)) * spread(power, ROWS, COLUMNS)
-        quotient = number * inverse
+        inverse = spread(tl.div_rn(-1.0, divisor), ROWS, COLUMNS)
+        divisor = spread(divisor, ROWS, COLUMNS)
+        bits = bits if keep is None else bits & keep
+        negative = as_float(bits) * spread(-power, ROWS, COLUMNS)
+        quotient = negative * inverse
         TIMES: tl.constexpr = R.corrections
         for _ in tl.static_range(TIMES):
-            quotient = tl.fma(tl.fma(quotient, negative, number), inverse, quotient)
-        made = as_bits(quotient) | (as_bits(number) & 0x80000000)  # that of a zero is lost
+            quotient = tl.fma(tl.fma(quotient, divisor, negative), inverse, quotient)
+        made = as_bits(quotient)
     return made
 
 
@@ -170,10 +175,10 @@ def keep_scales(
 ):  # fmt: skip
     """Store the scales of tiles, the first of which has the element (top, left), in a FORM: as they are `stored`,
     `swizzled`, or their multiplier, a `number`. DOWN: for the transposed copy."""
+    down = ((top // H if H else 0) + tl.arange(0, stored.shape[0]))[:, None]
+    across = ((left // W if W else 0) + tl.arange(0, stored.shape[1]))[None, :]
     high = H if H else rows
     wide = W if W else columns
-    down = (top // high + tl.arange(0, stored.shape[0]))[:, None]
-    across = (left // wide + tl.arange(0, stored.shape[1]))[None, :]
     tall, long = (rows + high - 1) // high, (columns + wide - 1) // wide
     inside = (down < tall) & (across < long)
     if H == 0:
