@@ -11,14 +11,14 @@ from backtracking import is_exponential
 from families import for_each
 from halfstep.inspection.roles import ROLES
 from halfstep.kb import load
-from halfstep.kb.schema import schema
+from halfstep.kb.reader import schema
 from halfstep.recipe.high_precision import KEEP
 
 
 ROOT = Path(halfstep.__file__).parent
 MADE = {
     "inspection/roles.py": [pattern for _, pattern in ROLES],
-    "kb/schema.py": [json.loads(one) for one in re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(schema()))],
+    "kb/reader.py": [json.loads(one) for one in re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(schema()))],
     "kb/entry.py": ["[^/]*[^/]*", "[^/]*a[^/]*"],
     "nn/paths.py": [translate(glob) for rule in KEEP for glob in rule.path.split("|")],
 }

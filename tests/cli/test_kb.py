@@ -242,7 +242,7 @@ def test_add_says_what_is_wrong(kb, tmp_path, words, message):
 
 def test_add_asks_in_a_terminal(kb, monkeypatch):
     answers = iter(["toys/toy-1b", "Toy", 2024, "bf16_mixed", "config", "The config says bf16.", REFERENCE])
-    monkeypatch.setattr("halfstep.cli.kb_add.typer.prompt", lambda question, type: next(answers))
+    monkeypatch.setattr("halfstep.cli.kb.typer.prompt", lambda question, type: next(answers))
     monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
     assert kb("add")[0] == 0
     assert kb("show", "toys/toy-1b")[0] == 0

@@ -7,8 +7,7 @@ import torch
 
 import halfstep
 from halfstep.probe.cast import Buffers, rounded_buffers
-from halfstep.probe.sensitivity import sensitivity
-from halfstep.probe.trial import reference
+from halfstep.probe.trial import reference, sensitivity
 
 
 transformers = pytest.importorskip("transformers")

@@ -7,8 +7,7 @@ import pytest
 from families import for_each
 from halfstep.kb import check, load, lookup
 from halfstep.kb.add import validate
-from halfstep.kb.reader import package_folder
-from halfstep.kb.schema import schema, uses, words
+from halfstep.kb.reader import package_folder, schema, uses, words
 from halfstep.kb.verdict import casts, judge
 
 

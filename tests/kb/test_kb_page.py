@@ -7,7 +7,7 @@ import pytest
 from toy_entry import ENTRY
 
 from halfstep.kb import load
-from halfstep.kb.schema import uses
+from halfstep.kb.reader import uses
 from halfstep.kb.verdict import judge
 from halfstep.site.page import to_html
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from families import for_each
-from halfstep.kb.reader import data_files, package_folder, text_of
-from halfstep.kb.schema import problems, schema
+from halfstep.kb.reader import data_files, package_folder, problems, schema, text_of
 
 
 FILES = [tomllib.loads(text_of(file)) for file in data_files(package_folder())]

@@ -5,7 +5,7 @@ import torch
 
 from halfstep import kb
 from halfstep.errors import KnowledgeBaseError
-from halfstep.kb.schema import uses
+from halfstep.kb.reader import uses
 from halfstep.kb.verdict import judge, normal_use
 
 

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.explanation import NOTHING, explain
 from halfstep.lab.metrics import read_metrics
 from halfstep.lab.task import Task
 from halfstep.lab.train import Trainer
-from halfstep.lab.verdict import judge
+from halfstep.lab.verdict import NOTHING, explain, judge
 from halfstep.recipe import get_recipe
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 import halfstep
 import planted
-from halfstep.probe.sensitivity import sensitivity
-from halfstep.probe.trial import reference
+from halfstep.probe.trial import reference, sensitivity
 from planted import WIDTH, tokens
 
 

@@ -13,9 +13,8 @@ from halfstep.errors import DataError, FormatError, ModelError
 from halfstep.lab.models.bert import BERT
 from halfstep.lab.models.gpt import GPT
 from halfstep.probe import scales
-from halfstep.probe.spread import KINDS, Moments, moments
+from halfstep.probe.spread import KINDS, Moments, deviations, moments, rows, shares
 from halfstep.probe.spread_plot import figure, save
-from halfstep.probe.spread_table import deviations, rows, shares
 
 
 class Residual(nn.Module):

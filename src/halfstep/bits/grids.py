@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep import formats
-from halfstep.bits.distinct import Levels
 from halfstep.bits.evidence import CERTAIN, CHOSEN, Fit
 from halfstep.bits.places import TILES, Places, as_float32
+from halfstep.bits.scan import Levels
 from halfstep.bits.table import tells
 from halfstep.formats import Float
 from halfstep.kernels.cpu import looks as kernel

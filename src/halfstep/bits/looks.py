@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.bits.distinct import LEVELS, Levels
 from halfstep.bits.evidence import CERTAIN, CHOSEN, first_looks
 from halfstep.bits.grids import suspects
 from halfstep.bits.places import COLUMN, TILES, Places, repeats
-from halfstep.bits.scan import Scan
+from halfstep.bits.scan import LEVELS, Levels, Scan
 from halfstep.bits.table import tells
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import BEGUN, COPIED, FIRST, LINES, TURNED, Repeats

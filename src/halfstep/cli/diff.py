@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from halfstep.inspection.difference import Difference
-    from halfstep.inspection.tensor_difference import TensorDifference
+    from halfstep.inspection.difference_text import TensorDifference
 
 
 _LISTED = 10

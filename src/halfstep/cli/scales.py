@@ -237,7 +237,7 @@ def _random(model: nn.Module, blank: Any, sizes: _Sizes, seed: int) -> _Given:
 
 
 def _show(moments: Mapping[str, Scales]) -> None:
-    from halfstep.probe.spread_table import deviations, shares
+    from halfstep.probe.spread import deviations, shares
 
     first = next(iter(moments.values()))
     typer.echo(printable(f"{first.model}, {first.parameters:,} parameters; {first.data}; loss: {first.loss}"))

@@ -1,11 +1,11 @@
 """Checkpoints on disk: which tensors a file holds, in which types, and their values without loading the file."""
 
 from halfstep.inspection.difference import Difference, diff
+from halfstep.inspection.difference_text import TensorDifference
 from halfstep.inspection.inspector import inspect
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
 from halfstep.inspection.stored import Checkpoint, StoredTensor
-from halfstep.inspection.tensor_difference import TensorDifference
 
 
 __all__ = [

@@ -13,15 +13,13 @@ from halfstep.bits.relation import Relation, relation
 from halfstep.bits.scan import Progress
 from halfstep.bits.sentences import percent
 from halfstep.bits.values import Values
-from halfstep.inspection.difference_text import count, grouped, listed, sentence, values
+from halfstep.inspection.difference_text import Single, TensorDifference, count, grouped, listed, sentence, values
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.matching import match, permuted
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.roles import role_of
 from halfstep.inspection.stored import Checkpoint
-from halfstep.inspection.tensor_difference import Single, TensorDifference
-from halfstep.inspection.views import HELD, First, Held
-from halfstep.inspection.weights import Weight, weights
+from halfstep.inspection.weights import HELD, First, Held, Weight, weights
 from halfstep.printable import printable, shortened
 
 

@@ -20,9 +20,8 @@ from halfstep.bits.values import Values
 from halfstep.bits.verdict import verdict, whole
 from halfstep.bits.what_if import Trials
 from halfstep.inspection.declared import Known, contradictions, disagreements
-from halfstep.inspection.described import described
 from halfstep.inspection.gguf_blocks import UNREAD
-from halfstep.inspection.layers import Layers, find_layers
+from halfstep.inspection.layers import Layers, described, find_layers
 from halfstep.inspection.opening import open_checkpoint, read
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of

@@ -17,8 +17,7 @@ from halfstep.bits.rounded import nearest
 from halfstep.bits.values import Values
 from halfstep.formats import Float
 from halfstep.inspection.gguf_blocks import UNREAD
-from halfstep.inspection.views import HELD, Held
-from halfstep.inspection.weights import Weight
+from halfstep.inspection.weights import HELD, Held, Weight
 
 
 _TRIED = 16  # names from which a prefix is read off

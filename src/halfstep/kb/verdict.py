@@ -13,9 +13,8 @@ from pathlib import Path
 from halfstep.errors import FormatError, KnowledgeBaseError, unknown
 from halfstep.formats import get
 from halfstep.kb.entry import Entry, FailureReport, Reference, compute
-from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load, uses
 from halfstep.kb.resolve import Answer, find
-from halfstep.kb.schema import uses
 
 
 _VERDICTS = {"none": "safe", "low": "safe", "medium": "risky", "high": "risky", "unknown": "unknown"}

@@ -16,10 +16,9 @@ from halfstep.probe.measure import Meter, train
 from halfstep.probe.mismatch import Mismatch, mismatch
 from halfstep.probe.ranges import Site, Window, window
 from halfstep.probe.report import LOST, Conditions, ProbeReport
-from halfstep.probe.sensitivity import FLOAT32, sensitivity
 from halfstep.probe.spread import Scales, Spread, scales
 from halfstep.probe.suggest import Target, keeping, suggest, target
-from halfstep.probe.trial import Failure, Trial, reference, trial
+from halfstep.probe.trial import FLOAT32, Failure, Trial, reference, sensitivity, trial
 from halfstep.recipe import Recipe, get_recipe, get_storage
 from halfstep.tracking.nonfinite import tensors_in
 

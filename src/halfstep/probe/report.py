@@ -9,9 +9,8 @@ from typing import Any
 
 from halfstep.probe.cast import NONE, Buffers, CastTrial
 from halfstep.probe.ranges import Range, Window, number
-from halfstep.probe.sensitivity import FLOAT32, Sensitivity
 from halfstep.probe.suggest import Target
-from halfstep.probe.trial import OUTPUT_ERROR, Trial
+from halfstep.probe.trial import FLOAT32, OUTPUT_ERROR, Sensitivity, Trial
 from halfstep.recipe import to_data
 
 

@@ -18,7 +18,7 @@ from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
 from halfstep.kb import KnowledgeBase
 from halfstep.kb.descriptions import because
-from halfstep.kb.schema import uses
+from halfstep.kb.reader import uses
 from halfstep.kb.verdict import Verdict, casts, judge, most_careful
 from halfstep.printable import printable
 from halfstep.site import memory

@@ -1,7 +1,6 @@
 """Look at the numbers of a training step. This room only reads."""
 
 from halfstep.bits.histogram import ExponentHistogram
-from halfstep.tracking.amaxes import Amaxes, amaxes, exponents
 from halfstep.tracking.descent import (
     Arrival,
     Arrivals,
@@ -15,7 +14,15 @@ from halfstep.tracking.descent import (
 )
 from halfstep.tracking.log import Log, scalars, track
 from halfstep.tracking.nonfinite import activation_gradients, activation_gradients_by_module, first_nonfinite, magnitude
-from halfstep.tracking.operands import OperandError, operand_error, operand_errors, saturated_share
+from halfstep.tracking.operands import (
+    Amaxes,
+    OperandError,
+    amaxes,
+    exponents,
+    operand_error,
+    operand_errors,
+    saturated_share,
+)
 from halfstep.tracking.saved import SavedBytes, SavedRow, saving
 from halfstep.tracking.sharpness import logit_sharpness
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from halfstep.errors import HalfstepError
 from halfstep.optim import LowBit
 from halfstep.optim.unscaling import unwrapped
-from halfstep.tracking.amaxes import Amaxes, amaxes
 from halfstep.tracking.descent import Arrivals, arrivals, zeros
+from halfstep.tracking.operands import Amaxes, amaxes
 
 
 Row = dict[str, Any]

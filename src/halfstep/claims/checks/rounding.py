@@ -1,14 +1,16 @@
-"""Checks of rounding on its own: ranges, bias, gradients that become zero, and accumulation."""
+"""Checks of rounding: ranges, bias, small gradients, accumulation, additions and masters, and rotary positions."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
+import halfstep
 from halfstep import formats, round_to
-from halfstep.claims.checks.base import Numbers, check
+from halfstep.claims.checks.base import Numbers, check, stepped
 from halfstep.recipe import DTYPES
 from halfstep.tracking import share_zeroed
 
@@ -71,3 +73,89 @@ def accumulate() -> Numbers:
         "bf16_bf16": error("bf16", "bf16"),
         "truncated_fp32": error("bf16", "fp32", "toward_zero"),
     }
+
+
+_SIZE, _BASE = 128, 10_000.0
+
+
+def _rotated(x: Tensor, start: int) -> Tensor:
+    """x (tokens, size) in float64, each pair turned by its position's angle; the first token stands at `start`."""
+    angles = (start + torch.arange(len(x), dtype=torch.int64, device="cpu").double())[:, None] * _BASE ** (
+        -torch.arange(0, _SIZE, 2, dtype=torch.int64, device="cpu").double() / _SIZE
+    )
+    first, second = x.double().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _moved(tokens: int, shift: int, format: str) -> float:
+    """How far logits q k / sqrt(d) of normal q and k move, root mean square, where the text begins `shift` later."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, tokens, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
+
+    def logits(start: int) -> Tensor:
+        lhs, rhs = (_rotated(x, start).float().to(DTYPES[format]).double() for x in (q, k))
+        return torch.tril(lhs @ rhs.T / _SIZE**0.5)
+
+    change = (logits(shift) - logits(0)).square().sum() / (tokens * (tokens + 1) / 2)
+    return float(change.sqrt())
+
+
+@check("wang-rope-bf16")
+def relative() -> Numbers:
+    """By format, by how far the text is moved, and by its length."""
+    formats = {format: _moved(256, 16, format) for format in ("bf16", "fp16", "fp32")}
+    return {**formats, "far": _moved(256, 4096, "bf16"), "long": _moved(1024, 16, "bf16")}
+
+
+def _mantissas(bits: int) -> Tensor:
+    """The values in [1, 2) with that many bits after the point."""
+    return 1 + torch.arange(1 << bits, dtype=torch.float32, device="cpu") / (1 << bits)
+
+
+def _lost(weight: Tensor, update: Tensor, format: str, rounding: str = "nearest_even") -> Tensor:
+    """Where weight + update, rounded to the format, is the weight again; exact in float64 before it is rounded."""
+    total = weight.double() + update.double()
+    return torch.eq(halfstep.round_to(total, format, rounding), weight)
+
+
+@check("micikevicius-ratio")
+def ratio() -> Numbers:
+    """|w| / |u| at which updates are lost: every mantissa of w and of u, added and subtracted."""
+    found: Numbers = {}
+    for format, bits in (("fp16", 10), ("bf16", 7)):
+        weights, steps = _mantissas(bits)[:, None], _mantissas(bits)[None, :]
+        first, last = float("inf"), 0.0
+        for gap in range(bits - 1, bits + 4):
+            for sign in (1, -1):
+                update = sign * steps * 2.0**-gap
+                lost, ratios = _lost(weights, update, format), (weights / update).abs()
+                first = min(first, float(ratios[lost].min()) if lost.any() else first)
+                last = max(last, float(ratios[~lost].max()) if (~lost).any() else last)
+        found |= {f"{format}_first": first, f"{format}_last": last}
+    ones = _mantissas(10)
+    found["at_2048"] = float(_lost(ones, ones / 2048, "fp16").double().mean())
+    found["at_4096"] = float(_lost(ones, ones / 4096, "fp16").double().mean())
+    return found
+
+
+@check("slides-exponents")
+def exponents() -> Numbers:
+    """The share of all fp16 additions that are lost when the exponents differ by 10, 11 and 12."""
+    weights, steps = _mantissas(10)[:, None], _mantissas(10)[None, :]
+    return {
+        f"{short}_{gap}": float(_lost(weights, steps * 2.0**-gap, "fp16", rounding).double().mean())
+        for short, rounding in (("nearest", "nearest_even"), ("truncated", "toward_zero"))
+        for gap in (10, 11, 12)
+    }
+
+
+@check("micikevicius-master")
+def stall() -> Numbers:
+    """Where 4096 updates of -2^-12 take a weight of 1, by recipe."""
+    ends: Numbers = {}
+    for recipe in ("fp16-nomaster", "fp16-master", "bf16-nomaster", "bf16-master", "fp32"):
+        ones = torch.ones(16, dtype=torch.float32, device="cpu")
+        weight, _ = stepped(recipe, ones, partial(torch.optim.SGD, lr=1.0), 2.0**-12, 4096)
+        ends[recipe.replace("-", "_")] = float(weight.detach().double().mean())
+    return ends
