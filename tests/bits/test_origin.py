@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_figures_of_a_tensor_are_those_of_torch():
     amax = x.abs().masked_fill(~x.isfinite(), 0).amax(0)
     assert found.channels.outliers == int((amax >= 6 * amax.quantile(0.5)).sum()) == 1
     assert found.channels.largest == float(amax.max())
-    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(asdict(found), allow_nan=False)
 
 
 @pytest.mark.parametrize("place", [None, 0, -1])

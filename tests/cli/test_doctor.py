@@ -151,7 +151,7 @@ def test_a_triton_older_than_the_kernels_were_proven_with_is_not_tried(monkeypat
     for found in ("3.4.0", "3.6.0"):
         monkeypatch.setattr(launch, "version", lambda name, found=found: found)
         launch.missing.cache_clear()
-        answers[found] = launch.missing(), doctor._quantised_on_gpu(get_recipe("mxfp8"))
+        answers[found] = launch.missing(), doctor._quantised(get_recipe("mxfp8"), doctor.gpu_path, launch.missing())
     launch.missing.cache_clear()
     assert answers["3.4.0"][0] == "triton 3.4.0: the kernels need 3.6 or newer"
     assert answers["3.4.0"][1] == "reference: triton 3.4.0: the kernels need 3.6 or newer"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from families import for_each
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb import load, lookup
-from halfstep.kb.add import add_entry, dump_entry, dump_failure, slug, toml_string
+from halfstep.kb.add import _lines, add_entry, dump_entry, slug, toml_string
 from halfstep.kb.reader import data_files, package_folder, parse, text_of
 
 
@@ -91,9 +91,8 @@ def test_a_toml_string_is_read_back(text):
 def test_every_file_of_the_package_is_written_back_as_it_is(file):
     """The files are what `kb add` would have written, so that a contribution is a small diff."""
     data = parse(text_of(file), file.name)
-    blocks = [dump_entry(table) for table in data.get("entry", ())] + [
-        dump_failure(table) for table in data.get("failure", ())
-    ]
+    failures = ("\n".join(["[[failure]]", *_lines(table), ""]) for table in data.get("failure", ()))
+    blocks = [*map(dump_entry, data.get("entry", ())), *failures]
     written = (f"family = {toml_string(data['family'])}\n\n" if "family" in data else "") + "\n".join(blocks)
     assert parse(written, file.name) == data
 

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
+from halfstep.cli.terminal import save_figure
 from halfstep.errors import DataError, FormatError, ModelError
 from halfstep.lab.models.bert import BERT
 from halfstep.lab.models.gpt import GPT
 from halfstep.probe import scales
 from halfstep.probe.spread import KINDS, Moments, deviations, moments, rows, shares
-from halfstep.probe.spread_plot import figure, save
+from halfstep.probe.spread_plot import figure
 
 
 class Residual(nn.Module):
@@ -177,10 +178,10 @@ def test_the_picture_has_every_tensor_that_has_a_spread(residual, tmp_path):
         assert low < -24
         assert high > 16
         assert [label.get_text() for label in axes.get_yticklabels()] == ["the model", "inner", "norm"]
-    save(drawn, str(tmp_path / "scales.png"))
+    save_figure(drawn, str(tmp_path / "scales.png"), "scales", ModelError)
     assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ModelError, match=r"cannot write .*scales\.xyz.*give a file such as scales\.png"):
-        save(drawn, str(tmp_path / "scales.xyz"))
+        save_figure(drawn, str(tmp_path / "scales.xyz"), "scales", ModelError)
 
 
 @pytest.mark.parametrize(

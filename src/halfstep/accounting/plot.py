@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from halfstep.accounting.sharing import Share
 from halfstep.errors import AccountError
@@ -56,15 +55,3 @@ def figure(title: str, shares: Mapping[str, Share], memory: int | None = None) -
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return drawn
-
-
-def save(drawn: Any, path: str) -> None:
-    """Write a figure to a file, as its ending says.
-
-    Raises:
-        AccountError: matplotlib knows no such ending, or the file cannot be written.
-    """
-    try:
-        drawn.savefig(path)
-    except (ValueError, OSError) as error:
-        raise AccountError(f"cannot write {path!r} ({error}); give a file such as memory.png or memory.svg") from error

@@ -218,8 +218,8 @@ def decays(model: nn.Module) -> dict[str, float]:
 def _decay(module: nn.Module) -> float | None:
     """The share that a module says it keeps: as an attribute, or in the closure of its averaging function."""
     said: list[Any] = [vars(module).get(name) for name in ("decay", "ema_decay", "beta")]
-    for function in filter(isfunction, (vars(module).get("multi_avg_fn"), vars(module).get("avg_fn"))):
-        said.append(getclosurevars(unwrap(function)).nonlocals.get("decay"))
+    functions = filter(isfunction, (vars(module).get("multi_avg_fn"), vars(module).get("avg_fn")))
+    said += [getclosurevars(unwrap(function)).nonlocals.get("decay") for function in functions]
     return next((value for value in said if isinstance(value, float) and 0 < value < 1), None)
 
 

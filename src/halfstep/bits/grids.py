@@ -189,12 +189,12 @@ def _matches(places: Places, tile: Tile, names: Sequence[str], wide: Float | Non
         count, seen = count + levels.size, np.union1d(seen, levels)
     if not count:
         return []
-    matches = []
-    for name, bits in evidence.items():
-        if named := _format(name, steps):
-            even = name == WHOLE and _even(scales, wide)
-            matches.append(Match(named, tile, Fit(count, 0, max(bits, 0.0)), even, (), finer[name]))
-    return matches
+    even = _even(scales, wide)
+    return [
+        Match(named, tile, Fit(count, 0, max(bits, 0.0)), name == WHOLE and even, (), finer[name])
+        for name, bits in evidence.items()
+        if (named := _format(name, steps))
+    ]
 
 
 def _finer(name: str, levels: Magnitudes, times: NDArray[np.int64], step: float) -> float:

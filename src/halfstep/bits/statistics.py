@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from halfstep import formats
 from halfstep.bits.scan import Channels, Scan
@@ -64,10 +63,6 @@ class Statistics:
     def nonfinite(self) -> int:
         """Infinities and NaN."""
         return self.infinities + self.nans
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def statistics(scan: Scan, stored: Float | None) -> Statistics:

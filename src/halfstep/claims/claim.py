@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from halfstep.errors import ClaimError, unknown
+from halfstep.errors import ClaimError, one_of
 
 
 VERDICTS = {
@@ -142,10 +142,8 @@ def get_claim(id: str) -> Claim:
     Raises:
         ClaimError: no claim has that id; the nearest ids are shown.
     """
-    for claim in load():
-        if claim.id == id:
-            return claim
-    raise ClaimError(unknown("claim", id, [claim.id for claim in load()]))
+    claims = {claim.id: claim for claim in load()}
+    return claims[one_of("claim", id, claims, ClaimError)]
 
 
 def claim_from(row: Mapping[str, Any], machines: Mapping[str, str], subjects: Mapping[str, str]) -> Claim:

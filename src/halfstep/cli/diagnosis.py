@@ -39,7 +39,7 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
             "products": _products(recipe),
             "quantised": _quantised(recipe, _path),
             "fp8 units": _native(recipe),
-            **({"quantised on cuda": _quantised_on_gpu(recipe)} if with_gpu else {}),
+            **({"quantised on cuda": _quantised(recipe, gpu_path, launch.missing())} if with_gpu else {}),
         }
         for recipe in asked
     ]
@@ -139,11 +139,6 @@ def _quantised(recipe: Recipe, path: Callable[[Quantizer], str], missing: str | 
     if quantizers and missing:
         return f"reference: {missing}"
     return "; ".join(sorted({path(quantizer) for quantizer in quantizers})) or "not rounded"
-
-
-def _quantised_on_gpu(recipe: Recipe) -> str:
-    """The same for CUDA tensors."""
-    return _quantised(recipe, gpu_path, launch.missing())
 
 
 def gpu_path(quantizer: Quantizer) -> str:

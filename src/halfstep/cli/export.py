@@ -47,8 +47,7 @@ def export(
     dtype_of(dtype)
     if format not in GGUF:
         check_new_folder(output.expanduser())
-    with stages() as progress:
-        progress("loading torch and the model")
+    with stages("loading torch and the model") as progress:
         from halfstep.probe.inputs import load_model
         from halfstep.serving import export as write
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.cli.terminal import save_figure, show_json, show_table, stages
 from halfstep.errors import AccountError
 from halfstep.printable import printable
 
@@ -77,8 +77,7 @@ def memory(
 
     Exit code 0: counted, and it fits where --device-memory is given; 1: a recipe does not fit; 2: it cannot be counted.
     """
-    with stages() as progress:
-        progress("loading torch and the model")
+    with stages("loading torch and the model") as progress:
         from halfstep.accounting import bytes_from, check_ranks, load_subject
         from halfstep.recipe import get_recipe
 
@@ -181,11 +180,15 @@ def _show(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference:
         sizes = [row["bytes"].get(role) for row in found]
         return ["unknown" if number is None else f"{number / divisor:,.2f}" for number in sizes]
 
-    rows = []
-    for role, title in _ROWS.items():
-        whole = role in ("persistent", "peak", "weights")
-        if all(role in row["bytes"] for row in found) and (whole or any(row["bytes"][role] != 0 for row in found)):
-            rows.append((title, *cells(role, size)))
+    counted = {
+        role: [row["bytes"][role] for row in found] for role in _ROWS if all(role in row["bytes"] for row in found)
+    }
+    shown = [
+        role
+        for role, sizes in counted.items()
+        if role in ("persistent", "peak", "weights") or any(n != 0 for n in sizes)
+    ]
+    rows = [(_ROWS[role], *cells(role, size)) for role in shown]
     if any(row["bytes"]["peak"] is not None for row in found):
         decimal = unit.replace("i", "")
         rows.append((f"peak, in {decimal}", *cells("peak", 10**9 if unit == "GiB" else 10**6)))
@@ -205,12 +208,13 @@ def _show(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference:
 
 def _draw(path: str, subject: Subject, found: list[dict[str, Any]], limit: int | None, inference: bool) -> None:
     from halfstep.accounting import Share
-    from halfstep.accounting.plot import figure, save
+    from halfstep.accounting.plot import figure
 
     if inference or any(row["bytes"]["peak"] is None for row in found):
         raise AccountError(
             "--plot draws the step of a model that trains; leave --inference out, or give a model that runs"
         )
     roles = {row["recipe"]: {k: v for k, v in row["bytes"].items() if k != "persistent"} for row in found}
-    save(figure(subject.name, {name: Share(**sizes) for name, sizes in roles.items()}, limit), path)
+    drawn = figure(subject.name, {name: Share(**sizes) for name, sizes in roles.items()}, limit)
+    save_figure(drawn, path, "memory", AccountError)
     typer.echo(f"wrote {path}", err=True)

@@ -60,8 +60,7 @@ def probe(
     """
     _check(write_recipe, loss_scale)
     try:
-        with stages() as progress:
-            progress("loading torch and the model")
+        with stages("loading torch and the model") as progress:
             from halfstep.probe import probe_model
             from halfstep.probe.inputs import load_model
             from halfstep.probe.suggest import target
@@ -180,8 +179,7 @@ def mismatch(
     """
     if rollout is not None and exported is not None:
         raise RecipeError("--rollout and --exported both given; expected one of them: what generates")
-    with stages() as progress:
-        progress("loading torch and the model")
+    with stages("loading torch and the model") as progress:
         from halfstep.probe import mismatch as measured
         from halfstep.probe.inputs import load_model
         from halfstep.recipe import get_recipe

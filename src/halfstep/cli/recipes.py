@@ -34,8 +34,7 @@ def cost(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: multiply-adds.")] = False,
 ) -> None:
     """The theoretical speed-up of RECIPE over training in 16 bits, from its products alone; nothing is measured."""
-    with stages() as progress:
-        progress("loading torch and the model")
+    with stages("loading torch and the model"):
         from halfstep.accounting import HEAD, load_subject, sent_a_parameter, speeds_from
         from halfstep.accounting import cost as cost_of
         from halfstep.recipe import get_recipe
@@ -70,9 +69,11 @@ def _show(made: Cost, body: Cost) -> None:
     kinds = dict.fromkeys(work.kind for work in made.works)
     rows = [_row(kind, made, [work for work in made.works if work.kind == kind]) for kind in kinds]
     totals = {"all": made, "without the head": body} if body.works and body.works != made.works else {"all": made}
-    for name, part in totals.items():
-        of_all = part.multiply_adds / made.multiply_adds
-        rows.append((name, f"{of_all:.1%}", "", "", "", f"{part.share:.1%}", f"{part.speed_up:.2f}"))
+    of_all = {name: part.multiply_adds / made.multiply_adds for name, part in totals.items()}
+    rows += [
+        (name, f"{of_all[name]:.1%}", "", "", "", f"{part.share:.1%}", f"{part.speed_up:.2f}")
+        for name, part in totals.items()
+    ]
     show_table(["products", "share", *PASSES, "time", "speed-up"], rows, right=["share", "time", "speed-up"])
 
 
@@ -134,8 +135,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print what RECIPE does to MODEL: which layers it rounds, to what, on which path; what it keeps, and why."""
-    with stages() as progress:
-        progress("loading torch and the model")
+    with stages("loading torch and the model"):
         from halfstep.accounting import load_subject
         from halfstep.accounting.subject import blank
         from halfstep.preparation import plan as plan_for

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.cli.terminal import save_figure, show_json, show_table, stages
 from halfstep.errors import DataError, ModelError
 from halfstep.printable import printable
 
@@ -55,13 +55,12 @@ def scales(
     plot: Annotated[str | None, typer.Option(help="Draw it to this file: scales.png, scales.svg.")] = None,
 ) -> None:
     """The standard deviation of every activation, weight and gradient of MODEL, beside the ranges of formats."""
-    with stages() as progress:
-        progress("loading torch and the model")
+    with stages("loading torch and the model") as progress:
         from halfstep.probe import scales as measured
 
         names = [name.strip() for name in to.split(",") if name.strip()]
         if plot is not None:
-            from halfstep.probe.spread_plot import figure, save
+            from halfstep.probe.spread_plot import figure
 
             if not Path(plot).parent.is_dir():
                 raise ModelError(f"cannot write {plot!r}: its folder does not exist; name one that does")
@@ -84,7 +83,8 @@ def scales(
                 )
                 moments[f"unit-scaled, {found.moment}" if scaled else found.moment] = found
     if plot is not None:
-        save(figure(f"{model}: standard deviations", list(moments.items())), plot)
+        drawn = figure(f"{model}: standard deviations", list(moments.items()))
+        save_figure(drawn, plot, "scales", ModelError)
     if as_json:
         found_data = [{"moment": moment, **found.to_dict()} for moment, found in moments.items()]
         show_json({"model": model, "scales": found_data})

@@ -274,10 +274,8 @@ def show_causes(found: list[Caused], quiet: dict[str, dict[str, Any]]) -> None:
     rows = []
     for spike in found:
         first = next(iter(spike.moved), None)
-        cause = ["nothing", "", "", ""]
-        if first is not None:
-            cause = [first.tensor, str(first.step), first.measure, f"{first.times:.3g}"]
-        rows.append([spike.point, spike.recipe, str(spike.seed), str(spike.step), *cause])
+        told = () if first is None else (first.tensor, str(first.step), first.measure, f"{first.times:.3g}")
+        rows.append([spike.point, spike.recipe, str(spike.seed), str(spike.step), *(told or ("nothing", "", "", ""))])
     show_table(columns, rows, right=["seed", "spike at step", "at step", "times its past"])
     for recipe, hits in quiet.items():
         named = sum(bool(spike.moved) for spike in found if spike.recipe == recipe)

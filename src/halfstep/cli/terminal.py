@@ -39,6 +39,18 @@ def write_text(path: Path, text: str, failed: type[HalfstepError]) -> None:
         raise failed(f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists") from None
 
 
+def save_figure(figure: Any, path: str, stem: str, failed: type[HalfstepError]) -> None:
+    """Write a figure of matplotlib's to a file, as its ending says; `stem` is what such a file is called.
+
+    Raises:
+        HalfstepError: of the class `failed`, where matplotlib knows no such ending, or the file cannot be written.
+    """
+    try:
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise failed(f"cannot write {path!r} ({error}); give a file such as {stem}.png or {stem}.svg") from error
+
+
 def number(value: float | None, form: str) -> str:
     """A number as `form` has it; a dash where there is none."""
     return "-" if value is None else form.format(value)
@@ -94,11 +106,11 @@ def reading(total: int) -> Iterator[Callable[[int], None] | None]:
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """Shows what is being done, on a terminal; elsewhere nothing."""
+def stages(first: str) -> Iterator[Callable[[str], None]]:
+    """Shows what is being done, on a terminal; elsewhere nothing. Call it with what is done next."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda stage: None
         return
-    with console.status("") as status:
+    with console.status(f"{first} ...") as status:
         yield lambda stage: status.update(f"{stage} ...")

@@ -74,10 +74,8 @@ class Difference:
         if renamed:
             shown = listed([f"{one.name} is {one.name_b}" for one in renamed])
             texts.append(f"Renamed, with the same bytes: {shown}.")
-        for which, singles in (("A", self.only_a), ("B", self.only_b)):
-            if singles:
-                texts.append(f"Only in {which}: {count(singles)}, {listed([one.name for one in singles])}.")
-        return texts
+        alone = [(which, singles) for which, singles in (("A", self.only_a), ("B", self.only_b)) if singles]
+        return texts + [f"Only in {which}: {count(of)}, {listed([one.name for one in of])}." for which, of in alone]
 
     @property
     def _whole(self) -> str:

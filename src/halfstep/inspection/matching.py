@@ -44,9 +44,8 @@ def match(a: Mapping[str, Weight], b: Mapping[str, Weight]) -> Matching:
     if prefixes != ("", ""):
         here, there = prefixes
         stems = {name.removeprefix(there): name for name in left_b if name.startswith(there)}
-        for name in left_a:
-            if name.startswith(here) and name.removeprefix(here) in stems:
-                partner[name] = stems[name.removeprefix(here)]
+        begun = {name: name.removeprefix(here) for name in left_a if name.startswith(here)}
+        partner |= {name: stems[stem] for name, stem in begun.items() if stem in stems}
     taken = set(partner.values())
     left_a, left_b = [name for name in left_a if name not in partner], [name for name in left_b if name not in taken]
     renamed = _by_contents(left_a, left_b, a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 from halfstep.registry import collect
 
 
+_HALF = re.compile(r"[\ud800-\udfff]")  # a lone surrogate, which cannot be written as UTF-8
 _NAMED = 3  # checkpoints that an error about a folder names
 
 
@@ -72,7 +74,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
             )
         seen.add(tensor.name)
     texts = [*seen, *checkpoint.metadata, *checkpoint.metadata.values()]
-    if any(not _is_text(text) for text in texts):
+    if any(map(_HALF.search, texts)):
         raise CheckpointError(f"{checkpoint.path}: a name or a value of the metadata holds half a character")
     claimed = sum(tensor.nbytes for tensor in checkpoint.tensors)
     present = sum(File.of(file).size for file in checkpoint.files)
@@ -82,15 +84,6 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
             f"{REPEATS} times as many and a GiB. Save expanded tensors contiguous, and arrays uncompressed"
         )
     return checkpoint
-
-
-def _is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8, which lone surrogates cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 _TENSORS, _VALUES = 256, 1 << 20  # that are held at once

@@ -66,9 +66,7 @@ def role_of(name: str) -> str:
     first = min(map(_row_of, parts), default=len(ROLES))
     if not _OPTAX.isdisjoint(parts) and any(part.startswith("opt") for part in parts):
         return "moments"
-    for i, pattern in _SEARCHED.items():
-        if i < first and pattern.search(name):
-            first = i
+    first = next((i for i, pattern in _SEARCHED.items() if i < first and pattern.search(name)), first)
     return ROLES[first][0] if first < len(ROLES) else "other"
 
 

@@ -192,11 +192,6 @@ def dump_entry(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def dump_failure(data: Mapping[str, Any]) -> str:
-    """A [[failure]] table."""
-    return "\n".join(["[[failure]]", *_lines(data)]) + "\n"
-
-
 def toml_string(text: str) -> str:
     """A TOML basic string: JSON's escapes are TOML's, except that TOML also wants DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

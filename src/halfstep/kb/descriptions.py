@@ -56,16 +56,14 @@ def describe_verdict(verdict: Verdict, more_steps: Iterable[str] = ()) -> str:
     lines += map(because, verdict.reasons)
     if verdict.keep_in_fp32:
         lines += [f"keep in fp32: {', '.join(verdict.keep_in_fp32)}"]
-    if verdict.references:
-        lines += ["references", *_indented(map(_cite, verdict.references))]
-    sources = dict.fromkeys(source for reason in verdict.reasons for source in reason.sources)
-    if sources:
-        lines += ["on this cast in general", *_indented(sources)]
-    if verdict.failures:
-        lines += ["failure reports", *_indented(map(_report, verdict.failures))]
-    steps = [*verdict.next_steps, *more_steps]
-    if steps:
-        lines += ["next", *_indented(steps)]
+    lists = {
+        "references": [*map(_cite, verdict.references)],
+        "on this cast in general": dict.fromkeys(source for reason in verdict.reasons for source in reason.sources),
+        "failure reports": [*map(_report, verdict.failures)],
+        "next": [*verdict.next_steps, *more_steps],
+    }
+    for title, items in lists.items():
+        lines += [title, *_indented(items)] if items else []
     return _text(lines)
 
 

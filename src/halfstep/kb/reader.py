@@ -28,20 +28,17 @@ _TYPES: Mapping[str, type] = {"string": str, "integer": int, "array": list, "obj
 @cache
 def schema() -> dict[str, Any]:
     """The JSON schema of a data file."""
-    loaded: dict[str, Any] = json.loads(files("halfstep.kb").joinpath("schema.json").read_text(encoding="utf-8"))
-    return loaded
+    return dict(json.loads(files("halfstep.kb").joinpath("schema.json").read_text(encoding="utf-8")))
 
 
 def words(name: str, of: str = "entry") -> list[str]:
     """The words that a field may take, as the schema lists them; `of` is the table that has the field."""
-    found: list[str] = _resolved(schema()["$defs"][of]["properties"][name])["enum"]
-    return found
+    return list(_resolved(schema()["$defs"][of]["properties"][name])["enum"])
 
 
 def uses() -> list[str]:
     """The types that a model can be asked to run in."""
-    found: list[str] = schema()["$defs"]["use"]["enum"]
-    return found
+    return list(schema()["$defs"]["use"]["enum"])
 
 
 def problems(value: Any, kind: str, where: str | None = None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Does a recipe match fp32? The rule, on what the runs wrote down, and what was measured of a run that failed. No torch.
+"""Does a recipe match fp32? The rule, on what the runs wrote down, and what was measured of one that failed. No torch.
 
 What is measured need not be the cause, and is not called so: it is what the recipe did to its numbers that float32 does
 not do to them.

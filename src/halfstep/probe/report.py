@@ -201,17 +201,23 @@ def _described(report: ProbeReport) -> str:
     """The verdict, what it rests on, and its limits; one statement a line."""
     format = report.target.format.name
     how = ", forward and backward" if "recipe" in report.decides or report.cast is None else f" as {report.cast.name}"
-    lines = [f"{report.verdict}: {report.conditions.model} in {format}{how}"]
-    lines.append(f"{format} here: {report.trial.recipe.summary}")
-    if report.first_failure is not None:
-        same = [report.alike(found) for found in report.ranges if str(found.site) == report.first_failure]
-        lines.append(f"first to fail: {_names(same[0]) if same else report.first_failure}")
-    lines += _forward(report)
-    lines.append(_backward(report))
-    lines += [f"run for real: {_outcome(report.trial)}", *_cast(report), *_sensitivity(report)]
-    lines += report.buffers.lines(format)
-    lines += _suggested(report)
-    return "\n".join([*lines, *_limits(report)])
+    same = [report.alike(found) for found in report.ranges if str(found.site) == report.first_failure]
+    first = _names(same[0]) if same else report.first_failure
+    return "\n".join(
+        [
+            f"{report.verdict}: {report.conditions.model} in {format}{how}",
+            f"{format} here: {report.trial.recipe.summary}",
+            *([] if first is None else [f"first to fail: {first}"]),
+            *_forward(report),
+            _backward(report),
+            f"run for real: {_outcome(report.trial)}",
+            *_cast(report),
+            *_sensitivity(report),
+            *report.buffers.lines(format),
+            *_suggested(report),
+            *_limits(report),
+        ]
+    )
 
 
 def _forward(report: ProbeReport) -> list[str]:

@@ -61,18 +61,6 @@ def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
     return drawn
 
 
-def save(drawn: Any, path: str) -> None:
-    """Write a figure to a file, as its ending says.
-
-    Raises:
-        ModelError: matplotlib knows no such ending, or the file cannot be written.
-    """
-    try:
-        drawn.savefig(path)
-    except (ValueError, OSError) as error:
-        raise ModelError(f"cannot write {path!r} ({error}); give a file such as scales.png or scales.svg") from error
-
-
 def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: float) -> None:
     places = _places(scales)
     bottom = len(places)

@@ -118,10 +118,7 @@ class Zeros:
 
 def zeros(tensors: Iterable[Tensor]) -> Zeros:
     """The zeros among all values of some tensors."""
-    found = Zeros()
-    for tensor in tensors:
-        found += Zeros(tensor.numel() - int(torch.count_nonzero(tensor)), tensor.numel())
-    return found
+    return sum((Zeros(x.numel() - int(torch.count_nonzero(x)), x.numel()) for x in tensors), Zeros())
 
 
 def vanished_states(optimizer: LowBit, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, dict[str, Zeros]]:

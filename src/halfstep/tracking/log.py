@@ -222,20 +222,19 @@ def _plain(value: Any) -> Any:
 
 def scalars(row: Row) -> dict[str, float]:
     """The numbers of a row for a plot: of amaxes and shares the largest of all layers."""
-    found: dict[str, float] = {}
-    for name in ("loss_scale", "skipped", "lost_updates", "arrived"):
-        if row[name] is not None:
-            found[name] = row[name]
-    for name in ("amax", "saturated", "underflowed"):
-        for kind in ("input", "weight", "grad_output"):
-            of = [value for key, value in row[name].items() if key.startswith(f"{kind} of ")]
-            if of:
-                found[f"{name}/{kind}"] = max(of)
-    if row["gradients"].get("zero") is not None:
-        found["gradients/zero"] = row["gradients"]["zero"]
-    found["nonfinite"] = float(row["first_nonfinite"] is not None)
-    found["spikes"] = float(len(row["spikes"]))
-    return found
+    of_layers = {
+        f"{name}/{kind}": max((amax for key, amax in row[name].items() if key.startswith(f"{kind} of ")), default=None)
+        for name in ("amax", "saturated", "underflowed")
+        for kind in ("input", "weight", "grad_output")
+    }
+    found = {
+        **{name: row[name] for name in ("loss_scale", "skipped", "lost_updates", "arrived")},
+        **of_layers,
+        "gradients/zero": row["gradients"].get("zero"),
+        "nonfinite": float(row["first_nonfinite"] is not None),
+        "spikes": float(len(row["spikes"])),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _scalars(writer: Any, row: Row) -> None:

@@ -36,13 +36,9 @@ def check(name: str) -> Callable[[Callable[[], Numbers]], Check]:
 
 
 @cache
-def _named() -> dict[str, Check]:
+def checks() -> dict[str, Check]:
+    """All checks by name, which are the ids of their claims."""
     return collect("halfstep.claims.checks", Check)
-
-
-def list_checks() -> list[str]:
-    """The names of all checks, which are the ids of their claims."""
-    return sorted(_named())
 
 
 def get_check(name: str) -> Check:
@@ -51,7 +47,7 @@ def get_check(name: str) -> Check:
     Raises:
         ClaimError: no check has that name; the nearest names are shown.
     """
-    return _named()[one_of("check", name, _named(), ClaimError)]
+    return checks()[one_of("check", name, checks(), ClaimError)]
 
 
 def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tuple[nn.Parameter, LowBit]:

@@ -89,18 +89,19 @@ def describe(work: Work) -> str:
     """The addition as text."""
     format = work.format
     top = _exponent(format, _value(work.larger))
-    rows = [(name, _significand(format, _value(op), top)) for name, op in (("a", work.a), ("b", work.b))]
-    rows.append(("sum", _significand(format, work.exact, top)))
+    terms = {"a": _value(work.a), "b": _value(work.b), "sum": work.exact}
+    rows = [(name, _significand(format, value, top)) for name, value in terms.items()]
     wide = max(len(whole) for _, (whole, _) in rows)
     aligned = [(name, f"{whole:>{wide}}|{_clipped(out)}".rstrip("|")) for name, (whole, out) in rows]
-    parts = [
-        f"({exact_text(work.a.x)}) + ({exact_text(work.b.x)}) in {format.name}",
-        labelled([("a", _operand(format, work.a)), ("b", _operand(format, work.b))], indent=2),
-        f"aligned to 2^{top} ({_moved(work)}); behind the bar: beyond the last bit",
-        labelled(aligned, indent=2),
-        _result(work),
-    ]
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [
+            f"({exact_text(work.a.x)}) + ({exact_text(work.b.x)}) in {format.name}",
+            labelled([("a", _operand(format, work.a)), ("b", _operand(format, work.b))], indent=2),
+            f"aligned to 2^{top} ({_moved(work)}); behind the bar: beyond the last bit",
+            labelled(aligned, indent=2),
+            _result(work),
+        ]
+    )
 
 
 def _result(work: Work) -> str:

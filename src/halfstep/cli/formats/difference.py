@@ -45,11 +45,11 @@ def describe(a: Format, b: Format) -> str:
     counts = [per_binade(format, exponents) for format in (a, b)]
     most = max(map(max, counts))
     ends = {exponents[0]: f"2^{exponents[0]}", exponents[-1]: f"2^{exponents[-1] + 1}", 0: "1"}
-    parts = [_side_by_side(a, b)]
-    for format, count in zip((a, b), counts, strict=True):
-        parts.append(f"{format.name}: positive values per binade\n{density(count, exponents, most, ends)}")
-    parts.append(labelled([_held(a, b), _held(b, a)]))
-    return "\n\n".join(parts)
+    sketches = [
+        f"{format.name}: positive values per binade\n{density(count, exponents, most, ends)}"
+        for format, count in zip((a, b), counts, strict=True)
+    ]
+    return "\n\n".join([_side_by_side(a, b), *sketches, labelled([_held(a, b), _held(b, a)])])
 
 
 def decades(format: Format) -> float:
@@ -72,10 +72,9 @@ def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
     first, steps, last = Fraction(2) ** k, [], []
     for format in (a, b):
         values = line(format)
-        inside = [values.at_most(sign * first), values.at_most(sign * 2 * first)]
         if not _holds(values, sign * first):
             return 0
-        start, end = inside
+        start, end = values.at_most(sign * first), values.at_most(sign * 2 * first)
         if values.value(end) == sign * 2 * first or sign < 0:
             end -= sign  # the far end belongs to the next binade; on the negative side `at_most` lies beyond it
         start, end = sorted((start, end))

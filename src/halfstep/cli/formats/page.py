@@ -92,14 +92,16 @@ def special_codes(format: Format) -> dict[str, Any]:
     """The codes that a reader of bits looks for; NaN as runs of first and last."""
     values = line(format)
     zero = values.code(values.at_most(0)) if format.min <= 0 else None
-    codes: dict[str, Any] = {"zero": zero, "negative_zero": None, "max": values.code(values.numbers[-1])}
-    codes |= {"smallest": values.code(values.at_most(format.smallest)), "infinity": None}
-    codes["nan"] = [[run[0], run[-1]] for run in nan_codes(format)]
-    if isinstance(format, Float):
-        codes["min_normal"] = values.code(values.at_most(format.min_normal))
-        codes["negative_zero"] = negated(format, 0) if format.has_negative_zero else None
-        codes["infinity"] = infinity_code(format) if format.has_infinity else None
-    return codes
+    binary = format if isinstance(format, Float) else None
+    return {
+        "zero": zero,
+        "negative_zero": negated(binary, 0) if binary and binary.has_negative_zero else None,
+        "max": values.code(values.numbers[-1]),
+        "smallest": values.code(values.at_most(format.smallest)),
+        "infinity": infinity_code(binary) if binary and binary.has_infinity else None,
+        "nan": [[run[0], run[-1]] for run in nan_codes(format)],
+        **({"min_normal": values.code(values.at_most(binary.min_normal))} if binary else {}),
+    }
 
 
 def _describe_scalar(format: Format) -> str:

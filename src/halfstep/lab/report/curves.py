@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -61,11 +62,8 @@ class Curves:
 
 def loss_curves(results: Results) -> Curves:
     """The data of the plot."""
-    curves = []
-    for recipe in results.runs:
-        found = results.first_seed(recipe)
-        if found and (curve := _curve(recipe, *found)):
-            curves.append(curve)
+    firsts = {recipe: results.first_seed(recipe) for recipe in results.runs}
+    curves = [curve for recipe, found in firsts.items() if found and (curve := _curve(recipe, *found))]
     fp32 = {seed: _losses(rows) for seed, rows in results.runs.get(BASELINE, {}).items()}
     steps = sorted({step for losses in fp32.values() for step in losses})
     at = {step: [losses[step] for losses in fp32.values() if step in losses] for step in steps}
@@ -193,11 +191,9 @@ def _legend(figure: Figure, data: Curves, look: Mapping[str, Look]) -> None:
     handles: list[Line2D | Patch] = []
     if data.bands:
         handles.append(Patch(color=BAND, label="fp32's band over its seeds"))
-    for curve in data.curves:
-        if curve.end:
-            label = f"{plain(curve.recipe)} diverged at step {curve.end[0]}"
-            colour = look[curve.recipe].colour
-            handles.append(Line2D([], [], linestyle="", marker="X", color=colour, markersize=8, label=label))
+    ended = {f"{plain(c.recipe)} diverged at step {c.end[0]}": look[c.recipe].colour for c in data.curves if c.end}
+    cross: dict[str, Any] = {"linestyle": "", "marker": "X", "markersize": 8}
+    handles += [Line2D([], [], color=colour, label=label, **cross) for label, colour in ended.items()]
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from halfstep.lab.facts import Metric
+from halfstep.lab.metrics import Row
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import FAINT, Look, Picture, looks, new_figure, plain
 from halfstep.lab.verdict import DIVERGED
@@ -27,15 +28,17 @@ class Course:
 
 def courses(results: Results) -> list[Course]:
     """The data of the plot: every run of every recipe, those that diverged to where they did."""
-    found = []
-    for recipe, runs in results.runs.items():
-        for seed, rows in runs.items():
-            points = [
-                (r["step"], r["metric"]) for r in rows if r["kind"] == "validation" and r.get("metric") is not None
-            ]
-            if points:
-                found.append(Course(recipe, seed, tuple(s for s, _ in points), tuple(v for _, v in points)))
-    return found
+    return [
+        Course(recipe, seed, tuple(points), tuple(points.values()))
+        for recipe, runs in results.runs.items()
+        for seed, rows in runs.items()
+        if (points := _points(rows))
+    ]
+
+
+def _points(rows: Sequence[Row]) -> dict[int, float]:
+    """The metric by step."""
+    return {r["step"]: r["metric"] for r in rows if r["kind"] == "validation" and r.get("metric") is not None}
 
 
 def picture(results: Results) -> Picture:

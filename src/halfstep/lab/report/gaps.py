@@ -24,7 +24,7 @@ from halfstep.lab.report.style import (
     plain,
     signed,
 )
-from halfstep.lab.verdict import DEGRADES, DIVERGED, UNDECIDED
+from halfstep.lab.verdict import DEGRADES, DIVERGED, UNDECIDED, RecipeVerdict
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,15 @@ class Gaps:
 
 def final_gaps(results: Results) -> Gaps:
     """The data of the plot."""
-    gaps = []
-    for v in results.verdicts:
-        if v.recipe == BASELINE:
-            continue
-        note = None
-        if v.status == DIVERGED:
-            note = f"diverged at step {v.diverged_at}"
-        elif v.final_loss is None:
-            note = "not finished"
-        gaps.append(Gap(v.recipe, v.paired_gap, v.interval, note))
-    return Gaps(tuple(gaps), results.experiment.margin)
+    judged = (v for v in results.verdicts if v.recipe != BASELINE)
+    gaps = tuple(Gap(v.recipe, v.paired_gap, v.interval, _note(v)) for v in judged)
+    return Gaps(gaps, results.experiment.margin)
+
+
+def _note(verdict: RecipeVerdict) -> str | None:
+    if verdict.status == DIVERGED:
+        return f"diverged at step {verdict.diverged_at}"
+    return "not finished" if verdict.final_loss is None else None
 
 
 def picture(results: Results) -> Picture:

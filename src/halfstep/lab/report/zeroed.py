@@ -45,21 +45,22 @@ class Lost:
 
 def shares_lost(results: Results) -> Lost | None:
     """The data of the plot: fp32's first run, else the first run with statistics, if need be one without updates."""
-    found = []
-    for recipe, runs in results.runs.items():
-        for seed, rows in runs.items():
-            looks = [row for row in rows if row["kind"] == "statistics"]
-            if looks:
-                found.append((not looks[-1]["lost"], recipe != BASELINE, seed, recipe, looks))
+    found = [
+        (not looks[-1]["lost"], recipe != BASELINE, seed, recipe, looks)
+        for recipe, runs in results.runs.items()
+        for seed, rows in runs.items()
+        if (looks := [row for row in rows if row["kind"] == "statistics"])
+    ]
     if not found:
         return None
     _, _, seed, recipe, looks = min(found, key=lambda run: run[:3])
     tables = [{**row["zeroed"], "updates": row["lost"]} for row in looks]
-    shares = {}
-    for what in WHAT:
-        known = [n for n in formats.names() if n in tables[-1].get(what, {})]
-        if known:
-            shares[what] = {n: [table[what][n] for table in tables if n in table[what]] for n in known}
+    known = {what: [n for n in formats.names() if n in tables[-1].get(what, {})] for what in WHAT}
+    shares = {
+        what: {n: [table[what][n] for table in tables if n in table[what]] for n in names}
+        for what, names in known.items()
+        if names
+    }
     return Lost(recipe, seed, tuple(row["step"] for row in looks), shares)
 
 
