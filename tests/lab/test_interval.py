@@ -115,3 +115,9 @@ def test_enough_seeds_decide():
     """0.4% of spread, 0.2% of loss: ten seeds see that it is less than 1%."""
     assert rates(0.002, 10)[1][MATCHES] > 0.97
     assert rates(0.02, 10)[1][DEGRADES] > 0.97
+
+
+def test_more_than_a_thousand_pairs_are_no_number():
+    """About 900 and 1,500 of them: (1.96 spread / distance)^2."""
+    assert 890 < pairs_to_decide(1.96 / 30, 1.0, 0.0) < 910
+    assert pairs_to_decide(1.96 / 1500**0.5, 1.0, 0.0) is None

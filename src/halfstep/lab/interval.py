@@ -14,7 +14,7 @@ from typing import Any
 
 LEVEL = 0.95
 """The confidence of every interval: in the long run one in twenty leaves out the true difference, half on each side."""
-_MOST = 1000  # pairs; who needs more than that is not told a number
+_PAIRS = 1000  # who needs more than that is not told a number
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def pairs_to_decide(mean: float, spread: float, margin: float) -> int | None:
 
     distance, probability = abs(mean - margin), (1 + LEVEL) / 2
     least = (statistics.NormalDist().inv_cdf(probability) * spread) ** 2  # t lies above the normal distribution's
-    if least > distance**2 * _MOST or not distance:
+    if least > distance**2 * _PAIRS or not distance:
         return None
     count = max(2, math.ceil(least / distance**2))
     while t_quantile(probability, count - 1) * spread >= distance * math.sqrt(count):
@@ -125,7 +125,7 @@ EFFECT = 0.1
 """The difference of two shares that a comparison is to find: ten points, as 18 of 188 against 0 of 70 (Lee et al.)."""
 ENOUGH = 0.8
 """The power below which a comparison that finds nothing says nothing."""
-_MOST = 2000  # runs a side that are looked at for a power
+_RUNS = 2000  # a side that are looked at for a power
 
 
 def wilson(hits: int, runs: int, level: float = LEVEL) -> Interval:
@@ -184,7 +184,7 @@ def runs_to_tell(share_a: float, share_b: float, wanted: float = 0.8) -> int | N
     spread = share_a * (1 - share_a) + share_b * (1 - share_b)
     plain = (z * sqrt(2 * mean * (1 - mean)) + y * sqrt(spread)) ** 2 / gap**2
     count = plain / 4 * (1 + sqrt(1 + 4 / (plain * gap))) ** 2
-    return round(count + 0.5) if count <= _MOST else None
+    return round(count + 0.5) if count <= _RUNS else None
 
 
 def _outcomes(share: float, runs: int) -> dict[int, float]:
