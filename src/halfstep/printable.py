@@ -27,3 +27,12 @@ def shortened(lines: Sequence[str], most: int = 60) -> str:
     lines = "\n".join(lines).split("\n")
     more = len(lines) - most + 1
     return "\n".join(lines if more < 2 else [*lines[: most - 2], f"({more} more lines)", lines[-1]])
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """The first names of many, and how many more there are.
+
+    >>> some(["a", "b", "c"], 1)
+    'a and 2 more'
+    """
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from halfstep.errors import AccountError
+from halfstep.grouping import grouped
 
 
 _aten = torch.ops.aten
@@ -61,10 +62,8 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: list[Product] = []
         self._model = model
         self._stack: list[tuple[str, bool]] = [("", torch.is_grad_enabled())]
-        self._owners: dict[int, list[str]] = {}
-        for path, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                self._owners.setdefault(_memory(parameter), []).append(path)
+        own = ((p, path) for path, module in model.named_modules() for p in module.parameters(recurse=False))
+        self._owners = grouped((_memory(parameter), path) for parameter, path in own)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

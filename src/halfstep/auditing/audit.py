@@ -16,6 +16,7 @@ from halfstep.auditing.updates import Unmoved, find_updates, unmoved_by
 from halfstep.bits.narrowed import narrowed, progression
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.scan import Scan
+from halfstep.grouping import grouped
 from halfstep.nn.buffers import RECOMPUTE
 from halfstep.nn.stages import applied_in
 from halfstep.ops import CodeTensor
@@ -166,9 +167,7 @@ def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
 def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) -> Iterator[Finding]:
     """Buffers whose values a cast has rounded: those stored in 16 bits, and those that are float32 again."""
     stored = {item.name: item.dtype for item in items if item.kind == "buffers" and item.name in rounded}
-    found: dict[tuple[str, str, bool], list[str]] = {}
-    for name, type in rounded.items():
-        found.setdefault((stored[name], type, setup.saved[name]), []).append(name)
+    found = grouped(((stored[name], type, setup.saved[name]), name) for name, type in rounded.items())
     wide = bool(setup.masters) or any(p.dtype == torch.float32 for p in setup.trained.values())
     for (dtype, type, saved), names in found.items():
         if dtype == "float32":
@@ -239,11 +238,9 @@ def _apart(master: Any, parameter: Tensor | None) -> bool:
 
 def _mixed(items: Iterable[Item]) -> Iterator[Finding]:
     """States of one name in several dtypes; those of fewest values are named."""
-    kinds: dict[str, dict[str, list[Item]]] = {}
-    for item in items:
-        if item.kind not in ("parameters", "gradients", "buffers", "scales", "not the model's"):
-            kinds.setdefault(item.kind, {}).setdefault(item.dtype, []).append(item)
-    for kind, dtypes in kinds.items():
+    others = ("parameters", "gradients", "buffers", "scales", "not the model's")
+    for kind, states in grouped((item.kind, item) for item in items if item.kind not in others).items():
+        dtypes = grouped((item.dtype, item) for item in states)
         if len(dtypes) > 1:
             counts = ", ".join(f"{len(found)} in {dtype}" for dtype, found in dtypes.items())
             dtype, fewest = min(dtypes.items(), key=lambda pair: len(pair[1]))
@@ -262,11 +259,7 @@ def _projected(setup: Setup) -> Iterator[Finding]:
 
 
 def _shared(items: Iterable[Item]) -> Iterator[Finding]:
-    by_kind: dict[str, list[Item]] = {}
-    for item in items:
-        if item.shared_with is not None:
-            by_kind.setdefault(item.kind, []).append(item)
-    for kind, found in by_kind.items():
+    for kind, found in grouped((item.kind, item) for item in items if item.shared_with is not None).items():
         first = f"{found[0].label} is {found[0].shared_with}"
         text = f"{kind} in the memory of another tensor, counted once: {first}"
         yield Finding("note", "shared", text, tuple(item.name for item in found))

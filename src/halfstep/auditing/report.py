@@ -10,8 +10,9 @@ from textwrap import fill
 from typing import Any, Literal
 
 from halfstep.errors import CheckpointError
+from halfstep.grouping import grouped
 from halfstep.inspection.limits import parse_object
-from halfstep.printable import shortened
+from halfstep.printable import shortened, some
 
 
 SCHEMA = 1
@@ -114,15 +115,13 @@ class Audit:
     @property
     def rows(self) -> tuple[Row, ...]:
         """The table: by kind, within one by what is stored and what the bits say, the most values first."""
-        groups: dict[str, dict[tuple[str, str | None], list[Item]]] = {}
-        for item in self.items:
-            if item.shared_with is None:
-                groups.setdefault(item.kind, {}).setdefault((item.dtype, item.effective), []).append(item)
-        rows = [
-            [_row(kind, *key, items) for key, items in sorted(alike.items(), key=lambda pair: -_numel(pair[1]))]
-            for kind, alike in groups.items()
-        ]
-        return tuple(row for of_kind in rows for row in of_kind)
+        kinds = grouped((item.kind, item) for item in self.items if item.shared_with is None)
+        alike = {kind: grouped(((item.dtype, item.effective), item) for item in items) for kind, items in kinds.items()}
+        return tuple(
+            _row(kind, *key, items)
+            for kind, groups in alike.items()
+            for key, items in sorted(groups.items(), key=lambda pair: -_numel(pair[1]))
+        )
 
     def differences(self, before: Audit) -> tuple[str, ...]:
         """What has changed since an earlier audit, such as one from before a resume, in one sentence each.
@@ -132,10 +131,8 @@ class Audit:
         now, then = _named(self.items), _named(before.items)
         both = all(any(kind == "gradients" for kind, _ in named) for named in (now, then))
         compared = [key for key in then | now if both or key[0] != "gradients"]
-        changes: dict[str, list[str]] = {}
-        for key in compared:
-            if change := _change(then.get(key), now.get(key)):
-                changes.setdefault(f"{key[0]}: {change}", []).append(key[1])
+        changed = {key: change for key in compared if (change := _change(then.get(key), now.get(key)))}
+        changes = grouped((f"{kind}: {change}", name) for (kind, name), change in changed.items())
         lines = [f"{change}: {some(names)}" for change, names in changes.items()]
         if before.steps is not None and (self.steps is None or self.steps[1] < before.steps[1]):
             counted = "none" if self.steps is None else self.steps[1]
@@ -194,11 +191,6 @@ class Audit:
 def folded(text: str) -> str:
     """A text in lines of `COLUMNS` characters."""
     return fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names of many."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _row(kind: str, dtype: str, effective: str | None, items: Sequence[Item]) -> Row:

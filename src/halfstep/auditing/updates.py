@@ -14,6 +14,7 @@ from halfstep.bits.origin import stored_format
 from halfstep.bits.sentences import percent
 from halfstep.bits.table import Table
 from halfstep.formats import Float
+from halfstep.grouping import grouped
 
 
 SMALLEST_SCALE = 1e-6
@@ -59,9 +60,7 @@ def find_updates(
 
 
 def _no_master(setup: Setup, unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
-    by_dtype: dict[str, list[str]] = {}
-    for name, parameter in setup.narrow.items():
-        by_dtype.setdefault(name_of(kept_as(parameter)), []).append(name)
+    by_dtype = grouped((name_of(kept_as(parameter)), name) for name, parameter in setup.narrow.items())
     for dtype, names in by_dtype.items():
         share = _shares([unmoved[name] for name in names if name in unmoved])
         text = f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.auditing.live import leaves
+from halfstep.grouping import grouped
 from halfstep.ops import CodeTensor
 from halfstep.recipe import is_master
 
@@ -80,11 +81,7 @@ class Watch:
     def setups(self) -> list[tuple[nn.Module, list[torch.optim.Optimizer]]]:
         """Each model whose parameters optimizers have stepped on, with these optimizers."""
         self._look()
-        found: dict[nn.Module, list[torch.optim.Optimizer]] = {}
-        for optimizer, model in self._models.items():
-            if model is not None:
-                found.setdefault(model, []).append(optimizer)
-        return [*found.items()]
+        return [*grouped((model, one) for one, model in self._models.items() if model is not None).items()]
 
     @property
     def homeless(self) -> list[torch.optim.Optimizer]:

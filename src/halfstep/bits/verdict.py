@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from halfstep.bits.origin import bounded
 from halfstep.bits.sentences import Evidence, percent, sentence, values_of
+from halfstep.grouping import grouped
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,7 @@ def unread(group: Sequence[Evidence]) -> float:
 
 
 def _read(group: Sequence[Evidence]) -> PrecisionVerdict:
-    kinds: dict[tuple[str, str], list[Evidence]] = {}
-    for one in group:
-        if one.numel:
-            kinds.setdefault((one.dtype, one.key), []).append(one)
+    kinds = grouped(((one.dtype, one.key), one) for one in group if one.numel)
     if not kinds:
         return PrecisionVerdict("no values", "none")
     telling = [key for key in kinds if key[1] not in _SILENT]
@@ -102,9 +100,7 @@ def whole(by_role: Mapping[str, PrecisionVerdict], everything: Sequence[Evidence
     told = {role: found for role, found in by_role.items() if found.confidence != "none"}
     if len({found.kinds for found in told.values()}) <= 1:
         return verdict(everything)
-    groups: dict[str, list[str]] = {}
-    for role, found in told.items():
-        groups.setdefault(found.text, []).append(role)
+    groups = grouped((found.text, role) for role, found in told.items())
     text = ". ".join(f"{', '.join(roles)}: {words}" for words, roles in groups.items())
     worst = min((found.confidence for found in told.values()), key=_ORDER.index)
     kinds = tuple(dict.fromkeys(kind for found in told.values() for kind in found.kinds))

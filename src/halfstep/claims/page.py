@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from halfstep.claims.claim import READ, RESULTS, VERDICTS, Claim
+from halfstep.grouping import grouped
 
 
 _INTRODUCTION = """\
@@ -64,10 +65,7 @@ def markdown(claims: Sequence[Claim]) -> str:
 
 def by_subject(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
     """The claims under their subjects, both in the order in which they come."""
-    found: dict[str, list[Claim]] = {}
-    for claim in claims:
-        found.setdefault(claim.subject, []).append(claim)
-    return found
+    return grouped((claim.subject, claim) for claim in claims)
 
 
 def _link(subject: str) -> str:

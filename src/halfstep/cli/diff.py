@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from halfstep.cli.terminal import reading, show_json, show_table
+from halfstep.grouping import grouped
 from halfstep.printable import printable
 
 
@@ -54,8 +55,6 @@ def diff(
 
 def _show(found: Difference, layers: bool, tensors: bool) -> None:
 
-    from halfstep.inspection.difference_text import grouped
-
     lines = Console(soft_wrap=True, highlight=False, markup=False)
     for text in found.files:
         lines.print(printable(text))
@@ -65,7 +64,7 @@ def _show(found: Difference, layers: bool, tensors: bool) -> None:
         lines.print(printable(text))
     if not found.tensors or found.same:
         return
-    groups = grouped(found.tensors, lambda one: f"{_place(one, layers)}\n{one.relation.key}{one.seen}")
+    groups = grouped((f"{_place(one, layers)}\n{one.relation.key}{one.seen}", one) for one in found.tensors)
     rows = [_row(group, _place(group[0], layers)) for group in groups.values()]
     lines.print()
     show_table(["layer" if layers else "role", "count", "values", "stored", *_COLUMNS], rows, right=_RIGHT)

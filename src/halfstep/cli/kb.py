@@ -22,7 +22,7 @@ from halfstep.kb.reader import DEFAULT_OVERLAY, data_files, package_folder, read
 from halfstep.kb.resolve import find
 from halfstep.kb.resolve import search as find_text
 from halfstep.kb.verdict import judge
-from halfstep.printable import printable
+from halfstep.printable import printable, some
 
 
 kb = typer.Typer(no_args_is_help=True)
@@ -285,9 +285,8 @@ def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
 
 def _row(entry: Entry) -> list[str]:
     names = (*entry.model_ids, *entry.aliases)
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     precision = "; ".join(f"{part} {word}" for part, word in entry.parts.items()) or entry.train_precision
-    return [entry.id, precision, entry.tier, str(entry.year), entry.evidence_kind.replace("_", " "), names[0] + more]
+    return [entry.id, precision, entry.tier, str(entry.year), entry.evidence_kind.replace("_", " "), some(names, 1)]
 
 
 def _counted(entries: Any) -> str:

@@ -13,14 +13,15 @@ from halfstep.bits.relation import Relation, relation
 from halfstep.bits.scan import Progress
 from halfstep.bits.sentences import percent
 from halfstep.bits.values import Values
-from halfstep.inspection.difference_text import Single, TensorDifference, count, grouped, listed, sentence, values
+from halfstep.grouping import grouped
+from halfstep.inspection.difference_text import Single, TensorDifference, count, sentence, values
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.matching import match, permuted
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.roles import role_of
 from halfstep.inspection.stored import Checkpoint
 from halfstep.inspection.weights import HELD, First, Held, Weight, weights
-from halfstep.printable import printable, shortened
+from halfstep.printable import printable, shortened, some
 
 
 SCHEMA = 1
@@ -58,7 +59,7 @@ class Difference:
     @property
     def sentences(self) -> list[str]:
         """What is true of the whole, then of groups of tensors, the most values first, then of what has no partner."""
-        groups = grouped(self.tensors, lambda one: f"{one.relation.key} {one.seen}")
+        groups = grouped((f"{one.relation.key} {one.seen}", one) for one in self.tensors)
         order = sorted(groups.values(), key=lambda group: -values(group))
         texts = [self._whole] if self._whole else []
         total = values(self.tensors)
@@ -72,10 +73,10 @@ class Difference:
             texts.append(f"Names differ in what they begin with: {names}.")
         renamed = [one for one in self.tensors if one.how == "contents"]
         if renamed:
-            shown = listed([f"{one.name} is {one.name_b}" for one in renamed])
+            shown = some([f"{one.name} is {one.name_b}" for one in renamed])
             texts.append(f"Renamed, with the same bytes: {shown}.")
         alone = [(which, singles) for which, singles in (("A", self.only_a), ("B", self.only_b)) if singles]
-        return texts + [f"Only in {which}: {count(of)}, {listed([one.name for one in of])}." for which, of in alone]
+        return texts + [f"Only in {which}: {count(of)}, {some([one.name for one in of])}." for which, of in alone]
 
     @property
     def _whole(self) -> str:

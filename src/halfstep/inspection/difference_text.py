@@ -11,6 +11,7 @@ from halfstep.bits.relation import Relation
 from halfstep.bits.rounded import NEAREST
 from halfstep.bits.sentences import percent
 from halfstep.inspection.layers import written
+from halfstep.printable import some
 
 
 @dataclass(frozen=True)
@@ -45,29 +46,12 @@ class Single:
     shape: tuple[int, ...]
 
 
-_NAMES = 3  # that a sentence gives
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def count(some: Sequence[object]) -> str:
     """How many tensors, in words."""
     return f"{len(some)} tensor{'s' if len(some) != 1 else ''}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(names[:_NAMES]) + more
-
-
-def grouped(
-    tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], str]
-) -> dict[str, list[TensorDifference]]:
-    """Tensors by what they have in common, in the order of the first of each."""
-    found: dict[str, list[TensorDifference]] = {}
-    for one in tensors:
-        found.setdefault(key(one), []).append(one)
-    return found
 
 
 def values(group: Iterable[TensorDifference]) -> int:
@@ -182,7 +166,7 @@ def _merged(group: Sequence[TensorDifference]) -> str:
 
 def _shape(group: Sequence[TensorDifference]) -> str:
     shapes = [f"{one.name} {written(one.shapes[0])} and {written(one.shapes[1])}" for one in group]
-    return f"other shapes, so that no values belong together: {listed(shapes)}"
+    return f"other shapes, so that no values belong together: {some(shapes)}"
 
 
 _SAID: dict[str, Callable[[Sequence[TensorDifference]], str]] = {

@@ -16,6 +16,7 @@ from halfstep.bits.pieces import even
 from halfstep.bits.rounded import nearest
 from halfstep.bits.values import Values
 from halfstep.formats import Float
+from halfstep.grouping import grouped
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.weights import HELD, Held, Weight
 
@@ -73,9 +74,7 @@ def _prefixes(left_a: list[str], left_b: list[str]) -> tuple[str, str]:
 
 
 def _candidates(some: list[str], others: list[str]) -> Iterable[tuple[str, str]]:
-    ends: dict[str, list[str]] = {}
-    for other in others:
-        ends.setdefault(other.rpartition(".")[2], []).append(other)
+    ends = grouped((other.rpartition(".")[2], other) for other in others)
     for name in some[:_TRIED]:
         for other in ends.get(name.rpartition(".")[2], ())[: _TRIED * _TRIED]:
             one, two = name.split("."), other.split(".")
@@ -88,15 +87,13 @@ def _by_contents(
     left_a: list[str], left_b: list[str], a: Mapping[str, Weight], b: Mapping[str, Weight]
 ) -> dict[str, str]:
     """Pairs of the same type, shape and bytes, of which there is one on each side: constants are alike too often."""
-    kinds = {_kind(a[name]) for name in left_a} & {_kind(b[name]) for name in left_b}
-    found: list[dict[bytes, list[str]]] = []
-    for left, held in ((left_a, a), (left_b, b)):
-        by_hash: dict[bytes, list[str]] = {}
-        for name in left:
-            if _kind(held[name]) in kinds and held[name].tensor.dtype not in UNREAD:
-                by_hash.setdefault(_hash(held[name]), []).append(name)
-        found.append(by_hash)
-    one, other = found
+    sides = ([a[name] for name in left_a], [b[name] for name in left_b])
+    plain_a, plain_b = ([weight for weight in side if weight.tensor.dtype not in UNREAD] for side in sides)
+    kinds = {*map(_kind, plain_a)} & {*map(_kind, plain_b)}
+    one, other = (
+        grouped((_hash(weight), weight.name) for weight in side if _kind(weight) in kinds)
+        for side in (plain_a, plain_b)
+    )
     alike = {key: names for key, names in one.items() if len(names) == 1 and len(other.get(key, ())) == 1}
     return {names[0]: other[key][0] for key, names in alike.items()}
 

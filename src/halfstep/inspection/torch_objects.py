@@ -8,6 +8,7 @@ from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.limits import DIMENSIONS, TEXT
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record
+from halfstep.printable import some
 
 
 _STORAGES = {
@@ -279,5 +280,4 @@ def passed_over(arrays: list[str]) -> tuple[str, ...]:
     """A remark on numpy's arrays, where there are any."""
     if not arrays:
         return ()
-    more = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
-    return (f"not read: numpy arrays inside the pickle: {arrays[0][:80]!r}{more}",)
+    return (f"not read: numpy arrays inside the pickle: {some([repr(name[:80]) for name in arrays], 1)}",)

@@ -24,6 +24,7 @@ from halfstep.inspection.report import TensorReport
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.kernels import operators
 from halfstep.ops.files import metadata
+from halfstep.printable import some
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.tile import TENSOR
@@ -207,8 +208,7 @@ def _remarks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
     for dtype, words in _COMPLEX.items():
         names = [tensor.name for tensor in tensors if tensor.dtype == dtype]
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield f"{dtype} {words}: {names[0]!r}{more}"
+            yield f"{dtype} {words}: {some([*map(repr, names)], 1)}"
 
 
 _COMPLEX = {

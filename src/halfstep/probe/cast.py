@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+from halfstep.grouping import grouped
 from halfstep.probe.batch import Batch, call, moved
 from halfstep.probe.observe import observed
 from halfstep.probe.ranges import Site
@@ -154,10 +155,11 @@ def rounded_buffers(
     Raises:
         ModelError: it raised.
     """
-    kinds: dict[str, list[Tensor]] = {}
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and not torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)):
-            kinds.setdefault(pattern(name), []).append(buffer)
+    kinds = grouped(
+        (pattern(name), buffer)
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and not torch.equal(buffer, buffer.to(dtype).to(buffer.dtype))
+    )
     found = []
     for name, members in kinds.items():
         kept = [buffer.clone() for buffer in members]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfstep.printable import some
 from halfstep.probe.cast import NONE, Buffers, CastTrial
 from halfstep.probe.ranges import Range, Window, number
 from halfstep.probe.suggest import Target
@@ -287,21 +288,17 @@ def _sensitivity(report: ProbeReport) -> list[str]:
     ] * (found.size > FLOAT32 / 4)  # a codebook's values are any numbers, without a relative rounding
     if report.noise:
         lines.append(
-            f"  not compared: the gradient of {_some(report.noise)}: nothing but fp32's own rounding errors, which a "
+            f"  not compared: the gradient of {some(report.noise, 1)}: nothing but fp32's own rounding errors, which a "
             f"change of the weights by {_power(FLOAT32)} replaces by others"
         )
     shaken = sorted(found.unstable)
     if not report.safe and report.suggestion is None and (shaken or not found.output_is_stable):
-        what = f"the gradient of {_some(shaken)}" if found.output_is_stable else "the output"
+        what = f"the gradient of {some(shaken, 1)}" if found.output_is_stable else "the output"
         lines.append(
             f"  the model itself is that sensitive: {what} changes by more than passes, so a recipe that rounds to "
             f"{format} anywhere can hardly agree with fp32"
         )
     return lines
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _suggested(report: ProbeReport) -> list[str]:

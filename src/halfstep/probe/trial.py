@@ -178,7 +178,8 @@ class Run:
         self._model.zero_grad()
         for name, parameter in self._model.named_parameters():
             if self.forward is None and not finite(parameter):
-                self.forward = Failure(parameter_site(self._model, name), f"not finite in {_dtype(parameter)}")
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                self.forward = Failure(parameter_site(self._model, name), f"not finite in {dtype}")
         with observed(self._model, look):
             try:
                 value, _ = loss_of(self._model, batch, self._loss)
@@ -263,10 +264,6 @@ def finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor.detach())  # one pass; NaN comes out as both
     return math.isfinite(low) and math.isfinite(high)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.errors import CheckpointError
+from halfstep.grouping import grouped
 from halfstep.inspection.schemes import tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.ops import Quantized
@@ -156,9 +157,7 @@ def _quantized(quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, part
 
 def _recipe(codes: Mapping[str, list[Quantized]]) -> Recipe:
     """Weights alone in those codes: a rule for each quantizer, the most frequent one's for all other layers."""
-    layers: dict[Quantizer, list[str]] = {}
-    for parameter, matrices in codes.items():
-        layers.setdefault(matrices[0].quantizer, []).append(parameter.rpartition(".")[0])
+    layers = grouped((matrices[0].quantizer, name.rpartition(".")[0]) for name, matrices in codes.items())
     usual, *others = sorted(layers, key=lambda quantizer: -len(layers[quantizer]))
     rules = tuple(Rule("|".join(dict.fromkeys(layers[quantizer])), _weights_alone(quantizer)) for quantizer in others)
     kinds = " and ".join(f"{quantizer.format.name} ({quantizer.scales})" for quantizer in (usual, *others))
