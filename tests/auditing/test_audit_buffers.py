@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep
 from families import for_each
-from halfstep.bits.narrowed import narrowed
+from halfstep.bits.origin import narrowed
 from halfstep.bits.scan import scan
 from halfstep.bits.values import InMemory
 from tiny import adamw

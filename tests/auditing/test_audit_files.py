@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep.auditing import Audit
-from halfstep.auditing.live import leaves, place, rounds_to, scanned, size
+from halfstep.auditing.setup import leaves, place, rounds_to, scanned, size
 from halfstep.errors import CheckpointError
 from tiny import adamw, mlp, prepared, train
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.bits.narrowed import progression
+from halfstep.bits.origin import progression
 from halfstep.errors import ModelError, RecipeError
 from tiny import adamw
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import formats
-from halfstep.auditing.live import leaves, name_of, place, rounds_to, scanned, size, values
 from halfstep.auditing.report import Audit, Finding, Item
-from halfstep.auditing.setup import Setup, set_up
+from halfstep.auditing.setup import Setup, leaves, name_of, place, rounds_to, scanned, set_up, size, values
 from halfstep.auditing.updates import Unmoved, find_updates, unmoved_by
-from halfstep.bits.narrowed import narrowed, progression
-from halfstep.bits.origin import origin, stored_format
+from halfstep.bits.origin import narrowed, origin, progression, stored_format
 from halfstep.bits.scan import Scan
 from halfstep.grouping import grouped
 from halfstep.nn.buffers import RECOMPUTE

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from halfstep.auditing.audit import audit
-from halfstep.auditing.live import name_of
 from halfstep.auditing.report import COLUMNS, SCHEMA, Audit, folded
-from halfstep.auditing.setup import Setup, kept_as, set_up
+from halfstep.auditing.setup import Setup, kept_as, name_of, set_up
 from halfstep.auditing.watch import Moved, Watch
 from halfstep.bits.sentences import percent
 from halfstep.errors import OptimizerError, RunError

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from halfstep import formats
-from halfstep.auditing.live import name_of
 from halfstep.auditing.report import Finding, Item
-from halfstep.auditing.setup import Setup, kept_as
+from halfstep.auditing.setup import Setup, kept_as, name_of
 from halfstep.bits.origin import stored_format
 from halfstep.bits.sentences import percent
 from halfstep.bits.table import Table

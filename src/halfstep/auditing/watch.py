@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from halfstep.auditing.live import leaves
+from halfstep.auditing.setup import leaves
 from halfstep.grouping import grouped
 from halfstep.ops import CodeTensor
 from halfstep.recipe import is_master

@@ -63,8 +63,7 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
         head = ["recipe", "products", "operands", "FP8 tensor cores", *(["operands on the GPU"] if with_gpu else [])]
         show_table(head, [tuple(path.values()) for path in paths])
         typer.echo()
-        for line in _claims():
-            typer.echo(line)
+        typer.echo("\n".join(_claims()))
         typer.echo()
         compared = sum(test.compared for test in tests)
         typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")

@@ -260,9 +260,9 @@ def export(
     text = {"json": exporting.to_json, "csv": exporting.to_csv, "md": exporting.to_markdown}[form](base)
     if output is None:
         sys.stdout.write(text)
-        return
-    write_text(output, text, KnowledgeBaseError)
-    typer.echo(f"wrote {output}: {_counted(base.entries)}")
+    else:
+        write_text(output, text, KnowledgeBaseError)
+        typer.echo(f"wrote {output}: {_counted(base.entries)}")
 
 
 def _load(overlay: Path | None) -> KnowledgeBase:

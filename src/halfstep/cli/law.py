@@ -144,9 +144,9 @@ def round_(
     rows = as_rows(damages([folder]))
     if as_json:
         show_json(rows)
-        return
-    table = [[f"{r['parameters']:.4g}", f"{r['tokens']:.4g}", f"{r['bits']:g}", f"{r['damage']:+.5f}"] for r in rows]
-    show_table(["parameters", "tokens", "bits", "damage"], table, right=["parameters", "tokens", "bits", "damage"])
+    else:
+        forms = {"parameters": "{:.4g}", "tokens": "{:.4g}", "bits": "{:g}", "damage": "{:+.5f}"}
+        show_table([*forms], [[form.format(row[name]) for name, form in forms.items()] for row in rows], right=forms)
 
 
 def _read(path: Path) -> Law:

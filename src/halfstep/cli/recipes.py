@@ -104,12 +104,12 @@ def listing(context: typer.Context, as_json: Json = False) -> None:
     members = [get_recipe(name) for name in list_recipes()]
     if as_json:
         show_json([_as_data(recipe) for recipe in members])
-        return
-    show_table(
-        ["recipe", "bytes/param", "what it is"],
-        [(r.name, f"{r.bytes_per_parameter().total:g}", r.summary) for r in members],
-        right=["bytes/param"],
-    )
+    else:
+        show_table(
+            ["recipe", "bytes/param", "what it is"],
+            [(r.name, f"{r.bytes_per_parameter().total:g}", r.summary) for r in members],
+            right=["bytes/param"],
+        )
 
 
 @recipes.command()

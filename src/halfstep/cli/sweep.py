@@ -142,9 +142,9 @@ def report(folder: _Folder, as_json: Json = False) -> None:
     summary = write_report(folder)
     if as_json:
         show_json(summary)
-        return
-    show(summary)
-    print(f"\nsummary: {folder / 'summary.json'}")
+    else:
+        show(summary)
+        print(f"\nsummary: {folder / 'summary.json'}")
 
 
 @sweep.command("leads")
@@ -158,8 +158,8 @@ def leads(folder: _Folder, as_json: Json = False) -> None:
     found = room.leads(*room.runs_of(folder, room.NAMES), room.NAMES)
     if as_json:
         show_json({name: dataclasses.asdict(lead) for name, lead in found.items()})
-        return
-    show_leads(found)
+    else:
+        show_leads(found)
 
 
 @sweep.command("causes")
@@ -173,8 +173,8 @@ def causes(folder: _Folder, as_json: Json = False) -> None:
     found, quiet = room.causes(folder)
     if as_json:
         show_json({"spikes": [dataclasses.asdict(spike) for spike in found], "without_a_spike": quiet})
-        return
-    show_causes(found, quiet)
+    else:
+        show_causes(found, quiet)
 
 
 def _new(ctx: typer.Context) -> Sweep:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.errors import DataError
+from halfstep.errors import DataError, ModelError
 from halfstep.lab.data import Corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts
@@ -166,6 +166,19 @@ class TaskSpec:
     """Read or make the data of an experiment."""
     options: Collection[str] = ()
     """The fields of an experiment, among those that not every task has, that this one reads."""
+
+
+def logits_of(output: Any, tokens: Tensor, count: int, each: str) -> Tensor:
+    """What a model returned for tokens (batch, time), bare or as `.logits`: (batch, time, count), `each` in words.
+
+    Raises:
+        ModelError: it is no tensor of that shape.
+    """
+    logits, expected = getattr(output, "logits", output), (*tokens.shape, count)
+    if not isinstance(logits, Tensor) or logits.shape != expected:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+        raise ModelError(f"the model returned {found}; expected logits of shape {expected}, {each}")
+    return logits
 
 
 def stream(seed: int, step: int) -> torch.Generator:

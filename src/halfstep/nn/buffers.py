@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from halfstep.bits.narrowed import narrowed, progression
+from halfstep.bits.origin import narrowed, progression
 from halfstep.bits.scan import scan
 from halfstep.bits.values import InMemory
 from halfstep.errors import ModelError, RecipeError, unknown

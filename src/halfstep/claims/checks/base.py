@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.errors import ClaimError, one_of
-from halfstep.optim import LowBit
+from halfstep.optim import LossScaler, LowBit
 from halfstep.recipe import DTYPES, get_recipe
 from halfstep.registry import collect
 
@@ -67,6 +67,13 @@ def stepped(recipe: str, values: Tensor, choose: Choose, grad: float, steps: int
     for _ in range(steps):
         optimizer.step()
     return weight, optimizer
+
+
+def update(optimizer: LowBit, scaler: LossScaler) -> None:
+    """One step of a loop's, whose gradients are then dropped."""
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
 
 
 def grad_dtype(recipe: str) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import halfstep
 from halfstep import formats
-from halfstep.claims.checks.base import Numbers, check, grad_dtype, one_weight, stepped
+from halfstep.claims.checks.base import Numbers, check, grad_dtype, one_weight, stepped, update
 from halfstep.memory import measure
 from halfstep.quant.masters import get_master
 from halfstep.tracking import Arrival, arrivals, share_lost, share_zeroed
@@ -24,9 +24,7 @@ def bytes_per_parameter(recipe: str) -> float:
     for step in range(2):
         scaler.scale(model(torch.ones(4, 64, dtype=torch.float32, device="cpu")).square().mean()).backward()
         if step == 0:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            update(optimizer, scaler)
     return measure(model, optimizer).total
 
 
@@ -165,9 +163,7 @@ def _fitted(recipe: str, beta2: float, seed: int) -> float:
     for _ in range(800):
         rows = torch.randint(len(x), (64,), generator=generator, dtype=torch.int64, device="cpu")
         scaler.scale(mse_loss(model(x[rows]), y[rows])).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        update(optimizer, scaler)
         schedule.step()
     with torch.no_grad():
         return float(mse_loss(model(x), y))

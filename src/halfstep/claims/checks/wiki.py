@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import formats, kb
 from halfstep.bits.statistics import Statistics
-from halfstep.claims.checks.base import Numbers, check
+from halfstep.claims.checks.base import Numbers, check, update
 from halfstep.formats import Float
 
 
@@ -33,9 +33,7 @@ def _trained(folder: Path) -> Path:
         tokens = torch.randint(64, (8, 32), dtype=torch.int64, device="cpu")
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        update(optimizer, scaler)
     states = optimizer.state_dict()["state"].items()
     moments = {f"{n}.{name}": t for n, state in states for name, t in state.items() if name.startswith("exp_avg")}
     save_file(

@@ -67,10 +67,8 @@ def show(
         draw(scalar, plot, rounded)
     if as_json:
         show_json(page.as_data(scalar, block, rounded))
-        return
-    typer.echo(page.describe(scalar, block, rounded, rounding))
-    if plot is not None:
-        typer.echo(f"\nwrote {plot}")
+    else:
+        typer.echo(page.describe(scalar, block, rounded, rounding) + (f"\n\nwrote {plot}" if plot is not None else ""))
 
 
 @formats.command()

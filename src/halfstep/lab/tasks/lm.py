@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError
 from halfstep.lab.data import VOCABULARY, load_corpus
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.moe import MoE
-from halfstep.lab.task import Batch, TaskSpec, TextTask
+from halfstep.lab.task import Batch, TaskSpec, TextTask, logits_of
 
 
 _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers, width, heads
@@ -55,12 +54,8 @@ class LanguageModelling(TextTask):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy of the model's logits, and in training its balance loss."""
         output: Any = model(batch["tokens"])
-        logits, targets = self.logits(output, batch)
-        expected = (*batch["tokens"].shape, VOCABULARY)
-        if not isinstance(logits, Tensor) or logits.shape != expected:
-            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-            raise ModelError(f"the model returned {found}; expected logits of shape {expected}, one a byte value")
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
+        logits = logits_of(output, batch["tokens"], VOCABULARY, "one a byte value")
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
         more = getattr(output, "balance_loss", None)
         return loss if more is None or not model.training else loss + more
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.errors import DataError, ModelError
+from halfstep.errors import DataError
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.bert import BERT
-from halfstep.lab.task import Batch, TaskSpec, TextTask
+from halfstep.lab.task import Batch, TaskSpec, TextTask, logits_of
 
 
 _SIZES = {"bert-tiny": (2, 128, 4), "bert-small": (6, 384, 6)}  # layers, width, heads
@@ -85,15 +84,7 @@ class _Reader(nn.Module):
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    output: Any = model(tokens)
-    logits = getattr(output, "logits", output)
-    expected = (*tokens.shape, _TOKENS)
-    if not isinstance(logits, Tensor) or logits.shape != expected:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-        raise ModelError(
-            f"the model returned {found}; expected logits of shape {expected}, one a byte value and one for the mask"
-        )
-    return logits
+    return logits_of(model(tokens), tokens, _TOKENS, "one a byte value and one for the mask")
 
 
 mlm = TaskSpec(
