@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from claim_rules import ledger_problems
 
 from families import for_each
 from halfstep.claims import get_claim, load
 from halfstep.claims.checks.base import checks, get_check
 from halfstep.claims.claim import data
 from halfstep.claims.page import describe, markdown
-from halfstep.claims.rules import ledger_problems
 from halfstep.errors import ClaimError
 
 

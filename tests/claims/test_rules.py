@@ -1,8 +1,7 @@
 """Every rule of the ledger notices what it is for, and says what to write instead."""
 
 import pytest
-
-from halfstep.claims.rules import ledger_problems, problems
+from claim_rules import ledger_problems, problems
 
 
 MACHINES, SUBJECTS = {"box": "a box"}, {"sums": "Sums"}

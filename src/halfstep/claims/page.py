@@ -25,7 +25,7 @@ outside the tolerance recorded with it.
 To add one, write a `[[claim]]` in `src/halfstep/claims/claims.toml`, with a verdict of `open` until there is a figure.
 A short computation is a function under `@check("your-id")` in `src/halfstep/claims/checks/` that returns its numbers;
 anything longer is a `halfstep` command or a benchmark, and its numbers say in which kept file they stand. `make docs`
-rewrites this page, and the tests hold every row to the rules in `src/halfstep/claims/rules.py`.
+rewrites this page, and the tests hold every row to the rules in `tests/claims/claim_rules.py`.
 """
 
 
