@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from watching import nothing_but_reading
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection import limits, open_checkpoint, opening
-from halfstep.inspection.limits import TENSORS, TEXT
+from halfstep.inspection import files, open_checkpoint, opening
+from halfstep.inspection.files import TENSORS, TEXT
 
 
 def refuses(path, match):
@@ -128,14 +128,14 @@ def test_safetensors_header_lengths_that_lie(length, tmp_path):
 
 
 def test_a_header_as_large_as_the_limit_is_not_parsed_if_it_is_made_of_many_objects(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "PARSED", 1 << 20)
+    monkeypatch.setattr(files, "PARSED", 1 << 20)
     for piece in (b"{}", b"[]", b"0"):
         header = b'{"a":[' + b",".join([piece] * (1 << 14)) + b"]}"
         refuses(with_header(tmp_path / "a.safetensors", header), "MiB of memory; expected at most")
 
 
 def test_too_many_tensors(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfstep.inspection.limits.TENSORS", 10)
+    monkeypatch.setattr("halfstep.inspection.files.TENSORS", 10)
     header = {str(i): entry(shape=(0,), offsets=(0, 0)) for i in range(11)}
     refuses(with_header(tmp_path / "a.safetensors", header), "11 tensors; expected at most 10")
     assert TENSORS > 140_000

@@ -18,8 +18,8 @@ from families import for_each
 from halfstep.bits.scan import scan
 from halfstep.bits.values import InMemory
 from halfstep.errors import QuantizationError
-from halfstep.inspection.declared import Known
 from halfstep.inspection.opening import read
+from halfstep.inspection.report import Known
 
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from halfstep.errors import CheckpointError
 from halfstep.grouping import grouped
-from halfstep.inspection.limits import parse_object
+from halfstep.inspection.files import parse_object
 from halfstep.printable import shortened, some
 
 

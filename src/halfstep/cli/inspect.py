@@ -16,7 +16,7 @@ from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
-    from halfstep.inspection.declared import Known
+    from halfstep.inspection.report import Known
 
 
 def inspect(
@@ -111,7 +111,7 @@ def _save(path: Path, data: bytes) -> None:
 
 def _known(path: Path, overlay: Path | None) -> Known | None:
     """What the knowledge base says of the model that the folder names as its base; None where it says nothing."""
-    from halfstep.inspection.declared import Known
+    from halfstep.inspection.report import Known
     from halfstep.kb import DEFAULT_OVERLAY, load
     from halfstep.kb.resolve import in_folder
 

@@ -1,23 +1,93 @@
-"""Read-only access to the files of a checkpoint: regular files only, in bounded reads and short-lived maps.
+"""Read-only access to the files of a checkpoint: regular files only, in bounded reads and short-lived maps; its limits.
 
 Values are read through a memory map, because that is half as fast again as `pread` into a reused buffer (8.7 GB/s of
 one core against 6, bit-or-ed from the page cache; 10 from memory). Its price is that the process dies of SIGBUS when
 the file is truncated under a map. So a map covers a few pieces only, and the file's size and time of change are
 compared before each map: a file that was written to since it was opened is an error, except in the two milliseconds
 that a map is in use.
+
+The limits say how much a checkpoint may make its reader hold: far above what real ones need, far below what a machine
+has. Together they keep the memory of opening and reading below 300 MB, whatever a file says of itself.
 """
 
+import json
 import mmap
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import numpy as np
 
 from halfstep.errors import CheckpointError
+
+
+TENSORS = 200_000
+"""Tensors in one checkpoint; a mixture of 60 layers with 384 experts each, scales apart, has 140 thousand."""
+
+TEXT = 64 << 20
+"""Bytes of a JSON header or index; the largest real ones hold some 20 million."""
+
+PARSED = 160 << 20
+"""Bytes that the objects made of a header may take, by the parsers' own upper estimates."""
+
+DIMENSIONS = 64
+"""Dimensions of a tensor, as in torch and numpy."""
+
+REPEATS, SMALL = 64, 1 << 30
+"""Tensors may together claim 64 times the bytes of their files (strides of 0, compression) and one GiB more."""
+
+
+def check_count(count: int, what: object) -> None:
+    """Check a number of tensors before they are made.
+
+    Raises:
+        CheckpointError: it is above the limit.
+    """
+    if count > TENSORS:
+        raise CheckpointError(f"{what}: {count} tensors; expected at most {TENSORS}")
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that `data` holds.
+
+    Raises:
+        CheckpointError: it is not a JSON object, is too deep, too large for memory, or has a key twice.
+    """
+    needed = _memory(data)
+    if needed > PARSED:
+        raise CheckpointError(
+            f"{what} would take {needed >> 20} MiB of memory; expected at most {PARSED >> 20}: no checkpoint needs more"
+        )
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (UnicodeDecodeError, ValueError) as error:
+        raise CheckpointError(f"{what} is not JSON: {error}; the file is broken, or is another kind of file") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{what} nests too deeply; expected an object of flat objects") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is a JSON {type(found).__name__}; expected an object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def _memory(data: bytes) -> int:
+    """An upper estimate: CPython's sizes of a dict, a list and a small value, and of the text itself."""
+    width = 1 if data.isascii() else 4  # one wide character makes the whole string wide
+    objects = data.count(b"{") * 240 + data.count(b"[") * 96 + data.count(b",") * 64
+    return objects + 2 * width * len(data)
 
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)

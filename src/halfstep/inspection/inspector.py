@@ -9,21 +9,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from halfstep.bits.layer import summed
 from halfstep.bits.origin import Origin
 from halfstep.bits.pair import Pair, same_bytes
 from halfstep.bits.scan import CHUNK, Progress, Scan, readable
-from halfstep.bits.sentences import Evidence
+from halfstep.bits.sentences import Evidence, summed
 from halfstep.bits.statistics import Statistics, of_table
 from halfstep.bits.table import EMPTY, Table, total
 from halfstep.bits.values import Values
 from halfstep.bits.verdict import verdict, whole
 from halfstep.bits.what_if import Trials
-from halfstep.inspection.declared import Known, contradictions, disagreements
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import Layers, described, find_layers
 from halfstep.inspection.opening import open_checkpoint, read
-from halfstep.inspection.report import Inspection, RoleReport, TensorReport
+from halfstep.inspection.report import Inspection, Known, RoleReport, TensorReport, contradictions, disagreements
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.kernels.cpu import bits as kernel

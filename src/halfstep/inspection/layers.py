@@ -9,10 +9,10 @@ from math import prod
 
 import torch
 
-from halfstep.bits.layer import Layer
+from halfstep.bits.sentences import Layer
 from halfstep.errors import CheckpointError
+from halfstep.inspection.files import parse_object
 from halfstep.inspection.gguf_blocks import BLOCKS
-from halfstep.inspection.limits import parse_object
 from halfstep.inspection.schemes import SCHEMES, Scheme, Shape, block_of, tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.printable import printable

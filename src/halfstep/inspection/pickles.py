@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.limits import PARSED
+from halfstep.inspection.files import PARSED
 
 
 @dataclass(slots=True, eq=False)

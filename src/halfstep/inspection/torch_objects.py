@@ -6,7 +6,7 @@ from typing import Any
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.limits import DIMENSIONS, TEXT
+from halfstep.inspection.files import DIMENSIONS, TEXT
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record
 from halfstep.printable import some
 

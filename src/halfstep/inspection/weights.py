@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from halfstep.bits.layer import Layer
 from halfstep.bits.pair import as_numbers
 from halfstep.bits.pieces import even
+from halfstep.bits.sentences import Layer
 from halfstep.bits.values import TYPES, Decoded, InMemory, Shaped, Values
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import described, find_layers, own

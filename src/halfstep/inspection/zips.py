@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import File
-from halfstep.inspection.limits import TENSORS
+from halfstep.inspection.files import TENSORS, File
 
 
 STORED, DEFLATED = 0, 8

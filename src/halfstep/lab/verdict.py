@@ -7,7 +7,7 @@ not do to them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,9 +75,9 @@ def _updates(rows: Sequence[Row]) -> list[Finding]:
     return [Finding(since, worst["descent"]["lost_share"], words)]
 
 
-def _states(rows: Sequence[Row]) -> list[Finding]:
+def _states(rows: Sequence[Row]) -> Iterator[Finding]:
     """States of the optimizer that are zero though the gradient they have just taken is not."""
-    found, looked = [], _of(rows, "ranges")
+    looked = _of(rows, "ranges")
     largest = {row["step"]: max(row["largest"].values(), default=0.0) for row in looked}
     for name in sorted({name for row in looked for states in row["states"].values() for name in states}):
         for row in looked:
@@ -90,14 +90,12 @@ def _states(rows: Sequence[Row]) -> list[Finding]:
                     f"at step {row['step']}, {_share(zeros / of)} of {name} was zero where the gradient was not, most "
                     f"in {where}; updates came to {largest[top]:,.3g} times the learning rate at step {top}"
                 )
-                found.append(Finding(row["step"], zeros / of, words))
+                yield Finding(row["step"], zeros / of, words)
                 break
-    return found
 
 
-def _gradients(rows: Sequence[Row]) -> list[Finding]:
+def _gradients(rows: Sequence[Row]) -> Iterator[Finding]:
     """Gradients that are zero, and are not in float32, of the same weights and batch."""
-    found = []
     for kind, what in _NAMES.items():
         for row in _of(rows, "ranges"):
             own, plain = row[kind], row.get("in_float32", {}).get(kind, {})
@@ -108,9 +106,8 @@ def _gradients(rows: Sequence[Row]) -> list[Finding]:
                     f"at step {row['step']}, {_share(zeros / of)} of {what} were zero, of the same weights in fp32 "
                     f"{_share(others / all_others)}; most of the others in {where}"
                 )
-                found.append(Finding(row["step"], zeros / of - others / all_others, words))
+                yield Finding(row["step"], zeros / of - others / all_others, words)
                 break
-    return found
 
 
 def _overflow(row: Row) -> str:

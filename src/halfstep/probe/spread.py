@@ -297,9 +297,8 @@ _BEFORE = {"input": 0, "product": 1, "attention logits": 1, "": 2}
 
 def rows(found: Scales) -> list[Row]:
     """The modules in the order of execution."""
-    places: dict[str, int] = {}
-    for spread in found.spreads:  # activations come first
-        places.setdefault(spread.folded, len(places))
+    order = dict.fromkeys(spread.folded for spread in found.spreads)  # activations come first
+    places = {folded: place for place, folded in enumerate(order)}
     table: dict[tuple[int, int, str], list[list[Spread]]] = {}
     for spread in found.spreads:
         name = _tensor(spread)

@@ -96,10 +96,8 @@ def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: 
 
 def _places(scales: Scales) -> dict[str, int]:
     """The height of each module: its place in the order of execution."""
-    places: dict[str, int] = {}
-    for spread in scales.spreads:
-        places.setdefault(spread.site.module, len(places))
-    return places
+    order = dict.fromkeys(spread.site.module for spread in scales.spreads)
+    return {module: place for place, module in enumerate(order)}
 
 
 def _shown(scales: Scales, kind: str) -> list[Spread]:

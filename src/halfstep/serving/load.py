@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, HalfstepError, MissingLibraryError
 from halfstep.inspection import open_checkpoint
-from halfstep.inspection.limits import parse_object
+from halfstep.inspection.files import parse_object
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.layouts import Layout, get_layout
 from halfstep.nn.laid_out import KEY

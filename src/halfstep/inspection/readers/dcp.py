@@ -10,9 +10,8 @@ from typing import Any
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import File, inside
+from halfstep.inspection.files import DIMENSIONS, TEXT, File, check_count, inside
 from halfstep.inspection.layout import Mosaic, Placed, Strided
-from halfstep.inspection.limits import DIMENSIONS, TEXT, check_count
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record, load
 from halfstep.inspection.readers.torch_zip import Archive
 from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor

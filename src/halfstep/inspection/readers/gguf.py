@@ -15,10 +15,9 @@ import numpy as np
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import File, head
+from halfstep.inspection.files import TEXT, File, check_count, head
 from halfstep.inspection.gguf_blocks import BLOCKS, BlockType
 from halfstep.inspection.layout import Plain, split
-from halfstep.inspection.limits import TEXT, check_count
 from halfstep.inspection.stored import Checkpoint, Reader, Source, StoredTensor
 
 

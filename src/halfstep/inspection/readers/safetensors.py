@@ -8,9 +8,8 @@ from typing import Any
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import File, head
+from halfstep.inspection.files import DIMENSIONS, TEXT, File, check_count, head, parse_object
 from halfstep.inspection.layout import Plain
-from halfstep.inspection.limits import DIMENSIONS, TEXT, check_count, parse_object
 from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 
 

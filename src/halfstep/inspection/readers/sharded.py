@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import File, inside
-from halfstep.inspection.limits import TEXT, check_count, parse_object
+from halfstep.inspection.files import TEXT, File, check_count, inside, parse_object
 from halfstep.inspection.readers import safetensors, torch_legacy, torch_zip
 from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 
