@@ -31,7 +31,7 @@ from halfstep.errors import unknown
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.metrics import Row, read_metrics
+from halfstep.lab.folder import Row, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.tasks import experiment_for, get_task

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import nn
 
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.folder import read_metrics
 from halfstep.lab.interval import paired
-from halfstep.lab.metrics import read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.lab.environment import environment
+from halfstep.lab.folder import Row
 from halfstep.lab.interval import paired, share
-from halfstep.lab.metrics import Row
 from halfstep.lab.spikes import spikes
 from halfstep.lab.sweep.folder import SweepFolder
 from halfstep.lab.sweep.leads import causes, moved

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from families import slow_unless
-from halfstep.bits import pieces
-from halfstep.bits.pieces import even
+from halfstep.bits import what_if as pieces
 from halfstep.bits.scan import scan
-from halfstep.bits.values import InMemory
+from halfstep.bits.values import InMemory, even
 from halfstep.bits.what_if import CANDIDATES, Trials
 from halfstep.errors import QuantizationError
 

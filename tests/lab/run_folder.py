@@ -1,4 +1,4 @@
-"""Write run folders as `halfstep compare` would, without training: realistic rows in the schema of lab.metrics."""
+"""Write run folders as `halfstep compare` would, without training: realistic rows in the schema of lab.folder."""
 
 import json
 import math
@@ -8,8 +8,7 @@ from pathlib import Path
 
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.folder import RunFolder
-from halfstep.lab.metrics import MetricsFile
+from halfstep.lab.folder import MetricsFile, RunFolder
 
 
 FORMATS = ("fp16", "bf16", "float8_e4m3fn", "float8_e5m2")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.metrics import read_metrics
+from halfstep.lab.folder import read_metrics
 from halfstep.lab.task import Task
 from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import NOTHING, explain, judge

@@ -12,7 +12,7 @@ import pytest
 
 from halfstep.errors import RunError
 from halfstep.lab.compare import open_experiment
-from halfstep.lab.metrics import TIMINGS
+from halfstep.lab.folder import TIMINGS
 from halfstep.lab.side_by_side import ATTEMPTS, train_side_by_side
 from halfstep.lab.sweep.executors import get_executor
 from halfstep.lab.sweep.folder import SweepFolder

@@ -20,7 +20,7 @@ from halfstep.lab import checkpoint
 from halfstep.lab.compare import open_experiment
 from halfstep.lab.data import load_corpus
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.metrics import TIMINGS, read_metrics
+from halfstep.lab.folder import TIMINGS, read_metrics
 from halfstep.lab.task import Task
 from halfstep.lab.tasks.lm import LanguageModelling
 from halfstep.lab.train import Trainer

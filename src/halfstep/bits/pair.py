@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.bits.pieces import even
 from halfstep.bits.scan import decoded
-from halfstep.bits.values import FLOAT8, TYPES, Values
+from halfstep.bits.values import FLOAT8, TYPES, Values, even
 
 
 Doubles = NDArray[np.float64]

@@ -151,3 +151,29 @@ def runs(tensor: Tensor, count: int) -> Iterator[Tensor]:
     else:
         rows = count // row
         yield from (tensor[first : first + rows].reshape(-1) for first in range(0, len(tensor), rows))
+
+
+def even(tensor: Values, count: int) -> Iterator[NDArray[Any]]:
+    """The values in runs of `count` each, the last one shorter, wherever the source's own pieces end.
+
+    Runs are copied only where a piece of the source ends within them, as where a map of a file does.
+    """
+    held: list[NDArray[Any]] = []
+    size, itemsize = 0, TYPES[tensor.dtype].piece.itemsize if tensor.dtype in TYPES else 4
+    for chunk in tensor.chunks(count * itemsize):
+        held.append(chunk)
+        size += chunk.size
+        if size >= count:
+            joined = _joined(held)
+            yield joined[:count]
+            held, size = ([joined[count:]], size - count) if size > count else ([], 0)
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: list[NDArray[Any]]) -> NDArray[Any]:
+    if len(held) == 1:
+        return held[0]
+    joined = np.concatenate(held)
+    joined.flags.writeable = False  # as a file's pieces are: kernels are compiled for those
+    return joined

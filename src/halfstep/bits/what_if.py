@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.bits.pieces import as_bits, castable, needs_largest, stored_pieces, with_largest
 from halfstep.bits.places import as_float32
 from halfstep.bits.scan import Progress, Scan, decoded
 from halfstep.bits.sentences import percent
-from halfstep.bits.values import Values
+from halfstep.bits.values import Values, even
 from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
@@ -233,3 +234,50 @@ def _together(name: str, casts: list[tuple[str, Cast, Errors]]) -> WhatIf:
         key=lambda item: (-item[1].overflowing, math.inf if item[1].sqnr is None else item[1].sqnr),
     )
     return WhatIf(total, tuple(hurt[:WORST]))
+
+
+PIECE = 1 << 20
+"""Values quantised at a time, or as many as 128 rows hold: caches keep them through all candidates."""
+
+_LONGEST = 1 << 17  # columns: 128 rows of them are 64 MB in float32
+_ROWS = 128  # a piece has a multiple of this, so that no tile is cut
+
+
+def castable(tensor: Values) -> bool:
+    """Whether a cast is tried: matrices of floating-point weights; vectors, such as norms and biases, stay."""
+    floating = tensor.dtype in ("float32", "bfloat16", "float16")
+    return floating and len(tensor.shape) > 1 and 0 < tensor.shape[-1] <= _LONGEST and tensor.numel > 0
+
+
+def needs_largest(quantizer: Quantizer) -> bool:
+    """Whether a scale is of the whole tensor, so that a piece alone would get another one."""
+    scales = quantizer.scales
+    return scales is not None and (scales.tile == TENSOR or "tensor_scale" in scales.rule.layout((1, 1)))
+
+
+def with_largest(rows: Tensor, amax: float) -> Tensor:
+    """The rows and one more, which holds the tensor's largest magnitude: with it a piece's scales are the tensor's."""
+    more = torch.zeros(1, rows.shape[1], dtype=torch.float32, device="cpu")
+    more[0, 0] = amax
+    return torch.cat([rows, more])
+
+
+def stored_pieces(tensor: Values, progress: Progress | None = None) -> Iterator[NDArray[Any]]:
+    """The rows of a tensor as they are stored, flat, some whole multiple of 128 at a time (the last ones fewer)."""
+    columns = tensor.shape[-1]
+    rows = max(_ROWS, PIECE // columns // _ROWS * _ROWS)
+    for chunk in even(tensor, rows * columns):
+        yield chunk
+        if progress is not None:
+            progress(chunk.nbytes)
+
+
+def pieces(tensor: Values) -> Iterator[Tensor]:
+    """The rows in float32, as matrices."""
+    for chunk in stored_pieces(tensor):
+        yield torch.from_numpy(as_float32(chunk, tensor.dtype)).view(-1, tensor.shape[-1])
+
+
+def as_bits(chunk: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Stored float32, bfloat16 or float16 as kernels take it (`kernels.cpu.arrays`)."""
+    return chunk.view({"float32": np.uint32, "bfloat16": np.uint16, "float16": np.int16}[dtype])

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from halfstep.bits.origin import stored_format
 from halfstep.bits.pair import RUN, Change, Pair, as_numbers, comparable, same_bytes
-from halfstep.bits.pieces import even
 from halfstep.bits.relation import Relation, relation
 from halfstep.bits.rounded import nearest
 from halfstep.bits.scan import Progress
 from halfstep.bits.sentences import percent
-from halfstep.bits.values import Values
+from halfstep.bits.values import Values, even
 from halfstep.formats import Float
 from halfstep.grouping import grouped
 from halfstep.inspection.difference_text import Single, TensorDifference, count, sentence, values

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from halfstep.bits.pair import as_numbers
-from halfstep.bits.pieces import even
 from halfstep.bits.sentences import Layer
-from halfstep.bits.values import TYPES, Decoded, InMemory, Shaped, Values
+from halfstep.bits.values import TYPES, Decoded, InMemory, Shaped, Values, even
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import described, find_layers, own
 from halfstep.inspection.schemes import Shape, tile_of

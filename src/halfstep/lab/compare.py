@@ -16,8 +16,7 @@ import halfstep
 from halfstep.errors import HalfstepError, ModelError, RecipeError, RunError
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import RunFolder, read_json
-from halfstep.lab.metrics import TIMINGS, MetricsFile, read_metrics
+from halfstep.lab.folder import TIMINGS, MetricsFile, RunFolder, read_json, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.optimizer import build_optimizer
 from halfstep.lab.side_by_side import train_side_by_side

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import formats
-from halfstep.lab.metrics import Row
+from halfstep.lab.folder import Row
 from halfstep.ops import values_of
 from halfstep.optim import LowBit, Update
 from halfstep.tracking import (

@@ -19,8 +19,8 @@ from halfstep.errors import LossScaleError
 from halfstep.lab import checkpoint
 from halfstep.lab.checkpoint import Training
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.folder import MetricsFile, Row, read_metrics
 from halfstep.lab.look import Look, counted
-from halfstep.lab.metrics import MetricsFile, Row, read_metrics
 from halfstep.lab.optimizer import build_optimizer, unit_scale_on
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure

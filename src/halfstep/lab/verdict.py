@@ -13,8 +13,8 @@ from typing import Any
 
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Metric
+from halfstep.lab.folder import Row
 from halfstep.lab.interval import LEVEL, Interval, borrowed, borrowed_spread, paired, pairs_to_decide
-from halfstep.lab.metrics import Row
 
 
 ARRIVED = 0.9

@@ -13,7 +13,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, unknown
-from halfstep.inspection.new_file import refuse_existing
+from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import Layout, fitting, get_layout, list_layouts
 from halfstep.layouts.folder import check_new_folder, dtype_of
 from halfstep.nn import quantize_model

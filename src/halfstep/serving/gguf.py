@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, LayoutError, MissingLibraryError, ModelError
-from halfstep.inspection.new_file import refuse_existing
+from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import get_layout
 from halfstep.nn.adopt import stock_class
 from halfstep.nn.applied import Applied, applied_to

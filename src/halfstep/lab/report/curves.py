@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from halfstep.lab.metrics import Row
+from halfstep.lab.folder import Row
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import (
     BAND,

@@ -15,7 +15,7 @@ from matplotlib.ticker import MultipleLocator
 from halfstep import formats
 from halfstep.bits.histogram import ExponentHistogram, binades
 from halfstep.formats import Float
-from halfstep.lab.metrics import Row
+from halfstep.lab.folder import Row
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import FAINT, INK, Picture, new_figure, plain, power, share
 

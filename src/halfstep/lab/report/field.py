@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from halfstep.lab.facts import Metric
-from halfstep.lab.metrics import Row
+from halfstep.lab.folder import Row
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import FAINT, Look, Picture, looks, new_figure, plain
 from halfstep.lab.verdict import DIVERGED

@@ -8,8 +8,7 @@ from typing import Any
 
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts
-from halfstep.lab.folder import RunFolder, read_json
-from halfstep.lab.metrics import Row
+from halfstep.lab.folder import Row, RunFolder, read_json
 from halfstep.lab.verdict import (
     DEGRADES,
     DIVERGED,

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import RunError
-from halfstep.lab.folder import RunFolder, read_json, write_json
-from halfstep.lab.metrics import Row, read_metrics
+from halfstep.lab.folder import Row, RunFolder, read_json, read_metrics, write_json
 from halfstep.lab.sweep.grid import Cell, Sweep
 
 

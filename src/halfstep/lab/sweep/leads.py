@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import RunError
+from halfstep.lab.folder import Row
 from halfstep.lab.interval import Interval, paired, share
-from halfstep.lab.metrics import Row
 from halfstep.lab.spikes import spikes
 from halfstep.lab.sweep.folder import SweepFolder
 from halfstep.lab.sweep.report import outcomes

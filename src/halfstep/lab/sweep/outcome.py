@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.lab.metrics import Row
+from halfstep.lab.folder import Row
 from halfstep.lab.spikes import spikes
 from halfstep.lab.sweep.folder import DIVERGED, FINISHED, CellState
 from halfstep.lab.sweep.grid import Cell
