@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfstep.accounting.sharing import Share
-from halfstep.errors import AccountError
-
-
-try:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as error:
-    raise AccountError(
-        f"plots are drawn with {error.name}, which is not installed; install it with pip install 'halfstep[lab]', or "
-        "ask for --json"
-    ) from error
+from halfstep.drawing import FAINT, INK, Figure, drawing
 
 
 _GIB = 2**30
@@ -24,7 +13,6 @@ _COLOURS = {
     "weights": "#2f5d8a", "gradients": "#7aa6cf", "master": "#b5452f", "states": "#e0937d", "scales": "#f0cbbd",
     "communication": "#8a7aa8", "buffers": "#b9b0c9", "compute_copies": "#5c8f5a", "activations": "#a8cfa0",
 }  # fmt: skip
-_INK, _FAINT = "#1d2228", "#6b737c"
 
 
 def figure(title: str, shares: Mapping[str, Share], memory: int | None = None) -> Figure:
@@ -34,9 +22,7 @@ def figure(title: str, shares: Mapping[str, Share], memory: int | None = None) -
         shares: by recipe, in the order of the bars.
         memory: of a device, drawn as a line.
     """
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.usetex": False, "text.parse_math": False}):
-        drawn = Figure(figsize=(8.0, 1.5 + 0.36 * len(shares)), dpi=160, layout="constrained")
-        FigureCanvasAgg(drawn)
+    with drawing(8.0, 1.5 + 0.36 * len(shares)) as drawn:
         axes = drawn.subplots()
         most = max(share.peak for share in shares.values()) / _GIB
         names, left = list(shares), [0.0] * len(shares)
@@ -46,12 +32,12 @@ def figure(title: str, shares: Mapping[str, Share], memory: int | None = None) -
                 axes.barh(names, widths, 0.7, left, color=colour, label=role.replace("_", " "))
                 left = [start + width for start, width in zip(left, widths, strict=True)]
         peaks = [share.peak / _GIB for share in shares.values()]
-        axes.plot(peaks, names, "|", color=_INK, markersize=13, markeredgewidth=1.6, label="peak")
+        axes.plot(peaks, names, "|", color=INK, markersize=13, markeredgewidth=1.6, label="peak")
         if memory is not None:
-            axes.axvline(memory / _GIB, color=_FAINT, linewidth=1, linestyle="--", label="the device's memory")
+            axes.axvline(memory / _GIB, color=FAINT, linewidth=1, linestyle="--", label="the device's memory")
         axes.invert_yaxis()
         axes.set_xlabel("GiB on one device")
-        axes.set_title(title, loc="left", color=_INK)
+        axes.set_title(title, loc="left", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return drawn

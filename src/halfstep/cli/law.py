@@ -134,14 +134,14 @@ def round_(
     as_json: Json = False,
 ) -> None:
     """Round the weights of every model that a sweep finished, and measure the damage, which `fit` takes."""
-    from halfstep.lab.sweep.laws import as_rows, damages, measure_damage
+    from halfstep.lab.sweep.laws import damages, measure_damage
 
     try:
         widths = [int(part) for part in bits.split(",")]
     except ValueError:
         raise LawError(f"--bits {bits}; expected whole numbers by commas, as in 2,3,4") from None
     measure_damage(folder, widths)
-    rows = as_rows(damages([folder]))
+    rows = [asdict(damage) for damage in damages([folder])]
     if as_json:
         show_json(rows)
     else:

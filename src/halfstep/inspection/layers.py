@@ -117,20 +117,19 @@ def tile_text(tile: tuple[int, int], shape: Shape) -> str:
     return words.get(tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block")
 
 
-def _left_over(tensors: Sequence[StoredTensor], used: Mapping[str, Scheme], codes: set[str]) -> list[str]:
+def _left_over(tensors: Sequence[StoredTensor], used: Mapping[str, Scheme], codes: set[str]) -> Iterator[str]:
     """Tensors that are called and stored like the codes or the scales of other layers, and belong to none."""
     alike = {(_last(t.name), t.dtype): used[t.name] for t in tensors if t.name in used}
-    found, called = [], {_last(name) for name in codes}
+    called = {_last(name) for name in codes}
     for tensor in tensors:
         scheme = alike.get((_last(tensor.name), tensor.dtype))
         if tensor.name in used or scheme is None or len(tensor.shape) == 1:
             continue
         stem = tensor.name.removesuffix(scheme.codes)
         if _last(tensor.name) in called:
-            found.append(f"{tensor.name} ({scheme.name}): no {_last(stem + scheme.scale)} beside it")
+            yield f"{tensor.name} ({scheme.name}): no {_last(stem + scheme.scale)} beside it"
         elif tensor.name.endswith(scheme.scale):
-            found.append(f"{tensor.name} ({scheme.name}): a scale without codes")
-    return found
+            yield f"{tensor.name} ({scheme.name}): a scale without codes"
 
 
 def _last(name: str) -> str:

@@ -24,6 +24,8 @@ except ModuleNotFoundError as error:
         "pip install 'halfstep[lab]', or ask for --json"
     ) from error
 
+from halfstep.drawing import FAINT, INK, MaxNLocator, drawing
+
 
 def to_html(report: Inspection) -> str:
     """The page. Every text of the checkpoint is escaped, and the page may load nothing and run no script."""
@@ -53,32 +55,13 @@ def _part(name: str) -> str:
     return files("halfstep.inspection").joinpath(name).read_text(encoding="utf-8")
 
 
-try:
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-except ModuleNotFoundError as error:
-    raise CheckpointError(
-        f"plots are drawn with {error.name}, which is not installed; install it with pip install 'halfstep[lab]', or "
-        "ask for --json"
-    ) from error
-
-
-_INK, _FAINT, _BARS, _ZERO, _SUBNORMAL = "#1d2228", "#6b737c", "#4f83b6", "#f6d5cf", "#fdf0d2"
-_SETTINGS: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.usetex": False,
-    "text.parse_math": False,
-}
+_BARS, _ZERO, _SUBNORMAL = "#4f83b6", "#f6d5cf", "#fdf0d2"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LOWEST, _HIGHEST = -60, 24  # exponents drawn; what lies beyond is drawn at the edge, and said
 
 
-def figure(report: Inspection) -> Figure:
-    """A panel for each role with floating-point values: the share of values by binary exponent.
+def png(report: Inspection) -> bytes:
+    """A PNG with a panel for each role with floating-point values: the share of values by binary exponent.
 
     Raises:
         CheckpointError: no role has values that were counted.
@@ -86,8 +69,8 @@ def figure(report: Inspection) -> Figure:
     roles = [role for role in report.roles if role.statistics is not None and role.statistics.nonzero]
     if not roles:
         raise CheckpointError("nothing to draw: no floating-point values were counted (a quick look counts none)")
-    with rc_context(_SETTINGS):
-        drawn = Figure(figsize=(7.2, 0.6 + 1.25 * len(roles)), dpi=160, layout="constrained")
+    buffer = io.BytesIO()
+    with drawing(7.2, 0.6 + 1.25 * len(roles)) as drawn:
         low, high = _ends(roles)
         panels = drawn.subplots(len(roles), 1, sharex=True, squeeze=False)[:, 0]
         for axes, role in zip(panels, roles, strict=True):
@@ -95,14 +78,7 @@ def figure(report: Inspection) -> Figure:
         panels[-1].set_xlabel("magnitude; red: fp16 makes it zero or infinite; yellow: subnormal in fp16")
         panels[-1].xaxis.set_major_locator(MaxNLocator(12, integer=True))
         panels[-1].xaxis.set_major_formatter(lambda value, _: "2" + str(int(value)).translate(_SUPERSCRIPT))
-    return drawn
-
-
-def png(report: Inspection) -> bytes:
-    """The figure as PNG."""
-    buffer = io.BytesIO()
-    with rc_context(_SETTINGS):
-        FigureCanvasAgg(figure(report)).print_png(buffer, metadata={"Software": None})  # type: ignore[no-untyped-call]
+        drawn.canvas.print_png(buffer, metadata={"Software": None})  # type: ignore[attr-defined]  # it is Agg's
     return buffer.getvalue()
 
 
@@ -113,7 +89,7 @@ def _ends(roles: Sequence[RoleReport]) -> tuple[int, int]:
     return max(low, _LOWEST), min(high, _HIGHEST)
 
 
-def _draw(axes: Axes, role: RoleReport, low: int, high: int) -> None:
+def _draw(axes: Any, role: RoleReport, low: int, high: int) -> None:
     found = role.statistics
     assert found is not None
     shares = dict.fromkeys(range(low, high), 0.0)
@@ -137,9 +113,9 @@ def _draw(axes: Axes, role: RoleReport, low: int, high: int) -> None:
     beyond = sum(n for e, n in enumerate(found.exponents, found.lowest_exponent) if e < low or e >= high)
     more = f"; {percent(beyond / found.nonzero)} beyond, at the edge" if beyond else ""
     text = f"{role.role}: {role.numel:,} values{more}"
-    axes.set_title(text, loc="left", fontsize=9, fontweight="bold", color=_INK)
+    axes.set_title(text, loc="left", fontsize=9, fontweight="bold", color=INK)
     subnormal = percent(found.fp16_subnormal / found.nonzero)
     lost = percent((found.fp16_below + found.fp16_above) / found.nonzero)
-    axes.set_title(f"fp16: {subnormal} subnormal, {lost} out of range", loc="right", fontsize=8.5, color=_FAINT)
+    axes.set_title(f"fp16: {subnormal} subnormal, {lost} out of range", loc="right", fontsize=8.5, color=FAINT)
     axes.set(xlim=(low, high), ylabel="%")
     axes.spines[["top", "right"]].set_visible(False)

@@ -179,7 +179,7 @@ class Known:
     text: str = ""
 
 
-def contradictions(weights: Sequence[Evidence], config: str | None, known: Known | None) -> tuple[str, ...]:
+def contradictions(weights: Sequence[Evidence], config: str | None, known: Known | None) -> Iterator[str]:
     """Where the bits of the weights contradict the type that config.json names, or what is known of the model.
 
     What a type could not have left behind is a contradiction: values exactly bf16 in a model said to be fp16. Full
@@ -202,15 +202,13 @@ def contradictions(weights: Sequence[Evidence], config: str | None, known: Known
     total = sum(sized.values()) or 1
     most = max(sized, key=lambda name: sized[name], default=None)
     past = [name for name, values in through.items() if 2 * values > total and name in ("bf16", "fp16")]
-    found = []
     if config is not None and most is not None and config != most and sized.get(config, 0) < sized[most]:
-        found.append(f"config.json says {config}; {percent(sized[most] / total)} of the values are stored as {most}")
+        yield f"config.json says {config}; {percent(sized[most] / total)} of the values are stored as {most}"
     for name in past:
         if config is not None and _SHORT.get(config, config) != name:
-            found.append(f"config.json says {config}; the bits say {name} origin")
+            yield f"config.json says {config}; the bits say {name} origin"
         if known is not None and known.computes and name not in known.computes:
-            found.append(f"{known.source} says trained in {', '.join(known.computes)}; the bits say {name} origin")
-    return tuple(found)
+            yield f"{known.source} says trained in {', '.join(known.computes)}; the bits say {name} origin"
 
 
 def disagreements(config: Mapping[str, object] | None, layers: Sequence[Layer]) -> tuple[str, ...]:

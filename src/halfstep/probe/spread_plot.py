@@ -7,23 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep import formats
-from halfstep.errors import ModelError
+from halfstep.drawing import FAINT, INK, Figure, drawing
 from halfstep.formats import Format
 from halfstep.probe.spread import KINDS, Scales, Spread
 
 
-try:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as error:
-    raise ModelError(
-        f"plots are drawn with {error.name}, which is not installed; install it with pip install 'halfstep[lab]', or "
-        "ask for --json"
-    ) from error
-
-
-_INK, _FAINT = "#1d2228", "#6b737c"
 _BANDS = ("#e9edf1", "#d3dce4", "#bccad6", "#a5b7c7")
 _LOOKS = {
     "activation": ("#0072b2", "o"), "activation gradient": ("#d55e00", "v"),
@@ -45,11 +33,8 @@ def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
     Args:
         found: with what to call each panel.
     """
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.usetex": False, "text.parse_math": False}):
-        depth = max(len(_places(scales)) for _, scales in found)
-        height = min(11.0, 2.4 + 0.16 * depth)
-        drawn = Figure(figsize=(2.2 + 4.6 * len(found), height), dpi=160, layout="constrained")
-        FigureCanvasAgg(drawn)
+    height = min(11.0, 2.4 + 0.16 * max(len(_places(scales)) for _, scales in found))
+    with drawing(2.2 + 4.6 * len(found), height) as drawn:
         panels = drawn.subplots(1, len(found), sharex=True, squeeze=False)[0]
         low, high = _ends([scales for _, scales in found])
         for axes, (name, scales) in zip(panels, found, strict=True):
@@ -57,7 +42,7 @@ def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
             _panel(axes, name, scales, low, high, room)
         handles, labels = panels[0].get_legend_handles_labels()
         drawn.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), frameon=False)
-        drawn.suptitle(_plain(title), x=0.01, ha="left", fontsize=11, fontweight="bold", color=_INK)
+        drawn.suptitle(_plain(title), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     return drawn
 
 
@@ -73,12 +58,12 @@ def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: 
         first, last = _held(format)
         height = -strip * (1.2 * (len(kept) - number) + 0.4)
         normal = math.log2(getattr(format, "min_normal", format.smallest))
-        axes.plot([normal, last], [height, height], color=_INK, linewidth=2.4, solid_capstyle="butt", zorder=3)
-        axes.plot([first, normal], [height, height], color=_INK, linewidth=1, linestyle=(0, (2, 1.5)), zorder=3)
+        axes.plot([normal, last], [height, height], color=INK, linewidth=2.4, solid_capstyle="butt", zorder=3)
+        axes.plot([first, normal], [height, height], color=INK, linewidth=1, linestyle=(0, (2, 1.5)), zorder=3)
         axes.text(
-            last + 0.6, height, format.name.removeprefix("float8_"), va="center", ha="left", fontsize=8, color=_INK
+            last + 0.6, height, format.name.removeprefix("float8_"), va="center", ha="left", fontsize=8, color=INK
         )
-        axes.axvline(normal, color=_FAINT, linewidth=0.6, linestyle=":", zorder=1)
+        axes.axvline(normal, color=FAINT, linewidth=0.6, linestyle=":", zorder=1)
     for kind in KINDS:
         colour, marker = _LOOKS[kind]
         shown = _shown(scales, kind)
@@ -87,7 +72,7 @@ def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: 
         axes.scatter(x, y, size, color=colour, marker=marker, linewidths=0, alpha=0.85, label=kind, zorder=4)
     top = -strip * (1.2 * len(kept) + 1.1)
     axes.set(ylim=(bottom + 0.5, top), xlim=(low, high), xlabel="log2 of the standard deviation")
-    axes.set_title(name, loc="left", fontsize=9, color=_INK)
+    axes.set_title(name, loc="left", fontsize=9, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     ticks = _labels(scales, places, room)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=7.5)

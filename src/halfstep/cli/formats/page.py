@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from fractions import Fraction
 from math import isfinite
@@ -165,8 +166,7 @@ def _describe_rounding(format: Format, rounded: Rounded, rounding: str) -> str:
     text = [f"{exact_text(rounded.x)} rounded {MODES[rounding]}", labelled(rows, indent=2)]
     if rounded.code is not None:
         text.append(fields_text(format, rounded.code, indent=4))
-    notes = _notes(format, rounded, rounding)
-    return "\n".join([*text, labelled(notes, indent=2)])
+    return "\n".join([*text, labelled(_notes(format, rounded, rounding), indent=2)])
 
 
 def _neighbour_text(format: Format, neighbour: Neighbour) -> str:
@@ -175,34 +175,28 @@ def _neighbour_text(format: Format, neighbour: Neighbour) -> str:
     return point_text(format, neighbour.value, neighbour.code)
 
 
-def _notes(format: Format, rounded: Rounded, rounding: str) -> list[tuple[str, str]]:
-    notes = []
+def _notes(format: Format, rounded: Rounded, rounding: str) -> Iterator[tuple[str, str]]:
     error = rounded.error
     if rounded.value is None and rounded.chance_up is not None:
-        notes.append(("chance", f"{share_text(rounded.chance_up, Fraction(1))} to go up: right on average"))
+        yield "chance", f"{share_text(rounded.chance_up, Fraction(1))} to go up: right on average"
     elif error == 0:
-        notes.append(("error", "none: the number is a value of the format"))
+        yield "error", "none: the number is a value of the format"
     elif error is not None:
         gaps = f" = {short_text(error / rounded.gap)} of a gap" if rounded.gap else ""
-        notes.append(
-            ("error", f"{short_text(error)}{gaps}; {share_text(error, abs(Fraction(rounded.x)))} of the number")
-        )
+        yield "error", f"{short_text(error)}{gaps}; {share_text(error, abs(Fraction(rounded.x)))} of the number"
     if rounded.tie and rounding.startswith("nearest") and rounded.value is not None:
         ways = {"nearest_even": TIES[format.ties], "nearest_up": TIES["upper"]}
         way = ways.get(rounding, "the larger magnitude")
-        notes.append(("tie", f"exactly on the boundary: goes to {way}"))
+        yield "tie", f"exactly on the boundary: goes to {way}"
     if rounded.overflow:
         saturated = rounded.value is not None and isfinite(rounded.value)
-        notes.append(("overflow", "beyond the largest value" + (", so that is the result" if saturated else "")))
+        yield "overflow", "beyond the largest value" + (", so that is the result" if saturated else "")
     if rounded.underflow:
-        notes.append(("underflow", "the number became zero"))
+        yield "underflow", "the number became zero"
     elif isinstance(format, Float) and rounded.value is not None and 0 < abs(rounded.value) < format.min_normal:
-        notes.append(("subnormal", "below the least normal value: the leading bits of the mantissa are zero"))
+        yield "subnormal", "below the least normal value: the leading bits of the mantissa are zero"
     if rounded.code is None and rounded.value is not None:
-        notes.append(
-            ("no code", f"round_to keeps {rounded.value:g}; encode refuses it, {format.name} has no code for it")
-        )
-    return notes
+        yield "no code", f"round_to keeps {rounded.value:g}; encode refuses it, {format.name} has no code for it"
 
 
 def rounding_data(format: Format, rounded: Rounded) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Source: PyTorch, torch/distributed/checkpoint/metadata.py and filesystem.py, `_w
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,14 +158,12 @@ class _Folder:
         self.files[path].within(offset, length, f"a part of {name!r}")
         return Shard(self.files[path], offset, length, name, dtype, sizes)
 
-    def places(self, items: list[tuple[Any, Any]]) -> list[tuple[str, Record]]:
-        found = []
+    def places(self, items: list[tuple[Any, Any]]) -> Iterator[tuple[str, Record]]:
         for index, info in items:
             match self.state(index, _INDEX):
                 case {"fqn": str() as name, "offset": tuple() as offsets} if isinstance(info, Record):
                     self.check_numbers(offsets)
-                    found.append((_key(name, offsets), info))
-        return found
+                    yield _key(name, offsets), info
 
     def state(self, found: Any, name: str) -> dict[str, Any]:
         if isinstance(found, Record) and found.name == name and isinstance(found.state, Pairs):

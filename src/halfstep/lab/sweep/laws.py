@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +45,22 @@ def law_cells(paths: Sequence[Path]) -> list[LawCell]:
     Raises:
         RunError: a folder is no sweep, or a recipe rounds more than its weights: no width of weights says what it does.
     """
-    found = []
-    for path in paths:
-        folder = SweepFolder(path)
-        for cell in finished(folder):
-            bits = weight_bits(recipe_of(folder, cell))
-            found.append(LawCell(float(cell.parameters or 0), float(cell.tokens), bits, float(cell.loss or 0.0)))
-    return found
+    return [
+        LawCell(
+            float(cell.parameters or 0),
+            float(cell.tokens),
+            weight_bits(recipe_of(folder, cell)),
+            float(cell.loss or 0.0),
+        )
+        for folder in map(SweepFolder, paths)
+        for cell in finished(folder)
+    ]
 
 
 def damages(paths: Sequence[Path]) -> list[Damage]:
     """What `measure_damage` wrote beside the cells."""
     found = []
-    for path in paths:
-        folder = SweepFolder(path)
+    for folder in map(SweepFolder, paths):
         for cell in finished(folder):
             file = folder.run((cell.point, cell.recipe, cell.seed)) / "rounded.json"
             for bits, damage in (read_json(file)["damage"] if file.is_file() else {}).items():
@@ -130,8 +130,3 @@ def _loss(comparison: Comparison, model: nn.Module) -> float:
     model.eval()
     losses = [float(comparison.task.loss(model, batch)) for batch in comparison.task.held_out()]
     return sum(losses) / len(losses)
-
-
-def as_rows(cells: Sequence[LawCell | Damage]) -> list[dict[str, Any]]:
-    """For JSON."""
-    return [json.loads(json.dumps(asdict(cell))) for cell in cells]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -138,15 +138,13 @@ class Detection(Task):
         pairs = zip(self._scenes.boxes, self._scenes.classes, strict=True)
         return mean_average_precision(found, [Truth(b[c >= 0], c[c >= 0]) for b, c in pairs], CLASSES)
 
-    def _find(self, logits: Tensor, offsets: Tensor) -> list[Found]:
+    def _find(self, logits: Tensor, offsets: Tensor) -> Iterator[Found]:
         """The 60 best boxes of each image, less those that overlap a better one of their class."""
         scores, places = logits.sigmoid().flatten(1).topk(60)
         boxes = self.decode(offsets).gather(1, (places // CLASSES)[..., None].expand(-1, -1, 4))
-        found = []
         for b, s, c in zip(boxes, scores, places % CLASSES, strict=True):
             kept = suppress(b, s, c)
-            found.append(Found(b[kept], s[kept], c[kept]))
-        return found
+            yield Found(b[kept], s[kept], c[kept])
 
 
 detection = TaskSpec(
