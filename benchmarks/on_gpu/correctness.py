@@ -50,8 +50,9 @@ def rows(bench: Bench) -> Iterator[Row]:
             f"all patterns: {name}, {rounding}",
             lambda n=name, r=rounding, s=share: exhaustive(bench.within(s), n, r),  # type: ignore[misc]
         )
-    yield Row("tests on a GPU", lambda: _tests(bench.within(0.7)))
-    yield Row("compute-sanitizer", lambda: _sanitized(bench))
+    yield Row("tests on a GPU", lambda: _tests(bench.within(0.6)))
+    yield Row("compute-sanitizer", lambda: _sanitized(bench.within(0.5), "memcheck"))
+    yield Row("compute-sanitizer, races in a program", lambda: _sanitized(bench, "racecheck"))
 
 
 def kernels(bench: Bench) -> dict[str, Any]:
@@ -158,11 +159,11 @@ def _tests(bench: Bench) -> dict[str, Any]:
     return _told([*words, str(ROOT / "tests" / "gpu")], bench)
 
 
-def _sanitized(bench: Bench) -> dict[str, Any]:
-    """The kernels' cases under memcheck, without torch's pool, which would hide a step beyond a tensor."""
+def _sanitized(bench: Bench, check: str) -> dict[str, Any]:
+    """The kernels' cases under a check, without torch's pool, which would hide a step beyond a tensor."""
     if shutil.which("compute-sanitizer") is None:
         return {"failed": "compute-sanitizer is not here"}
-    words = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    words = ["compute-sanitizer", "--tool", check, "--error-exitcode", "9"]
     return _told(
         [*words, sys.executable, "-m", "on_gpu.cases", "cuda", "0", "1"], bench, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
     )

@@ -34,6 +34,8 @@ GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-de
 """Recipes whose operands are rounded to nearest, and whose steps are counted on the GPU."""
 DRAWN = ("nvfp4", "mxfp4-rht")
 """Recipes that draw noise and signs in the passes."""
+NATIVE = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
+"""Recipes whose layers the tensor cores of this GPU compute by one decision."""
 GALORE = {1: 0.1, 10: 0.02, 100: 0.02}
 """How far a weight under GaLore may be from the CPU's after so many steps, over how far the farthest of its model has
 moved. Adam's first step goes as far for an entry of the projected gradient that rounding alone makes as for any other:
@@ -196,33 +198,48 @@ def test_a_step_waits_for_nothing(recipe, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def two_steps(recipe, device):
+    """Outputs, gradients and scaling states of two steps of two layers, by name."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 384), torch.nn.GELU(), torch.nn.Linear(384, 128)).to(device)
+    halfstep.apply(model, recipe)
+    left = {}
+    for step, size in enumerate((1.0, 5.0)):
+        x = (size * torch.randn(256, 256, device=device)).requires_grad_()
+        y = model(x)
+        y.square().mean().backward()
+        halfstep.advance(model)
+        grads = {f"{name}'s gradient": parameter.grad for name, parameter in model.named_parameters()}
+        found = {"y": y.detach(), "x's gradient": x.grad, **grads, **dict(model.named_buffers())}
+        left |= {f"step {step}, {name}": tensor.clone() for name, tensor in found.items()}
+    return left
+
+
 @on_gpu
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block"])
+@pytest.mark.parametrize("recipe", NATIVE)
 def test_a_layer_decided_once_is_the_layer(recipe, device, monkeypatch):
-    """Outputs, gradients and scaling states of two steps, beside the path that asks at every call."""
-    linear, ends, taken = import_module("halfstep.ops.linear"), [], []
+    """Beside the path that asks at every call."""
+    linear, taken = import_module("halfstep.ops.linear"), []
+    ends = []
     for native in (linear.native_layer, lambda *_: None):
         monkeypatch.setattr(
             linear, "native_layer", lambda *given, native=native: taken.append(native(*given)) or taken[-1]
         )
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(256, 384), torch.nn.GELU(), torch.nn.Linear(384, 128)).to(device)
-        halfstep.apply(model, recipe)
-        left = []
-        for size in (1.0, 5.0):
-            x = (size * torch.randn(256, 256, device=device)).requires_grad_()
-            y = model(x)
-            y.square().mean().backward()
-            halfstep.advance(model)
-            left += [
-                y.detach(),
-                x.grad,
-                *(p.grad.clone() for p in model.parameters()),
-                *(b.clone() for b in model.buffers()),
-            ]
-        ends.append(left)
+        ends.append(two_steps(recipe, device))
     assert [layer is not None for layer in taken] == [True] * 4 + [False] * 4
-    assert all(map(torch.equal, *ends))
+    assert_same_bits(*ends)
+
+
+@on_gpu
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_layers_have_the_same_bits_whatever_memory_held(recipe, device):
+    """What nothing has written is read by nothing, and no program of a launch is ahead of another one's: again and
+    again, on memory that was filled with other bytes before."""
+    expected = two_steps(recipe, device)
+    for turn in range(60):
+        filled = [torch.full((1 << size,), turn * 37 % 256, dtype=torch.uint8, device=device) for size in range(9, 22)]
+        del filled
+        assert_same_bits(two_steps(recipe, device), expected)
 
 
 @anywhere

@@ -20,7 +20,8 @@ from halfstep.kernels.gpu.launch import Launch, functions, prepared
 BLOCK = SQUARES
 """Elements of a program: as many as a norm sums first."""
 EACH, MANY = 4, 1 << 14
-"""Blocks that a program moves one after another, so that it finds their places in the nearest cache: of so many."""
+"""Blocks that a program moves one after another, so that it finds their addresses in the nearest cache, where there are
+that many. On an H200 one at a time takes 1.05 of the time, but of moments in codebooks, which are looked up, 0.84."""
 TENSORS = 128
 """Tensors of a program that finds numbers."""
 
@@ -79,7 +80,7 @@ class Steps:
             # One scale for a tensor follows from all of what is to be written.
             twice = has_one_scale(constants)
             arguments = (blocks, self._numbers, self._most if twice else None, *elements, len(places))
-            each = EACH if len(places) >= MANY else 1
+            each = EACH if len(places) >= MANY and elements == (None, None) else 1
             if program.normed.results:
                 self._kinds += self._norms(program, places, blocks, elements, constants)
             for foresees in (True, False) if twice else (False,):
