@@ -423,7 +423,9 @@ def test_a_process_is_ended_with_what_it_started(load):
 def test_the_page_has_the_bars_and_the_sections_as_they_are(load):
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert load("bars").expectations() in page
-    assert load("table").page(json.loads((ROOT / "benchmarks" / "results" / "gpu_h100.json").read_text())) in page
+    for card in ("h100", "h200"):
+        kept = json.loads((ROOT / "benchmarks" / "results" / f"gpu_{card}.json").read_text())
+        assert load("table").page(kept) in page
     weights = load("gpu").WEIGHTS
     assert list(weights) == list(dict.fromkeys(name for name in weights if f"| {name} | {weights[name]} |" in page))
     assert set(weights) == set(load("__main__").SECTIONS)

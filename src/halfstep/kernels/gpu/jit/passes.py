@@ -71,10 +71,10 @@ def largest_at(parts, Q: tl.constexpr, SOURCE: tl.constexpr):
 @triton.jit
 def down_columns(
     x, turned, scale, found, top, left, rows, columns, strides,
-    R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    TALL: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+    R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, H: tl.constexpr, TALL: tl.constexpr,
+    COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the transposed copy of a square and the scales of its tiles, of H rows and W columns; what they are."""
+    """Store the transposed copy of a square and the scales of its tiles of H rows."""
     UP: tl.constexpr = TALL // _HELD
     row, column = top + _HELD * tl.arange(0, UP), left + tl.arange(0, COLUMNS)
     place = x + (row.to(tl.int64) * columns)[:, None] + column[None, :]
@@ -83,11 +83,11 @@ def down_columns(
         inside = masked(row + i // 16 * 16, column, rows, columns, MASKED)
         parts += (tl.load(place + columns.to(tl.int64) * i, mask=inside, other=0 if MASKED else None),)
     if H:
-        largest = tile_maxima(largest_at(parts, Q, SOURCE), H // _HELD, W)
+        largest = tile_maxima(largest_at(parts, Q, SOURCE), H // _HELD, 1)
     else:
         largest = found_before(found, column, column, rows, columns, 0, 1)
     stored, multiplier, meets, keep = scales(largest, None, R, None)
-    keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, FORM, True)
+    keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, 1, FORM, True)
     words = tl.tuple(())
     for i in tl.static_range(0, _HELD, 4):
         a = over_scale(bits_of(parts[i], Q, SOURCE), meets, None, R)
@@ -100,17 +100,15 @@ def down_columns(
     place = (column.to(tl.int64) * (rows // 4))[:, None] + across[None, :]
     out = turned.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(out + place, word, mask=masked(column, across, columns, rows // 4, MASKED))
-    return stored, multiplier, meets, keep
 
 
 @triton.jit
 def along_rows(
-    x, codes, scale, found, known, top, left, rows, columns, strides,
+    x, codes, scale, found, top, left, rows, columns, strides,
     R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of a strip of the square as it lies, and the scales of its tiles of W columns where they are not
-    `known`."""
+    """Store the codes of a strip of the square as it lies, and the scales of its tiles of W columns."""
     ACROSS: tl.constexpr = COLUMNS // 4
     row = top + tl.arange(0, ROWS)
     first = (row.to(tl.int64) * columns)[:, None]
@@ -119,15 +117,12 @@ def along_rows(
         column = left + tl.arange(0, ACROSS) // 8 * 32 + tl.arange(0, ACROSS) % 8 + 8 * i
         inside = masked(row, column, rows, columns, MASKED)
         parts += (tl.load(x + first + column[None, :], mask=inside, other=0 if MASKED else None),)
-    if known is None:
-        if W:
-            largest = tile_maxima(largest_at(parts, Q, SOURCE), 1, W // 4)
-        else:
-            largest = found_before(found, row, row, rows, columns, 1, 0)
-        stored, multiplier, meets, keep = scales(largest, None, R, None)
-        keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
+    if W:
+        largest = tile_maxima(largest_at(parts, Q, SOURCE), 1, W // 4)
     else:
-        _, _, meets, keep = known
+        largest = found_before(found, row, row, rows, columns, 1, 0)
+    stored, multiplier, meets, keep = scales(largest, None, R, None)
+    keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
     made = tl.tuple(())
     for i in tl.static_range(4):
         bits = over_scale(bits_of(parts[i], Q, SOURCE), meets, None, R)
@@ -141,23 +136,18 @@ def along_rows(
 @triton.jit
 def square(
     x, codes, scale, found, turned, turned_scale, turned_found, top, left, rows, columns, strides, turned_strides,
-    R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    TALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+    R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, W: tl.constexpr, TALL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Both copies of a square: the transposed one first, for which all of it is loaded at once."""
-    known = down_columns(
-        x, turned, turned_scale, turned_found, top, left, rows, columns, turned_strides, R, Q, SOURCE, FORM, W, H, TALL,
+    down_columns(
+        x, turned, turned_scale, turned_found, top, left, rows, columns, turned_strides, R, Q, SOURCE, FORM, W, TALL,
         COLUMNS, MASKED,
     )  # fmt: skip
-    if H == W:
-        stored, multiplier, _, _ = known
-        keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, FORM, False)
-    else:
-        known = None
     for strip in range(TALL // ROWS):
         along_rows(
-            x, codes, scale, found, known, top + strip * ROWS, left, rows, columns, strides, R, Q, SOURCE, FORM, W,
-            ROWS, COLUMNS, MASKED,
+            x, codes, scale, found, top + strip * ROWS, left, rows, columns, strides, R, Q, SOURCE, FORM, W, ROWS,
+            COLUMNS, MASKED,
         )  # fmt: skip
 
 
@@ -167,10 +157,10 @@ def square(
 def both_by_passes(
     x, codes, scale, tensor, found, turned, turned_scale, turned_tensor, turned_found, factor, amax,
     row_units, units, low, high, held, down, across, turned_down, turned_across,
-    R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, W: tl.constexpr,
     ROW_UNIT: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`layouts.both` of codes of a byte to nearest, of rows and columns that are multiples of 16."""
+    """`layouts.both` of codes of a byte to nearest in tiles of one row, of sides that are multiples of 16."""
     rows, columns = row_units * ROW_UNIT, units * UNIT
     programs = (columns + COLUMNS - 1) // COLUMNS
     top, left = tl.program_id(0) // programs * TALL, tl.program_id(0) % programs * COLUMNS
@@ -178,10 +168,10 @@ def both_by_passes(
     if top + TALL <= rows and left + COLUMNS <= columns:
         square(
             x, codes, scale, found, turned, turned_scale, turned_found, top, left, rows, columns, strides,
-            turned_strides, R, Q, SOURCE, FORM, H, W, TALL, ROWS, COLUMNS, False,
+            turned_strides, R, Q, SOURCE, FORM, W, TALL, ROWS, COLUMNS, False,
         )  # fmt: skip
     else:
         square(
             x, codes, scale, found, turned, turned_scale, turned_found, top, left, rows, columns, strides,
-            turned_strides, R, Q, SOURCE, FORM, H, W, TALL, ROWS, COLUMNS, True,
+            turned_strides, R, Q, SOURCE, FORM, W, TALL, ROWS, COLUMNS, True,
         )  # fmt: skip
