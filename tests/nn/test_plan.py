@@ -162,3 +162,15 @@ def test_groups_name_exactly_the_paths(paths):
     found = [path for pattern in patterns for path in expanded(pattern)]
     assert sorted(found) == sorted(paths)
     assert {pattern: len(expanded(pattern)) for pattern in patterns} == patterns
+
+
+def test_a_plan_for_tensor_cores_says_that_small_eager_layers_wait_for_the_host(monkeypatch):
+    def text(recipe):
+        return " ".join(str(halfstep.plan(nn.Linear(64, 64), recipe)).split())
+
+    advice = "replay whole steps, halfstep.GraphedStep"
+    assert advice not in text("fp8-current")
+    monkeypatch.setattr("halfstep.kernels.scaled_mm.capability", lambda device: (9, 0))
+    assert "native" in text("fp8-current")
+    assert advice in text("fp8-current")
+    assert advice not in text("bf16-mixed")

@@ -19,6 +19,10 @@ from halfstep.recipe import DTYPES, BytesPerParameter, LinearSpec, Recipe, matmu
 
 
 _COLUMNS = 80
+_HOST = (
+    "native matmuls: an eager layer whose rows x in x out is below about 1e11 takes the host longer than the GPU, and "
+    "longer than in bf16 (measured on an H200): replay whole steps, halfstep.GraphedStep"
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,8 @@ class Plan:
         lines = [*_filled(self.headline, ""), *(self._storage() if storage else ()), *self._modules()]
         for when, plan in self.later:
             lines += [f"from {when}: {plan.recipe.name}", *(f"  {line}" for line in plan._modules())]
+        if self.optimizer is not None and any(layer.computed.startswith("native") for layer in self.layers.values()):
+            lines += _filled(_HOST)
         lines += _filled("not seen: functional calls in the model's own code; they follow torch.autocast's lists")
         return shortened(lines)
 
