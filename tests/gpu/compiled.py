@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import triton
+from shared_memory import unordered
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
@@ -119,6 +120,7 @@ def facts(
         # Functions of scalars, and of rows that start anywhere, have no wide accesses.
         "narrow": [] if function.__name__ in SCALARS or arguments.get("UNIT") == 1 else narrow(ptx),
         "converted": ptx.count("cvt.rn.satfinite."),
+        "unordered": unordered(ptx)[:3],
     }
     if capability >= 100:
         return found  # PTX is what such a GPU compiles for itself

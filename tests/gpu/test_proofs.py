@@ -55,9 +55,10 @@ def equal(outcomes, version):
 
 
 def sound(kernels):
-    """Nothing contracted, nothing approximate, nothing spilled, and memory read and written 16 bytes at a time."""
+    """Nothing contracted, nothing approximate, nothing spilled, memory read and written 16 bytes at a time, and a
+    barrier between each write to shared memory and what another thread reads there."""
     assert kernels
-    bad = ("contracted", "approximate", "spilled", "narrow")
+    bad = ("contracted", "approximate", "spilled", "narrow", "unordered")
     assert not [kernel for kernel in kernels if any(kernel.get(key) for key in bad)]
 
 
