@@ -185,6 +185,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: 16 * id(t) if hasattr(t, "fake_mode") else own(t))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("halfstep.kernels.gpu.cast.capability", lambda device: (9, 0))
     return launched
 
 
