@@ -17,7 +17,7 @@ def amax_of(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None
 
     Args:
         unless: where that float32 scalar is not 0, max |x| is not needed: a GPU, and a traced graph, read no x for it.
-        found: a 0 on a GPU whose kernel takes x, which becomes it.
+        found: as `kernels.gpu.amax.run` takes it, which is all that does.
     """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)

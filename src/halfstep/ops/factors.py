@@ -42,7 +42,7 @@ def yet_to_form(
     x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool, zero: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """For a pass that forms the factor of all of x itself (`kernels.gpu.layouts.codes`): a factor in use, the step's
-    amax to raise, and max |x|, in `zero` where given, for where there is no factor, or it is 0."""
+    amax to raise, and max |x|, as its bits in `zero` where given (`amax_of`), where there is no factor, or it is 0."""
     if rule.reciprocal:
         return None, None, amax_of(x, found=zero)
     if not isinstance(rule, StatefulScaling) or rule.first is None or not rule.first.reciprocal:

@@ -15,7 +15,11 @@ _BLOCK = 4 * BLOCK  # few programs, since all raise one number
 
 def run(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) -> Tensor:
     """max |x| of a tensor that `launch.lies_plain`, as a float32 scalar: 0 of an empty tensor, NaN where there is one.
-    0 too, and x is not read, where `unless`, another, is not 0. `found`, which is 0, is raised to it where given."""
+    0 too, and x is not read, where `unless`, another, is not 0.
+
+    Args:
+        found: zeros there, 4 bytes or more, the first of which become its bits: given back as they are.
+    """
     if found is None:
         found = torch.zeros((), dtype=torch.float32, device=x.device)
     n = x.numel()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu.kinds import half
 from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch
+from halfstep.kernels.gpu.quantizers import half
 
 
 def run(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

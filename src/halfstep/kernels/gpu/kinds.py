@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep import formats
 from halfstep.formats import Codebook, Float, Format
 from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.element_codes import Decoding
-from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.masters import KEPT
 from halfstep.kernels.gpu import places, quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
@@ -227,7 +225,7 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
         for one in kept[-2:]
     )
     forms = {name: _told(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
-    return looked_up, {"K": kind, **forms, "HALF": half()}
+    return looked_up, {"K": kind, **forms, "HALF": quantizers.half()}
 
 
 def has_one_scale(constants: Mapping[str, Any]) -> bool:
@@ -298,8 +296,3 @@ def _in_tiles(format: Format, scales: Scales, container: torch.dtype) -> Form | 
         return Form("expanded", tile.columns, None, span, top, rule.sixteenths)
     known = rule.quotient and isinstance(format, Float | Codebook)
     return Form("codes", tile.columns, quantizers.rule(format, rule)) if known else None
-
-
-def half() -> Rounding:
-    """float16's rounding as torch's conversions do it."""
-    return Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))

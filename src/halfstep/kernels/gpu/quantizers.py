@@ -194,6 +194,12 @@ def written(dtype: torch.dtype) -> Rounding:
 
 
 @cache
+def half() -> Rounding:
+    """float16's rounding as torch's conversions do it."""
+    return Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
+
+
+@cache
 def told(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, given: tuple[Rule, Element] | None = None
 ) -> tuple[Rule, Element]:

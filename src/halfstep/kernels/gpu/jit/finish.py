@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.masters import nearest
-from halfstep.kernels.gpu.jit.moments import read
-from halfstep.kernels.gpu.jit.numbers import as_float, widened
+from halfstep.kernels.gpu.jit.numbers import as_float, read, widened
 
 
 @triton.jit(do_not_specialize=["n", "columns"])

@@ -9,7 +9,7 @@ import triton.language as tl
 from halfstep.kernels.gpu.jit import expansion, one_scale
 from halfstep.kernels.gpu.jit.elements import code_of, element_of
 from halfstep.kernels.gpu.jit.masters import nearest
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, held, widened
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, held, read, widened
 from halfstep.kernels.gpu.jit.places import value_at
 from halfstep.kernels.gpu.jit.scales import scales
 from halfstep.kernels.gpu.jit.tiles import over_scale, tile_maxima
@@ -31,15 +31,6 @@ def address(row, COLUMN: tl.constexpr, start, KIND: tl.constexpr, ALIGNED: tl.co
     if ALIGNED:  # and so is the first of every block
         place = tl.multiple_of(place, 16)
     return place
-
-
-@triton.jit
-def read(place, inside):
-    """What is there, 0 outside; all of it is inside where that is None."""
-    if inside is None:
-        return tl.load(place)
-    else:
-        return tl.load(place, mask=inside, other=0)
 
 
 @triton.jit

@@ -63,6 +63,15 @@ def nearest_bf16(number):
 
 
 @triton.jit
+def read(place, inside):
+    """What is there, 0 outside; all of it is inside where that is None."""
+    if inside is None:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=inside, other=0)
+
+
+@triton.jit
 def held(number):
     """A float32 within the range of finite ones; NaN stays."""
     number = tl.where(number > 3.4028234663852886e38, 3.4028234663852886e38, number)

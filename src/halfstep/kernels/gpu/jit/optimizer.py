@@ -9,8 +9,8 @@ import triton.language as tl
 from halfstep.kernels import arithmetic
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
-from halfstep.kernels.gpu.jit.moments import address, close, is_lost, keep_scale, opened, read
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_anywhere, splitmix, widened
+from halfstep.kernels.gpu.jit.moments import address, close, is_lost, keep_scale, opened
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_anywhere, read, splitmix, widened
 from halfstep.kernels.gpu.jit.one_scale import codes, new_scale, note, values
 
 
