@@ -37,9 +37,7 @@ from halfstep.errors import AccountError
 from halfstep.nn.adapters import wide
 from halfstep.nn.layers import Matched, match
 from halfstep.quant import Quantizer
-from halfstep.recipe import LinearSpec, Matmul, Recipe, get_recipe
-from halfstep.recipe.high_precision import HEADS
-from halfstep.recipe.stages import starts
+from halfstep.recipe import HEADS, LinearSpec, Matmul, Recipe, get_recipe, starts
 
 
 _Key = tuple[str, str, int]

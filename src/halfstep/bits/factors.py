@@ -16,7 +16,7 @@ from halfstep.bits.scan import Scan
 from halfstep.bits.table import tells
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import Repeats
-from halfstep.quant.tile import ROW, TENSOR, Tile
+from halfstep.quant import ROW, TENSOR, Tile
 
 
 Doubles = NDArray[np.float64]

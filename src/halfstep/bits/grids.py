@@ -17,7 +17,7 @@ from halfstep.bits.table import tells
 from halfstep.formats import Float
 from halfstep.kernels.cpu import looks as kernel
 from halfstep.kernels.cpu.tables import on_grid
-from halfstep.quant.tile import Tile
+from halfstep.quant import Tile
 
 
 Magnitudes = NDArray[np.float64]

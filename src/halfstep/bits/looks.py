@@ -16,7 +16,7 @@ from halfstep.bits.table import tells
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import BEGUN, COPIED, FIRST, LINES, TURNED, Repeats
 from halfstep.kernels.cpu.tables import First
-from halfstep.quant.tile import Tile
+from halfstep.quant import Tile
 
 
 Doubles = NDArray[np.float64]

@@ -19,7 +19,7 @@ from halfstep.bits.scan import Scan
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import Repeats
 from halfstep.kernels.cpu.tables import First
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR
 
 
 _CASTS = ("bf16", "fp16", "tf32")

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from halfstep.bits.values import Values
 from halfstep.kernels.cpu import looks as kernel
 from halfstep.kernels.cpu.looks import FIRST, Repeats
-from halfstep.quant.tile import ROW, Tile, block, square
+from halfstep.quant import ROW, Tile
+from halfstep.quant.tile import block, square
 
 
 SAMPLE = 1 << 14

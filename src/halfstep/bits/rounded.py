@@ -14,7 +14,8 @@ from halfstep.bits.pair import Doubles, Pair
 from halfstep.bits.places import matrix_of
 from halfstep.bits.table import tells
 from halfstep.formats import Float
-from halfstep.quant.tile import ROW, TENSOR, Tile, block, square
+from halfstep.quant import ROW, TENSOR, Tile
+from halfstep.quant.tile import block, square
 
 
 EVEN, AWAY, NEAREST = "to nearest, ties to even", "to nearest, ties away from zero", "to nearest"

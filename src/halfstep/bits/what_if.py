@@ -20,10 +20,7 @@ from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
 from halfstep.kernels.cpu.comparison import Errors, compare, unit
-from halfstep.quant import Quantizer, Scales, get_quantizer
-from halfstep.quant.quantizer import layout
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW, TENSOR
+from halfstep.quant import ROW, TENSOR, Quantizer, Scales, get_quantizer, get_scaling, layout
 
 
 _E4M3, _ABSMAX = get_quantizer("fp8_128x128"), get_scaling("absmax")

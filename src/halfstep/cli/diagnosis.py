@@ -18,8 +18,7 @@ from halfstep.kernels.gpu.source import finding, moving, norming
 from halfstep.kernels.unit_kinds import PAYS
 from halfstep.ops import is_native_available
 from halfstep.optim.rules import update_rules
-from halfstep.quant import Quantizer
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR, Quantizer
 from halfstep.recipe import DTYPES, Recipe, get_recipe, list_recipes
 
 

@@ -16,9 +16,9 @@ from halfstep.inspection.gguf_blocks import BLOCKS
 from halfstep.inspection.schemes import SCHEMES, Scheme, Shape, block_of, tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.printable import printable
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, layout
 from halfstep.quant.description import KEY, MALFORMED, from_label, restore
-from halfstep.quant.quantizer import layout, matrix_shape
+from halfstep.quant.quantizer import matrix_shape
 
 
 @dataclass(frozen=True)

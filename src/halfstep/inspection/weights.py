@@ -17,8 +17,7 @@ from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import described, find_layers, own
 from halfstep.inspection.schemes import Shape, tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
-from halfstep.quant import Quantizer
-from halfstep.quant.quantizer import Quantized
+from halfstep.quant import Quantized, Quantizer
 
 
 HELD = 1 << 30

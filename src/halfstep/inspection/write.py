@@ -28,9 +28,7 @@ from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.kernels import operators
 from halfstep.ops.files import metadata
 from halfstep.printable import some
-from halfstep.quant import Quantizer
-from halfstep.quant.quantizer import layout
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR, Quantizer, layout
 
 
 CODES = {name: code for code, name in DTYPES.items()}

@@ -27,8 +27,7 @@ from halfstep.nn.layers import match
 from halfstep.nn.projections import projections
 from halfstep.nn.schedule import Schedule
 from halfstep.optim import check_optimizer
-from halfstep.recipe import Recipe, from_data, get_recipe, is_chain, list_recipes, to_data
-from halfstep.recipe.files import is_reference
+from halfstep.recipe import Recipe, from_data, get_recipe, is_chain, is_reference, list_recipes, to_data
 
 
 _BASELINE = "fp32"

@@ -13,10 +13,9 @@ from halfstep.errors import LayoutError
 from halfstep.formats import Format
 from halfstep.layouts.scales import StoredScales
 from halfstep.ops import Quantized
-from halfstep.quant import Quantizer, Tile
-from halfstep.quant.cast import decode, encode
+from halfstep.quant import Quantizer, Tile, decode, encode
+from halfstep.quant import layout as parts_of
 from halfstep.quant.pack import pack, unpack
-from halfstep.quant.quantizer import layout as parts_of
 
 
 Config = Callable[[Sequence[str]], dict[str, Any]]

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from halfstep.errors import LayoutError
 from halfstep.ops import Quantized
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scaling
 from halfstep.quant.family import power_of_two
-from halfstep.quant.scaling import Scaling
 
 
 Move = Callable[[Tensor], Tensor]

@@ -15,11 +15,8 @@ from halfstep.formats import Format
 from halfstep.nn.adapters import wide
 from halfstep.probe.ranges import Site
 from halfstep.probe.trial import Trial
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
-from halfstep.recipe import DTYPES, LossScale, Recipe, Rule, get_recipe, linear_spec
-from halfstep.recipe.high_precision import KEEP
+from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
+from halfstep.recipe import DTYPES, KEEP, LossScale, Recipe, Rule, get_recipe, linear_spec
 
 
 _STORED = {

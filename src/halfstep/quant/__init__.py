@@ -6,15 +6,15 @@ from halfstep.quant.cast import decode, encode, round_at, round_to
 from halfstep.quant.clamp import Clamp
 from halfstep.quant.estimator import Estimator
 from halfstep.quant.hadamard import Hadamard, rotate
-from halfstep.quant.quantizer import Quantized, Quantizer, get_quantizer
+from halfstep.quant.quantizer import Quantized, Quantizer, get_quantizer, layout
 from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits
 from halfstep.quant.scales import Scales
-from halfstep.quant.scaling import Scaling
-from halfstep.quant.tile import Tile
+from halfstep.quant.scaling import Scaling, get_scaling
+from halfstep.quant.tile import ROW, TENSOR, Tile
 
 
 __all__ = [
-    "Accumulator", "CUDAGraph", "Clamp", "Estimator", "Hadamard", "Quantized", "Quantizer", "Scales", "Scaling", "Tile",
-    "decode", "derive_seed", "draw_seed", "encode", "get_accumulator", "get_quantizer", "noise_bits", "rotate",
-    "round_at", "round_to",
+    "ROW", "TENSOR", "Accumulator", "CUDAGraph", "Clamp", "Estimator", "Hadamard", "Quantized", "Quantizer", "Scales",
+    "Scaling", "Tile", "decode", "derive_seed", "draw_seed", "encode", "get_accumulator", "get_quantizer",
+    "get_scaling", "layout", "noise_bits", "rotate", "round_at", "round_to",
 ]  # fmt: skip

@@ -57,7 +57,9 @@ class Tile:
 
 
 TENSOR = Tile(0, 0)
+"""The tile that is the whole tensor."""
 ROW = Tile(1, 0)
+"""The tile that is a whole row."""
 
 
 def block(columns: int) -> Tile:

@@ -4,12 +4,12 @@ from functools import cache
 from os.path import exists
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe import files
 from halfstep.recipe.communication import FP4, FP8, FP8_LM, OPERANDS, Communication
 from halfstep.recipe.data import from_data
-from halfstep.recipe.files import chain, is_chain, read_chain
+from halfstep.recipe.files import chain, is_chain, is_reference, read, read_chain
+from halfstep.recipe.high_precision import HEADS, KEEP
 from halfstep.recipe.multiplier import Multiplier
-from halfstep.recipe.partial import is_partial, partial
+from halfstep.recipe.partial import integer_weights, is_partial, partial
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
 from halfstep.recipe.rule import Rule
@@ -20,7 +20,7 @@ from halfstep.recipe.spec import (
     Recipe,
     is_master,
 )  # fmt: skip
-from halfstep.recipe.stages import Stage
+from halfstep.recipe.stages import Stage, starts
 from halfstep.recipe.storage import COAT, DTYPES, Codes, Saved, Storage, get_storage
 from halfstep.recipe.written import to_data
 from halfstep.registry import collect
@@ -31,6 +31,8 @@ __all__ = [
     "FP4",
     "FP8",
     "FP8_LM",
+    "HEADS",
+    "KEEP",
     "OPERANDS",
     "MASTER",
     "DTYPES",
@@ -54,12 +56,15 @@ __all__ = [
     "from_data",
     "get_recipe",
     "get_storage",
+    "integer_weights",
     "is_chain",
     "is_master",
+    "is_reference",
     "linear_spec",
     "linear_text",
     "list_recipes",
     "matmul_texts",
+    "starts",
     "to_data",
 ]
 
@@ -118,8 +123,8 @@ def get_recipe(name: str | Recipe) -> Recipe:
         return _named()[name]
     if is_chain(name):
         return read_chain(name, get_recipe)
-    if files.is_reference(name):
-        recipe = files.read(name, _find)
+    if is_reference(name):
+        recipe = read(name, _find)
         if _named().get(recipe.name, recipe) != recipe or recipe.name in _aliases():
             raise RecipeError(f"{name}: {recipe.name!r} is a recipe that comes with halfstep; give yours another name")
         return recipe
@@ -130,7 +135,7 @@ def _find(name: str) -> Recipe:
     if is_partial(name):
         return partial(name)
     own = _aliases().get(name, name)
-    if files.is_reference(name):
+    if is_reference(name):
         raise RecipeError(f"{name!r} found; a file's base and stages are recipes that come with halfstep, by name")
     if own not in _named() and (name.endswith((".json", ".yaml", ".yml")) or exists(name)):
         raise RecipeError(f"{name!r} found; a recipe's file is TOML, and its name ends in .toml")

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from halfstep import formats
 from halfstep.errors import RecipeError, unknown
-from halfstep.quant import Quantizer, Scales, Tile
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR, Quantizer, Scales, Tile, get_scaling
 from halfstep.recipe.storage import Storage, get_storage
 
 

@@ -12,18 +12,21 @@ from typing import Any
 from halfstep import formats
 from halfstep.errors import FormatError, QuantizationError, RecipeError, unknown
 from halfstep.quant import (
+    ROW,
+    TENSOR,
     Accumulator,
     Clamp,
     Estimator,
     Hadamard,
     Quantizer,
     Scales,
+    Scaling,
     Tile,
     get_accumulator,
     get_quantizer,
+    get_scaling,
 )
-from halfstep.quant.scaling import Scaling, get_scaling, named
-from halfstep.quant.tile import ROW, TENSOR
+from halfstep.quant.scaling import named
 from halfstep.recipe.storage import Storage, get_storage
 
 

@@ -7,9 +7,7 @@ import re
 from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Integer
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW
+from halfstep.quant import ROW, Quantizer, Scales, get_scaling
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import LinearSpec, Matmul
 from halfstep.recipe.rule import Rule

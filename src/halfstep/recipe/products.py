@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from halfstep.errors import RecipeError
-from halfstep.quant import Accumulator, Hadamard, Quantizer
+from halfstep.quant import ROW, TENSOR, Accumulator, Hadamard, Quantizer
 from halfstep.quant.hadamard import RANDOM
-from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.multiplier import Multiplier
 
 

@@ -11,10 +11,7 @@ import torch
 
 from halfstep import formats
 from halfstep.errors import HalfstepError, RecipeError
-from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
-from halfstep.quant.quantizer import layout
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR, Quantizer, Scales, Tile, get_quantizer, get_scaling, layout
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,8 +15,7 @@ from halfstep.grouping import grouped
 from halfstep.inspection.schemes import tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.ops import Quantized
-from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer, get_scaling
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
 
 

@@ -10,11 +10,9 @@ from halfstep import formats, get_quantizer
 from halfstep.claims.checks.base import Numbers, check
 from halfstep.ops.casts import round_scaled
 from halfstep.ops.operand import operand
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
 from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.scaling.delayed import Delayed
-from halfstep.quant.tile import TENSOR
 
 
 def _normal(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -14,9 +14,7 @@ from halfstep.claims.checks.base import Numbers, check
 from halfstep.distributed.fp8lm import fp8lm_steps
 from halfstep.distributed.mean import Simulated, Steps, mean_steps, run
 from halfstep.distributed.message import Message
-from halfstep.quant import Quantizer, Scales, round_to
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling, round_to
 from halfstep.recipe import FP8, Codes, Storage, get_recipe, get_storage
 
 

@@ -20,8 +20,7 @@ from halfstep.lab.sweep.run import Cells
 from halfstep.law import Cell as LawCell
 from halfstep.law import Damage
 from halfstep.nn import quantize_model
-from halfstep.recipe import Recipe, from_data, get_recipe
-from halfstep.recipe.partial import integer_weights
+from halfstep.recipe import Recipe, from_data, get_recipe, integer_weights
 
 
 def finished(folder: SweepFolder) -> list[Outcome]:

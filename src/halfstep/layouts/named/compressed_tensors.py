@@ -12,8 +12,7 @@ from typing import Any
 from halfstep import formats
 from halfstep.layouts.base import Layout
 from halfstep.layouts.scales import Exponents, Float32, TwoLevels
-from halfstep.quant import Tile
-from halfstep.quant.tile import ROW, TENSOR
+from halfstep.quant import ROW, TENSOR, Tile
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Adam's moments in 8 bits: two dynamic maps, in blocks of 256 of a tensor laid out flat."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales, Tile
-from halfstep.quant.scaling import get_scaling
-from halfstep.recipe.spec import Recipe
-from halfstep.recipe.storage import Storage, get_storage
+from halfstep.quant import Quantizer, Scales, Tile, get_scaling
+from halfstep.recipe import Recipe, Storage, get_storage
 
 
 def _map(name: str) -> Storage:

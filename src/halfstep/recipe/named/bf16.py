@@ -4,11 +4,8 @@ from dataclasses import replace
 
 from halfstep import formats
 from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule, get_storage
 from halfstep.recipe.named.adamw_8bit import MAPS
-from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import LossScale, Recipe
-from halfstep.recipe.storage import get_storage
 
 
 bf16_6byte = Recipe(

@@ -1,14 +1,8 @@
 """COAT: moments in E4M3 after range expansion, FP8 products with one scale a tensor, and FP8 between the passes."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales, Tile
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
-from halfstep.recipe.storage import COAT, get_storage
+from halfstep.quant import TENSOR, Quantizer, Scales, Tile, get_scaling
+from halfstep.recipe import COAT, KEEP, Recipe, Rule, get_storage, linear_spec
 
 
 _e4m3, _e5m2 = (Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in ("e4m3fn", "e5m2"))

@@ -1,9 +1,7 @@
 """Recipes that compute in float16, with and without a loss scale and fp32 master weights."""
 
 from halfstep.quant import get_accumulator
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import LossScale, Recipe
+from halfstep.recipe import LossScale, Recipe, Rule, linear_spec
 
 
 _SOURCE = "the ablation of Micikevicius et al. 2018, arXiv 1710.03740, whose products add up in fp32"

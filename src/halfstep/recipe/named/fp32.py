@@ -1,6 +1,6 @@
 """The baseline that every other recipe is measured against."""
 
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import Recipe
 
 
 fp32 = Recipe(

@@ -3,14 +3,9 @@
 from dataclasses import replace
 
 from halfstep import formats
-from halfstep.quant import Clamp, Estimator, Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW, TENSOR
-from halfstep.recipe.high_precision import KEEP
+from halfstep.quant import ROW, TENSOR, Clamp, Estimator, Quantizer, Scales, get_scaling
+from halfstep.recipe import KEEP, LinearSpec, Matmul, Recipe, Rule
 from halfstep.recipe.named.fp8lm import fp8lm_o2
-from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
 
 
 def _spec(input: Quantizer, weight: Quantizer, grad: Quantizer) -> LinearSpec:

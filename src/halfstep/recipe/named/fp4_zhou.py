@@ -1,13 +1,8 @@
 """FP4 where a transformer feeds forward, FP8 around its attention and in the backward pass: Zhou et al.'s split."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.quant import ROW, Quantizer, Scales, get_scaling
+from halfstep.recipe import KEEP, LinearSpec, Matmul, Recipe, Rule
 
 
 ATTENTION = ("*attn", "*attn.*", "*ttention", "*ttention.*")

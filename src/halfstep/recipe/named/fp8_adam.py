@@ -1,10 +1,8 @@
 """Adam's moments in E4M3, in blocks of 256 of a tensor laid out flat."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales, Tile
-from halfstep.quant.scaling import get_scaling
-from halfstep.recipe.spec import Recipe
-from halfstep.recipe.storage import get_storage
+from halfstep.quant import Quantizer, Scales, Tile, get_scaling
+from halfstep.recipe import Recipe, get_storage
 
 
 _BLOCKS = Scales(Tile(1, 256), get_scaling("absmax"))

@@ -1,13 +1,8 @@
 """FP8 with a power-of-two scale a tensor: from its own amax with room to accumulate in fp16, or one for all."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import Scaling, get_scaling
-from halfstep.quant.tile import TENSOR
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import LossScale, Recipe
+from halfstep.quant import TENSOR, Quantizer, Scales, Scaling, get_scaling
+from halfstep.recipe import KEEP, LossScale, Recipe, Rule, linear_spec
 
 
 _SOURCE = "Perez et al. 2023, arXiv 2309.17224"

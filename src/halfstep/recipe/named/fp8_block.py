@@ -1,10 +1,7 @@
 """FP8 in tiles of 1x128 and blocks of 128x128 with power-of-two scales."""
 
 from halfstep.quant import get_quantizer
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import KEEP, Recipe, Rule, linear_spec
 
 
 _row, _square = (get_quantizer(name, scale="rceil") for name in ("fp8_1x128", "fp8_128x128"))

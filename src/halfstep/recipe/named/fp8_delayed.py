@@ -1,13 +1,8 @@
 """FP8 with one scale a tensor, from the amaxes of earlier steps: Transformer Engine's DelayedScaling."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import Scaling, get_scaling
-from halfstep.quant.tile import TENSOR
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.quant import TENSOR, Quantizer, Scales, Scaling, get_scaling
+from halfstep.recipe import KEEP, Recipe, Rule, linear_spec
 
 
 _FIRST = (

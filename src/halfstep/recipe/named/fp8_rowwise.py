@@ -1,13 +1,8 @@
 """FP8 with one power-of-two scale a row of each product's shared dimension."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW, TENSOR
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import LinearSpec, Matmul, linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.quant import ROW, TENSOR, Quantizer, Scales, get_scaling
+from halfstep.recipe import KEEP, LinearSpec, Matmul, Recipe, Rule, linear_spec
 
 
 _row, _tensor = (Quantizer(formats.get("e4m3fn"), scales=Scales(tile, get_scaling("rceil"))) for tile in (ROW, TENSOR))

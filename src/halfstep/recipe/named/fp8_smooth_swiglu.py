@@ -3,14 +3,8 @@
 from dataclasses import replace
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
-from halfstep.recipe.storage import Storage, get_storage
+from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
+from halfstep.recipe import KEEP, Recipe, Rule, Storage, get_storage, linear_spec
 
 
 _scaling = get_scaling("delayed", history=1, algorithm="max", power_of_two=True)

@@ -1,14 +1,8 @@
 """FP8-LM's levels: FP8 products, FP8 gradients, and weights stored in fp16 or FP8 with one power of two a tensor."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer, Scales
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
-from halfstep.recipe.storage import Codes, get_storage
+from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
+from halfstep.recipe import KEEP, Codes, Recipe, Rule, get_storage, linear_spec
 
 
 _WINDOW = get_scaling("delayed", history=16, power_of_two=True, warmup=16, restart=True)

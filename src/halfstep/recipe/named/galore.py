@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
+from halfstep.recipe import PROJECTOR, Projection, Recipe
 from halfstep.recipe.named.adamw_8bit import MAPS, adamw_8bit
-from halfstep.recipe.projection import PROJECTOR, Projection
-from halfstep.recipe.spec import Recipe
 
 
 galore = Recipe(

@@ -1,10 +1,7 @@
 """int8-weight-only: weights alone in 8 bits, a scale an output channel, for inference and for adapters beside them."""
 
 from halfstep.quant import get_quantizer
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import KEEP, LinearSpec, Matmul, Recipe, Rule
 
 
 _row = get_quantizer("int8_row")

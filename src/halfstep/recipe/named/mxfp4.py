@@ -1,10 +1,7 @@
 """MXFP4: E2M1 in blocks of 32 along each product's shared dimension, with a power-of-two scale."""
 
 from halfstep.quant import get_quantizer
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import KEEP, Recipe, Rule, linear_spec
 
 
 _block = get_quantizer("mxfp4")

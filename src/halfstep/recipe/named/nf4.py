@@ -1,10 +1,7 @@
 """NF4: weights alone in 4 bits, in blocks of 64, for inference and for adapters trained beside them (QLoRA)."""
 
 from halfstep.quant import Quantizer, get_quantizer
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import KEEP, LinearSpec, Matmul, Recipe, Rule
 
 
 def _of(name: str, weight: Quantizer, scales: str) -> Recipe:

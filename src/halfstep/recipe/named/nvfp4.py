@@ -2,13 +2,9 @@
 
 from dataclasses import replace
 
-from halfstep.quant import Hadamard, Scales, get_quantizer
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant import Hadamard, Scales, get_quantizer, get_scaling
 from halfstep.quant.tile import square
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import KEEP, LinearSpec, Matmul, Recipe, Rule
 
 
 _input = get_quantizer("nvfp4")

@@ -2,10 +2,7 @@
 
 from halfstep import formats
 from halfstep.quant import Quantizer
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import LinearSpec, linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import KEEP, LinearSpec, Recipe, Rule, linear_spec
 
 
 _e4m3, _e5m2 = (Quantizer(formats.get(name)) for name in ("e4m3fn", "e5m2"))

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 from halfstep import formats
 from halfstep.quant import Quantizer, get_quantizer
-from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.products import LinearSpec, linear_spec
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.spec import Recipe
+from halfstep.recipe import KEEP, LinearSpec, Recipe, Rule, linear_spec
 
 
 _SOURCE = "Blake, Orr and Luschi 2023, Unit Scaling, arXiv 2303.11257"
