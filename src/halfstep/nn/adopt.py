@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import copyreg
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, update_wrapper, wraps
+from functools import cache, reduce, update_wrapper, wraps
+from itertools import takewhile
 from types import CellType, MethodType
 from typing import Any
 
@@ -64,34 +65,30 @@ def extend(module: nn.Module, members: Members) -> None:
     module.__class__ = _subclass(type(module), members)  # type: ignore[arg-type]
 
 
+def _layers(kind: type[nn.Module]) -> Iterator[_Made]:
+    """How a class was made, and those that it was made of, last to first; nothing of a stock class."""
+    while (made := kind.__dict__.get(_MADE)) is not None:
+        yield made
+        kind = made.stock
+
+
 def extensions(module: nn.Module) -> tuple[Members, ...]:
     """What `release` would take away from the module, first to last."""
-    found: list[Members] = []
-    kind = type(module)
-    while (made := kind.__dict__.get(_MADE)) is not None and not made.is_beneath:
-        found.append(made.members)
-        kind = made.stock
-    return tuple(reversed(found))
+    return tuple(made.members for made in takewhile(lambda made: not made.is_beneath, _layers(type(module))))[::-1]
 
 
-def release(module: nn.Module) -> None:
-    """Give `module` back the class it had before every `adopt` and `extend`, but for those that lie beneath."""
-    kind = type(module)
-    while (made := kind.__dict__.get(_MADE)) is not None and not made.is_beneath:
-        kind = made.stock
-    module.__class__ = kind
-
-
-def release_all(module: nn.Module) -> None:
-    """Give `module` back the class it had before every `adopt` and `extend`."""
-    module.__class__ = stock_class(module)
+def release(module: nn.Module, beneath: bool = False) -> None:
+    """Give `module` back the class it had before every `adopt` and `extend`; those that lie beneath stay, unless asked
+    for too."""
+    for made in takewhile(lambda made: beneath or not made.is_beneath, _layers(type(module))):
+        module.__class__ = made.stock  # type: ignore[assignment]
 
 
 def beneath(module: nn.Module) -> type[nn.Module]:
     """The module's class without what unit scaling put over it: its forward is the class's own, or a
     recipe's."""
     kind = type(module)
-    while (made := kind.__dict__.get(_MADE)) is not None and made.is_beneath:
+    for made in takewhile(lambda made: made.is_beneath, _layers(kind)):
         kind = made.stock
     return kind
 
@@ -127,7 +124,7 @@ def is_stock(module: nn.Module) -> bool:
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that the module had before every `adopt` and `extend`."""
-    return _taken_apart(type(module))[0]
+    return next((made.stock for made in reversed([*_layers(type(module))])), type(module))
 
 
 def is_covered(module: nn.Module) -> bool:
@@ -175,7 +172,7 @@ class InTurn:
     stages: tuple[tuple[Members, ...], ...]
 
     def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
-        kinds = [_extended(stock, members) for members in self.stages]
+        kinds: list[Any] = [reduce(_subclass, members, stock) for members in self.stages]
         names = {
             name: None
             for kind in kinds
@@ -251,13 +248,6 @@ def _subclass(stock: type[nn.Module], members: Members) -> type[nn.Module]:
     return _derived(stock, {**identity, **members(stock)})
 
 
-def _extended(stock: type[nn.Module], extensions: tuple[Members, ...]) -> type[nn.Module]:
-    kind: Any = stock
-    for members in extensions:
-        kind = _subclass(kind, members)
-    return kind  # type: ignore[no-any-return]
-
-
 class _Plain(nn.Module):
     """The base that a subclass is made with, before it gets its own."""
 
@@ -294,19 +284,10 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _taken_apart(kind: type[nn.Module]) -> tuple[type[nn.Module], tuple[Members, ...]]:
-    """The stock class, and what it was extended by, first to last."""
-    extensions: list[Members] = []
-    while (made := kind.__dict__.get(_MADE)) is not None:
-        extensions.append(made.members)
-        kind = made.stock
-    return kind, tuple(reversed(extensions))
-
-
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     """How the stock class is copied and pickled, with the extensions beside it: no file can name a made class."""
-    kind = type(self)
-    stock, extensions = _taken_apart(kind)
+    kind, stock = type(self), stock_class(self)
+    extensions = tuple(made.members for made in _layers(kind))[::-1]
     reduced: Any = stock.__reduce_ex__(self, max(int(protocol), 2))
     function, args, *rest = reduced
     if extensions and function is copyreg.__newobj__ and args[0] is kind:  # type: ignore[attr-defined]
@@ -315,6 +296,6 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 
 
 def _remake(stock: type[nn.Module], extensions: tuple[Members, ...], *args: Any) -> nn.Module:
-    kind: Any = _extended(stock, extensions)
+    kind: Any = reduce(_subclass, extensions, stock)
     made: nn.Module = kind.__new__(kind, *args)
     return made

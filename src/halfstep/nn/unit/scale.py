@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.errors import ModelError, RecipeError
-from halfstep.nn.adopt import adopt, extend, is_covered, release_all
+from halfstep.nn.adopt import adopt, extend, is_covered, release
 from halfstep.nn.layers import kind_of
 from halfstep.nn.ranks import check_factors
 from halfstep.nn.unit import weights
@@ -123,7 +123,7 @@ def revert_unit(model: nn.Module) -> None:
         if is_covered(module):
             raise RecipeError(f"{path or type(model).__name__} was given another class since; take that away first")
     for module in model.modules():
-        release_all(module)
+        release(module, beneath=True)
         set_unit_part(module, multipliers=None, forward=None, scaled=None)
     weights.multiply(model, scaled.divided)
 
