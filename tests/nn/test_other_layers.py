@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 import halfstep
 from halfstep import formats, ops
-from halfstep.nn.adapters import conv1d, experts
+from halfstep.nn.adapters import experts, linear
 from halfstep.nn.adopt import adopt
 from halfstep.ops.part import own_part
 from halfstep.quant import Quantizer
@@ -43,7 +43,7 @@ def test_conv1d_without_rounding_is_the_stock_layer():
     stock, model, x = with_conv1d(), with_conv1d(), torch.randn(3, 5, 8)
     for layer in (model[0], model[2]):
         own_part(layer).linear = LinearSpec()
-        adopt(layer, conv1d.forward)
+        adopt(layer, linear.of_transposed)
     assert_same(model(x), stock(x))
     for each in (model, stock):
         each(x).square().sum().backward()

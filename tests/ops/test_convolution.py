@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.nn.adapters import convolution
+from halfstep.nn.adapters.convolution import CONVOLUTION
 from halfstep.nn.layers import kind_of
 from tiny import assert_same
 
@@ -69,5 +69,5 @@ def test_a_subclass_with_its_own_forward_and_a_patched_layer_are_left_alone():
     patched.forward = lambda x: x
     assert kind_of(Mine(1, 1, 1)) is None
     assert kind_of(patched) is None
-    assert kind_of(nn.Linear(1, 1)) is not convolution
-    assert kind_of(nn.Conv2d(1, 1, 1)) is convolution
+    assert kind_of(nn.Linear(1, 1)) is not CONVOLUTION
+    assert kind_of(nn.Conv2d(1, 1, 1)) is CONVOLUTION

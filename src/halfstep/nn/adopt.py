@@ -81,7 +81,7 @@ def release(module: nn.Module, beneath: bool = False) -> None:
     """Give `module` back the class it had before every `adopt` and `extend`; those that lie beneath stay, unless asked
     for too."""
     for made in takewhile(lambda made: beneath or not made.is_beneath, _layers(type(module))):
-        module.__class__ = made.stock  # type: ignore[assignment]
+        module.__class__ = made.stock
 
 
 def beneath(module: nn.Module) -> type[nn.Module]:
@@ -172,7 +172,7 @@ class InTurn:
     stages: tuple[tuple[Members, ...], ...]
 
     def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
-        kinds: list[Any] = [reduce(_subclass, members, stock) for members in self.stages]
+        kinds: list[Any] = [reduce(_subclass, members, stock) for members in self.stages]  # type: ignore[arg-type]
         names = {
             name: None
             for kind in kinds
@@ -296,6 +296,6 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 
 
 def _remake(stock: type[nn.Module], extensions: tuple[Members, ...], *args: Any) -> nn.Module:
-    kind: Any = reduce(_subclass, extensions, stock)
+    kind: Any = reduce(_subclass, extensions, stock)  # type: ignore[arg-type]
     made: nn.Module = kind.__new__(kind, *args)
     return made

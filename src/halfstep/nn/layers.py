@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import ModelError, RecipeError, unknown
-from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, falcon, gated, linear, recurrent
+from halfstep.nn.adapters import attention, convolution, experts, gated, linear, recurrent
 from halfstep.nn.adopt import forward_owner, owner_of
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.paths import adapters_of, blocks_of, is_in, pattern, plain_name
-from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
 from halfstep.unit import KINDS as KINDS_OF_ROLES
@@ -32,25 +31,11 @@ _ADAPTER = "an adapter; rules reach it where the recipe has float32_adapters = f
 _ROTATES = "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
 
 
-class Kind(Protocol):
-    """An adapter: one kind of layer whose products follow a `LinearSpec`."""
-
-    NAME: str
-    FORWARD_OF: tuple[Any, ...]
-    """The classes, or their full names, whose forward it stands in for. Beside it a function `fits(module)` may say of
-    which modules not."""
-
-    @property
-    def weights(self) -> Callable[[Any], tuple[Weight, ...]]:
-        """The parameters that a module's products multiply by."""
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """forward(stock, module, *args, **kwargs), with the spec at module._halfstep.linear."""
-
-
-KINDS: tuple[Kind, ...] = (linear, conv1d, falcon, attention, experts, convolution, recurrent, cell)
-_BY_OWNER = {owner_of(owner): kind for kind in KINDS for owner in kind.FORWARD_OF}
+KINDS = (
+    linear.LINEAR, linear.CONV1D, linear.FALCON, attention.ATTENTION, experts.EXPERTS, convolution.CONVOLUTION,
+    recurrent.LAYER, recurrent.CELL,
+)  # fmt: skip
+_BY_OWNER = {owner_of(owner): kind for kind in KINDS for owner in kind.forward_of}
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _FEW = 0.1
@@ -231,9 +216,8 @@ def kind_of(module: nn.Module) -> Kind | None:
     """The adapter whose `forward` may stand in for the module's own; None where there is none."""
     kind = _BY_OWNER.get(forward_owner(module))
     if kind is None and "down_proj" in module._parameters:
-        kind = experts
-    fits = getattr(kind, "fits", None)
-    return kind if fits is None or fits(module) else None
+        kind = experts.EXPERTS
+    return kind if kind is None or kind.fits is None or kind.fits(module) else None
 
 
 def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
@@ -284,7 +268,9 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
         return ()
     modules = model.named_modules()
     ours = DotProductAttention, Attention
-    found = tuple(path for path, m in modules if isinstance(m, ours) or kind_of(m) is attention or _is_hugging_faces(m))
+    found = tuple(
+        path for path, m in modules if isinstance(m, ours) or kind_of(m) is attention.ATTENTION or _is_hugging_faces(m)
+    )
     if not found:
         raise RecipeError(
             f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "

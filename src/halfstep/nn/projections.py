@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
-from halfstep.nn.adapters import conv1d
+from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of
 from halfstep.nn.paths import matches
 from halfstep.recipe import Projection, Recipe
@@ -54,7 +54,7 @@ def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projecti
 def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """The matrices of every linear layer, and of attention's projections, by path."""
     for path, module in model.named_modules():
-        if isinstance(module, _LINEAR) or has_forward_of(module, conv1d.FORWARD_OF):
+        if isinstance(module, _LINEAR) or has_forward_of(module, linear.CONV1D.forward_of):
             matrices = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
             if matrices:
                 yield path, matrices

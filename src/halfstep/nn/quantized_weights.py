@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -40,6 +40,21 @@ class Weight:
     """Whether the parameter holds several such matrices."""
     whole: str = ""
     """Why it is kept whole for inference; empty where it is not."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An adapter: one kind of layer whose products follow a `LinearSpec`."""
+
+    name: str
+    forward_of: tuple[Any, ...]
+    """The classes, or their full names, whose forward it stands in for."""
+    weights: Callable[[Any], tuple[Weight, ...]]
+    """The parameters that a module's products multiply by."""
+    forward: Callable[..., Any]
+    """forward(stock, module, *args, **kwargs), with the spec at module._halfstep.linear."""
+    fits: Callable[[Any], bool] | None = None
+    """Of which modules with such a forward; None is of all."""
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,17 @@ from halfstep import ops
 from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of, is_stock
 from halfstep.nn.product import product, weight_of
-from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.noise import key_of
 from halfstep.ops.part import part_of
 
 
-NAME = "nn.MultiheadAttention"
-FORWARD_OF = (nn.MultiheadAttention,)
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def fits(module: Any) -> bool:
     """Whether its out_proj, which it never calls, has a linear layer's own forward."""
-    return is_stock(module) and has_forward_of(module.out_proj, linear.FORWARD_OF)
+    return is_stock(module) and has_forward_of(module.out_proj, linear.LINEAR.forward_of)
 
 
 def weights(module: Any) -> tuple[Weight, ...]:
@@ -161,3 +159,6 @@ def _attention(
         weights = F.dropout(weights, p=dropout)
     mixed = torch.bmm(weights, v).transpose(0, 1).reshape(time * batch, width)
     return mixed, weights.view(batch, heads, time, sources)
+
+
+ATTENTION = Kind("nn.MultiheadAttention", (nn.MultiheadAttention,), weights, forward, fits)

@@ -11,12 +11,11 @@ from halfstep import ops, unit
 from halfstep.nn.adopt import beneath
 from halfstep.nn.noise import states_and_key
 from halfstep.nn.product import records, spec_of, weight_of
-from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.places import filters
 
 
-NAME = "convolution"
-FORWARD_OF: tuple[Any, ...] = (
+_KINDS: tuple[Any, ...] = (
     unit.Conv1d, unit.Conv2d,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 )  # fmt: skip
@@ -24,7 +23,7 @@ FORWARD_OF: tuple[Any, ...] = (
 
 def fits(module: nn.Module) -> bool:
     """Whether what its forward calls is torch's too."""
-    stock: Any = next(kind for kind in FORWARD_OF if isinstance(module, kind))
+    stock: Any = next(kind for kind in _KINDS if isinstance(module, kind))
     own = getattr(beneath(module), "_conv_forward", None)
     return "_conv_forward" not in vars(module) and own is getattr(stock, "_conv_forward", None)
 
@@ -65,3 +64,6 @@ def _window(module: Any, input: Tensor, output_size: list[int] | None) -> ops.Wi
 def _margins(module: Any) -> tuple[int, ...]:
     """The widths of its padding as `torch.nn.functional.pad` takes them: the last dimension first."""
     return tuple(module._reversed_padding_repeated_twice)
+
+
+CONVOLUTION = Kind("convolution", _KINDS, weights, forward, fits)

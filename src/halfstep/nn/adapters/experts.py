@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.nn.product import grouped_product, product, weights_of
-from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.function import no_autocast
 from halfstep.quant.tracing import untraced
 
 
-NAME = "fused experts"
-FORWARD_OF = ()  # any forward: the attributes decide
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 
 
@@ -102,3 +100,7 @@ def _products(module: Any, weight: Weight, x: Tensor, counts: list[int]) -> Tens
     if pieces:
         return torch.cat(pieces)
     return x.new_zeros(0, getattr(module, weight.name).shape[2 if weight.transposed else 1])
+
+
+EXPERTS = Kind("fused experts", (), weights, forward, fits)
+"""Of any forward: the attributes decide."""

@@ -35,7 +35,7 @@ def refusal(module: nn.Module) -> str | None:
     code = getattr(type(module).forward, "__code__", None)
     if "forward" in vars(module) or code is None or code.co_names != _PARTS or code.co_argcount != 2:
         return "its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x)), so it is not smoothed"
-    if not has_forward_of(module.down_proj, linear.FORWARD_OF):
+    if not has_forward_of(module.down_proj, linear.LINEAR.forward_of):
         return "its down_proj's forward is not nn.Linear's, so it is not smoothed"
     return None
 

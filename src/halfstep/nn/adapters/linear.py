@@ -1,4 +1,4 @@
-"""`nn.Linear`, `unit.Linear`, which is one with factors, and PyTorch Geometric's: their products round operands."""
+"""Linear layers of torch, PyTorch Geometric, Hugging Face and `halfstep.unit` (with factors): their products round."""
 
 from typing import Any
 
@@ -7,17 +7,8 @@ from torch.nn import Parameter
 
 from halfstep import unit
 from halfstep.nn.product import product, weight_of
-from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.part import part_of
-
-
-NAME = "nn.Linear"
-FORWARD_OF = (nn.Linear, unit.Linear, "torch_geometric.nn.dense.linear.Linear")
-
-
-def weights(module: nn.Module) -> tuple[Weight, ...]:
-    """What the product multiplies by."""
-    return (Weight("weight"),)
 
 
 def forward(
@@ -36,3 +27,36 @@ def forward(
         return product(module, input, weight, bias, channels=channels)
     y = product(module, input, weight, None) * tokens
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def of_transposed(stock: Any, module: Any, x: Tensor) -> Tensor:
+    """`ops.linear` on the transposed weight."""
+    return product(module, x, weight_of(module, "weight", x).t(), module.bias)
+
+
+def with_bias_apart(stock: Any, module: Any, input: Tensor) -> Tensor:
+    """`ops.linear` without the bias, and then the bias."""
+    y = product(module, input, weight_of(module, "weight", input), None)
+    return y if module.bias is None else y + module.bias
+
+
+LINEAR = Kind(
+    "nn.Linear",
+    (nn.Linear, unit.Linear, "torch_geometric.nn.dense.linear.Linear"),
+    lambda module: (Weight("weight"),),
+    forward,
+)
+CONV1D = Kind(
+    "Conv1D",
+    ("transformers.pytorch_utils.Conv1D",),
+    lambda module: (Weight("weight", transposed=True),),
+    of_transposed,
+)
+"""GPT-2's: a linear layer whose weight is stored as (in, out)."""
+FALCON = Kind(
+    "FalconLinear",
+    ("transformers.models.falcon.modeling_falcon.FalconLinear",),
+    LINEAR.weights,
+    with_bias_apart,
+)
+"""A linear layer that adds its bias after the product was rounded."""

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfstep.nn.adapters import conv1d, convolution, linear
+from halfstep.nn.adapters import convolution, linear
 from halfstep.nn.attention import DotProductAttention
-from halfstep.nn.layers import Kind, kind_of
+from halfstep.nn.layers import kind_of
 from halfstep.unit.activations import IN_PLACE, value
 
 
-PRODUCTS: tuple[Kind, ...] = (linear, conv1d, convolution)
+PRODUCTS = linear.LINEAR, linear.CONV1D, convolution.CONVOLUTION
 _NORMS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm",
     nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
@@ -48,7 +48,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
     stock = "forward" not in vars(module)
     kind = kind_of(module)
     if kind is not None and kind in PRODUCTS:
-        return Leaf("product", kind.NAME)
+        return Leaf("product", kind.name)
     if isinstance(module, nn.Embedding):
         plain = stock and type(module).forward is nn.Embedding.forward and module.max_norm is None
         return Leaf("embedding", "embedding") if plain else None
