@@ -37,7 +37,7 @@ from transformers.utils import logging
 import halfstep
 from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError
 from halfstep.layouts import list_layouts
-from halfstep.nn.laid_out import KEY
+from halfstep.nn.pretrained import KEY
 from halfstep.recipe import get_recipe, list_recipes
 from halfstep.serving import layouts_of
 from tiny import assert_same

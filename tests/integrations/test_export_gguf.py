@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import halfstep
 from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError
-from halfstep.nn.laid_out import KEY
+from halfstep.nn.pretrained import KEY
 from tiny import assert_same
 
 

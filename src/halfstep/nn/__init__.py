@@ -1,13 +1,12 @@
 """How a recipe is applied to a model."""
 
+from halfstep.nn.adapters.gated import measure_smooth_scales, merge_smooth_scales
 from halfstep.nn.apply import advance, apply, plan_of, revert
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.cached import cached_weights
-from halfstep.nn.dequantized import dequantize_model
 from halfstep.nn.following import following
 from halfstep.nn.plan import Plan
-from halfstep.nn.quantized import quantize_model
-from halfstep.nn.smooth import measure_smooth_scales, merge_smooth_scales
+from halfstep.nn.quantized import dequantize_model, quantize_model
 from halfstep.nn.unit import UnitReport, unit_scale
 
 

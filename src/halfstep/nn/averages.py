@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
 
-from halfstep.nn.step_hooks import remove_after_step
 from halfstep.ops import CodeTensor, values_of
 from halfstep.quant.tracing import untraced
 
@@ -260,3 +260,22 @@ def _values(parameters: Sequence[Tensor]) -> Tensor:
 
 def _unknown() -> None:
     """The model that a pickled one was copied from."""
+
+
+_ENDED = "_halfstep_ended"
+"""Where an optimizer has the handles of hooks that end with its step."""
+
+
+def remove_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
+    """Remove a hook once this optimizer's step is over: in the step torch iterates over all of them, and fails if one
+    goes, as one would whose model a garbage collection takes just then."""
+    ended: list[RemovableHandle] | None = vars(optimizer).get(_ENDED)
+    if ended is None:
+        ended = vars(optimizer)[_ENDED] = []
+        optimizer.register_step_post_hook(lambda *_: _remove(ended))
+    ended.append(handle)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.nn.adopt import extend
 from halfstep.nn.paths import plain_name
-from halfstep.nn.scaling import PREFIX, ignore, unignore
-from halfstep.nn.surviving import Surviving
+from halfstep.nn.scaling import PREFIX, Surviving, ignore, unignore
 from halfstep.ops.noise import ATTRIBUTE, KEY, key_of
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.quant import derive_seed

@@ -1,4 +1,4 @@
-"""A quantised model of Hugging Face's as a folder that servers and transformers load."""
+"""A quantised model as the tensors of a layout, and Hugging Face's as a folder that servers and transformers load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,216 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import LayoutError, ModelError
-from halfstep.layouts import Layout
+import halfstep
+from halfstep.errors import LayoutError, ModelError, RecipeError
+from halfstep.layouts import Layout, fitting
 from halfstep.layouts.folder import new_folder, size_of, total_bytes, write_weights
 from halfstep.nn.adopt import stock_class
-from halfstep.nn.laid_out import LaidOut, laid_out
-from halfstep.ops.part import part_of
+from halfstep.nn.applied import applied_to
+from halfstep.nn.paths import adapters_of
+from halfstep.nn.quantized_weights import Stored, Weight, matrices_of, quantized_weight
+from halfstep.nn.scaling import states_of
+from halfstep.nn.unit.scale import is_unit_scaled
+from halfstep.ops.part import part_of, parts_of
+from halfstep.quant.description import describe
+from halfstep.recipe import to_data
+
+
+KEY = "halfstep.exported"
+"""Under which the metadata of a safetensors file says, in JSON, what its layers were made of."""
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that servers put together: all of them are in codes, or none."""
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """The tensors of a quantised model in a layout."""
+
+    layout: Layout
+    codes: dict[str, Tensor]
+    """The tensors of layers that are in codes."""
+    plain: dict[str, Tensor]
+    """All others, each once where several names are one."""
+    quantized: tuple[str, ...]
+    """The layers whose weights are codes."""
+    kept: dict[str, str]
+    """The layers that the model has in codes and the file as the values of these, with the reason."""
+    ignored: tuple[str, ...]
+    """The linear layers that are not quantised in the file."""
+    notes: dict[str, dict[str, Any]]
+    """Of each layer in codes: its shape and dtype, the number of its quantizer, and what the tensors do not say."""
+    described: dict[str, Any]
+    """Of the whole: the version of halfstep, the recipe, the quantizers."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What each of its files says of the model."""
+        return {"format": "pt", KEY: json.dumps({**self.described, "layers": self.notes})}
+
+
+Entries = list[tuple[str, nn.Module, Stored]]
+"""Parameters that are in codes: the path of each one's module, the module, and how it was quantised."""
+
+
+def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype | None = None) -> LaidOut:
+    """The tensors of a model that `quantize_model` was called on.
+
+    Args:
+        layout: None is the one that is closest to the model's quantizers.
+        dtype: of the floating-point tensors that are not in codes; None leaves them as they are.
+
+    Raises:
+        LayoutError: the layout does not hold the model's codes bit for bit, or none of its layers.
+    """
+    recipe, entries = applied_to(model).recipe, stored_weights(model)
+    quantizers = tuple(dict.fromkeys(entry.quantizer for _, _, entry in entries))
+    if is_unit_scaled(model):
+        raise LayoutError(
+            f"{type(model).__name__} is unit-scaled: its products are multiplied by factors, which neither a stock "
+            "model nor a server knows. Export a model that was trained without unit_scale"
+        )
+    is_adapter = adapters_of(model)
+    adapter = next((name for name, _ in model.named_parameters() if is_adapter(name)), None)
+    if adapter is not None:
+        raise LayoutError(
+            f"{adapter} of {type(model).__name__} is an adapter's, for which the layout has no place: merge it "
+            "(halfstep.dequantize_model, then merge_and_unload), and export that"
+        )
+    layout = layout or _closest(recipe.name, quantizers)
+    for quantizer in quantizers:
+        if (why := layout.refusal(quantizer)) is not None:
+            able = ", ".join(other.name for other in fitting(quantizers)) or "none"
+            raise LayoutError(
+                f"recipe {recipe.name!r} rounds weights to {quantizer.format.name} ({quantizer.scales}), which the "
+                f"layout {layout.name!r} does not hold: {why}. Layouts that do: {able}"
+            )
+    kept = _kept(model, layout, entries)
+    rest, codes = without_codes(model, entries), dict[str, Tensor]()
+    notes: dict[str, dict[str, Any]] = {}
+    for path, module, entry in entries:
+        stem = f"{path}.{entry.weight.name}"
+        factors = {name: float(state[0]).hex() for name, state in states_of(module).items()}
+        if path in kept:
+            rest[stem] = entry.values(module)
+            continue
+        (made,) = matrices_of(module, entry)
+        try:
+            found = layout.tensors(made)
+        except LayoutError as error:
+            raise LayoutError(f"{stem}: {error}") from error
+        codes |= {f"{path}.{name}": tensor for name, tensor in found.items()}
+        if layout.static:
+            codes[f"{path}.input_scale"] = _input_scale(path, module, layout, recipe.name)
+        told = {"quantizer": quantizers.index(entry.quantizer), "shape": list(entry.shape)}
+        told |= {
+            "dtype": str(entry.dtype).removeprefix("torch."),
+            "factors": factors,
+            "scale": layout.scales.note(made),
+        }
+        notes[path] = {key: value for key, value in told.items() if value not in ({}, None)}
+    for path, module in _convolutions(model):
+        kept[path] = f"it is a {type(module).__name__}, and the layout is one of nn.Linear"
+        whole: Any = quantized_weight(module, "weight", module.weight.new_empty(0, dtype=torch.float32))
+        rest[f"{path}.weight"] = whole.scaled().to(module.weight.dtype)
+    if not notes:
+        why = next(iter(kept.values()), "no weight of it is in codes")
+        raise LayoutError(f"layout {layout.name!r} has a place for no layer of this {type(model).__name__}: {why}")
+    linear = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
+    described = {
+        "halfstep": halfstep.__version__,
+        "layout": layout.name,
+        "recipe": to_data(recipe),
+        "quantizers": [describe(quantizer, (1, 1), torch.float32) for quantizer in quantizers],
+    }
+    ignored = tuple(dict.fromkeys(path for path in (*linear, *kept) if path not in notes))
+    plain = {
+        name: tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
+        for name, tensor in rest.items()
+    }
+    return LaidOut(layout, codes, plain, tuple(notes), kept, ignored, notes, described)
+
+
+def stored_weights(model: nn.Module) -> Entries:
+    """Every parameter of a quantised model that is in codes.
+
+    Raises:
+        RecipeError: the model was not quantised.
+    """
+    if not applied_to(model).quantized:
+        raise RecipeError(
+            f"this {type(model).__name__} is in training; call halfstep.quantize_model on a copy of it first"
+        )
+    return [(path, m, e) for path, m, stored in _quantised(model) for e in stored.values() if isinstance(e, Stored)]
+
+
+def _convolutions(model: nn.Module) -> list[tuple[str, Any]]:
+    """Every convolution of a quantised model whose weight stays whole and is rounded at every call."""
+    having = [(path, m, stored.get("weight")) for path, m, stored in _quantised(model)]
+    whole = [(path, m) for path, m, entry in having if isinstance(entry, Weight) and entry.layout is not None]
+    return [(path, m) for path, m in whole if part_of(m).spec.output.rhs is not None]
+
+
+def _quantised(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
+    return [(path, module, own.stored) for path, module, own in parts_of(model) if own.stored]
+
+
+def _closest(recipe: str, quantizers: tuple[Any, ...]) -> Layout:
+    able = fitting(quantizers)
+    if not able:
+        rules = "; ".join(f"{q.format.name}, {q.scales or 'no scales'}" for q in quantizers)
+        raise LayoutError(
+            f"recipe {recipe!r} rounds weights in a way that no layout holds ({rules}): save model.state_dict(), which "
+            "holds it, or export a model of another recipe (docs/export.md has a table)"
+        )
+    return able[0]
+
+
+def _kept(model: nn.Module, layout: Layout, entries: Entries) -> dict[str, str]:
+    """The layers that are in codes and have no place in the layout, with the reason."""
+    kept = {}
+    for path, module, entry in entries:
+        if not isinstance(module, nn.Linear):
+            kept[path] = f"it is a {type(module).__name__}, and the layout is one of nn.Linear"
+        elif (why := layout.misfit(entry.shape)) is not None:
+            kept[path] = why
+    for path, _, _ in entries:
+        parent, _, name = path.rpartition(".")
+        group = next((names for names in FUSED if name in names), ())
+        fused = [other for n in group if (other := f"{parent}.{n}") != path and other in kept]
+        if path not in kept and fused:
+            kept[path] = f"servers put it together with {fused[0]}, which is not in codes"
+    return kept
+
+
+def _input_scale(path: str, module: Any, layout: Layout, recipe: str) -> Tensor:
+    """The scale of a layer's input, from the factor that training left."""
+    factor, why = states_of(module).get("input"), layout.input_refusal(part_of(module).spec.output.lhs)
+    if factor is None or not bool(factor[0].isfinite() & (factor[0] > 0)):
+        why = why or "the model was not trained under it before it was quantised"
+    if factor is None or why is not None:
+        raise LayoutError(
+            f"{path}: recipe {recipe!r} left no factor of its input for the layout {layout.name!r}: {why}. Choose a "
+            "layout whose inputs are rounded at every call (fp8-tensor, fp8-channel), or train under fp8-delayed"
+        )
+    return factor[:1].reciprocal()
+
+
+def without_codes(model: Any, entries: Entries) -> dict[str, Tensor]:
+    """A model's other tensors, each once, under the name that the model does not fill from another."""
+    parts = {f"{path}.{e.weight.name}_{part}" for path, _, e in entries for part in (*e.parts, "format")}
+    quantized = tuple(f"{path}._halfstep_" for path, _, _ in entries)
+    state: dict[str, Tensor] = model.state_dict()
+    tensors = {n: t for n, t in state.items() if n not in parts and not (quantized and n.startswith(quantized))}
+    filled = {*(getattr(model, "all_tied_weights_keys", None) or ())}
+    unsaved = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    seen: set[tuple[int, int]] = set()
+    found = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[0] in filled):
+        place = (tensor.data_ptr(), tensor.nbytes)
+        if name not in unsaved and not (tensor.numel() and place in seen and name in filled):
+            found[name] = tensor
+        seen.add(place)
+    return {name: found[name] for name in tensors if name in found}
 
 
 def write_pretrained(

@@ -1,4 +1,4 @@
-"""A model for inference: of the weights that a recipe's rules round, codes and scales are kept and nothing else."""
+"""A model for inference: of weights that a recipe's rules round, codes and scales are kept, nothing else; and back."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.adapters.gated import merge_smooth_scales
 from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import apply, revert
 from halfstep.nn.dtypes import count
+from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.paths import adapters_of
 from halfstep.nn.plan import Plan
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
-from halfstep.nn.quantized_weights import Weight, check_before_loading, freeze, place_codes, store_weight
+from halfstep.nn.quantized_weights import Stored, Weight, check_before_loading, freeze, place_codes, store_weight
 from halfstep.nn.scaling import detach, moved
-from halfstep.nn.smooth import merge_smooth_scales
+from halfstep.nn.stages import clear
 from halfstep.ops import Quantized
 from halfstep.ops.part import own_part, part_of
 from halfstep.ops.subclasses import check_initialized
@@ -296,3 +298,43 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
 
 def _rounds_weights(recipe: Recipe) -> bool:
     return any(rule.linear.output.rhs is not None for rule in recipe.rules)
+
+
+@torch.no_grad()
+def dequantize_model(model: nn.Module) -> None:
+    """Make a quantised model a stock one again, in place: each weight has the values of its codes, in the dtype that it
+    had when it was quantised, and requires no gradient. What rounding took stays lost; nothing is rounded any more.
+
+    For adapters: to merge them into weights in full precision, `halfstep.dequantize_model(model)` comes before PEFT's
+    `model.merge_and_unload()`.
+
+    Args:
+        model: what `halfstep.quantize_model` was called on, or what wraps it (PEFT).
+
+    Raises:
+        RecipeError: the model is not quantised.
+    """
+    root = root_of(model)
+    if not applied_to(root).quantized:
+        raise RecipeError(
+            f"this {type(root).__name__} follows {applied_to(root).recipe.name!r} and is not quantised, its weights "
+            "are values; halfstep.revert(model) takes the recipe away"
+        )
+    values: list[tuple[Any, dict[str, nn.Parameter]]] = []
+    for module in root.modules():
+        stored = part_of(module).stored
+        if not stored:
+            continue
+        hooks = module._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is check_before_loading]:
+            del hooks[key]
+        found = {}
+        for name, entry in stored.items():
+            if isinstance(entry, Stored):
+                found[name] = nn.Parameter(entry.values(module), requires_grad=False)
+                for part in (*entry.parts, "format"):
+                    delattr(module, f"{name}_{part}")
+        values.append((module, found))
+    clear(root)
+    for module, found in values:
+        module._parameters = {**found, **module._parameters}

@@ -6,7 +6,8 @@ checkpointing), or for several micro-batches, and nothing changes but that maxim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from halfstep.nn.adopt import extend
 from halfstep.nn.applied import Applied
 from halfstep.nn.clock import overdue
 from halfstep.nn.ranks import check_states
-from halfstep.nn.surviving import Surviving
 from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
 from halfstep.quant.captured import capturing
@@ -314,3 +314,34 @@ class Scalings:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3]) or "none"
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+@dataclass(frozen=True)
+class Surviving:
+    """The members of such a layer, for `adopt.extend`; its fields are functions of a module's top level."""
+
+    held: Callable[[nn.Module], list[tuple[str, Tensor]]]
+    """The buffers, by name."""
+    initial: Callable[[nn.Module, str, torch.device], Tensor]
+    """What one of them is before the first step."""
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        held, initial = self.held, self.initial
+
+        def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            before = dict(held(self))
+            stock._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for name, state in held(self):
+                    if state is not before[name] and state.dtype == before[name].dtype and not state.is_meta:
+                        state.copy_(initial(self, name, state.device) if before[name].is_meta else before[name])
+            return self
+
+        def _load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            stock._load_from_state_dict(self, *args, **kwargs)  # which may put weights in the place of those on meta
+            real = next((p.device for p in self.parameters() if not p.is_meta), None)
+            for name, state in held(self):
+                if state.is_meta and real is not None and name in self._non_persistent_buffers_set:
+                    self.register_buffer(name, initial(self, name, real), persistent=False)
+
+        return {"_apply": _apply, "_load_from_state_dict": _load_from_state_dict}

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from halfstep.nn.averages import watch_clones
-from halfstep.nn.step_hooks import remove_after_step
+from halfstep.nn.averages import remove_after_step, watch_clones
 from halfstep.ops.part import part_of
 from halfstep.recipe import Recipe
 

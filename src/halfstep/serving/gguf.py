@@ -23,7 +23,7 @@ from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import get_layout
 from halfstep.nn.adopt import stock_class
 from halfstep.nn.applied import Applied, applied_to
-from halfstep.nn.laid_out import KEY, stored_weights, without_codes
+from halfstep.nn.pretrained import KEY, stored_weights, without_codes
 from halfstep.nn.quantized_weights import matrices_of
 from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.ops import Quantized

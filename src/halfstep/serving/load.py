@@ -15,8 +15,7 @@ from halfstep.inspection import open_checkpoint
 from halfstep.inspection.files import parse_object
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.layouts import Layout, get_layout
-from halfstep.nn.laid_out import KEY
-from halfstep.nn.pretrained import loaded_names
+from halfstep.nn.pretrained import KEY, loaded_names
 from halfstep.nn.quantized import load_codes
 from halfstep.ops import Quantized
 from halfstep.ops.part import part_of

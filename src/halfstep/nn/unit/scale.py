@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,11 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import adopt, extend, is_covered, release
 from halfstep.nn.layers import kind_of
 from halfstep.nn.ranks import check_factors
-from halfstep.nn.unit import weights
 from halfstep.nn.unit.factors import Factors
 from halfstep.nn.unit.forwards import WHOLE, Shield, Unsaved, own
 from halfstep.nn.unit.functions import is_floating
-from halfstep.nn.unit.graph import Graph
+from halfstep.nn.unit.graph import SOURCES, Graph, Node
 from halfstep.nn.unit.plan import Plan, at_output, entries, plan
-from halfstep.nn.unit.report import UnitReport, operations, unseen
 from halfstep.nn.unit.trace import trace
 from halfstep.ops.part import part_of
 from halfstep.ops.subclasses import check_initialized
@@ -36,7 +35,7 @@ class UnitScaled:
     """What `unit_scale` leaves on a model's root."""
 
     report: UnitReport
-    divided: weights.Divided
+    divided: Divided
 
 
 def unit_scale(
@@ -80,7 +79,7 @@ def unit_scale(
     args, kwargs = _inputs(model, inputs, named)
     graph, output = trace(model, args, kwargs)
     divided = _unit_parameters(model, graph)
-    deviations = weights.standard_deviations(divided, name)
+    deviations = standard_deviations(divided, name)
     for node in graph.nodes:
         if node.kind == "parameter":
             node.outputs[0].square = 1.0 if node.function in divided else None
@@ -92,7 +91,7 @@ def unit_scale(
     check_factors(name, {f"{n.index} {n.place}": (n.alpha, *n.betas, *(n.weighted or ())) for n in graph.living()})
     made = plan(graph, name, residual is not None)
     vectors = _vectors(model, graph)
-    found = weights.divide(model, deviations, vectors)
+    found = divide(model, deviations, vectors)
     _adopt(model, made)
     notes = _notes(graph, bool(factors.residuals), loss is not None)
     rule = getattr(constraint, "__name__", None) or str(constraint or "none")
@@ -105,7 +104,7 @@ def unit_scale(
         name, rule, shares, operations(graph), deviations, tuple(found.vectors), unseen(graph), uncalled, notes
     )
     set_unit_part(model, scaled=UnitScaled(report, found))
-    extend(model, weights.Loading())
+    extend(model, Loading())
     return report
 
 
@@ -125,7 +124,7 @@ def revert_unit(model: nn.Module) -> None:
     for module in model.modules():
         release(module, beneath=True)
         set_unit_part(module, multipliers=None, forward=None, scaled=None)
-    weights.multiply(model, scaled.divided)
+    multiply(model, scaled.divided)
 
 
 def is_unit_scaled(model: nn.Module) -> bool:
@@ -282,3 +281,177 @@ def _notes(graph: Graph, residual: bool, loss: bool) -> tuple[str, ...]:
         notes.append("the loss is not seen: its gradient arrives at the model's output as it is; give `loss`, or take "
                      "halfstep.unit's losses, whose gradients are of unit size")  # fmt: skip
     return tuple(notes)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation that is scaled, and its factors at the traced shapes."""
+
+    path: str
+    """The module whose code it is."""
+    name: str
+    """The operation: `nn.Linear`, `layer_norm`, `add` ..."""
+    forward: str
+    """What its output, or each of its operands, is multiplied by."""
+    backward: tuple[float, ...]
+    """What the gradient of each operand is multiplied by, its parameters last."""
+    tied: bool
+    """Whether the gradient of an operand takes the output's factor, since its edge is no cut-edge."""
+    rule: str
+    """What the factors follow from."""
+
+    def __str__(self) -> str:
+        back = ", ".join(f"{factor:.4g}" for factor in self.backward)
+        tied = " (tied)" if self.tied else ""
+        return f"{self.path or '(model)'}: {self.name}: {self.forward}; gradients {back}{tied}: {self.rule}"
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """What `unit_scale` did, what it left alone and what it could not see. `print(report)` shows it."""
+
+    model: str
+    constraint: str
+    residual: str
+    operations: tuple[Operation, ...]
+    weights: dict[str, float]
+    """The standard deviation that each weight was divided by."""
+    zeroed: tuple[str, ...]
+    """Biases, gains and such that did not begin at 0 or 1, and now do."""
+    unseen: tuple[str, ...]
+    """Operations that are left alone, since their size is not known."""
+    uncalled: tuple[str, ...]
+    """Layers that the traced pass did not call: they are as they were."""
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}, unit-scaled: constraint {self.constraint}, residual additions {self.residual}"]
+        lines += [f"  {operation}" for operation in self.operations]
+        lines += [f"  weight divided by {deviation:.4g}: {name}" for name, deviation in self.weights.items()]
+        lines += [f"  set to its value at initialisation, 0 or 1: {name}" for name in self.zeroed]
+        lines += [f"  not known, left alone: {place}" for place in self.unseen]
+        lines += [f"  not called, left alone: {path}" for path in self.uncalled]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def operations(graph: Graph) -> tuple[Operation, ...]:
+    """Those that are scaled."""
+    shown = (
+        node
+        for node in graph.living()
+        if node.kind not in SOURCES and (node.rule or node.alpha != 1 or any(beta != 1 for beta in node.betas))
+    )
+    return tuple(_operation(node) for node in shown)
+
+
+def unseen(graph: Graph) -> tuple[str, ...]:
+    """Those whose size is not known."""
+    return tuple(
+        dict.fromkeys(node.place for node in graph.living() if node.facts.get("unseen") or node.kind == "unknown")
+    )
+
+
+def _operation(node: Node) -> Operation:
+    forward = f"times {node.alpha:.4g}"
+    if node.weighted:
+        forward = f"{node.weighted[0]:.4g} a + {node.weighted[1]:.4g} b"
+    elif node.kind == "scale":
+        forward = "as it is"
+    name = node.facts["leaf"].name if node.facts.get("leaf") else node.function
+    rule = node.rule or "a branch begins here"
+    return Operation(node.path, name, forward, tuple(node.betas), node.tied, rule)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What was done to the parameters, so that it can be undone."""
+
+    weights: dict[str, float]
+    """What each weight was divided by."""
+    vectors: dict[str, Tensor]
+    """What was taken from each bias, gain or vector that did not begin at 0 or 1."""
+
+
+def standard_deviations(parameters: dict[str, nn.Parameter], name: str) -> dict[str, float]:
+    """The standard deviation of each weight.
+
+    Raises:
+        ModelError: a weight has none to divide by, or is not finite.
+    """
+    found = {}
+    for path, parameter in parameters.items():
+        deviation = float(parameter.detach().double().std(correction=0))
+        if not 0 < deviation < float("inf"):
+            raise ModelError(
+                f"{name}: {path} {tuple(parameter.shape)} has a standard deviation of {deviation}; expected a weight "
+                "initialised at random, which unit_scale divides by it. Initialise it (torch.nn.init.normal_) first; "
+                "nothing was changed"
+            )
+        found[path] = deviation
+    return found
+
+
+@torch.no_grad()
+def divide(model: nn.Module, deviations: dict[str, float], vectors: dict[str, float]) -> Divided:
+    """Divide each weight, and set each vector to its number; say what it takes to undo it."""
+    parameters = dict(model.named_parameters())
+    taken: dict[str, Tensor] = {}
+    for name, value in vectors.items():
+        parameter = parameters[name]
+        if not bool((parameter == value).all()):
+            taken[name] = parameter.detach() - value
+            parameter.fill_(value)
+    for name, deviation in deviations.items():
+        parameters[name].div_(deviation)
+    return Divided(deviations, taken)
+
+
+@torch.no_grad()
+def multiply(model: nn.Module, divided: Divided) -> None:
+    """Undo `divide`: a weight comes back within one rounding of its dtype, exactly where it is a power of two."""
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, deviation in divided.weights.items():
+        if name in parameters:
+            parameters[name].mul_(deviation)
+    for name, offset in divided.vectors.items():
+        if name in parameters:
+            parameters[name].add_(offset.to(parameters[name].device))
+
+
+def plain_ones(model: nn.Module, divided: Divided) -> list[str]:
+    """The weights that are nearer in size to what they were divided by than to 1, where those two are far apart."""
+    parameters = dict(model.named_parameters())
+    found = []
+    for name, deviation in divided.weights.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.is_meta or 0.5 < deviation < 2:
+            continue
+        size = float(parameter.detach().double().std(correction=0))
+        if 0 < size < math.inf and abs(math.log(size / deviation)) < abs(math.log(size)):
+            found.append(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The members of a root that says so where it was given the weights of a model that is not unit-scaled."""
+
+    beneath: bool = True
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        load: Any = stock.load_state_dict
+
+        def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            loaded, divided = load(module, *args, **kwargs), unit_part(module).scaled.divided
+            if plain := plain_ones(module, divided):
+                warnings.warn(
+                    f"{type(module).__name__} is unit-scaled, and {len(plain)} of its {len(divided.weights)} "
+                    f"weights ({plain[0]} ...) were loaded in the size that they had before: a state dict of a model "
+                    "that is not unit-scaled? With such weights it computes something else. Load them first "
+                    "(halfstep.revert(model) undoes unit_scale), then call unit_scale",
+                    stacklevel=2,
+                )
+            return loaded
+
+        return {"load_state_dict": load_state_dict}
