@@ -103,21 +103,15 @@ class Graph:
         return (node for node in self.nodes if node.alive)
 
     def cut_edges(self) -> set[Edge]:
-        """The edges whose removal leaves the graph, taken as undirected, in two parts (Tarjan's bridges).
+        """The edges whose removal leaves the graph, taken as undirected, in two parts (bridges).
 
         What the outputs go to, a loss, is a node of it too.
         """
         loss = len(self.nodes)
-        ends: list[tuple[int, int]] = []
-        names: list[Edge | None] = []
-        for node in self.living():
-            for i, value in enumerate(node.operands):
-                ends.append((value.producer.index, node.index))
-                names.append((node, i))
-        for value in self.outputs:
-            ends.append((value.producer.index, loss))
-            names.append(None)
-        return {edge for i in _bridges(loss + 1, ends) if (edge := names[i]) is not None}
+        edges = [(node, i) for node in self.living() for i in range(len(node.operands))]
+        ends = [(node.operands[i].producer.index, node.index) for node, i in edges]
+        found = _bridges([*ends, *((value.producer.index, loss) for value in self.outputs)])
+        return {edges[number] for number in found if number < len(edges)}
 
     def inside(self, node: Node, operand: int) -> set[Node]:
         """The nodes all of whose paths to the model's outputs go through that operand: a residual branch.
@@ -159,38 +153,18 @@ def is_ancestor(first: Node, second: Node) -> bool:
     return False
 
 
-def _bridges(size: int, ends: list[tuple[int, int]]) -> list[int]:
-    """The edges, by number, that lie on no cycle. Source: Tarjan 1974."""
-    beside: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+def _bridges(ends: list[tuple[int, int]]) -> list[int]:
+    """The edges, by number, that lie on no cycle, of nodes that all lead to the last one, each by edges to later ones.
+
+    The first edge out of each node is its branch of a spanning tree. Every other edge closes a cycle, and is a bit of
+    what its ends are told: a branch lies on those cycles that an odd number of ends beyond it tell of.
+    """
+    branches: dict[int, int] = {}
+    told: Counter[int] = Counter()
     for edge, (u, v) in enumerate(ends):
-        beside[u].append((v, edge))
-        beside[v].append((u, edge))
-    entered, low = [-1] * size, [0] * size
-    bridges: list[int] = []
-    clock = 0
-    for root in range(size):
-        if entered[root] >= 0:
-            continue
-        entered[root] = low[root] = clock
-        clock += 1
-        stack = [(root, -1, iter(beside[root]))]
-        while stack:
-            u, by, rest = stack[-1]
-            for v, edge in rest:
-                if edge == by:
-                    continue
-                if entered[v] >= 0:
-                    low[u] = min(low[u], entered[v])
-                    continue
-                entered[v] = low[v] = clock
-                clock += 1
-                stack.append((v, edge, iter(beside[v])))
-                break
-            else:
-                stack.pop()
-                if stack:
-                    above = stack[-1][0]
-                    low[above] = min(low[above], low[u])
-                    if low[u] > entered[above]:
-                        bridges.append(by)
-    return bridges
+        if branches.setdefault(u, edge) != edge:
+            told[u] ^= 1 << edge
+            told[v] ^= 1 << edge
+    for u, edge in sorted(branches.items()):
+        told[ends[edge][1]] ^= told[u]
+    return [edge for u, edge in branches.items() if not told[u]]
