@@ -1,4 +1,4 @@
-"""DDP's communication hook: buckets in few bits."""
+"""DDP's communication hook: buckets in few bits. torch reads its annotations, which are no strings here."""
 
 from typing import Any
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from torch import nn
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.graph import Edge, Graph, Node, Value, is_ancestor
+from halfstep.grouping import grouped
+from halfstep.nn.unit.graph import Edge, Graph, Node, Value
 from halfstep.nn.unit.leaves import measured
 from halfstep.unit import factors, get_constraint
 from halfstep.unit.calibration import Attended
@@ -25,7 +26,7 @@ _MIXES = ("product", "linear", "matmul", "norm", "attention", "embedding", "soft
 
 
 class Factors:
-    """Gives every node of a graph its factors.
+    """Gives every node of a graph its factors, and its outputs their mean square, which a kind's rule returns.
 
     Args:
         constraint: how a tied group of factors becomes one.
@@ -37,13 +38,10 @@ class Factors:
         self._cuts = graph.cut_edges()
         self._attended = Attended()
         self.residuals: list[Node] = []
-        self._whole: dict[str, list[Node]] = {}
+        self._whole = grouped((node.path, node) for node in graph.living() if node.facts.get("leaf"))
         for node in graph.living():
-            if node.facts.get("leaf"):
-                self._whole.setdefault(node.path, []).append(node)
-        for node in graph.living():
-            rule: Callable[[Node], None] = getattr(self, f"_{node.kind}")
-            rule(node)
+            rule: Callable[[Node], float | None] = getattr(self, f"_{node.kind}")
+            node.mark(square=rule(node))
 
     def _is_free(self, node: Node, operand: int) -> bool:
         return (node, operand) in self._cuts
@@ -63,64 +61,59 @@ class Factors:
 
     # ---- what a pass begins with ------------------------------------------------------------------------------------
 
-    def _parameter(self, node: Node) -> None:
-        """Its mean square is what it will be: 1 of a weight that is divided by its standard deviation."""
+    def _input(self, node: Node) -> float | None:
+        """Its mean square is what the traced batch had; of a parameter what it will be, 1 of a weight that is divided
+        by its standard deviation."""
+        return node.outputs[0].square
 
-    def _input(self, node: Node) -> None:
-        """Its mean square is what the traced batch had."""
+    _parameter = _input
 
     # ---- operations that are scaled ---------------------------------------------------------------------------------
 
-    def _product(self, node: Node) -> None:
+    def _product(self, node: Node) -> float | None:
         x = node.operands[0]
         fan_in, fan_out, _ = _fans(node)
         rows = self._per_call(node, lambda each: _fans(each)[2])
         size = math.sqrt(x.square) if x.producer.kind == "input" and x.square else 1.0
-        betas = {0: fan_out**-0.5}
-        bias = None
-        for i, slot in enumerate(node.slots):
-            if slot == "weight":
-                betas[i] = rows**-0.5 / size
-                if self._is_free(node, i) and node.facts["leaf"].name != "convolution":
-                    node.facts["rows"] = rows
-            elif slot == "bias":
-                bias = i
-        if bias is not None and not self._is_free(node, bias):
+        weight = node.slots.index("weight")
+        if self._is_free(node, weight) and node.facts["leaf"].name != "convolution":
+            node.facts["rows"] = rows
+        if "bias" in node.slots and not self._is_free(node, node.slots.index("bias")):
             raise ModelError(
                 f"{self._model}.{node.path}: its bias is another layer's too, and its gradient cannot be the sum of "
                 "two that are scaled apart; give each layer a bias of its own, or none"
             )
-        self._resolve(node, fan_in**-0.5 / size, betas)
+        self._resolve(node, fan_in**-0.5 / size, {0: fan_out**-0.5, weight: rows**-0.5 / size})
         node.rule = "fan_in^-1/2" + (f" / {size:.3g}" if size != 1 else "") + "; to the input fan_out^-1/2"
-        square = None if x.square is None else node.alpha**2 * fan_in * x.square
-        _give(node, square)
+        return None if x.square is None else node.alpha**2 * fan_in * x.square
 
-    def _linear(self, node: Node) -> None:
+    def _linear(self, node: Node) -> float | None:
         """A product that a module's own code forms."""
         x, (fan_in, fan_out), rows = node.operands[0], node.facts["fans"], max(node.facts["rows"], 1)
         self._resolve(
             node, fan_in**-0.5, {0: fan_out**-0.5} | dict.fromkeys(range(1, len(node.operands)), rows ** (-0.5))
         )
         node.rule = "fan_in^-1/2; to the input fan_out^-1/2; to the weight rows^-1/2, at the traced size"
-        known = x.square is not None and node.operands[1].square is not None
-        _give(node, node.alpha**2 * fan_in * x.square * node.operands[1].square if known else None)
+        if x.square is None or node.operands[1].square is None:
+            return None
+        return node.alpha**2 * fan_in * x.square * node.operands[1].square  # type: ignore[no-any-return]
 
-    def _embedding(self, node: Node) -> None:
+    def _embedding(self, node: Node) -> float:
         table = node.operands[0]
         beta = math.sqrt(table.shape[0] / max(self._per_call(node, lambda each: each.facts["lookups"]), 1))
         self._resolve(node, 1.0, {0: beta})
         node.rule = "1; to the table (vocabulary / lookups)^1/2"
-        _give(node, node.alpha**2)
+        return node.alpha**2
 
-    def _norm(self, node: Node) -> None:
+    def _norm(self, node: Node) -> float:
         for i, slot in enumerate(node.slots):
             if (isinstance(slot, str) or i > 0) and self._is_free(node, i):
                 rows = math.prod(node.outputs[0].shape) / max(math.prod(node.operands[i].shape), 1)
                 node.betas[i] = rows**-0.5
         node.rule = "1; to gain and bias rows^-1/2"
-        _give(node, 1.0)
+        return 1.0
 
-    def _elementwise(self, node: Node) -> None:
+    def _elementwise(self, node: Node) -> float | None:
         x = node.operands[0]
         size = 1.0 if x.square is None else math.sqrt(x.square)
         call = node.facts.get("call") or _forward_of(node.facts["module"])
@@ -129,7 +122,7 @@ class Factors:
             return self._unknown(node)
         self._resolve(node, 1 / deviation, {0: 1 / slope})
         node.rule = f"measured on N(0, {size:.3g}^2): 1 / {deviation:.4g}; to the input 1 / {slope:.4g}"
-        return _give(node, node.alpha**2 * square)
+        return node.alpha**2 * square
 
     def _mean(self, node: Node) -> None:
         """How large a mean is depends on what its terms have in common, which is not known; its gradient is a share."""
@@ -137,44 +130,37 @@ class Factors:
             node.betas[0] = float(node.facts["count"])
             node.rule = "1, and of unknown size; to the input the number of terms"
         else:
-            node.facts["unseen"] = True
-        _give(node, None)
+            self._unknown(node)
 
-    def _scale(self, node: Node) -> None:
+    def _scale(self, node: Node) -> float | None:
         """A multiplication by a number is dropped: unit scaling sets the scale."""
         x = node.operands[0]
         if x.square is None:
-            return _give(node, None)
+            return None
         node.alpha = 1 / abs(node.facts["factor"])
         node.betas[0] = node.alpha
         node.rule = f"the factor {node.facts['factor']:.4g} is dropped"
         return _carry(node, x, x.square)
 
-    def _matmul(self, node: Node) -> None:
+    def _matmul(self, node: Node) -> float | None:
         a, b = node.operands
         shared = node.facts["shared"]
-        size = 1.0
-        if a.weights and a.square is not None and b.square is not None:
-            size = math.sqrt(a.square * b.square)
-        node.alpha = 1 / (math.sqrt(shared) * size)
-        node.betas = [node.alpha, node.alpha]
-        node.tied = True
-        node.rule = "shared^-1/2" if size == 1 else "1 / the mixed values' size, at the traced length"
-        known = a.square is not None and b.square is not None
-        _give(node, node.alpha**2 * shared * a.square * b.square if known else None)
+        both = None if a.square is None or b.square is None else a.square * b.square
+        size = math.sqrt(both) if a.weights and both is not None else 1.0
+        rule = "shared^-1/2" if size == 1 else "1 / the mixed values' size, at the traced length"
+        node.tie(1 / (math.sqrt(shared) * size), rule)
+        return None if both is None else node.alpha**2 * shared * a.square * b.square
 
-    def _softmax(self, node: Node) -> None:
+    def _softmax(self, node: Node) -> float | None:
         scores = node.operands[0]
         if not node.facts["last"] or scores.square is None:
             return self._unknown(node)
         energy = self._attended.energy(scores.shape, scores.square, scores.mask, causal=False)
-        _give(node, energy / max(scores.shape[-1], 1))
-        for value in node.outputs:
-            value.weights = True
+        node.mark(weights=True)
         node.rule = "its factor is in the product that follows"
-        return None
+        return energy / max(scores.shape[-1], 1)
 
-    def _attention(self, node: Node) -> None:
+    def _attention(self, node: Node) -> float | None:
         q, k, v, *bias = node.operands
         facts = node.facts
         if q.square is None or k.square is None or v.square is None or any(x.square is None for x in bias):
@@ -189,11 +175,9 @@ class Factors:
             scores = 1.0
         shape = (*q.shape[:-1], facts["sources"])
         energy = self._attended.energy(shape, scores, mask, facts["causal"]) / (1 - facts["p"])
-        node.alpha = 1 / math.sqrt(energy * v.square)
-        node.betas = [node.alpha] * len(node.operands)
-        node.tied = True
-        node.rule = f"1 / the mixed values' size, at the traced length {facts['sources']}; logits by size^-1/2"
-        return _give(node, 1.0)
+        rule = f"1 / the mixed values' size, at the traced length {facts['sources']}; logits by size^-1/2"
+        node.tie(1 / math.sqrt(energy * v.square), rule)
+        return 1.0
 
     def _cross_entropy(self, node: Node) -> None:
         facts = node.facts
@@ -201,11 +185,10 @@ class Factors:
             rows = facts["rows"] if facts["mean"] else 1
             node.betas[0] = rows * facts["classes"] / math.sqrt(facts["classes"] - 1)
             node.rule = "1; to the logits rows * classes / (classes - 1)^1/2"
-        _give(node, None)
 
     # ---- additions --------------------------------------------------------------------------------------------------
 
-    def _add(self, node: Node) -> None:
+    def _add(self, node: Node) -> float | None:
         if len(node.operands) == 1:
             return self._shift(node)
         a, b = node.operands
@@ -217,15 +200,11 @@ class Factors:
         if _line(a) & _line(b):  # a rotation, say: parts of one tensor, whose squares add up
             return _carry(node, a, a.square + b.square)
         shares = a.terms / (a.terms + b.terms), b.terms / (a.terms + b.terms)
-        node.weighted = math.sqrt(shares[0] / a.square), math.sqrt(shares[1] / b.square)
-        node.betas = list(node.weighted)
-        node.tied = True
-        node.rule = f"shares of variance {shares[0]:.3g} and {shares[1]:.3g}"
+        weights = math.sqrt(shares[0] / a.square), math.sqrt(shares[1] / b.square)
+        node.weigh(weights, weights, f"shares of variance {shares[0]:.3g} and {shares[1]:.3g}")
         self._sums(node)
-        _give(node, 1.0)
-        for value in node.outputs:
-            value.terms = a.terms + b.terms
-        return None
+        node.mark(terms=a.terms + b.terms)
+        return 1.0
 
     def _sums(self, node: Node) -> None:
         """Give the gradient of an operand that is broadcast, a sum over its copies, the factor copies^-1/2.
@@ -248,14 +227,14 @@ class Factors:
             node.betas[i] = copies
             node.rule = f"{node.rule + '; ' if node.rule else ''}to a broadcast operand copies^-1/2"
 
-    def _shift(self, node: Node) -> None:
+    def _shift(self, node: Node) -> float | None:
         """An addition of a constant."""
         x, mask = node.operands[0], node.facts["masks"]
         constant = 0.0 if mask is not None else node.facts["constant"] or 0.0
-        _carry(node, x, None if x.square is None else x.square + constant)
+        square = _carry(node, x, None if x.square is None else x.square + constant)
         if mask is not None:
-            for value in node.outputs:
-                value.mask = mask
+            node.mark(mask=mask)
+        return square
 
     def _skip(self, node: Node) -> int | None:
         """Which of an addition's operands is skipped to it: what the branch that the other one ends begins with."""
@@ -263,13 +242,13 @@ class Factors:
         if bases[0] is bases[1]:
             raise self._refusal(node, "adds a tensor to a view or a dropout of itself")
         for skip, branch in ((0, 1), (1, 0)):
-            if is_ancestor(bases[skip].producer, bases[branch].producer):
+            if self._graph.leads(bases[skip].producer, bases[branch].producer):
                 inner = self._graph.inside(node, branch)
                 if any(_base(x) is bases[skip] for n in inner for x in n.operands):
                     return skip
         return None
 
-    def _residual_add(self, node: Node, skip: int) -> None:
+    def _residual_add(self, node: Node, skip: int) -> float:
         branch = 1 - skip
         a, b = node.operands[skip], node.operands[branch]
         for value, what in ((a, "skipped value"), (b, "branch")):
@@ -278,28 +257,24 @@ class Factors:
         if a.shape != b.shape:
             raise self._refusal(node, f"adds {b.shape} to {a.shape} in a residual addition")
         share = self._residual if self._residual is not None else b.terms / (a.depth + b.terms)
-        weights = [0.0, 0.0]
-        weights[skip], weights[branch] = math.sqrt((1 - share) / a.square), math.sqrt(share / b.square)  # type: ignore[operator]
-        node.weighted = weights[0], weights[1]
-        node.betas[skip], node.betas[branch] = weights[skip], 1.0
-        node.tied = True
+        weights = {skip: math.sqrt((1 - share) / a.square), branch: math.sqrt(share / b.square)}  # type: ignore[operator]
+        betas = weights | {branch: 1.0}
+        rule = f"residual, share of the branch {share:.3g}; its gradient is scaled where the branch begins"
+        node.weigh((weights[0], weights[1]), (betas[0], betas[1]), rule)
         inner = self._graph.inside(node, branch)
         entries: list[Edge] = [(n, i) for n in inner for i, x in enumerate(n.operands) if x.producer not in inner]
         if b.producer not in inner:
             entries.append((node, branch))
         node.facts["entries"] = [(n, i, weights[branch]) for n, i in entries]
-        node.facts["skip"] = skip
-        node.rule = f"residual, share of the branch {share:.3g}; its gradient is scaled where the branch begins"
         self.residuals.append(node)
-        _give(node, 1.0)
-        for value in node.outputs:
-            value.depth = a.depth + b.terms
+        node.mark(depth=a.depth + b.terms)
+        return 1.0
 
     # ---- operations that carry --------------------------------------------------------------------------------------
 
     _sub = _add
 
-    def _mul(self, node: Node) -> None:
+    def _mul(self, node: Node) -> float | None:
         if len(node.operands) == 1:
             x, constant = node.operands[0], node.facts["constant"]
             return _carry(node, x, None if x.square is None or constant is None else x.square * constant)
@@ -309,28 +284,28 @@ class Factors:
         self._sums(node)
         if a.square is None or b.square is None:
             return self._unknown(node)
-        return _give(node, a.square * b.square)
+        return a.square * b.square
 
-    def _join(self, node: Node) -> None:
+    def _join(self, node: Node) -> float | None:
         counts = [math.prod(value.shape) for value in node.operands]
         if any(value.square is None for value in node.operands):
-            return _give(node, None)
+            return None
         total = sum(count * x.square for count, x in zip(counts, node.operands, strict=True))  # type: ignore[operator,misc]
         return _carry(node, node.operands[0], total / max(sum(counts), 1))
 
-    def _passive(self, node: Node) -> None:
-        _carry(node, node.operands[0], node.operands[0].square)
+    def _passive(self, node: Node) -> float | None:
+        square = _carry(node, node.operands[0], node.operands[0].square)
         if node.facts.get("mask") is not None:
-            for value in node.outputs:
-                value.mask = node.facts["mask"]
+            node.mark(mask=node.facts["mask"])
+        return square
 
-    def _dropout(self, node: Node) -> None:
+    def _dropout(self, node: Node) -> float | None:
         x, p = node.operands[0], node.facts["p"]
-        _carry(node, x, None if x.square is None else x.square / (1 - p))
+        return _carry(node, x, None if x.square is None else x.square / (1 - p))
 
-    def _unknown(self, node: Node) -> None:
+    def _unknown(self, node: Node) -> float | None:
         node.facts["unseen"] = True
-        _give(node, None)
+        return None
 
     def _refusal(self, node: Node, what: str) -> ModelError:
         return ModelError(
@@ -340,15 +315,10 @@ class Factors:
         )
 
 
-def _give(node: Node, square: float | None) -> None:
-    for value in node.outputs:
-        value.square = square
-
-
-def _carry(node: Node, x: Value, square: float | None) -> None:
-    for value in node.outputs:
-        value.square, value.terms, value.depth = square, x.terms, x.depth
-        value.mask, value.weights = x.mask, x.weights
+def _carry(node: Node, x: Value, square: float | None) -> float | None:
+    """The outputs are what x is, with that mean square."""
+    node.mark(terms=x.terms, depth=x.depth, mask=x.mask, weights=x.weights)
+    return square
 
 
 def _base(value: Value) -> Value:

@@ -67,6 +67,19 @@ class Node:
     def __post_init__(self) -> None:
         self.betas = [1.0] * len(self.operands)
 
+    def tie(self, factor: float, rule: str) -> None:
+        """Multiply the output and the gradients of all operands by one factor."""
+        self.alpha, self.betas, self.tied, self.rule = factor, [factor] * len(self.operands), True, rule
+
+    def weigh(self, weights: tuple[float, float], betas: tuple[float, float], rule: str) -> None:
+        """Multiply the two operands by weights, and their gradients by factors."""
+        self.weighted, self.betas, self.tied, self.rule = weights, list(betas), True, rule
+
+    def mark(self, **marks: Any) -> None:
+        """Say that of all outputs."""
+        for value in self.outputs:
+            vars(value).update(marks)
+
     @property
     def path(self) -> str:
         """The module whose code it is, or the whole module."""
@@ -135,22 +148,16 @@ class Graph:
                 inner.add(candidate)
         return inner
 
+    def leads(self, first: Node, second: Node) -> bool:
+        """Whether `second` depends on what `first` gives, or is it."""
+        reached = {first}
+        for node in self.nodes[first.index : second.index + 1]:
+            if any(value.producer in reached for value in node.operands):
+                reached.add(node)
+        return second in reached
+
     def _is_repeated(self, node: Node) -> bool:
         return any(path in self._repeated for path, _ in node.calls)
-
-
-def is_ancestor(first: Node, second: Node) -> bool:
-    """Whether `second` depends on what `first` gives, or is it."""
-    found, todo = {second}, [second]
-    while todo:
-        node = todo.pop()
-        if node is first:
-            return True
-        for value in node.operands:
-            if value.producer not in found and value.producer.index >= first.index:
-                found.add(value.producer)
-                todo.append(value.producer)
-    return False
 
 
 def _bridges(ends: list[tuple[int, int]]) -> list[int]:
