@@ -129,7 +129,6 @@ class Attended:
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], float] = {}
-        self._kept: list[Tensor] = []  # so that no id comes back
 
     def energy(self, shape: tuple[int, ...], square: float, mask: Tensor | None, causal: bool) -> float:
         """For scores of that shape (..., times, sources) and mean square.
@@ -138,10 +137,8 @@ class Attended:
         are left out.
         """
         times, sources = shape[-2:]
-        key = (times, sources, round(square, 6), None if mask is None else id(mask), causal)
+        key = (times, sources, round(square, 6), mask, causal)  # a mask is itself alone, whatever it holds
         if key not in self._found:
-            if mask is not None:
-                self._kept.append(mask)
             self._found[key] = _energy(times, sources, square, mask, causal)
         return self._found[key]
 

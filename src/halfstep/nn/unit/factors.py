@@ -272,8 +272,6 @@ class Factors:
 
     # ---- operations that carry --------------------------------------------------------------------------------------
 
-    _sub = _add
-
     def _mul(self, node: Node) -> float | None:
         if len(node.operands) == 1:
             x, constant = node.operands[0], node.facts["constant"]

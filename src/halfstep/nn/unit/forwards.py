@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+from halfstep.nn.unit.functions import named
 from halfstep.nn.unit.steps import Own
 from halfstep.ops.scale import scale_backward, scaled
 from halfstep.unit.activations import IN_PLACE, times
@@ -88,10 +89,8 @@ def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Attention as a module: one factor, and those that residual branches leave at its inputs."""
     plan: Whole = unit_part(module).forward
-    names = ("query", "key", "value")
-    placed = (*names, "mask", "is_causal")[: len(args)]
-    given = {**dict(zip(placed, args, strict=True)), **kwargs}
-    for name, factor in zip(names, plan.backward, strict=True):
+    given = named(("query", "key", "value", "mask", "is_causal"), args, kwargs)
+    for name, factor in zip(("query", "key", "value"), plan.backward, strict=True):
         given[name] = scale_backward(given[name], factor / plan.alpha)
     return stock(module, **given) * plan.alpha
 

@@ -43,6 +43,8 @@ VIEWS = frozenset(
 SAME = frozenset(("neg", "__neg__", "abs"))
 """Functions of one tensor that leave each element's magnitude."""
 
+ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""The arguments of `scaled_dot_product_attention`."""
 JOINS = frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
 NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "batch_norm"))
 CHOICES = frozenset(("where", "masked_fill", "masked_fill_"))
@@ -86,6 +88,11 @@ def tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int,
     """The tensors among a call's arguments, by their place among its leaves."""
     leaves = tree_leaves((args, dict(kwargs)))
     return [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+
+def named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, of which those by position have these."""
+    return {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
 
 
 def number(func: Callable[..., Any], args: tuple[Any, ...]) -> float | None:

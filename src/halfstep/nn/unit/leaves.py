@@ -26,8 +26,10 @@ _NORMS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm",
     nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
 }  # fmt: skip
-_SILENT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity, nn.Sequential)
-_SILENT_TOO = (nn.ModuleList, nn.ModuleDict, nn.Flatten, nn.Unflatten)
+_SILENT = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity, nn.Sequential, nn.ModuleList,
+    nn.ModuleDict, nn.Flatten, nn.Unflatten,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
         if isinstance(module, norm):
             own: Any = module
             return Leaf("norm", name, own.eps or 0.0) if stock and type(module).forward is norm.forward else None
-    if isinstance(module, (*_SILENT, *_SILENT_TOO)) or next(module.children(), None) is not None:
+    if isinstance(module, _SILENT) or next(module.children(), None) is not None:
         return None
     return _measured_norm(module) or _measured_elementwise(module)
 

@@ -155,7 +155,7 @@ def _step(node: Node) -> Step | None:
         if any(beta != 1 for beta in node.betas):
             return _gradients(node, call, backward)
         return Step(PASSIVE, call, node.function)
-    if node.kind in ("add", "sub") and node.weighted:
+    if node.weighted:
         return Step("add", call, node.function, 1.0, backward, node.facts["in_place"], node.weighted)
     if node.kind == "scale":
         factor = node.facts["factor"]

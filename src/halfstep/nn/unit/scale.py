@@ -207,15 +207,13 @@ def _unit_parameters(model: nn.Module, graph: Graph) -> dict[str, nn.Parameter]:
 
 def _vectors(model: nn.Module, graph: Graph) -> dict[str, float]:
     """The biases and gains of layers and norms, and what they begin at."""
-    found: dict[str, float] = {}
-    for node in graph.living():
-        leaf = node.facts.get("leaf")
-        for slot, value in zip(node.slots, node.operands, strict=True):
-            if leaf is not None and slot == "bias":
-                found[value.producer.function] = 0.0
-            elif leaf is not None and leaf.kind == "norm" and slot == "weight":
-                found[value.producer.function] = 1.0
-    return found
+    return {
+        value.producer.function: 0.0 if slot == "bias" else 1.0
+        for node in graph.living()
+        if node.facts.get("leaf")
+        for slot, value in zip(node.slots, node.operands, strict=True)
+        if slot == "bias" or (slot == "weight" and node.facts["leaf"].kind == "norm")
+    }
 
 
 def _gradient(loss: Callable[[Any], Tensor], output: Any, name: str) -> float:
@@ -250,20 +248,17 @@ def _check_finite(graph: Graph, name: str) -> None:
 
 def _adopt(model: nn.Module, made: Plan) -> None:
     modules: dict[str, Any] = dict(model.named_modules())
-    for path, spec in made.products.items():
-        module = modules[path]
-        kind = kind_of(module)
-        assert kind is not None
-        set_unit_part(module, multipliers=spec)
-        adopt(module, kind.forward, beneath=True)
-        extend(module, Shield())
-    for path, (operation, whole) in made.whole.items():
-        set_unit_part(modules[path], forward=whole)
-        adopt(modules[path], WHOLE[operation], beneath=True)
-        extend(modules[path], Shield())
-    for path, steps in made.own.items():
-        set_unit_part(modules[path], forward=steps)
-        adopt(modules[path], own, beneath=True)
+    kinds: dict[str, Any] = {path: kind_of(modules[path]) for path in made.products}
+    given: list[tuple[str, dict[str, Any], Any]] = [
+        *((path, {"multipliers": spec}, kinds[path].forward) for path, spec in made.products.items()),
+        *((path, {"forward": whole}, WHOLE[kind]) for path, (kind, whole) in made.whole.items()),
+        *((path, {"forward": steps}, own) for path, steps in made.own.items()),
+    ]
+    for path, part, forward in given:
+        set_unit_part(modules[path], **part)
+        adopt(modules[path], forward, beneath=True)
+        if path not in made.own:
+            extend(modules[path], Shield())
     for module in modules.values():
         if hasattr(module, "save_pretrained"):
             extend(module, Unsaved())

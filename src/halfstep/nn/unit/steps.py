@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.functions import activation, canonical, counts, signature
+from halfstep.nn.unit.functions import ATTENTION, activation, canonical, counts, named, signature
 from halfstep.ops.scale import scale_backward, scaled, weighted_sum
 from halfstep.unit.activations import times
 
@@ -154,15 +154,12 @@ def _matmul(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _attention(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-    alpha, backward = step.alpha, dict(step.backward)
-    for i, name in enumerate(names[:3]):
+    given, alpha, backward = named(ATTENTION, args, kwargs), step.alpha, dict(step.backward)
+    for i, name in enumerate(ATTENTION[:3]):
         given[name] = scale_backward(given[name], backward.get(i, alpha) / alpha)
     if len(step.numbers) > 1:
         given["attn_mask"] = scaled(given["attn_mask"], step.numbers[1], step.numbers[1] * step.numbers[2])
-    y = func(**{**given, "scale": step.numbers[0]})
-    return y * alpha
+    return func(**{**given, "scale": step.numbers[0]}) * alpha
 
 
 def _elementwise(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import ModelError
 from halfstep.nn.unit.functions import (
+    ATTENTION,
     CHOICES,
     DETACHED,
     ELEMENTWISE,
@@ -25,6 +26,7 @@ from halfstep.nn.unit.functions import (
     counts,
     is_floating,
     is_in_place,
+    named,
     number,
     signature,
     tensors,
@@ -109,10 +111,10 @@ class _Recorder(TorchFunctionMode):
 
     def source(self, kind: str, name: str, x: Tensor) -> None:
         """A tensor that the pass begins with."""
-        node = Node(kind, name, (), [], [], len(self.nodes))
         square = float(x.detach().double().square().mean()) if kind == "input" and x.numel() and not x.is_meta else None
-        self._give(node, x, square)
+        node = Node(kind, name, (), [], [], len(self.nodes))
         self.nodes.append(node)
+        self._give(node, x, square)
 
     def _give(self, node: Node, x: Tensor, square: float | None = None) -> None:
         value = Value(node, tuple(x.shape), square)
@@ -123,16 +125,12 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
         """Within it, calls of the model's modules are seen."""
-        handles = []
-        for path, module in model.named_modules():
-            before, after = self._hooks(path, module)
-            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for path, module in model.named_modules():
+                before, after = self._hooks(path, module)
+                hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hooks(self, path: str, module: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
         leaf = self._leaves.get(path)
@@ -156,14 +154,15 @@ class _Recorder(TorchFunctionMode):
         found = [(i, self.values[id(x)]) for i, x in tensors(args, kwargs) if id(x) in self.values]
         own = [(name, self.values[id(p)]) for name, p in module.named_parameters(recurse=False)]
         if not found and leaf.kind != "embedding":
-            given = next((x for _, x in tensors(args, kwargs) if is_floating(x)), None)
-            if given is None or not own:
+            first = next((x for _, x in tensors(args, kwargs) if is_floating(x)), None)
+            if first is None or not own:
                 return
-            self.source("input", "constant", given)
-            found = [(0, self.values[id(given)])]
+            self.source("input", "constant", first)
+            found = [(0, self.values[id(first)])]
         facts: dict[str, Any] = {"leaf": leaf, "module": module}
         if leaf.kind == "attention":
-            facts |= _attention_facts(*_bound(module, args, kwargs))
+            given = named(("query", "key", "value", "mask", "is_causal"), args, kwargs)
+            facts |= _attention_facts(given, given.get("mask"), getattr(module, "dropout", 0.0))
         if leaf.kind == "embedding":
             facts["lookups"] = (args[0] if args else next(iter(kwargs.values()))).numel()
         self._add(leaf.kind, leaf.name, [*found, *own], facts, output)
@@ -179,7 +178,7 @@ class _Recorder(TorchFunctionMode):
 
     def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         name = canonical(func, args)
-        given = [(i, x) for i, x in tensors(args, kwargs)]
+        given = tensors(args, kwargs)
         live = [(i, self.values[id(x)]) for i, x in given if id(x) in self.values]
         in_place = is_in_place(func, kwargs)
         if name == "__setitem__":
@@ -190,13 +189,11 @@ class _Recorder(TorchFunctionMode):
         same = not in_place and all(any(x is y for _, y in given) for x in floats)  # it returned what it was given
         if not live or not floats or name in DETACHED or same:
             if counts(args, kwargs):  # told apart from the others when the code runs again
-                node = Node("constant", name, tuple(self._calls), [], [], len(self.nodes))
-                node.facts["signature"] = signature(name, args)
-                self.nodes.append(node)
+                self._add("constant", name, [], {"signature": signature(name, args)})
             return
         constants = [x for _, x in given if id(x) not in self.values and is_floating(x)]
         kind, facts = _kind(func, name, args, kwargs, live, constants, output)
-        facts |= {"signature": signature(name, args), "in_place": in_place, "func": func}
+        facts |= {"signature": signature(name, args), "in_place": in_place}
         self._add(kind, name, live, facts, *floats)
 
     def _add(
@@ -239,7 +236,8 @@ def _kind(
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return "softmax", {"last": dim in (-1, args[0].dim() - 1)}
     if name == "scaled_dot_product_attention":
-        return "attention", _attention_facts(*_sdpa(*args, **kwargs))
+        given = named(ATTENTION, args, kwargs)
+        return "attention", _attention_facts(given, given.get("attn_mask"), given.get("dropout_p", 0.0))
     if name == "cross_entropy":
         return "cross_entropy", _loss_facts(*args, **kwargs)
     if name in ELEMENTWISE and len(live) == 1:
@@ -277,30 +275,9 @@ def _loss_facts(input: Tensor, target: Tensor, *_: Any, **kwargs: Any) -> dict[s
     return {"classes": classes, "rows": rows, "mean": kwargs.get("reduction", "mean") == "mean"}
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> tuple[Any, ...]:
-    return query, key, value, attn_mask, is_causal, dropout_p
-
-
-def _bound(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    def call(query: Any, key: Any, value: Any, mask: Any = None, is_causal: bool = False) -> tuple[Any, ...]:
-        return query, key, value, mask, is_causal, getattr(module, "dropout", 0.0)
-
-    return call(*args, **kwargs)
-
-
-def _attention_facts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float
-) -> dict[str, Any]:
-    sizes = {"size": query.shape[-1], "times": query.shape[-2], "sources": key.shape[-2]}
-    return {**sizes, "mask": mask, "causal": is_causal, "p": p}
+def _attention_facts(given: Mapping[str, Any], mask: Tensor | None, p: float) -> dict[str, Any]:
+    query, sources = given["query"], given["key"].shape[-2]
+    return {"size": query.shape[-1], "sources": sources, "mask": mask, "causal": given.get("is_causal", False), "p": p}
 
 
 def _square(constants: list[Tensor]) -> float | None:
