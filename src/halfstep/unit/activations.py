@@ -6,6 +6,7 @@ they are at hand. What is kept for the backward pass is what torch keeps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,37 +105,18 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 
+def _sharpened(x: Tensor, mult: float) -> Tensor:
+    return x if mult == 1 else x * mult
+
+
 def value(x: Tensor, name: str) -> Tensor:
     """The activation of that name, torch's."""
-    match name:
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "silu":
-            return F.silu(x)
-        case "relu":
-            return F.relu(x)
-        case "tanh":
-            return torch.tanh(x)
-        case _:
-            return torch.sigmoid(x)
+    return _FUNCTIONS[name][0](x)
 
 
 def _gradient(grad: Tensor, kept: Tensor, name: str, mult: float, output: float) -> Tensor:
     """f'(mult x) times grad, of what was kept: x, or the scaled result of the functions that torch keeps that of."""
-    match name:
-        case "gelu" | "gelu_tanh":
-            x = kept if mult == 1 else kept * mult
-            return _aten.gelu_backward(grad, x, approximate="none" if name == "gelu" else "tanh")  # type: ignore[no-any-return]
-        case "silu":
-            return _silu_gradient(grad, kept if mult == 1 else kept * mult)
-        case "relu":
-            return _aten.threshold_backward(grad, kept, 0)  # type: ignore[no-any-return]
-        case "tanh":
-            return _aten.tanh_backward(grad, kept / output)  # type: ignore[no-any-return]
-        case _:
-            return _aten.sigmoid_backward(grad, kept / output)  # type: ignore[no-any-return]
+    return _FUNCTIONS[name][1](grad, kept, mult, output)  # type: ignore[no-any-return]
 
 
 def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -144,6 +126,20 @@ def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad * share * (1 + x * (1 - share))
 
 
+_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, float, float], Any]]] = {
+    "gelu": (F.gelu, lambda grad, x, mult, _: _aten.gelu_backward(grad, _sharpened(x, mult), approximate="none")),
+    "gelu_tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda grad, x, mult, _: _aten.gelu_backward(grad, _sharpened(x, mult), approximate="tanh"),
+    ),
+    "silu": (F.silu, lambda grad, x, mult, _: _silu_gradient(grad, _sharpened(x, mult))),
+    "relu": (F.relu, lambda grad, y, _, output: _aten.threshold_backward(grad, y, 0)),
+    "tanh": (torch.tanh, lambda grad, y, _, output: _aten.tanh_backward(grad, y / output)),
+    "sigmoid": (torch.sigmoid, lambda grad, y, _, output: _aten.sigmoid_backward(grad, y / output)),
+}
+"""Each as torch has it, and its gradient of what it keeps."""
+
+
 class _Activation(torch.autograd.Function):
     """f(mult x) times `output`, whose gradient is f'(mult x) times `grad`."""
 
@@ -151,7 +147,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, mult: float, output: float, grad: float) -> Tensor:
-        return apart(_times(value(x if mult == 1 else x * mult, name), output))
+        return apart(_times(value(_sharpened(x, mult), name), output))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -181,7 +177,7 @@ class _Gated(torch.autograd.Function):
     def forward(
         x: Tensor, gate: Tensor, mult: float, output: float, grad_x: float, grad_gate: float
     ) -> tuple[Tensor, Tensor]:
-        gated = F.silu(gate if mult == 1 else gate * mult)
+        gated = F.silu(_sharpened(gate, mult))
         return apart(_product(gated, x, output)), gated
 
     @staticmethod
@@ -203,7 +199,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, gated = ctx.saved_tensors
-        inner = gate if ctx.mult == 1 else gate * ctx.mult
+        inner = _sharpened(gate, ctx.mult)
         grad_x = grad_gate = None
         if ctx.needs_input_grad[0]:
             gated = F.silu(inner) if torch.is_grad_enabled() else gated  # for a derivative of this gradient

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.constant import constant
-from halfstep.errors import ModelError, unknown
+from halfstep.errors import ModelError, one_of
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 from halfstep.unit.constraint import RULES, Constraint, get_constraint
 
@@ -336,8 +336,7 @@ def activation(name: str, mult: float = 1.0) -> tuple[float, float]:
         raise ModelError(f"mult = {mult} of {name}; expected a positive number: 1 for the function itself")
     if name == "relu":
         return math.sqrt(2 / (1 - 1 / math.pi)), math.sqrt(2)
-    if name not in _FUNCTIONS:
-        raise ModelError(unknown("activation", name, [*_FUNCTIONS, "relu"]))
+    one_of("activation", name, [*_FUNCTIONS, "relu"], ModelError)
     mean, square, slope = _moments(name, mult)
     return mult / math.sqrt(square - mean * mean), 1 / math.sqrt(slope)
 

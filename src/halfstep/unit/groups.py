@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, OptimizerError, one_of
+from halfstep.grouping import grouped
 from halfstep.unit.optimizers import OptimizerKind, optimizer_kind
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization
 from halfstep.unit.part import unit_part
@@ -64,10 +65,7 @@ def parameter_groups(
         options = {key: value for key, value in group.items() if key not in ("params", "lr", "weight_decay")}
         rate, strength = group.get("lr", lr), float(group.get("weight_decay", weight_decay))
         _check(rate, strength, meaning, kind, optimizer)
-        split: dict[float, list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter in factors:
-                split.setdefault(factors[parameter], []).append(parameter)
+        split = grouped((factors[parameter], parameter) for parameter in group["params"] if parameter in factors)
         for factor, parameters in split.items():
             own = rate * factor
             decays = {"weight_decay": strength if meaning == "coupled" else strength / float(own)}
@@ -89,9 +87,7 @@ def _listed(group: Mapping[str, Any]) -> dict[str, Any]:
 def _factors(model: nn.Module, groups: list[dict[str, Any]], factor: Any) -> dict[Tensor, float]:
     """Each parameter's factor; none of a frozen parameter whose role nothing tells."""
     known, missing = known_roles(model)
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
     wanted = [parameter for group in groups for parameter in group["params"]]
     if not wanted:
         raise ModelError(f"{type(model).__name__} has no parameters to group; build its layers first")

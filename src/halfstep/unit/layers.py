@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.errors import ModelError, unknown
+from halfstep.errors import ModelError, one_of
 from halfstep.ops.function import run
 from halfstep.ops.scale import scale_backward, scale_forward, scaled, weighted_sum
 from halfstep.unit import factors
@@ -169,7 +169,7 @@ def cross_entropy(
         if not target.is_floating_point():
             return run(_Loss, total, (target != ignore_index).sum(), factor)  # type: ignore[no-any-return]
         return run(_Loss, total, total.new_tensor(counted), factor)  # type: ignore[no-any-return]
-    _check(reduction)
+    one_of("reduction", reduction, ("mean", "none", "sum"), ModelError)
     return scale_backward(F.cross_entropy(*losses, reduction=reduction, **options), factor)
 
 
@@ -186,18 +186,13 @@ def mse_loss(input: Tensor, target: Tensor, reduction: Reduction = "mean") -> Te
     if reduction == "mean":
         total = F.mse_loss(_wide(input), _wide(target), reduction="sum")
         return run(_Loss, total, total.new_tensor(float(input.numel())), factors.mse_loss())  # type: ignore[no-any-return]
-    _check(reduction)
+    one_of("reduction", reduction, ("mean", "none", "sum"), ModelError)
     return scale_backward(F.mse_loss(_wide(input), _wide(target), reduction=reduction), factors.mse_loss())
 
 
 def _wide(x: Tensor) -> Tensor:
     """A sum of 16-bit losses may overflow."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _check(reduction: str) -> None:
-    if reduction not in ("none", "sum"):
-        raise ModelError(unknown("reduction", reduction, ("mean", "none", "sum")))
 
 
 class _Loss(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
-from halfstep.errors import ModelError, unknown
+from halfstep.errors import ModelError, one_of
 from halfstep.registry import collect
 from halfstep.unit.parametrization.base import DECAYS, Parametrization
 
@@ -36,9 +36,8 @@ def get_parametrization(
     >>> get_parametrization("umup").decay
     'independent'
     """
-    if not isinstance(name, Parametrization) and name not in _by_name():
-        raise ModelError(unknown("parametrization", name, _by_name()))
-    found = name if isinstance(name, Parametrization) else _by_name()[name]
+    known = _by_name()
+    found = name if isinstance(name, Parametrization) else known[one_of("parametrization", name, known, ModelError)]
     if base_width is None and width is None:
         return found
     if base_width is None or width is None or base_width < 1 or width < 1:

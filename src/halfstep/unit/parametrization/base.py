@@ -17,6 +17,19 @@ DECAYS = {
 """What a weight decay means, by its name."""
 
 
+def unit_multiplier(role: Role) -> float:
+    """fan_in^-1/2 for hidden matrices and for one that takes the data, so that what leaves it has unit variance too;
+    1 / fan_in for the last; 1 for all else, tables among them."""
+    if role.kind == "readout":
+        return 1 / role.fan_in
+    return float(role.fan_in**-0.5) if role.kind in ("hidden", "input") else 1.0
+
+
+def unit_init(role: Role) -> float:
+    """0 for biases, 1 for all else."""
+    return 0.0 if role.kind == "bias" else 1.0
+
+
 @dataclass(frozen=True)
 class Parametrization:
     """W = A w, with w ~ N(0, B^2) at the start, and steps of w of C times the learning rate, each by the role.

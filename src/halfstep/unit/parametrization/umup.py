@@ -2,19 +2,8 @@
 
 from halfstep.errors import OptimizerError
 from halfstep.unit.optimizers import OptimizerKind
-from halfstep.unit.parametrization.base import Parametrization
+from halfstep.unit.parametrization.base import Parametrization, unit_init, unit_multiplier
 from halfstep.unit.roles import Role
-
-
-def _multiplier(role: Role) -> float:
-    """fan_in^-1/2 for matrices, 1 / fan_in for the readout."""
-    if role.kind == "readout":
-        return 1 / role.fan_in
-    return float(role.fan_in**-0.5) if role.kind in ("hidden", "input") else 1.0
-
-
-def _init(role: Role) -> float:
-    return 0.0 if role.kind == "bias" else 1.0
 
 
 def _adam(role: Role) -> float:
@@ -43,9 +32,7 @@ def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
     SGD behind an unconstrained readout sees gradients of unit scale, as Adam makes them: it follows Adam's rule.
     """
     depth = 1.0 if role.depth is None else float(role.depth**-0.5)
-    if optimizer.rule == "adam":
-        return depth * _adam(role)
-    if readout == "none":
+    if optimizer.rule == "adam" or readout == "none":
         return depth * _adam(role)
     if readout == "to_output":
         return depth * _sgd(role)
@@ -60,8 +47,8 @@ umup = Parametrization(
     name="umup",
     summary="Unit-scaled muP: no base width, no initial scale; the learning rate is the one thing to sweep.",
     source="Blake et al. 2025, arXiv 2407.17465; graphcore-research/unit-scaling, optim.py; Aleph-Alpha/scaling",
-    multiplier=_multiplier,
-    init=_init,
+    multiplier=unit_multiplier,
+    init=unit_init,
     lr=_lr,
     decay="independent",
 )
