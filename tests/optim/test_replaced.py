@@ -103,7 +103,8 @@ def test_what_the_optimizer_does_not_lack_is_left_alone():
     x = torch.randn(12, 16)
     train(model, optimizer, scaler, 1, data=(batch()[0], x))
     torch.optim.Optimizer.zero_grad(optimizer)
-    optimizer.step()  # no gradient at all: torch does nothing
+    with pytest.warns(UserWarning, match="this step moved none"):
+        optimizer.step()  # no gradient at all: torch does nothing
 
 
 def test_pruning_that_keeps_the_parameter_is_followed():
@@ -315,3 +316,21 @@ def test_weights_that_were_cast_are_not_trained_so(name):
     model.to(was).zero_grad()
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
+
+
+def test_a_step_that_has_no_gradient_warns_and_moves_nothing():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
+    model.requires_grad_(False)
+    adapter = model[0].adapter = nn.Linear(4, 4)  # as an adapter library does it after prepare
+    before = [parameter.clone() for parameter in model.parameters()]
+    scaler.scale(adapter(model(torch.randn(2, 4))).square().sum()).backward()
+    with pytest.warns(UserWarning, match=r"this step moved none.*added after halfstep.prepare.*add_param_group"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_step_that_has_some_gradient_does_not_warn():
+    model, optimizer, scaler = prepared("bf16-mixed")
+    model[0].requires_grad_(False)
+    train(model, optimizer, scaler, 1)  # a warning would be an error

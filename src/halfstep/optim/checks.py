@@ -32,6 +32,13 @@ UNSCALED = (
     "accelerator.prepare. To train without a scale on purpose, use a recipe without ('fp16-mixed-unscaled')"
 )
 
+NO_GRADIENT = (
+    "no parameter of this optimizer has a gradient, and this step moved none. Call backward() before it. If you did, "
+    "the gradients went to parameters that it lacks: adapters and layers added after halfstep.prepare (add them before "
+    "it, or by optimizer.add_param_group), or those of a model that fully_shard or a copy took over (under FSDP2 call "
+    "halfstep.apply, shard, build torch's optimizer on what came out, and hand it to halfstep.optimize)"
+)
+
 Namer = Callable[[Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
 

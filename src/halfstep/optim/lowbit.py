@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.checks import UNSCALED, check_new_group, check_parameters, check_step, warn_of_late
+from halfstep.optim.checks import NO_GRADIENT, UNSCALED, check_new_group, check_parameters, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
@@ -203,12 +203,11 @@ class LowBit(Stepping):
                 if parameter.grad is not None:
                     stepped.append((parameter, parameter.grad, group, index))
                 index += 1
-        if self.recipe.codes is not None and not stepped:
-            raise OptimizerError(
-                "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
-                "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
-            )
         self.check()
+        if index and not stepped and self.per_layer is None:
+            if self.recipe.codes is not None:
+                raise OptimizerError(NO_GRADIENT)
+            warnings.warn(NO_GRADIENT, stacklevel=5)
         if self.recipe.master is not None or self.recipe.codes is not None:
             self._start_late()
         self._together.take(self, stepped, kernels=self._watch is None)

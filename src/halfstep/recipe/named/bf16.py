@@ -128,7 +128,7 @@ bf16_stochastic = Recipe(
     compute="bf16",
 )
 
-_truncate = Quantizer(formats.get("bf16"), "toward_zero")
+_truncate = Quantizer(formats.get("bf16"), "toward_zero", "ieee")
 _product = Matmul(_truncate, _truncate)
 
 bf16_truncate = Recipe(

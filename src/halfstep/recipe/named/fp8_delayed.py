@@ -23,7 +23,11 @@ fp8_delayed = delayed_recipe(
     get_scaling("delayed", history=1024, algorithm="max", margin=0),
     summary="E4M3 forward, E5M2 gradients, one scale a tensor from the largest amax of the last 1024 steps.",
     source="NVIDIA Transformer Engine, DelayedScaling and its defaults (fp8_format HYBRID)",
-    notes=(_FIRST, "What outgrows its history saturates."),
+    notes=(
+        _FIRST,
+        "What outgrows its history saturates, an infinity too, as in Transformer Engine: the loss may look usual, and "
+        "halfstep.track names the tensor. NaN stays NaN.",
+    ),
 )
 
 fp8_delayed_megatron = delayed_recipe(
