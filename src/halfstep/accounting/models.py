@@ -16,7 +16,7 @@ from torch import nn
 
 from halfstep.accounting.subject import Batch, Subject
 from halfstep.errors import ModelError, unknown
-from halfstep.inspection.opening import open_checkpoint
+from halfstep.inspection import open_checkpoint
 from halfstep.inspection.readers.sharded import read_json
 from halfstep.registry import load_function
 

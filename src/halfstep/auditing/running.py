@@ -17,7 +17,7 @@ from halfstep.auditing.setup import Setup, kept_as, name_of, set_up
 from halfstep.auditing.watch import Moved, Watch
 from halfstep.bits.sentences import percent
 from halfstep.errors import OptimizerError, RunError
-from halfstep.optim.rules import rule_of
+from halfstep.optim import rule_of
 from halfstep.recipe import get_recipe
 
 

@@ -16,7 +16,7 @@ from halfstep.errors import HalfstepError, RunError
 
 
 if TYPE_CHECKING:
-    from halfstep.auditing.running import Running
+    from halfstep.auditing import Running
 
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """What follows the script is the script's."""
@@ -114,8 +114,7 @@ def _watched(program: Callable[[], None], steps: int | None) -> tuple[Running, .
     Raises:
         RunError: it took no step.
     """
-    from halfstep.auditing.running import running
-    from halfstep.auditing.watch import Watch
+    from halfstep.auditing import Watch, running
 
     def enough() -> None:
         raise _Enough

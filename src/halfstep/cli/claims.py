@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from halfstep import claims as ledger
-from halfstep.claims.claim import RESULTS, Claim
+from halfstep.claims import Claim
+from halfstep.claims.claim import RESULTS
 from halfstep.claims.page import as_data, by_subject, describe
 from halfstep.claims.page import markdown as page
 from halfstep.cli.terminal import Json, fail, line_width, show_json, show_table

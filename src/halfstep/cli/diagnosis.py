@@ -17,7 +17,7 @@ from halfstep.kernels.gpu import launch
 from halfstep.kernels.gpu.source import finding, moving, norming
 from halfstep.kernels.unit_kinds import PAYS
 from halfstep.ops import is_native_available
-from halfstep.optim.rules import update_rules
+from halfstep.optim import update_rules
 from halfstep.quant import TENSOR, Quantizer
 from halfstep.recipe import DTYPES, Recipe, get_recipe, list_recipes
 

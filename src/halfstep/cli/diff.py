@@ -17,8 +17,7 @@ from halfstep.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.inspection.difference import Difference
-    from halfstep.inspection.difference_text import TensorDifference
+    from halfstep.inspection import Difference, TensorDifference
 
 
 _LISTED = 10

@@ -13,14 +13,14 @@ import typer
 
 from halfstep.cli.terminal import Json, fail, show_json, show_table, write_text
 from halfstep.errors import KnowledgeBaseError, unknown
-from halfstep.kb import Entry, KnowledgeBase, load
+from halfstep.kb import DEFAULT_OVERLAY, Entry, KnowledgeBase, load
 from halfstep.kb import add as adding
 from halfstep.kb import export as exporting
+from halfstep.kb import search as find_text
 from halfstep.kb.add import add_entry, slug
 from halfstep.kb.descriptions import describe_answer, describe_verdict
-from halfstep.kb.reader import DEFAULT_OVERLAY, data_files, package_folder, read, words
+from halfstep.kb.reader import data_files, package_folder, read, words
 from halfstep.kb.resolve import find
-from halfstep.kb.resolve import search as find_text
 from halfstep.kb.verdict import judge
 from halfstep.printable import printable, some
 

@@ -61,9 +61,8 @@ def probe(
     _check(write_recipe, loss_scale)
     try:
         with stages("loading torch and the model") as progress:
-            from halfstep.probe import probe_model
+            from halfstep.probe import probe_model, target
             from halfstep.probe.inputs import load_model
-            from halfstep.probe.suggest import target
 
             target(to, loss_scale)  # a wrong name is said before the model is loaded
             loaded = load_model(model)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, HalfstepError, MissingLibraryError
-from halfstep.inspection import open_checkpoint
+from halfstep.inspection import Checkpoint, StoredTensor, open_checkpoint
 from halfstep.inspection.files import parse_object
-from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.layouts import Layout, get_layout
 from halfstep.nn.pretrained import KEY, loaded_names
 from halfstep.nn.quantized import load_codes

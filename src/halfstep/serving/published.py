@@ -12,8 +12,8 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.errors import CheckpointError
 from halfstep.grouping import grouped
+from halfstep.inspection import Checkpoint, StoredTensor
 from halfstep.inspection.schemes import tile_of
-from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.ops import Quantized
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer, get_scaling
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
