@@ -16,7 +16,7 @@ from typing import Any
 from halfstep import formats
 from halfstep.lab.compare import open_experiment
 from halfstep.lab.environment import environment
-from halfstep.lab.facts import Metric, list_tasks
+from halfstep.lab.experiment import Metric, list_tasks
 from halfstep.lab.report import write_report
 from halfstep.lab.report.results import Results, load
 from halfstep.lab.tasks import experiment_for, get_task

@@ -16,7 +16,7 @@ from fp4_verdicts import BETTER, ENOUGH, MISSING, WORSE, diverged, finals
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.interval import Interval
 from halfstep.lab.report.gaps import Gap, Gaps, draw
-from halfstep.lab.report.style import PERCENT, SETTINGS, looks, new_figure, png, signed
+from halfstep.lab.report.results import PERCENT, SETTINGS, looks, new_figure, png, signed
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MARGIN, MATCHES, UNDECIDED, band, rule
 
 

@@ -28,9 +28,8 @@ from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Codes, LossScale, Recipe, get_recipe
-from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
+from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.storage import get_storage
 from harness import keep
 from losses import summary, train

@@ -29,8 +29,7 @@ from halfstep.lab.environment import environment
 from halfstep.lab.interval import compared, share
 from halfstep.lab.sweep.folder import DIVERGED, SweepFolder
 from halfstep.lab.sweep.laws import damages, law_cells
-from halfstep.lab.sweep.outcome import Outcome
-from halfstep.lab.sweep.report import outcomes, summarize
+from halfstep.lab.sweep.report import Outcome, outcomes, summarize
 from halfstep.law import Damage, fit_damage, fit_loss
 from harness import RESULTS
 

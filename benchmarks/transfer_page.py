@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter
 
-from halfstep.lab.report.style import SETTINGS, new_figure, png
+from halfstep.lab.report.results import SETTINGS, new_figure, png
 from harness import RESULTS
 
 

@@ -33,7 +33,7 @@ from halfstep.lab.tasks import experiment_for
 from halfstep.lab.verdict import difference
 from halfstep.quant import Quantizer
 from halfstep.recipe import LossScale, Recipe, Rule, get_recipe, linear_spec
-from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.rule import KEEP
 from harness import RESULTS
 from losses import train
 from unit_sweep_plot import picture

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from halfstep.lab.report.style import FAINT, INK, SETTINGS, looks
+from halfstep.lab.report.results import FAINT, INK, SETTINGS, looks
 
 
 def picture(case: str, found: Mapping[str, Mapping[str, Sequence[Any]]]) -> Figure:

@@ -27,7 +27,7 @@ from halfstep.lab.data import load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.folder import read_metrics
 from halfstep.lab.interval import paired
-from halfstep.lab.report.style import SETTINGS, new_figure, png
+from halfstep.lab.report.results import SETTINGS, new_figure, png
 from halfstep.lab.tasks import experiment_for
 from halfstep.recipe import get_recipe
 from harness import keep

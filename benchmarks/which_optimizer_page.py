@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.ticker import FuncFormatter
 
-from halfstep.lab.report.style import FAINT, INK, SETTINGS, new_figure, png
+from halfstep.lab.report.results import FAINT, INK, SETTINGS, new_figure, png
 from halfstep.recipe import Recipe, get_recipe
 
 

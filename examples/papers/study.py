@@ -20,7 +20,7 @@ from halfstep.lab.environment import environment
 from halfstep.lab.interval import Interval, paired
 from halfstep.quant import Quantizer
 from halfstep.recipe import Recipe, Rule, linear_spec
-from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.rule import KEEP
 
 
 Run = dict[str, Any]

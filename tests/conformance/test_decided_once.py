@@ -11,7 +11,7 @@ from tiny import EVERY, model_for, prepared, train
 PLANNING = (
     "preparation", "nn.apply", "nn.arrangement", "nn.buffers", "nn.decision", "nn.dtypes",
     "nn.layers", "nn.plan", "nn.projections", "nn.paths", "optim.conversion", "recipe",
-    "recipe.data", "recipe.files", "recipe.high_precision", "recipe.origin", "recipe.rule",
+    "recipe.data", "recipe.files", "recipe.origin", "recipe.rule",
     "recipe.written",
 )  # fmt: skip
 

@@ -125,7 +125,7 @@ made_up_adamax = elementwise(
 import torch
 from torch import nn
 
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.task import Task, TaskSpec, stream
 
 
@@ -196,7 +196,7 @@ def run(code):
 def test_each_is_found(start):
     code = """
 import halfstep, torch
-from halfstep.lab.facts import list_tasks
+from halfstep.lab.experiment import list_tasks
 from halfstep.optim import update_rules
 from halfstep.quant.masters import list_masters
 from halfstep.quant.scaling import get_scaling

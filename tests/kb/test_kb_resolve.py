@@ -9,7 +9,7 @@ from toy_entry import ENTRY
 
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb import DEFAULT_OVERLAY, check, load, lookup, search
-from halfstep.kb.entry import matches
+from halfstep.kb.reader import matches
 
 
 def ids(answer):

@@ -8,8 +8,7 @@ from toy_entry import ENTRY
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb import FailureReport, KnowledgeBase, Reference, load
 from halfstep.kb.add import rule_problems, validate
-from halfstep.kb.entry import Entry
-from halfstep.kb.reader import parse
+from halfstep.kb.reader import Entry, parse
 
 
 TOY = Entry(

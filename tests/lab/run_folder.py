@@ -6,8 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Experiment, Facts, Metric
 from halfstep.lab.folder import MetricsFile, RunFolder
 
 

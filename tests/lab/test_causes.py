@@ -9,8 +9,7 @@ from halfstep.errors import RunError
 from halfstep.lab.compare import open_experiment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.models import build_model
-from halfstep.lab.sweep.folder import SweepFolder
-from halfstep.lab.sweep.grid import Sweep
+from halfstep.lab.sweep.folder import Sweep, SweepFolder
 from halfstep.lab.sweep.leads import Moved, causes, moved
 
 

@@ -16,7 +16,7 @@ from families import slow_unless
 from halfstep.errors import RunError
 from halfstep.lab import report as pages
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.report import curves, exponents, style, write_report
+from halfstep.lab.report import curves, exponents, write_report
 from halfstep.lab.report.results import load
 from halfstep.lab.verdict import rule
 
@@ -59,13 +59,13 @@ def report(folder):
 def usual(tmp_path_factory):
     folder = write(tmp_path_factory.mktemp("runs") / "usual")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(style, "_DPI", 50)  # rendering takes most of the time
+        patch.setattr("halfstep.lab.report.results._DPI", 50)  # rendering takes most of the time
         return folder, report(folder)
 
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch):
-    monkeypatch.setattr(style, "_DPI", 50)
+    monkeypatch.setattr("halfstep.lab.report.results._DPI", 50)
 
 
 def test_the_page_states_every_verdict_and_the_rule(usual):

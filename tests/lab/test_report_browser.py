@@ -10,7 +10,7 @@ from html import escape, unescape
 import pytest
 from run_folder import write
 
-from halfstep.lab.report import style, write_report
+from halfstep.lab.report import write_report
 
 
 WIDTHS = (1280, 1024, 400)
@@ -35,7 +35,7 @@ def measured(tmp_path, monkeypatch):
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no chromium on PATH: the report is not tried in a browser")
-    monkeypatch.setattr(style, "_DPI", 50)
+    monkeypatch.setattr("halfstep.lab.report.results._DPI", 50)
     page = escape(write_report(write(tmp_path / "usual")).read_text(encoding="utf-8"))
     frames = "".join(
         f'<iframe style="width: {width}px; height: 800px; border: 0" srcdoc="{page}"></iframe>' for width in WIDTHS

@@ -14,8 +14,7 @@ from halfstep import formats
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder
 from halfstep.lab.report import PICTURES, curves, descent, exponents, gaps, memory, scales, speed, zeroed
-from halfstep.lab.report.results import load
-from halfstep.lab.report.style import looks, percent_ticks, plain, power, share, signed, spread
+from halfstep.lab.report.results import load, looks, percent_ticks, plain, power, share, signed, spread
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from halfstep.lab.compare import open_experiment
 from halfstep.lab.folder import TIMINGS
 from halfstep.lab.side_by_side import ATTEMPTS, train_side_by_side
 from halfstep.lab.sweep.executors import get_executor
-from halfstep.lab.sweep.folder import SweepFolder
-from halfstep.lab.sweep.grid import Sweep, read_grid
+from halfstep.lab.sweep.folder import Sweep, SweepFolder, read_grid
 from halfstep.lab.sweep.report import write_report
 from halfstep.lab.sweep.run import open_sweep, run_sweep
 from halfstep.lab.tasks import experiment_for

@@ -11,8 +11,7 @@ from scipy import stats
 from halfstep.lab.interval import compared, fisher, power, runs_to_tell, wilson
 from halfstep.lab.spikes import Spike, spikes
 from halfstep.lab.sweep.folder import CellState
-from halfstep.lab.sweep.outcome import outcome
-from halfstep.lab.sweep.report import best_rates
+from halfstep.lab.sweep.report import best_rates, outcome
 
 
 def curve(steps=400, noise=0.02, seed=0):

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from halfstep.lab.facts import Metric
+from halfstep.lab.experiment import Metric
 from halfstep.lab.interval import Interval
 from halfstep.lab.verdict import (
     DEGRADES,

@@ -13,7 +13,7 @@ import planted
 from halfstep import formats
 from halfstep.bits.limits import limits_of
 from halfstep.errors import FormatError
-from halfstep.probe.ranges import Counts, count
+from halfstep.probe.observe import Counts, count
 from planted import tokens
 
 

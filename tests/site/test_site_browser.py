@@ -7,7 +7,7 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 
 from halfstep import formats
-from halfstep.cli.formats.number import read_number
+from halfstep.cli.formats.table import read_number
 from halfstep.formats.exact import round_exactly
 from halfstep.kb import load
 from halfstep.recipe import list_recipes

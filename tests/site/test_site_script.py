@@ -12,7 +12,7 @@ import torch
 
 from halfstep import formats, round_to
 from halfstep.accounting import Account, share
-from halfstep.cli.formats.number import read_number
+from halfstep.cli.formats.table import read_number
 from halfstep.errors import FormatError
 from halfstep.formats.exact import OVERFLOWS, ROUNDINGS, round_exactly
 from halfstep.memory import StepBytes

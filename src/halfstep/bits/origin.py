@@ -11,9 +11,8 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fit_bits, halved
-from halfstep.bits.factors import CODE_BITS, factored, powers
+from halfstep.bits.factors import CODE_BITS, Looks, come_again, copied, factored, few_levels, looks, powers, repetition
 from halfstep.bits.grids import fit_levels, fit_tiles
-from halfstep.bits.looks import Looks, come_again, copied, few_levels, looks, repetition
 from halfstep.bits.places import named
 from halfstep.bits.scan import Scan
 from halfstep.formats import Float

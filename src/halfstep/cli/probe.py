@@ -17,7 +17,7 @@ from halfstep.printable import printable
 
 if TYPE_CHECKING:
     from halfstep.probe import ProbeReport
-    from halfstep.probe.ranges import Counts, Range
+    from halfstep.probe.observe import Counts, Range
 
 
 _ROWS = 12

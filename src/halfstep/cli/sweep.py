@@ -32,8 +32,7 @@ from halfstep.cli.training import (
 )
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.sweep.folder import FAILED, SweepFolder, counts, seconds_left
-from halfstep.lab.sweep.grid import Sweep, read_grid
+from halfstep.lab.sweep.folder import FAILED, Sweep, SweepFolder, counts, read_grid, seconds_left
 from halfstep.printable import printable
 
 

@@ -20,8 +20,7 @@ from rich.table import Table
 
 from halfstep.cli.terminal import line_width, number, show_json, show_table
 from halfstep.errors import RunError
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.facts import Facts, Metric, list_tasks
+from halfstep.lab.experiment import Experiment, Facts, Metric, list_tasks
 from halfstep.lab.folder import RunFolder, read_json
 from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
 from halfstep.printable import printable

@@ -2,10 +2,10 @@
 
 from halfstep.inspection.difference import Difference, diff
 from halfstep.inspection.difference_text import TensorDifference
+from halfstep.inspection.files import Checkpoint, StoredTensor
 from halfstep.inspection.inspector import inspect
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
-from halfstep.inspection.stored import Checkpoint, StoredTensor
 
 
 __all__ = [

@@ -18,12 +18,12 @@ from halfstep.bits.table import EMPTY, Table, total
 from halfstep.bits.values import Values
 from halfstep.bits.verdict import verdict, whole
 from halfstep.bits.what_if import Trials
+from halfstep.inspection.files import Checkpoint, StoredTensor
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import Layers, described, find_layers
 from halfstep.inspection.opening import open_checkpoint, read
 from halfstep.inspection.report import Inspection, Known, RoleReport, TensorReport, contradictions, disagreements
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
-from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.kernels.cpu import bits as kernel
 
 

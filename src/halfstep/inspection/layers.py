@@ -11,10 +11,9 @@ import torch
 
 from halfstep.bits.sentences import Layer
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import parse_object
+from halfstep.inspection.files import Checkpoint, StoredTensor, parse_object
 from halfstep.inspection.gguf_blocks import BLOCKS
 from halfstep.inspection.schemes import SCHEMES, Scheme, Shape, block_of, tile_of
-from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.printable import printable
 from halfstep.quant import Quantizer, layout
 from halfstep.quant.description import KEY, MALFORMED, from_label, restore

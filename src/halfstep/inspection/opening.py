@@ -14,10 +14,9 @@ from halfstep.bits.origin import Origin, origins, stored_format
 from halfstep.bits.scan import CHUNK, Progress, Scan, is_small, scan, scan_small
 from halfstep.bits.statistics import Statistics, of_scans
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import REPEATS, SMALL, File, check_count
+from halfstep.inspection.files import REPEATS, SMALL, Checkpoint, File, Reader, StoredTensor, check_count
 from halfstep.inspection.gguf_blocks import DECODED
 from halfstep.inspection.layout import Plain, read_together
-from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 from halfstep.registry import collect
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from halfstep.inspection.stored import StoredTensor
+from halfstep.inspection.files import StoredTensor
 
 
 Shape = tuple[int, ...]

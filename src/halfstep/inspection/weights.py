@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from halfstep.bits.pair import as_numbers
 from halfstep.bits.sentences import Layer
 from halfstep.bits.values import TYPES, Decoded, InMemory, Shaped, Values, even
+from halfstep.inspection.files import Checkpoint, StoredTensor
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.layers import described, find_layers, own
 from halfstep.inspection.schemes import Shape, tile_of
-from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.quant import Quantized, Quantizer
 
 

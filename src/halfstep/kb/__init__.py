@@ -1,7 +1,6 @@
 """In which precision was this model pre-trained? A sourced knowledge base. Imports no torch and no numpy."""
 
-from halfstep.kb.entry import Entry, FailureReport, Reference
-from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+from halfstep.kb.reader import DEFAULT_OVERLAY, Entry, FailureReport, KnowledgeBase, Reference, load
 from halfstep.kb.resolve import Answer, lookup, search
 from halfstep.kb.verdict import Reason, Verdict, check
 

@@ -11,8 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import KnowledgeBaseError, unknown
-from halfstep.kb.entry import Entry, entry_from, matches
-from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, data_files, file_problems, load, parse, read, text_of
+from halfstep.kb.reader import (
+    DEFAULT_OVERLAY,
+    Entry,
+    KnowledgeBase,
+    data_files,
+    entry_from,
+    file_problems,
+    load,
+    matches,
+    parse,
+    read,
+    text_of,
+)
 
 
 def slug(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from halfstep.kb.entry import Entry, FailureReport, Reference
+from halfstep.kb.reader import Entry, FailureReport, Reference
 from halfstep.kb.resolve import Answer
 from halfstep.kb.verdict import Reason, Verdict
 from halfstep.printable import printable

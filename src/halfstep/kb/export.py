@@ -11,8 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from halfstep.errors import KnowledgeBaseError
-from halfstep.kb.entry import Entry
-from halfstep.kb.reader import KnowledgeBase
+from halfstep.kb.reader import Entry, KnowledgeBase
 from halfstep.kb.resolve import Answer
 from halfstep.kb.verdict import casts
 

@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
-from halfstep.kb.entry import Entry, FailureReport, matches
-from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+from halfstep.kb.reader import DEFAULT_OVERLAY, Entry, FailureReport, KnowledgeBase, load, matches
 from halfstep.kb.spelling import is_folder, may_be, means, read_folder, spelling
 
 

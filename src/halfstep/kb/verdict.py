@@ -12,8 +12,7 @@ from pathlib import Path
 
 from halfstep.errors import FormatError, KnowledgeBaseError, unknown
 from halfstep.formats import get
-from halfstep.kb.entry import Entry, FailureReport, Reference, compute
-from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load, uses
+from halfstep.kb.reader import DEFAULT_OVERLAY, Entry, FailureReport, KnowledgeBase, Reference, compute, load, uses
 from halfstep.kb.resolve import Answer, find
 
 

@@ -45,8 +45,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from halfstep.errors import RunError
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.facts import Facts
+from halfstep.lab.experiment import Experiment, Facts
 
 
 Row = dict[str, Any]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError, ModelError
 from halfstep.lab.data import Corpus
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.facts import Facts
+from halfstep.lab.experiment import Experiment, Facts
 from halfstep.quant import derive_seed
 
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.recipe import Recipe, Rule
-from halfstep.recipe.high_precision import ADAPTER_NAMES
-from halfstep.recipe.rule import chosen
+from halfstep.recipe.rule import ADAPTER_NAMES, chosen
 
 
 _WRAPPERS = re.compile(

@@ -12,7 +12,7 @@ from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of
 from halfstep.nn.paths import matches
 from halfstep.recipe import Projection, Recipe
-from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.rule import KEEP
 
 
 _LINEAR = (nn.Linear, nn.MultiheadAttention)

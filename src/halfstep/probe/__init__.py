@@ -14,7 +14,7 @@ from halfstep.probe.batch import Batch, Loss, copied, moved, unchanged_generator
 from halfstep.probe.cast import Buffers, cast_trial, rounded_buffers
 from halfstep.probe.measure import Meter, train
 from halfstep.probe.mismatch import Mismatch, mismatch
-from halfstep.probe.ranges import Site, Window, window
+from halfstep.probe.observe import Site, Window, window
 from halfstep.probe.report import LOST, Conditions, ProbeReport
 from halfstep.probe.spread import Scales, Spread, scales
 from halfstep.probe.suggest import Target, keeping, suggest, target

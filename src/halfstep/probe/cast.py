@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.grouping import grouped
 from halfstep.probe.batch import Batch, call, moved
-from halfstep.probe.observe import observed
-from halfstep.probe.ranges import Site
+from halfstep.probe.observe import Site, observed
 from halfstep.probe.suggest import pattern
 from halfstep.probe.trial import Failure, Outputs, Ran, Reference, crash, finite
 

@@ -15,8 +15,7 @@ from halfstep.bits.limits import Limits
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import experts
 from halfstep.probe.batch import Batch, Loss, loss_of
-from halfstep.probe.observe import observed
-from halfstep.probe.ranges import Counts, Range, Site, count
+from halfstep.probe.observe import Counts, Range, Site, count, observed
 from halfstep.probe.trial import parameter_site
 from halfstep.tracking import ExponentHistogram, exponents, first_nonfinite
 

@@ -16,8 +16,7 @@ from halfstep.bits.limits import Limits, limits_of
 from halfstep.errors import DataError, FormatError
 from halfstep.probe.batch import Batch, Loss, copied, loss_of, moved, unchanged_generators
 from halfstep.probe.measure import blocks, train
-from halfstep.probe.observe import observed
-from halfstep.probe.ranges import MASK, Counts, Range, Site, count, number
+from halfstep.probe.observe import MASK, Counts, Range, Site, count, number, observed
 from halfstep.probe.trial import parameter_site
 from halfstep.recipe import DTYPES
 

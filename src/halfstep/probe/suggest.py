@@ -13,7 +13,7 @@ from halfstep.bits.limits import Limits, limits_of
 from halfstep.errors import FormatError
 from halfstep.formats import Format
 from halfstep.nn.adapters import wide
-from halfstep.probe.ranges import Site
+from halfstep.probe.observe import Site
 from halfstep.probe.trial import Trial
 from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
 from halfstep.recipe import DTYPES, KEEP, LossScale, Recipe, Rule, get_recipe, linear_spec

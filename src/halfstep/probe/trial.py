@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.nn import apply
 from halfstep.probe.batch import Batch, Loss, loss_of
-from halfstep.probe.observe import observed
-from halfstep.probe.ranges import FLOOR, Site, number
+from halfstep.probe.observe import FLOOR, Site, number, observed
 from halfstep.recipe import Recipe
 
 

@@ -4,15 +4,13 @@ from functools import cache
 from os.path import exists
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe.communication import FP4, FP8, FP8_LM, OPERANDS, Communication
 from halfstep.recipe.data import from_data
 from halfstep.recipe.files import chain, is_chain, is_reference, read, read_chain
-from halfstep.recipe.high_precision import HEADS, KEEP
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.partial import integer_weights, is_partial, partial
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
-from halfstep.recipe.rule import Rule
+from halfstep.recipe.rule import HEADS, KEEP, Rule
 from halfstep.recipe.spec import (
     MASTER,
     BytesPerParameter,
@@ -21,7 +19,19 @@ from halfstep.recipe.spec import (
     is_master,
 )  # fmt: skip
 from halfstep.recipe.stages import Stage, starts
-from halfstep.recipe.storage import COAT, DTYPES, Codes, Saved, Storage, get_storage
+from halfstep.recipe.storage import (
+    COAT,
+    DTYPES,
+    FP4,
+    FP8,
+    FP8_LM,
+    OPERANDS,
+    Codes,
+    Communication,
+    Saved,
+    Storage,
+    get_storage,
+)
 from halfstep.recipe.written import to_data
 from halfstep.registry import collect
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
-from halfstep.recipe.communication import OPERANDS, Communication
-from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.operands import (
     At,
@@ -27,10 +25,10 @@ from halfstep.recipe.operands import (
 )
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.projection import Projection
-from halfstep.recipe.rule import Rule
+from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.spec import LossScale, Recipe
 from halfstep.recipe.stages import Stage
-from halfstep.recipe.storage import Codes, Saved, Storage
+from halfstep.recipe.storage import OPERANDS, Codes, Communication, Saved, Storage
 
 
 _USES = {

@@ -8,9 +8,8 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Integer
 from halfstep.quant import ROW, Quantizer, Scales, get_scaling
-from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
+from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.spec import Recipe
 
 

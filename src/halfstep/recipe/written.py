@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from halfstep.recipe.communication import Communication
-from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.operands import Data, accumulator_data, hadamard_data, quantizer_data, storage_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
-from halfstep.recipe.rule import Rule
-from halfstep.recipe.storage import Codes, Saved, Storage, get_storage
+from halfstep.recipe.rule import KEEP, Rule
+from halfstep.recipe.storage import Codes, Communication, Saved, Storage, get_storage
 
 
 _TABLES = ("loss_scale", "codes", "projection", "saved", "communication", "moments", "attention", "rules", "stages")

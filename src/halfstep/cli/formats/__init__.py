@@ -9,7 +9,7 @@ import typer
 
 from halfstep import formats as room
 from halfstep.cli.formats import page, table
-from halfstep.cli.formats.number import read_number
+from halfstep.cli.formats.table import read_number
 from halfstep.cli.terminal import Json, show_json
 from halfstep.formats.exact import round_exactly
 

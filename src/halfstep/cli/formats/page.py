@@ -9,10 +9,21 @@ from math import isfinite
 from typing import Any
 
 from halfstep import formats
-from halfstep.cli.formats.fields import bits_text, fields, fields_text, hex_text, point_text
-from halfstep.cli.formats.number import exact_text, labelled, plain, power_text, share_text, short_text
-from halfstep.cli.formats.sketch import sketch
-from halfstep.cli.formats.table import bits_per_value, block_parameters, kind, layout, parameters, tile_text
+from halfstep.cli.formats.sketch import bits_text, fields, fields_text, hex_text, point_text, sketch
+from halfstep.cli.formats.table import (
+    bits_per_value,
+    block_parameters,
+    exact_text,
+    kind,
+    labelled,
+    layout,
+    parameters,
+    plain,
+    power_text,
+    share_text,
+    short_text,
+    tile_text,
+)
 from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import BlockFormat, Float, Format, Posit
 from halfstep.formats.exact import Neighbour, Rounded

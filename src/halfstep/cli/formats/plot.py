@@ -9,9 +9,8 @@ from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.formats.number import float_holds, short_text, value_text
 from halfstep.cli.formats.sketch import binades, per_binade
-from halfstep.cli.formats.table import kind, layout
+from halfstep.cli.formats.table import float_holds, kind, layout, short_text, value_text
 from halfstep.errors import FormatError
 from halfstep.formats import Float, Format
 from halfstep.formats.exact import Rounded, is_finite

@@ -15,9 +15,8 @@ import numpy as np
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import DIMENSIONS, File, head
+from halfstep.inspection.files import DIMENSIONS, Checkpoint, File, Reader, Source, StoredTensor, head
 from halfstep.inspection.layout import Plain, Strided, native, row_major
-from halfstep.inspection.stored import Checkpoint, Reader, Source, StoredTensor
 from halfstep.inspection.zips import DEFLATED, STORED, Member, members
 
 

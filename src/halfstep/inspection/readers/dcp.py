@@ -11,11 +11,10 @@ from typing import Any
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import DIMENSIONS, TEXT, File, check_count, inside
+from halfstep.inspection.files import DIMENSIONS, TEXT, Checkpoint, File, Reader, StoredTensor, check_count, inside
 from halfstep.inspection.layout import Mosaic, Placed, Strided
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record, load
 from halfstep.inspection.readers.torch_zip import Archive
-from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 from halfstep.inspection.torch_objects import BASIC, View, record
 
 

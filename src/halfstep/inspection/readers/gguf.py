@@ -15,10 +15,9 @@ import numpy as np
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import TEXT, File, check_count, head
+from halfstep.inspection.files import TEXT, Checkpoint, File, Reader, Source, StoredTensor, check_count, head
 from halfstep.inspection.gguf_blocks import BLOCKS, BlockType
 from halfstep.inspection.layout import Plain, split
-from halfstep.inspection.stored import Checkpoint, Reader, Source, StoredTensor
 
 
 MAGIC = b"GGUF"

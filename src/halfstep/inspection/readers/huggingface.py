@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import inside
+from halfstep.inspection.files import Checkpoint, Reader, inside
 from halfstep.inspection.readers.sharded import join, open_index, read_json
-from halfstep.inspection.stored import Checkpoint, Reader
 
 
 PREFERRED = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")

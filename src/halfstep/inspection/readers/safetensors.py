@@ -8,9 +8,18 @@ from typing import Any
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import DIMENSIONS, TEXT, File, check_count, head, parse_object
+from halfstep.inspection.files import (
+    DIMENSIONS,
+    TEXT,
+    Checkpoint,
+    File,
+    Reader,
+    StoredTensor,
+    check_count,
+    head,
+    parse_object,
+)
 from halfstep.inspection.layout import Plain
-from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 
 
 DTYPES = {

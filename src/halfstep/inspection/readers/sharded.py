@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import TEXT, File, check_count, inside, parse_object
+from halfstep.inspection.files import TEXT, Checkpoint, File, Reader, StoredTensor, check_count, inside, parse_object
 from halfstep.inspection.readers import safetensors, torch_legacy, torch_zip
-from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 
 
 SHARDS = (safetensors.reader, torch_zip.reader, torch_legacy.reader, torch_legacy.bare)

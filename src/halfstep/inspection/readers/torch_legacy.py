@@ -8,10 +8,9 @@ from pathlib import Path
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import TEXT, File, head
+from halfstep.inspection.files import TEXT, Checkpoint, File, Reader, head
 from halfstep.inspection.pickles import Name, Pairs, load_next
 from halfstep.inspection.readers.torch_zip import Order, Region, opened
-from halfstep.inspection.stored import Checkpoint, Reader
 from halfstep.inspection.torch_objects import TENSORS, Storage, storage
 
 

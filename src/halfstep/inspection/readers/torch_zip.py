@@ -12,10 +12,9 @@ from typing import Literal
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import TEXT, File, check_count, head
+from halfstep.inspection.files import TEXT, Checkpoint, File, Reader, StoredTensor, check_count, head
 from halfstep.inspection.layout import Plain, Strided, is_contiguous
 from halfstep.inspection.pickles import load
-from halfstep.inspection.stored import Checkpoint, Reader, StoredTensor
 from halfstep.inspection.torch_objects import TENSORS, View, passed_over, storage, views
 from halfstep.inspection.zips import STORED, members
 

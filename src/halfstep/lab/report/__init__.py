@@ -16,8 +16,7 @@ from matplotlib import rc_context
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, write_json
 from halfstep.lab.report import curves, descent, exponents, field, gaps, memory, scales, speed, zeroed
-from halfstep.lab.report.results import BASELINE, Results, load
-from halfstep.lab.report.style import SETTINGS, Picture, png, signed, times
+from halfstep.lab.report.results import BASELINE, SETTINGS, Picture, Results, load, png, signed, times
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNDECIDED, RecipeVerdict, enough, rule
 
 

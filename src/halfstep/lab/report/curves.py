@@ -12,14 +12,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from halfstep.lab.folder import Row
-from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import (
+from halfstep.lab.report.results import (
     BAND,
+    BASELINE,
     FAINT,
     INK,
     PERCENT,
     Look,
     Picture,
+    Results,
     looks,
     new_figure,
     percent_ticks,

@@ -8,8 +8,7 @@ from statistics import fmean, median
 
 from matplotlib.figure import Figure
 
-from halfstep.lab.report.results import Results
-from halfstep.lab.report.style import Look, Picture, looks, new_figure, plain, share
+from halfstep.lab.report.results import Look, Picture, Results, looks, new_figure, plain, share
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from halfstep import formats
 from halfstep.bits.histogram import ExponentHistogram, binades
 from halfstep.formats import Float
 from halfstep.lab.folder import Row
-from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import FAINT, INK, Picture, new_figure, plain, power, share
+from halfstep.lab.report.results import BASELINE, FAINT, INK, Picture, Results, new_figure, plain, power, share
 
 
 SCALED = "fp16-mixed"

@@ -9,10 +9,9 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from halfstep.lab.facts import Metric
+from halfstep.lab.experiment import Metric
 from halfstep.lab.folder import Row
-from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import FAINT, Look, Picture, looks, new_figure, plain
+from halfstep.lab.report.results import BASELINE, FAINT, Look, Picture, Results, looks, new_figure, plain
 from halfstep.lab.verdict import DIVERGED
 
 

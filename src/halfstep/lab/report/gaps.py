@@ -10,13 +10,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from halfstep.lab.interval import Interval
-from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import (
+from halfstep.lab.report.results import (
     BAND,
+    BASELINE,
     INK,
     PERCENT,
     Look,
     Picture,
+    Results,
     looks,
     name_rows,
     new_figure,

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import FAINT, INK, ROLES, Picture, name_rows, new_figure, plain
+from halfstep.lab.report.results import BASELINE, FAINT, INK, ROLES, Picture, Results, name_rows, new_figure, plain
 
 
 PERSISTENT = {"weights": "weights", "grads": "gradients", "master": "master copy", "states": "optimizer states"}

@@ -1,13 +1,19 @@
-"""What a run folder holds, read once and judged."""
+"""What a run folder holds, read once and judged; how every plot of it looks: size, type, one colour a recipe, words."""
 
 from __future__ import annotations
 
+import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.facts import Facts
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from halfstep.lab.experiment import Experiment, Facts
 from halfstep.lab.folder import Row, RunFolder, read_json
 from halfstep.lab.verdict import (
     DEGRADES,
@@ -126,3 +132,191 @@ def load(folder: RunFolder) -> Results:
         band=band(list(final_values(fp32, facts.metric).values())),
         verdicts=tuple(judge(recipe, seeds, fp32, facts.metric, experiment.margin) for recipe, seeds in runs.items()),
     )
+
+
+INK, FAINT, BAND = "#1d2228", "#6b737c", "#d9dde2"
+ROLES = {"weights": "#1f3b5c", "gradients": "#4f83b6", "master": "#9fc3e3", "states": "#dbe6f0", "updates": "#c8663c"}
+
+SETTINGS: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.usetex": False,
+    "text.parse_math": False,  # a dollar in a recipe's name is a dollar
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.facecolor": "white",
+    "axes.unicode_minus": True,
+    "figure.facecolor": "white",
+    "hatch.linewidth": 0.8,
+    "hatch.color": FAINT,
+    "legend.frameon": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": "#e6e9ec",
+    "grid.linewidth": 0.8,
+}
+"""For `matplotlib.rc_context`, so that a user's own settings change no report."""
+
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:+g}".replace("-", "−") if value else "0")
+"""For an axis of relative differences whose label says percent."""
+
+_WIDTH, _DPI = 6.4, 200  # inches; twice the 100 dpi of a plain screen
+# Okabe and Ito 2008 without its yellow, then three of Paul Tol's muted set: told apart by every kind of colour vision.
+_PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933", "#332288")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "h")
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a recipe is drawn, in every plot alike."""
+
+    colour: str
+    marker: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot with the words that go with it; without a figure, `finding` says why there is none."""
+
+    name: str
+    heading: str
+    look_for: str
+    finding: str
+    figure: Figure | None = None
+    alt: str = ""
+
+
+def looks(recipes: Sequence[str]) -> dict[str, Look]:
+    """A look for each recipe: fp32 black, the others by their place; dashed where the colours begin again."""
+    table = {BASELINE: Look("black", "o", "-")}
+    others = [recipe for recipe in recipes if recipe != BASELINE]
+    for i, recipe in enumerate(others):
+        lap, place = divmod(i, len(_PALETTE))
+        table[recipe] = Look(_PALETTE[place], _MARKERS[place], "-" if lap % 2 == 0 else "--")
+    return table
+
+
+def new_figure(height: float, title: str) -> Figure:
+    """A figure of the common width, `height` inches high, its title over its whole width."""
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
+    lines = textwrap.fill(title, 66)
+    figure.suptitle(lines, x=0.012, ha="left", fontsize=11, fontweight="bold", linespacing=1.25)
+    return figure
+
+
+def name_rows(axes: Axes, names: Sequence[str], room: float, **type: Any) -> None:
+    """Name the rows of a plot, the first on top, with some room above and below them."""
+    axes.set_yticks(range(len(names)), names, **type)
+    axes.set_ylim(len(names) - 1 + room, -room)
+    axes.tick_params(axis="y", length=0)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as PNG, the same bytes for the same data."""
+    layout = figure.get_layout_engine()
+    if layout is not None:  # once: savefig would do it again for each of its two passes
+        layout.execute(figure)
+        figure.set_layout_engine("none")
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})  # type: ignore[no-untyped-call]
+    return buffer.getvalue()
+
+
+def plain(text: str, limit: int = 30) -> str:
+    """A string from a file as a figure can show it: short, without control characters or glyphs the font lacks."""
+    shown = "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in text)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def share(value: float) -> str:
+    """A share in percent, never rounded to none or all.
+
+    >>> share(0.0004), share(0.1234), share(0.0)
+    ('<0.1%', '12.3%', '0%')
+    """
+    if value in (0.0, 1.0):
+        return f"{value:.0%}"
+    if value < 0.0005:
+        return "<0.1%"
+    return ">99.9%" if value > 0.9995 else f"{value:.1%}"
+
+
+def signed(value: float) -> str:
+    """A difference in percent, with its sign.
+
+    >>> signed(0.0312), signed(-0.0004), signed(-0.00004)
+    ('+3.12%', '−0.04%', '0.00%')
+    """
+    text = f"{value:+.2%}"
+    return "0.00%" if text.strip("+-") == "0.00%" else text.replace("-", "−")
+
+
+def unit(name: str) -> str:
+    """A unit after a number.
+
+    >>> unit("nats"), unit("")
+    (' nats', '')
+    """
+    return f" {name}" if name else ""
+
+
+def times(ratio: float) -> str:
+    """A ratio in three digits or so.
+
+    >>> times(0.4768), times(17.2)
+    ('0.48', '17')
+    """
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def power(exponent: int) -> str:
+    """A power of two in one word.
+
+    >>> power(-25)
+    '2⁻²⁵'
+    """
+    return "2" + str(exponent).translate(_SUPERSCRIPT)
+
+
+def percent_ticks(low: float, high: float, linear: float, most: int = 5) -> list[float]:
+    """Ticks at 1, 2 and 5 times powers of ten, for an axis in shares that is logarithmic beyond ±`linear`.
+
+    Args:
+        most: ticks above zero.
+    """
+    steps = [m * 10.0**e for e in range(-3, 3) for m in (1, 2, 5)]
+    sizes = [s for s in steps if s >= 0.99 * linear]
+    while len([s for s in sizes if s <= high]) > most:
+        sizes = sizes[::2]
+    return [-s for s in reversed(sizes) if -s >= low] + [0.0] + [s for s in sizes if s <= high]
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Places in [0, 1] moved apart to at least `gap`, in the same order, as near to where they were as one pass allows.
+
+    >>> spread([0.5, 0.5], 0.25)
+    [0.375, 0.625]
+    """
+    gap = min(gap, 1 / max(1, len(places) - 1))
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    clusters: list[tuple[float, list[int]]] = []  # (centre, members), merged while they overlap
+    for i in order:
+        centre, members = min(max(places[i], 0.0), 1.0), [i]
+        while clusters and clusters[-1][0] + gap * (len(clusters[-1][1]) + len(members)) / 2 > centre:
+            before, earlier = clusters.pop()
+            centre = (before * len(earlier) + centre * len(members)) / (len(earlier) + len(members))
+            members = earlier + members
+            half = gap * (len(members) - 1) / 2
+            centre = min(max(centre, half), 1 - half)
+        clusters.append((centre, members))
+    result = [0.0] * len(places)
+    for centre, members in clusters:
+        for j, i in enumerate(members):
+            result[i] = centre + gap * (j - (len(members) - 1) / 2)
+    return result

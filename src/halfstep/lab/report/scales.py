@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MultipleLocator
 
-from halfstep.lab.report.results import Results
-from halfstep.lab.report.style import INK, Look, Picture, looks, new_figure, plain, power, spread
+from halfstep.lab.report.results import INK, Look, Picture, Results, looks, new_figure, plain, power, spread
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import INK, Look, Picture, looks, name_rows, new_figure, plain, times
+from halfstep.lab.report.results import (
+    BASELINE,
+    INK,
+    Look,
+    Picture,
+    Results,
+    looks,
+    name_rows,
+    new_figure,
+    plain,
+    times,
+)
 from halfstep.lab.verdict import timings
 
 

@@ -9,8 +9,7 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from halfstep import formats
-from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import INK, ROLES, Picture, name_rows, new_figure, plain, share
+from halfstep.lab.report.results import BASELINE, INK, ROLES, Picture, Results, name_rows, new_figure, plain, share
 
 
 WHAT = {

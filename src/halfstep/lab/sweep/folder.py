@@ -1,4 +1,4 @@
-"""A sweep's folder: a run folder for each point of the grid, and what became of each cell. This file imports no torch.
+"""What a sweep is, an experiment and the values that some of its fields take; its folder. This file imports no torch.
 
 sweep.json             the Sweep, with the recipes as they were asked for
 POINT/                 what `halfstep compare` writes: experiment.json, RECIPE/seed-N/ ...
@@ -9,17 +9,160 @@ summary.json, rates.png         the report
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import random
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import RunError
+from halfstep.errors import RunError, unknown
+from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import Row, RunFolder, read_json, read_metrics, write_json
-from halfstep.lab.sweep.grid import Cell, Sweep
+
+
+Cell = tuple[str, str, int]
+"""A run of a sweep: the point's name, the recipe, the seed."""
+
+_FIXED = ("recipes", "task", "seeds", "baseline_seeds", "margin", "recipe_lr", "betas", "checkpoints")
+"""Fields of an experiment that are the same at every point."""
+AXES = tuple(field.name for field in fields(Experiment) if field.name not in _FIXED)
+_KINDS = {"str": str, "str | None": str, "int": int, "float": float}
+_FEW = 20  # values named in a message
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An experiment at every point of a grid, or at some of them; each is what `halfstep compare` trains.
+
+    Raises:
+        RunError: a field that is not an axis, without values, or with a value twice; a sample larger than the grid.
+    """
+
+    experiment: Experiment
+    """What all points share; its fields that are axes count nowhere."""
+    grid: Mapping[str, tuple[Any, ...]]
+    """By field of the experiment, the values that it takes: `{"lr": (1e-3, 3e-3), "model": ("gpt-tiny",)}`."""
+    sample: int | None = None
+    """How many points are taken, by chance but always the same; None is all."""
+    threads: int = 1
+    """Threads of a run: its numbers depend on them, and not on how many runs there are at once."""
+
+    def __post_init__(self) -> None:
+        for name, values in self.grid.items():
+            if name not in AXES:
+                raise RunError(f"--grid: {unknown('axis', name, AXES)}")
+            if not values or len(set(values)) != len(values):
+                raise RunError(f"--grid {name}: {list(values)} found; expected values, each once: --grid lr=1e-3,3e-3")
+        size = math.prod(len(values) for values in self.grid.values())
+        if self.sample is not None and not 1 <= self.sample <= size:
+            raise RunError(f"--sample {self.sample} of a grid of {size} points; expected 1 to {size}")
+        if self.threads < 1:
+            raise RunError(f"--threads {self.threads}; expected at least 1")
+        if len(self.points()) != (self.sample or size):
+            raise RunError(f"two points of the grid would have the same folder, among {self._few(self.points())}")
+
+    def points(self) -> dict[str, Experiment]:
+        """The experiments by the names of their folders, in the order of the grid; `all` where there are no axes."""
+        combinations = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
+        if self.sample is not None:
+            places = sorted(random.Random(0).sample(range(len(combinations)), self.sample))
+            combinations = [combinations[place] for place in places]
+        return {_folder(values): replace(self.experiment, **values) for values in combinations}
+
+    def cells(self) -> list[Cell]:
+        """Every run, first seeds first, so that a first picture is there early."""
+        runs = self.experiment.runs()
+        return [(point, recipe, seed) for recipe, seed in runs for point in self.points()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "experiment": self.experiment.to_dict(),
+            "grid": {name: list(values) for name, values in self.grid.items()},
+            "sample": self.sample,
+            "threads": self.threads,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Sweep:
+        """What `to_dict` wrote.
+
+        Raises:
+            RunError: it is not that.
+        """
+        try:
+            experiment: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in data["experiment"].items()
+            }
+            grid = {name: tuple(values) for name, values in data["grid"].items()}
+            return cls(Experiment(**experiment), grid, data["sample"], data["threads"])
+        except (KeyError, AttributeError, TypeError) as error:
+            raise RunError(f"this is no sweep that halfstep wrote ({type(error).__name__}: {error})") from error
+
+    def check_extends(self, recorded: Sweep) -> None:
+        """Refuse another sweep than the one recorded; more seeds, and more values of an axis, are the same one.
+
+        Raises:
+            RunError: naming the first difference.
+        """
+        mine, theirs = asdict(self), asdict(recorded)
+        found = {**mine.pop("experiment"), **mine}
+        had = {**theirs.pop("experiment"), **theirs}
+        for name, value in found.items():
+            more = name in ("seeds", "baseline_seeds") and value > had[name]
+            if name == "grid":
+                more = value.keys() == had[name].keys() and all(
+                    set(had[name][axis]) <= set(value[axis]) for axis in value
+                )
+                more = more and self.sample is None
+            if value != had[name] and not more:
+                raise RunError(
+                    f"the folder holds another sweep: its {name} is {had[name]!r}, {value!r} was asked for. Ask for "
+                    "the same (with more seeds, or more values of an axis), or give another --out"
+                )
+
+    @staticmethod
+    def _few(names: Iterable[str]) -> str:
+        return ", ".join(list(names)[:_FEW])
+
+
+def read_grid(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+    """`lr=1e-3,3e-3` and the like as values by field, of the field's type.
+
+    >>> read_grid(["lr=1e-3,3e-3", "model=gpt-tiny"])
+    {'lr': (0.001, 0.003), 'model': ('gpt-tiny',)}
+
+    Raises:
+        RunError: a field twice or unknown, or a value that it cannot take.
+    """
+    kinds = {field.name: _KINDS.get(str(field.type), str) for field in fields(Experiment)}
+    grid: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in AXES:
+            raise RunError(f"--grid {text}: {unknown('axis', name, AXES)}")
+        if name in grid:
+            raise RunError(f"--grid {text}: the axis {name} is given twice; give all of its values at once")
+        parts = [part.strip() for part in values.split(",") if part.strip()]
+        try:
+            grid[name] = tuple(kinds[name](part) for part in parts)
+        except ValueError as error:
+            raise RunError(f"--grid {text}: {error}; expected values by commas, as in lr=1e-3,3e-3") from None
+        if not parts:
+            raise RunError(f"--grid {text}: no values; expected them by commas, as in lr=1e-3,3e-3")
+    return grid
+
+
+def _folder(values: Mapping[str, Any]) -> str:
+    named = (f"{name}-{value:g}" if isinstance(value, float) else f"{name}-{value}" for name, value in values.items())
+    return "__".join(re.sub(r"[^\w.+-]", "_", name) for name in named) or "all"
 
 
 WAITING, BEGUN, FINISHED, DIVERGED, FAILED = "waiting", "begun", "finished", "diverged", "failed"

@@ -12,10 +12,8 @@ from torch import nn
 from halfstep.errors import RunError
 from halfstep.lab.compare import Comparison
 from halfstep.lab.folder import read_json, write_json
-from halfstep.lab.sweep.folder import FINISHED, SweepFolder
-from halfstep.lab.sweep.grid import Cell
-from halfstep.lab.sweep.outcome import Outcome
-from halfstep.lab.sweep.report import outcomes
+from halfstep.lab.sweep.folder import FINISHED, Cell, SweepFolder
+from halfstep.lab.sweep.report import Outcome, outcomes
 from halfstep.lab.sweep.run import Cells
 from halfstep.law import Cell as LawCell
 from halfstep.law import Damage

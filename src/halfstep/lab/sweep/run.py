@@ -16,8 +16,7 @@ import torch
 from halfstep.errors import HalfstepError, RunError
 from halfstep.lab.compare import Comparison, open_experiment
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.sweep.folder import FAILED, SweepFolder
-from halfstep.lab.sweep.grid import Cell, Sweep
+from halfstep.lab.sweep.folder import FAILED, Cell, Sweep, SweepFolder
 from halfstep.lab.task import Task
 from halfstep.lab.train import Progress
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import load_digits
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.gpt import Block
 from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec
 from halfstep.lab.tasks.vision import Vision

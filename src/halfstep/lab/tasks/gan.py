@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from halfstep.lab.data import Digits, load_digits
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import VOCABULARY, load_corpus
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.moe import MoE

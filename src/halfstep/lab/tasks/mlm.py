@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.bert import BERT
 from halfstep.lab.task import Batch, TaskSpec, TextTask, logits_of
 

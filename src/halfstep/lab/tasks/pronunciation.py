@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.measures import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
 from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec, stream, without_marks

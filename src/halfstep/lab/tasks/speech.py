@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.measures import error_rate
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.measures import bleu
 from halfstep.lab.models.seq2seq import Seq2Seq
 from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec, stream, without_marks

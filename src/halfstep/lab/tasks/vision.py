@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import Digits, load_digits
-from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep import formats
-from halfstep.layouts.base import Layout
-from halfstep.layouts.scales import Exponents, Float32, TwoLevels
+from halfstep.layouts.base import Exponents, Float32, Layout, TwoLevels
 from halfstep.quant import ROW, TENSOR, Tile
 
 

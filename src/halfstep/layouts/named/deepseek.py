@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep import formats
-from halfstep.layouts.base import Layout
-from halfstep.layouts.scales import Float32
+from halfstep.layouts.base import Float32, Layout
 from halfstep.quant import Tile
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from halfstep.errors import RunError
 from halfstep.lab.side_by_side import train_side_by_side
-from halfstep.lab.sweep.grid import Cell
+from halfstep.lab.sweep.folder import Cell
 from halfstep.lab.sweep.run import Beat, Cells
 
 

@@ -11,7 +11,7 @@ import ray
 
 from halfstep.errors import RunError
 from halfstep.lab.side_by_side import ATTEMPTS
-from halfstep.lab.sweep.grid import Cell
+from halfstep.lab.sweep.folder import Cell
 from halfstep.lab.sweep.run import Beat, Cells, quietly
 
 
