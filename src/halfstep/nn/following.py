@@ -154,9 +154,11 @@ class Following:
         return output
 
     def warn(self, module: nn.Module) -> None:
-        """Say, once a model, what a part that is called from outside cannot know."""
+        """Say, once a model and where gradients are recorded, what a part that is called from outside cannot know."""
         root = self._root()
         if self._warned or self._autocast is None or root is None or not _has_forward(root):
+            return
+        if not torch.is_grad_enabled():  # as transformers' generate calls an encoder
             return
         if {*module.parameters()} >= {*root.parameters()}:  # the root wraps it, and computes nothing else
             return
