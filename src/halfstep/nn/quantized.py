@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, RecipeError
+from halfstep.grouping import grouped
 from halfstep.nn.adapters.gated import merge_smooth_scales
 from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
@@ -22,13 +23,16 @@ from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.paths import adapters_of
 from halfstep.nn.plan import Plan
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
-from halfstep.nn.quantized_weights import Stored, Weight, check_before_loading, freeze, place_codes, store_weight
+from halfstep.nn.quantized_weights import Kind, Stored, Weight, check_before_loading, freeze, place_codes, store_weight
 from halfstep.nn.scaling import detach, moved
 from halfstep.nn.stages import clear
 from halfstep.ops import Quantized
 from halfstep.ops.part import own_part, part_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.recipe import Recipe, get_recipe, list_recipes
+
+
+_Given = Mapping[str, Sequence[Quantized]]
 
 
 def quantize_model(
@@ -69,26 +73,24 @@ def quantize_model(
     _check(model, recipe, smooth, adapters)
     if smooth:
         merge_smooth_scales(model, smooth)
-    histories: dict[str, Tensor] = {}
+    factors: dict[str, dict[str, Tensor]] = {}
     if part_of(model).applied is not None:
         merged = {f"{path}.{part}.weight" for path in smooth or () for part in ("up_proj", "down_proj")}
-        histories = {name: state for name, state in moved(model).items() if name.lstrip(".") not in merged}
+        for name, state in moved(model).items():
+            path, _, operand = name.rpartition(".")
+            if name.lstrip(".") not in merged:
+                factors.setdefault(path, {})[operand] = state
         module_filter = _as_before(model, module_filter)
         revert(model)
     if recipe.smooth_glu == "channel":
         recipe = replace(recipe, smooth_glu=None)  # its scales are in the weights
-
-    def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
-        states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
-        return _store(module, weights, whole, states)
-
-    return _lay(model, recipe, module_filter, store, adapters)
+    return _lay(model, recipe, module_filter, factors, adapters)
 
 
 def load_codes(
     model: nn.Module,
     recipe: Recipe,
-    codes: Mapping[str, Sequence[Quantized]],
+    codes: _Given,
     factors: Mapping[str, Mapping[str, Tensor]],
     adapters: bool = False,
 ) -> Plan:
@@ -118,41 +120,24 @@ def load_codes(
             there = "no weight of a layer that rounds" if found is None else found
             raise ModelError(f"{name}: codes of {len(made)} x {shape} for {there}; the file is of another model")
     paths = {name.rpartition(".")[0] for name in codes}
-
-    def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
-        if whole:
-            raise ModelError(f"{path}: codes for a weight that is another module's too; the file is of another model")
-        own_part(module).stored = {weight.name: weight for weight in weights}
-        numbers = Counter[str]()
-        for weight in weights:
-            found = codes[f"{path}.{weight.name}"]
-            numbers[found[0].quantizer.format.name] += place_codes(module, weight, found)
-        freeze(module, factors.get(path, {}))
-        module.register_load_state_dict_pre_hook(check_before_loading)
-        return numbers
-
-    return _lay(model, recipe, lambda _, path: path in paths, store, adapters)
-
-
-_Store = Callable[[str, Any, tuple[Weight, ...], Collection[str]], Counter[str]]
+    return _lay(model, recipe, lambda _, path: path in paths, factors, adapters, codes)
 
 
 def _lay(
-    model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None, store: _Store, adapters: bool = False
+    model: nn.Module,
+    recipe: Recipe,
+    module_filter: ModuleFilter | None,
+    factors: Mapping[str, Mapping[str, Tensor]],
+    adapters: bool,
+    given: _Given | None = None,
 ) -> Plan:
-    """Give the layers that rules round their codes by `store`, and the model what inference needs beside them."""
+    """Give the layers that rules round the codes given, or those of their weights, and the model what inference needs
+    beside them."""
     kinds = match(model, recipe, module_filter).kinds
     applied = apply(model, recipe, module_filter)
     detach(model)
-    owners, kept, codes = _owners(model), dict(applied.kept), Counter[str]()
-    for path in applied.quantized:
-        module: Any = model.get_submodule(path)
-        weights = kinds[path].weights(module)
-        whole = {w.name: why for w in weights if (why := _whole(module, w, path, owners)) is not None}
-        kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
-        codes += store(path, module, weights, whole)
-        if adapters and all(weight.layout is None for weight in weights):
-            own_part(module).adapts = True
+    codes, kept = _store(model, {path: kinds[path] for path in applied.quantized}, factors, adapters, given)
+    kept = {**applied.kept, **kept}
     quantized = replace(applied_to(model), dtypes={}, clock=None, quantized=True, adapts=adapters)
     own = own_part(model)
     own.applied = quantized
@@ -172,22 +157,35 @@ def _lay(
 
 
 def _store(
-    module: Any, weights: tuple[Weight, ...], whole: Collection[str], states: Mapping[str, Tensor]
-) -> Counter[str]:
-    """Quantise a layer's weights but those that stay whole; how many there are of each format."""
-    codes = Counter[str]()
-    own = own_part(module)
-    own.stored = {weight.name: weight for weight in weights}
-    for weight in weights:
-        if weight.name not in whole:
-            state = states.get(f"{weight.product}__weight" if weight.product else "weight")
-            quantizer = own.spec.output.rhs
-            assert quantizer is not None  # or it would stay whole
-            codes[quantizer.format.name] += store_weight(module, weight, state)
-    operands = ("input", "weight") if whole else ("input",)
-    freeze(module, {name: state for name, state in states.items() if name.rpartition("__")[2] in operands})
-    module.register_load_state_dict_pre_hook(check_before_loading)
-    return codes
+    model: nn.Module,
+    kinds: Mapping[str, Kind],
+    factors: Mapping[str, Mapping[str, Tensor]],
+    adapters: bool,
+    given: _Given | None,
+) -> tuple[Counter[str], dict[str, str]]:
+    """Keep the weights of those layers as codes: how many there are of each format, and which layers have one that
+    stays whole, with the reason."""
+    owners = grouped((id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False))
+    codes, kept = Counter[str](), dict[str, str]()
+    for path, kind in kinds.items():
+        module: Any = model.get_submodule(path)
+        own, weights, states = own_part(module), kind.weights(module), factors.get(path, {})
+        whole = {w.name: why for w in weights if (why := _whole(module, w, path, owners)) is not None}
+        if whole and given is not None:
+            raise ModelError(f"{path}: codes for a weight that is another module's too; the file is of another model")
+        kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
+        own.stored = {weight.name: weight for weight in weights}
+        for weight in (weight for weight in weights if weight.name not in whole):
+            if given is None:
+                numbers = store_weight(module, weight, states.get(f"{weight.product}__weight".removeprefix("__")))
+            else:
+                numbers = place_codes(module, weight, given[f"{path}.{weight.name}"])
+            codes[own.stored[weight.name].quantizer.format.name] += numbers
+        operands = ("input", "weight") if whole else ("input",)
+        freeze(module, {name: state for name, state in states.items() if name.rpartition("__")[2] in operands})
+        module.register_load_state_dict_pre_hook(check_before_loading)
+        own.adapts = adapters and all(weight.layout is None for weight in weights)
+    return codes, kept
 
 
 def _whole(module: Any, weight: Weight, path: str, owners: Mapping[int, list[str]]) -> str | None:
@@ -199,14 +197,6 @@ def _whole(module: Any, weight: Weight, path: str, owners: Mapping[int, list[str
         return weight.whole
     others = [owner for owner in owners[id(getattr(module, name))] if owner != f"{path}.{name}".lstrip(".")]
     return f"its {name} is also {others[0]}, so it stays whole and is rounded at every call" if others else None
-
-
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """The names of every parameter: several, where it is tied."""
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return found
 
 
 def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFilter:
