@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,7 +167,7 @@ class Steps:
                 )
         self._scalings.advance(skipped)
         if self._drawing[0] is not applied:
-            self._drawing = applied, list(noise.tables(self._model))
+            self._drawing = applied, noise.tables(self._model)
         if self._drawing[1]:
             noise.advance(self._drawing[1])
         self._made += 1
@@ -220,70 +220,68 @@ class Steps:
         Raises:
             LossScaleError: scaling states of other layers or of another length.
         """
-        self._load_stage(saved.get("stages", {}))
-        self._load_noise(saved.get("noise", {}))
-        scaling = saved.get("scaling", {})
-        if self._scalings.state_dict() and not scaling:
-            warnings.warn(
-                "the scaler state holds no scaling states, so the model's scales start over; save "
-                "scaler.state_dict() beside the model to resume exactly",
-                stacklevel=3,
-            )
-            self._scalings.reset()
-        else:
-            self._scalings.load_state_dict(scaling)
-        self._load_communication(saved.get("communication", {}))
+        for load, name in (
+            (self._load_stage, "stages"),
+            (self._load_noise, "noise"),
+            (self._load_scaling, "scaling"),
+            (self._load_communication, "communication"),
+        ):
+            for told in load(saved.get(name, {})):
+                warnings.warn(told, stacklevel=3)
         self._made = saved.get("steps", 0)
 
-    def _load_communication(self, saved: Mapping[str, Any]) -> None:
-        reduction, told = part_of(self._model).reduction, []
+    def _load_scaling(self, saved: Mapping[str, Any]) -> Iterator[str]:
+        if self._scalings.state_dict() and not saved:
+            self._scalings.reset()
+            yield (
+                "the scaler state holds no scaling states, so the model's scales start over; save "
+                "scaler.state_dict() beside the model to resume exactly"
+            )
+        else:
+            self._scalings.load_state_dict(saved)
+
+    def _load_communication(self, saved: Mapping[str, Any]) -> Iterator[str]:
+        reduction = part_of(self._model).reduction
         if reduction is not None:
-            told = reduction.load_state_dict(saved)
+            yield from reduction.load_state_dict(saved)
         elif saved:
-            told = [
+            yield (
                 "the scaler state holds what gradients' reduction remembers, and this model has none yet: it starts "
                 "over. To resume exactly, call halfstep.distributed.compress(ddp), or reduce_gradients(model, ...) "
                 "before there are gradients, and then scaler.load_state_dict"
-            ]
-        for each in told:
-            warnings.warn(each, stacklevel=4)
+            )
 
-    def _load_noise(self, saved: Mapping[str, int]) -> None:
+    def _load_noise(self, saved: Mapping[str, int]) -> Iterator[str]:
         if saved:
             noise.load(self._model, saved)
         elif noise.seed(self._model) is not None:
-            warnings.warn(
+            yield (
                 "the scaler state holds no seed of the noise that layers draw, so the run goes on with other noise; "
-                "save scaler.state_dict() beside the model to resume exactly",
-                stacklevel=4,
+                "save scaler.state_dict() beside the model to resume exactly"
             )
 
-    def _load_stage(self, saved: Mapping[str, Any]) -> None:
+    def _load_stage(self, saved: Mapping[str, Any]) -> Iterator[str]:
         schedule = applied_to(self._model).schedule
-        if schedule is None:
-            if saved:
-                warnings.warn(
-                    f"the scaler state was saved after {saved['steps']} steps of a recipe with stages, and recipe "
-                    f"{applied_to(self._model).recipe.name!r} has none: it holds from here to the end",
-                    stacklevel=4,
+        if schedule is not None:
+            schedule.steps = int(saved.get("steps", 0))
+            if not saved:
+                yield (
+                    f"the scaler state does not say how many steps were made, so recipe {schedule.name!r} begins with "
+                    "its first stage; save scaler.state_dict() beside the model to resume where it was"
                 )
-            return
-        if not saved:
-            warnings.warn(
-                f"the scaler state does not say how many steps were made, so recipe {schedule.name!r} begins with its "
-                "first stage; save scaler.state_dict() beside the model to resume where it was",
-                stacklevel=4,
+            elif list(saved["starts"]) != list(schedule.starts):
+                yield (
+                    f"the scaler state is of a run of {saved['total_steps']} steps whose stages began after "
+                    f"{saved['starts']}; in this one, of {schedule.total_steps}, they begin after "
+                    f"{list(schedule.starts)}. It goes on after step {schedule.steps} in stage {schedule.due + 1}, and "
+                    f"was in stage {saved['stage'] + 1}"
+                )
+            self._load_steps(schedule, schedule.steps)
+        elif saved:
+            yield (
+                f"the scaler state was saved after {saved['steps']} steps of a recipe with stages, and recipe "
+                f"{applied_to(self._model).recipe.name!r} has none: it holds from here to the end"
             )
-        schedule.steps = int(saved.get("steps", 0))
-        if saved and list(saved["starts"]) != list(schedule.starts):
-            warnings.warn(
-                f"the scaler state is of a run of {saved['total_steps']} steps whose stages began after "
-                f"{saved['starts']}; in this one, of {schedule.total_steps}, they begin after {list(schedule.starts)}. "
-                f"It goes on after step {schedule.steps} in stage {schedule.due + 1}, and was in stage "
-                f"{saved['stage'] + 1}",
-                stacklevel=4,
-            )
-        self._load_steps(schedule, schedule.steps)
 
     def _load_steps(self, schedule: Schedule, steps: int) -> None:
         clock = applied_to(self._model).clock
