@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,6 +12,7 @@ from halfstep.kernels import carried
 from halfstep.nn.adapters import gated, nonlinear, stock, wide
 from halfstep.nn.adopt import Forward, adopt, forward_owner, owner_of
 from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.paths import is_in
 from halfstep.nn.quantized_weights import Weight
 from halfstep.nn.scaling import attach
 from halfstep.ops.part import own_part
@@ -104,15 +105,10 @@ def arranged(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | Non
     """
     matched = match(model, recipe, module_filter)
     widened = wide.find(model, recipe.float32_modules)
-    specs = {path: spec for path, spec in matched.specs.items() if not _within(path, widened)}
+    specs = {path: spec for path, spec in matched.specs.items() if not any(is_in(path, place) for place in widened)}
     weights = {path: matched.kinds[path].weights(model.get_submodule(path)) for path in specs}
     savers = {} if recipe.saved is None else find(model, recipe.saved, specs, matched.smoothed)
     return Arrangement(recipe, matched, widened, specs, weights, savers)
-
-
-def _within(path: str, places: Iterable[str]) -> bool:
-    """Whether a path is one of those, or inside of one."""
-    return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
 Savers = Mapping[str, Forward | None]

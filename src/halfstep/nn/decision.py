@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from halfstep.nn.arrangement import Arrangement, arranged
 from halfstep.nn.averages import watch_copy
 from halfstep.nn.buffers import RECOMPUTE, check_float32, rounded
 from halfstep.nn.clock import Clock
-from halfstep.nn.dtypes import check_grad_dtype, storable, store, unstorable, wide_adapters
+from halfstep.nn.dtypes import check_grad_dtype, count, storable, store, unstorable, wide_adapters
 from halfstep.nn.following import follow
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.paths import same_parameters
@@ -123,13 +122,12 @@ class Decision:
             kept[type(model).__name__] = (
                 "no norm, activation function, gated MLP or rounded product to save in few bits"
             )
-        states = 0
-        for path, spec in found.specs.items():
-            states += len(spec.states) * len(found.weights[path])
+        stored = dict.fromkeys(map(id, self.moves.values()), DTYPES[self.recipe.weights])
+        stored |= dict.fromkeys(map(id, self.adapters.values()), torch.float32)
         return Plan(
             recipe=recipe,
             model=type(model).__name__,
-            stored=self._stored(model),
+            stored=count(model, stored),
             layers=layers,
             kept=kept,
             matmuls=len(matched.kinds),
@@ -137,17 +135,8 @@ class Decision:
             smoothed=matched.smoothed,
             saved=tuple(found.savers),
             sought=matched.sought,
-            states=states,
+            states=sum([len(spec.states) * len(found.weights[path]) for path, spec in found.specs.items()]),
         )
-
-    def _stored(self, model: nn.Module) -> dict[str, int]:
-        """How many parameters will be stored in each dtype, most first; tied ones count once."""
-        own = dict.fromkeys(map(id, self.moves.values()), DTYPES[self.recipe.weights])
-        own |= dict.fromkeys(map(id, self.adapters.values()), torch.float32)
-        counts: Counter[str] = Counter()
-        for parameter in model.parameters():
-            counts[str(own.get(id(parameter), parameter.dtype)).removeprefix("torch.")] += parameter.numel()
-        return dict(counts.most_common())
 
 
 def decide(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Decision:
@@ -208,14 +197,11 @@ def _check_model(model: nn.Module) -> None:
             f"{name}: its part {path!r} follows the recipe of another model that it belongs to; halfstep.revert "
             "that one first, or apply one recipe to a module that holds both"
         )
-    found = False
-    for path, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                found = True
-                if (why := unstorable(parameter)) is not None:
-                    raise ModelError(f"{name}: {f'{path}.{own}'.lstrip('.')} {why}")
-    if not found:
+    parameters = dict(model.named_parameters())
+    for path, parameter in parameters.items():
+        if (why := unstorable(parameter)) is not None:
+            raise ModelError(f"{name}: {path} {why}")
+    if not parameters:
         raise ModelError(f"{name} has no parameters; there is nothing to store or train")
 
 

@@ -98,9 +98,13 @@ def check_grad_dtype(grads: str, kind: type = Tensor) -> None:
         )
 
 
-def count(model: nn.Module) -> dict[str, int]:
-    """How many parameters the model stores in each dtype, most first; tied ones count once."""
+def count(model: nn.Module, others: Mapping[int, torch.dtype] | None = None) -> dict[str, int]:
+    """How many parameters the model stores in each dtype, most first; tied ones count once.
+
+    Args:
+        others: the dtypes that parameters will have, by their ids, where it is another.
+    """
     counts: Counter[str] = Counter()
     for parameter in model.parameters():
-        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        counts[str((others or {}).get(id(parameter), parameter.dtype)).removeprefix("torch.")] += parameter.numel()
     return dict(counts.most_common())

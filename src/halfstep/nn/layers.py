@@ -78,7 +78,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         )
     kinds, refused = _sorted(model)
     modules = {path: model.get_submodule(path) for path in (*kinds, *refused)}
-    wants = module_filter or _everything
+    wants = module_filter or (lambda module, path: True)
     chosen = {path for path in kinds if wants(modules[path], path)}
     weights = {path: kind.weights(modules[path]) for path, kind in kinds.items()}
     others = {path: why for path, own in weights.items() if (why := _foreign(modules[path], own))}
@@ -121,10 +121,6 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         sought=_sought(recipe, [rule for path, rule in hits.items() if path in kinds]),
         missed=tuple(p for p in refused if p in hits and hits[p].linear.rounds and wants(modules[p], p)),
     )
-
-
-def _everything(module: nn.Module, path: str) -> bool:
-    return True
 
 
 def _first_rules(
@@ -297,17 +293,10 @@ def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) ->
     found = {path: module for path, module in model.named_modules() if gated.resembles(module)}
     refused = {path: why for path, module in found.items() if (why := gated.refusal(module)) is not None}
     if not found.keys() - refused.keys():
+        first = next((f" that fits ({path}: {why})" for path, why in refused.items()), "")
         raise RecipeError(
             f"recipe {recipe.name!r} smooths gated MLPs (modules with gate_proj, up_proj, down_proj and act_fn), and "
-            f"{type(model).__name__} has none{_first(refused)}; take a recipe without smooth_glu, such as fp8-delayed"
+            f"{type(model).__name__} has none{first}; take a recipe without smooth_glu, such as fp8-delayed"
         )
-    rounds = [path for path in found if path not in refused and _child(path, "down_proj") in specs]
+    rounds = (path for path in found if path not in refused and f"{path}.down_proj".lstrip(".") in specs)
     return tuple(rounds), refused
-
-
-def _child(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _first(refused: Mapping[str, str]) -> str:
-    return next((f" that fits ({path}: {why})" for path, why in refused.items()), "")

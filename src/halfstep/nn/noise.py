@@ -6,7 +6,7 @@ numbers that a pass takes, so that nothing is drawn from a generator and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -81,13 +81,6 @@ def localize(model: nn.Module) -> None:
                 module._buffers[name] = own.to_local()
 
 
-def tables(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """The buffers of the modules that have keys."""
-    for module in model.modules():
-        if module._buffers.get(ATTRIBUTE) is not None:
-            yield module._buffers
-
-
 @torch.no_grad()
 def advance(tables: list[dict[str, Tensor | None]]) -> None:
     """Count a step, on the keys' own device."""
@@ -98,10 +91,7 @@ def advance(tables: list[dict[str, Tensor | None]]) -> None:
 
 def seed(model: nn.Module) -> int | None:
     """The seed of the run; None where nothing is drawn."""
-    for _, _, own in parts_of(model):
-        if own.origin is not None:
-            return int(own.origin.seed)
-    return None
+    return next((int(own.origin.seed) for _, _, own in parts_of(model) if own.origin is not None), None)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from halfstep import grouping
 from halfstep.ops.native import matmuls_text
 from halfstep.printable import shortened
 from halfstep.recipe import DTYPES, BytesPerParameter, LinearSpec, Recipe, matmul_texts
@@ -160,9 +161,7 @@ class Plan:
     @cached_property
     def _ways(self) -> list[tuple[tuple[tuple[str, ...], str], list[str]]]:
         """How matmuls round their operands and what computes them, with the layers that do so."""
-        alike: dict[PlannedLayer, list[str]] = {}
-        for path, layer in self.layers.items():
-            alike.setdefault(replace(layer, kind="", experts=0), []).append(path)
+        alike = grouping.grouped((replace(layer, kind="", experts=0), path) for path, layer in self.layers.items())
         return [((layer.matmuls, layer.computed), paths) for layer, paths in alike.items()]
 
     def _modules(self) -> Iterator[str]:
@@ -184,7 +183,7 @@ class Plan:
                 yield from _listed(these)
         for what, globs in self.sought.items():
             yield from _filled(f"no layer is matched as {what}, by {globs}: later rules apply")
-        for reason, paths in _by_value(self.kept).items():
+        for reason, paths in grouping.grouped((reason, path) for path, reason in self.kept.items()).items():
             yield from _filled(f"kept as it was: {reason}")
             yield from _listed(paths)
 
@@ -194,13 +193,6 @@ def _scales(spec: LinearSpec) -> str:
     if spec.states:
         return "all experts share a scaling state for each operand"
     return "every expert's operands are rounded by themselves, with scales of their own"
-
-
-def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, value in named.items():
-        found.setdefault(value, []).append(name)
-    return found
 
 
 def _listed(paths: Any) -> Iterator[str]:

@@ -67,7 +67,7 @@ def detach_rules(module: nn.Module) -> None:
 def rules_of(module: nn.Module) -> dict[str, StatefulScaling]:
     """The names of a module's states, and the rules that move them."""
     spec: Any = part_of(module).linear
-    return {name: _rule(spec.states[_operand(name)]) for name, _ in _buffers(module)}
+    return {name: _rule(spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]) for name, _ in _buffers(module)}
 
 
 def detach(model: nn.Module) -> None:
@@ -133,13 +133,7 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
-    spec: Any = part_of(module).linear
-    return _rule(spec.states[_operand(name)]).init(device)
-
-
-def _operand(name: str) -> str:
-    """The operand that the buffer of that name is a state of."""
-    return name.removeprefix(PREFIX).rpartition("__")[2]
+    return rules_of(module)[name].init(device)
 
 
 class _Known(NamedTuple):

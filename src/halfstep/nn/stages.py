@@ -17,6 +17,7 @@ from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
+from halfstep.ops.noise import ATTRIBUTE
 from halfstep.ops.part import Part, drop_part, own_part, part_of, parts_of
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
@@ -167,7 +168,10 @@ class Steps:
                 )
         self._scalings.advance(skipped)
         if self._drawing[0] is not applied:
-            self._drawing = applied, noise.tables(self._model)
+            self._drawing = (
+                applied,
+                [m._buffers for m in self._model.modules() if m._buffers.get(ATTRIBUTE) is not None],
+            )
         if self._drawing[1]:
             noise.advance(self._drawing[1])
         self._made += 1
