@@ -1,20 +1,204 @@
-"""The forwards of a model that is unit-scaled: of whole modules, and of modules whose own code computes."""
+"""The forwards of a unit-scaled model: of whole modules, and of modules whose own code computes, call by call."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.functions import named
-from halfstep.nn.unit.steps import Own
-from halfstep.ops.scale import scale_backward, scaled
+from halfstep.nn.unit.functions import ATTENTION, activation, canonical, counts, named, signature
+from halfstep.ops.scale import scale_backward, scaled, weighted_sum
 from halfstep.unit.activations import IN_PLACE, times
 from halfstep.unit.part import unit_part
+
+
+PASSIVE = "passive"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a torch function, in the order that a module's own code makes them."""
+
+    kind: str
+    """What is made of it; `passive` is left alone."""
+    call: str
+    """What it is recognised by (`functions.signature`)."""
+    function: str
+    """Its canonical name."""
+    alpha: float = 1.0
+    """What its output is multiplied by."""
+    backward: tuple[tuple[int, float], ...] = ()
+    """What the gradients of its operands are multiplied by in all, by their places among the arguments' leaves."""
+    in_place: bool = False
+    """Whether it writes to its first operand."""
+    numbers: tuple[float, ...] = ()
+    """Of an addition, the operands' factors; of attention, the scores' and the bias's."""
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it changes values, and not gradients alone."""
+        return self.kind != PASSIVE and (self.alpha != 1 or bool(self.numbers))
+
+
+@dataclass(frozen=True)
+class Own:
+    """The calls that a module's own code makes, those of its children left out."""
+
+    path: str
+    steps: tuple[Step, ...]
+
+    def mode(self) -> Running:
+        """For one call of the module."""
+        grad = torch.is_grad_enabled()
+        names = [s.function for s in self.steps if s.is_forward or (grad and s.kind != PASSIVE)]
+        return Running(self, frozenset(names))
+
+
+class Running(TorchFunctionMode):
+    """Within it, the functions that a module's own code calls are scaled, as its list of steps says.
+
+    Each call of a module has its own, so that activation checkpointing, which calls the module again, is right too.
+
+    Raises:
+        ModelError: the code calls other functions, or in another order, than it did when it was traced.
+    """
+
+    def __init__(self, own: Own, names: frozenset[str]) -> None:
+        super().__init__()
+        self._own, self._names, self._grad, self._at = own, names, torch.is_grad_enabled(), 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(x, (Tensor, tuple, list)) for x in args) and not kwargs.get("input", None) is not None:
+            return func(*args, **kwargs)  # a factory: it may have a default device, which is another mode
+        name = canonical(func, args)
+        with torch._C.DisableTorchFunction():  # the modes of modules around this one do not hear of it
+            if name not in self._names or not counts(args, kwargs):
+                return func(*args, **kwargs)
+            step = self._next(signature(name, args))
+            return _RUN[step.kind](step, func, args, kwargs)
+
+    def _next(self, call: str) -> Step:
+        for i in range(self._at, len(self._own.steps)):
+            step = self._own.steps[i]
+            if step.call == call:
+                self._at = i + 1
+                return step
+            if not self._may_skip(step):
+                raise self._other(f"it calls {call}", step.call)
+        raise self._other(f"it calls {call}", "nothing more of that kind")
+
+    def _may_skip(self, step: Step) -> bool:
+        return step.kind == PASSIVE or step.function not in self._names or not (self._grad or step.is_forward)
+
+    def finish(self) -> None:
+        """The module's forward has returned: nothing that is scaled may be missing."""
+        for step in self._own.steps[self._at :]:
+            if not self._may_skip(step):
+                raise self._other("it ended", step.call)
+
+    def _other(self, found: str, expected: str) -> ModelError:
+        return ModelError(
+            f"{self._own.path or 'the model'}: its code computes otherwise than when halfstep.unit_scale traced it: "
+            f"{found} where the trace has {expected}. Its control flow depends on its inputs or modes: revert the "
+            "model, and give unit_scale inputs like those it is called with (masks, labels)"
+        )
+
+
+def _passive(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _weighted(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """w_a a + w_b b, with the gradients' own factors."""
+    backward = dict(step.backward)
+    a, b = args[:2]
+    signs = (1.0, 1.0)
+    if step.function == "sub":
+        signs = (-1.0, 1.0) if getattr(func, "__name__", "") == "__rsub__" else (1.0, -1.0)
+    numbers = step.numbers[0] * signs[0], step.numbers[1] * signs[1]
+    grads = backward.get(0, 1.0) * signs[0], backward.get(1, 1.0) * signs[1]
+    y = weighted_sum(a, b, numbers, grads)
+    return a.copy_(y) if step.in_place else y
+
+
+def _scale(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A multiplication by a number keeps the number's sign alone."""
+    x = next(x for x in args[:2] if isinstance(x, Tensor) and (x.dim() > 0 or not isinstance(args[1], Tensor)))
+    sign = step.numbers[0]
+    return scaled(x, sign, sign * (step.backward[0][1] if step.backward else 1.0))
+
+
+def _matmul(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    backward = dict(step.backward)
+    a, b = args[:2]
+    output = math.prod(a.shape[:-1]) * b.shape[-1]
+    a, b = (
+        scale_backward(a, backward.get(0, step.alpha) / step.alpha),
+        scale_backward(b, backward.get(1, step.alpha) / step.alpha),
+    )
+    least = min(a.numel(), b.numel(), output)  # one pass over the smallest of the three
+    if least == a.numel():
+        return func(a * step.alpha, b, *args[2:], **kwargs)
+    if least == b.numel():
+        return func(a, b * step.alpha, *args[2:], **kwargs)
+    return func(a, b, *args[2:], **kwargs) * step.alpha
+
+
+def _attention(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    given, alpha, backward = named(ATTENTION, args, kwargs), step.alpha, dict(step.backward)
+    for i, name in enumerate(ATTENTION[:3]):
+        given[name] = scale_backward(given[name], backward.get(i, alpha) / alpha)
+    if len(step.numbers) > 1:
+        given["attn_mask"] = scaled(given["attn_mask"], step.numbers[1], step.numbers[1] * step.numbers[2])
+    return func(**{**given, "scale": step.numbers[0]}) * alpha
+
+
+def _elementwise(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    factors = step.alpha, step.backward[0][1]
+    if step.in_place:
+        x: Tensor = args[0]
+        return x.copy_(scaled(func(x.clone(), *args[1:], **kwargs), *factors))
+    if (name := activation(step.function, args, kwargs)) is not None:
+        return times(args[0], name, *factors)
+    return scaled(func(*args, **kwargs), *factors)
+
+
+def _reduction(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A loss or a mean as it is: the factor of its operand's gradient is on its own, which is smaller."""
+    return scale_backward(func(*args, **kwargs), step.backward[0][1])
+
+
+def _gradients(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The function as it is, with factors on its operands' gradients."""
+    leaves, tree = tree_flatten((args, dict(kwargs)))
+    for place, factor in step.backward:
+        leaves[place] = scale_backward(leaves[place], factor / step.alpha)
+    args, kwargs = tree_unflatten(leaves, tree)
+    y = func(*args, **kwargs)
+    return y if step.alpha == 1 else y * step.alpha
+
+
+_RUN: dict[str, Callable[..., Any]] = {
+    PASSIVE: _passive,
+    "add": _weighted,
+    "scale": _scale,
+    "matmul": _matmul,
+    "attention": _attention,
+    "elementwise": _elementwise,
+    "reduction": _reduction,
+    "gradients": _gradients,
+}
 
 
 @dataclass(frozen=True)

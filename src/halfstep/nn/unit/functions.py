@@ -98,12 +98,10 @@ def named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, An
 def number(func: Callable[..., Any], args: tuple[Any, ...]) -> float | None:
     """The number c of `x * c`, `c * x` or `x / c`, as what x is multiplied by; None of `c / x`."""
     tensor, other = args[:2]
-    if not isinstance(tensor, Tensor) or (tensor.dim() == 0 and isinstance(other, Tensor)):
-        tensor, other = other, tensor
-        if _CANONICAL.get(raw_name(func)) == "div":
-            return None
-    value = float(other)
     divides = _CANONICAL.get(raw_name(func)) == "div"
+    if not isinstance(tensor, Tensor) or (tensor.dim() == 0 and isinstance(other, Tensor)):
+        return None if divides else float(tensor)
+    value = float(other)
     return (1 / value if value else None) if divides else value
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.forwards import Whole
+from halfstep.nn.unit.forwards import PASSIVE, Own, Step, Whole
 from halfstep.nn.unit.graph import Graph, Node, Value
-from halfstep.nn.unit.steps import PASSIVE, Own, Step
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 
 

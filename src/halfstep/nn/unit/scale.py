@@ -35,7 +35,8 @@ class UnitScaled:
     """What `unit_scale` leaves on a model's root."""
 
     report: UnitReport
-    divided: Divided
+    vectors: dict[str, Tensor]
+    """What was taken from each bias, gain or vector that did not begin at 0 or 1."""
 
 
 def unit_scale(
@@ -91,7 +92,7 @@ def unit_scale(
     check_factors(name, {f"{n.index} {n.place}": (n.alpha, *n.betas, *(n.weighted or ())) for n in graph.living()})
     made = plan(graph, name, residual is not None)
     vectors = _vectors(model, graph)
-    found = divide(model, deviations, vectors)
+    taken = divide(model, deviations, vectors)
     _adopt(model, made)
     notes = _notes(graph, bool(factors.residuals), loss is not None)
     rule = getattr(constraint, "__name__", None) or str(constraint or "none")
@@ -100,10 +101,8 @@ def unit_scale(
         path for path, m in model.named_modules()
         if kind_of(m) is not None and path not in made.products
     )  # fmt: skip
-    report = UnitReport(
-        name, rule, shares, operations(graph), deviations, tuple(found.vectors), unseen(graph), uncalled, notes
-    )
-    set_unit_part(model, scaled=UnitScaled(report, found))
+    report = UnitReport(name, rule, shares, operations(graph), deviations, tuple(taken), unseen(graph), uncalled, notes)
+    set_unit_part(model, scaled=UnitScaled(report, taken))
     extend(model, Loading())
     return report
 
@@ -124,7 +123,7 @@ def revert_unit(model: nn.Module) -> None:
     for module in model.modules():
         release(module, beneath=True)
         set_unit_part(module, multipliers=None, forward=None, scaled=None)
-    multiply(model, scaled.divided)
+    multiply(model, scaled)
 
 
 def is_unit_scaled(model: nn.Module) -> bool:
@@ -358,16 +357,6 @@ def _operation(node: Node) -> Operation:
     return Operation(node.path, name, forward, tuple(node.betas), node.tied, rule)
 
 
-@dataclass(frozen=True)
-class Divided:
-    """What was done to the parameters, so that it can be undone."""
-
-    weights: dict[str, float]
-    """What each weight was divided by."""
-    vectors: dict[str, Tensor]
-    """What was taken from each bias, gain or vector that did not begin at 0 or 1."""
-
-
 def standard_deviations(parameters: dict[str, nn.Parameter], name: str) -> dict[str, float]:
     """The standard deviation of each weight.
 
@@ -388,8 +377,8 @@ def standard_deviations(parameters: dict[str, nn.Parameter], name: str) -> dict[
 
 
 @torch.no_grad()
-def divide(model: nn.Module, deviations: dict[str, float], vectors: dict[str, float]) -> Divided:
-    """Divide each weight, and set each vector to its number; say what it takes to undo it."""
+def divide(model: nn.Module, deviations: dict[str, float], vectors: dict[str, float]) -> dict[str, Tensor]:
+    """Divide each weight, and set each vector to its number; what that took from vectors."""
     parameters = dict(model.named_parameters())
     taken: dict[str, Tensor] = {}
     for name, value in vectors.items():
@@ -399,26 +388,26 @@ def divide(model: nn.Module, deviations: dict[str, float], vectors: dict[str, fl
             parameter.fill_(value)
     for name, deviation in deviations.items():
         parameters[name].div_(deviation)
-    return Divided(deviations, taken)
+    return taken
 
 
 @torch.no_grad()
-def multiply(model: nn.Module, divided: Divided) -> None:
+def multiply(model: nn.Module, scaled: UnitScaled) -> None:
     """Undo `divide`: a weight comes back within one rounding of its dtype, exactly where it is a power of two."""
     parameters: dict[str, Any] = dict(model.named_parameters())
-    for name, deviation in divided.weights.items():
+    for name, deviation in scaled.report.weights.items():
         if name in parameters:
             parameters[name].mul_(deviation)
-    for name, offset in divided.vectors.items():
+    for name, offset in scaled.vectors.items():
         if name in parameters:
             parameters[name].add_(offset.to(parameters[name].device))
 
 
-def plain_ones(model: nn.Module, divided: Divided) -> list[str]:
+def plain_ones(model: nn.Module, deviations: dict[str, float]) -> list[str]:
     """The weights that are nearer in size to what they were divided by than to 1, where those two are far apart."""
     parameters = dict(model.named_parameters())
     found = []
-    for name, deviation in divided.weights.items():
+    for name, deviation in deviations.items():
         parameter = parameters.get(name)
         if parameter is None or parameter.is_meta or 0.5 < deviation < 2:
             continue
@@ -438,10 +427,10 @@ class Loading:
         load: Any = stock.load_state_dict
 
         def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            loaded, divided = load(module, *args, **kwargs), unit_part(module).scaled.divided
+            loaded, divided = load(module, *args, **kwargs), unit_part(module).scaled.report.weights
             if plain := plain_ones(module, divided):
                 warnings.warn(
-                    f"{type(module).__name__} is unit-scaled, and {len(plain)} of its {len(divided.weights)} "
+                    f"{type(module).__name__} is unit-scaled, and {len(plain)} of its {len(divided)} "
                     f"weights ({plain[0]} ...) were loaded in the size that they had before: a state dict of a model "
                     "that is not unit-scaled? With such weights it computes something else. Load them first "
                     "(halfstep.revert(model) undoes unit_scale), then call unit_scale",
