@@ -127,6 +127,13 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
     return next((made.stock for made in reversed([*_layers(type(module))])), type(module))
 
 
+def twin(module: nn.Module, kind: type[nn.Module], **others: Any) -> nn.Module:
+    """A module of that class that has what `module` has, but for those attributes: for one call of a forward."""
+    made = object.__new__(kind)
+    made.__dict__.update({**vars(module), **others})
+    return made
+
+
 def is_covered(module: nn.Module) -> bool:
     """Whether an adopted module was given another class on top, which hides ours from `release`."""
     return _MADE not in vars(type(module)) and any(_MADE in vars(kind) for kind in type(module).__mro__)

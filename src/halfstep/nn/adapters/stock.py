@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from halfstep.nn.adopt import twin
 from halfstep.ops.linear_passes import product_dtype
 
 
@@ -61,9 +62,8 @@ def lstm_forward(
         return stock(module, input, hx)
     names = module._flat_weights_names
     with torch.autocast(input.device.type, enabled=False):
-        twin = object.__new__(type(module))
         weights = [getattr(module, name).to(dtype).float() for name in names]
-        twin.__dict__ |= {**vars(module), "_flat_weights": weights, "_flat_weight_refs": [None] * len(names)}
+        wide = twin(module, type(module), _flat_weights=weights, _flat_weight_refs=[None] * len(names))
         states = None if hx is None else tuple(state.to(dtype).float() for state in hx)
-        output, (h, c) = stock(twin, input.to(dtype).float(), states)
+        output, (h, c) = stock(wide, input.to(dtype).float(), states)
     return output.to(dtype), (h.to(dtype), c.to(dtype))

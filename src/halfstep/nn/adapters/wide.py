@@ -23,12 +23,10 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 
-from halfstep.nn.adopt import extend
+from halfstep.nn.adopt import extend, twin
 from halfstep.nn.paths import matches
 
 
-_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _STRICT: frozenset[Callable[..., Any]] = frozenset(
     {
         F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.bilinear,
@@ -71,21 +69,9 @@ def _norm(stock: Any, module: Any, input: Tensor, *more: Tensor) -> Tensor:
     if running:  # its weights are float32, and its buffers are the stock forward's own
         return stock(module, input)  # type: ignore[no-any-return]
     dtype = torch.promote_types(input.dtype, weight.dtype)
-    input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if isinstance(module, nn.GroupNorm):
-        return F.group_norm(input, module.num_groups, weight, bias, module.eps)
-    if isinstance(module, nn.LayerNorm):
-        return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
-    if isinstance(module, nn.RMSNorm):
-        return F.rms_norm(input, module.normalized_shape, weight, module.eps)
-    if isinstance(module, nn.Bilinear):
-        return F.bilinear(input, more[0].to(dtype), weight, bias)
-    module._check_input_dim(input)
-    if isinstance(module, _BATCH):
-        return F.batch_norm(input, None, None, weight, bias, True, 0.0, module.eps)
-    single = input.dim() == module._get_no_batch_dim()
-    y = F.instance_norm(input[None] if single else input, None, None, weight, bias, True, 0.0, module.eps)
-    return y[0] if single else y
+    wide = {"weight": weight.to(dtype), "bias": None if bias is None else bias.to(dtype)}
+    kind = next(kind for kind in type(module).__mro__ if kind in FORWARDS)
+    return kind.forward(twin(module, kind, _parameters=wide), *(x.to(dtype) for x in (input, *more)))  # type: ignore[no-any-return]
 
 
 def _bag(
@@ -115,7 +101,21 @@ def _spectral(stock: Any, module: Any, weight: Tensor) -> Tensor:
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
-    **dict.fromkeys((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_INSTANCE, *_BATCH, nn.Bilinear), _norm),
+    **dict.fromkeys(
+        (
+            nn.LayerNorm,
+            nn.GroupNorm,
+            nn.RMSNorm,
+            nn.InstanceNorm1d,
+            nn.InstanceNorm2d,
+            nn.InstanceNorm3d,
+            nn.BatchNorm1d,
+            nn.BatchNorm2d,
+            nn.BatchNorm3d,
+            nn.Bilinear,
+        ),
+        _norm,
+    ),
     **dict.fromkeys((parametrizations._SpectralNorm, parametrizations._Orthogonal), _spectral),
     nn.EmbeddingBag: _bag,
 }

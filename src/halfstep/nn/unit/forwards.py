@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.errors import ModelError
+from halfstep.nn.adopt import twin
 from halfstep.nn.unit.functions import ATTENTION, activation, canonical, counts, named, signature
+from halfstep.nn.unit.leaves import NORMS
 from halfstep.ops.scale import scale_backward, scaled, weighted_sum
 from halfstep.unit.activations import IN_PLACE, times
 from halfstep.unit.part import unit_part
@@ -285,16 +287,13 @@ def norm(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     x = scale_backward(x, plan.backward[0])
     weight, bias = (_parameter(module, name, x, plan) for name in ("weight", "bias"))
-    if plan.name == "layer_norm":
-        shape = getattr(module, "normalized_shape", x.shape[-1:])
-        return F.layer_norm(x, tuple(shape), weight, bias, plan.eps)
+    kind = next((kind for kind in type(module).__mro__ if kind in NORMS), None)
+    if kind is not None:
+        return kind.forward(twin(module, kind, _parameters={"weight": weight, "bias": bias}), x)
+    shape = tuple(x.shape[-1:])  # written by hand
     if plan.name == "rms_norm":
-        shape = getattr(module, "normalized_shape", x.shape[-1:])
-        eps = module.eps if isinstance(module, nn.RMSNorm) else plan.eps
-        return F.rms_norm(x, tuple(shape), weight, eps)
-    if plan.name == "group_norm":
-        return F.group_norm(x, module.num_groups, weight, bias, plan.eps)
-    return _batch_norm(module, x, weight, bias)
+        return F.rms_norm(x, shape, weight, plan.eps)
+    return F.layer_norm(x, shape, weight, bias, plan.eps)
 
 
 def _parameter(module: Any, name: str, x: Tensor, plan: Whole) -> Tensor | None:
@@ -306,20 +305,6 @@ def _parameter(module: Any, name: str, x: Tensor, plan: Whole) -> Tensor | None:
     rows = x.numel() / max(parameter.numel(), 1)
     factor = plan.beside * (max(rows, 1.0) ** -0.5 if plan.free else 1.0)
     return scale_backward(parameter.to(dtype), factor)
-
-
-def _batch_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """torch's own forward, with weights that are given."""
-    module._check_input_dim(x)
-    average = 0.0 if module.momentum is None else module.momentum
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if module.momentum is None:
-            average = 1.0 / float(module.num_batches_tracked)
-    tracked = not module.training or module.track_running_stats
-    mean, variance = (module.running_mean, module.running_var) if tracked else (None, None)
-    batch = module.training or (module.running_mean is None and module.running_var is None)
-    return F.batch_norm(x, mean, variance, weight, bias, batch, average, module.eps)
 
 
 WHOLE = {"norm": norm, "embedding": one_input, "elementwise": one_input, "attention": attention}

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from halfstep.nn.adapters import convolution, linear
+from halfstep.nn.adopt import twin
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.layers import kind_of
 from halfstep.unit.activations import IN_PLACE, value
 
 
 PRODUCTS = linear.LINEAR, linear.CONV1D, convolution.CONVOLUTION
-_NORMS: dict[type[nn.Module], str] = {
+NORMS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm",
     nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
 }  # fmt: skip
@@ -56,7 +57,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
         return Leaf("embedding", "embedding") if plain else None
     if isinstance(module, DotProductAttention):
         return Leaf("attention", "scaled_dot_product_attention")
-    for norm, name in _NORMS.items():
+    for norm, name in NORMS.items():
         if isinstance(module, norm):
             own: Any = module
             return Leaf("norm", name, own.eps or 0.0) if stock and type(module).forward is norm.forward else None
@@ -136,12 +137,9 @@ def _called(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Any:
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
-    copy = module.__new__(type(module))
-    copy.__dict__.update(vars(module))
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        copy.__dict__[name] = {}
-    copy.__dict__["_parameters"] = dict(vars(module)["_parameters"])
-    return copy
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    others: dict[str, Any] = {**{name: {} for name in hooks}, "_parameters": dict(module._parameters)}
+    return twin(module, type(module), **others)
 
 
 def measured(function: Any, size: float) -> tuple[float, float, float]:
