@@ -1,7 +1,6 @@
 """Gradients in few bits across ranks: DDP's hook, a reducer of our own, and FSDP2's collectives."""
 
-from halfstep.distributed.compress import GatherCodes, compress
-from halfstep.distributed.gradients import Dealt, reduce_gradients
+from halfstep.distributed.compress import Dealt, GatherCodes, compress, reduce_gradients
 from halfstep.distributed.hook import fp8_hook
 from halfstep.distributed.reduction import Reduction
 

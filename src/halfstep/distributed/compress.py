@@ -1,10 +1,10 @@
-"""What DDP, FSDP2 and sequence parallelism send in few bits: `compress`, as the recipe says; `GatherCodes`."""
+"""Gradients in few bits across ranks: under DDP and FSDP2 (`compress`), by a call without, and of dealt tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,15 +15,17 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.distributed.collectives import LIMIT
+from halfstep.distributed.collectives import LIMIT, Exchange
 from halfstep.distributed.hook import fp8_hook
 from halfstep.distributed.reduction import Reduction
 from halfstep.distributed.sharded import install, modules_of
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.following import root_of
+from halfstep.ops import CodeTensor
 from halfstep.ops.part import own_part, part_of
 from halfstep.ops.snapshot import values_of
-from halfstep.optim import LossScaler
+from halfstep.optim import LossScaler, LowBit
+from halfstep.optim.unscaling import unwrapped
 from halfstep.recipe import Communication, Recipe
 from halfstep.recipe.origin import digest
 
@@ -71,8 +73,7 @@ def compress(
         )
     if ddp is None:
         _check_sharded(communication)
-    state = _reduction(root, communication, None if ddp is None else ddp.process_group, scaler)
-    state.exchange.agree(_said(root, communication, recipe), limit)
+    state = _reduction(root, communication, None if ddp is None else ddp.process_group, scaler, limit)
     if ddp is not None:
         try:
             ddp.register_comm_hook(state, fp8_hook)
@@ -100,29 +101,19 @@ def _divides_by_all(reference: Callable[[], Any]) -> bool:
     return ddp is None or not ddp._join_config.enable or ddp._divide_by_initial_world_size
 
 
-def reduction_of(
-    model: nn.Module, communication: Communication | None, process_group: Any, scaler: LossScaler | None
-) -> Reduction:
-    """The reduction of a model without DDP, which the first call makes; ranks then agree on it."""
-    root = root_of(model)
-    state = part_of(root).reduction
-    if state is None:
-        recipe = _recipe(root)
-        communication = communication or (recipe.communication if recipe else None)
-        state = _reduction(root, communication, process_group, scaler)
-        state.exchange.agree(_said(root, communication, recipe))
-        own_part(root).reduction = state
-    return state  # type: ignore[no-any-return]
-
-
 def _recipe(root: nn.Module) -> Recipe | None:
     applied = part_of(root).applied
     return None if applied is None else applied.recipe
 
 
 def _reduction(
-    root: nn.Module, communication: Communication | None, group: Any, scaler: LossScaler | None
+    root: nn.Module,
+    communication: Communication | None,
+    group: Any,
+    scaler: LossScaler | None,
+    limit: timedelta = LIMIT,
 ) -> Reduction:
+    """A model's reduction, on which ranks have agreed."""
     recipe = _recipe(root)
     scales = recipe is not None and recipe.loss_scale is not None and recipe.loss_scale.scales
     if communication is not None and communication.feeds_back and scales and scaler is None:
@@ -131,7 +122,9 @@ def _reduction(
             "halfstep.distributed.compress(ddp, scaler=scaler)"
         )
     names = {parameter: name for name, parameter in root.named_parameters()}
-    return Reduction(communication, group, names, None if scaler is None else scaler.get_scale)
+    state = Reduction(communication, group, names, None if scaler is None else scaler.get_scale)
+    state.exchange.agree(_said(root, communication, recipe), limit)
+    return state
 
 
 def _said(root: nn.Module, communication: Communication | None, recipe: Recipe | None) -> str:
@@ -169,3 +162,205 @@ class GatherCodes(ColwiseParallel):
     def __init__(self, tokens: Shard, **options: Any) -> None:
         super().__init__(input_layouts=tokens, **options)
         self.desired_input_layouts: tuple[Any] = self.input_layouts  # as they are
+
+
+BUCKET = 2**24
+"""Elements that are sent together, at most, where a gradient has no more."""
+
+
+@torch.no_grad()
+def reduce_gradients(
+    model: nn.Module,
+    communication: Communication | None = None,
+    *,
+    process_group: Any = None,
+    scaler: LossScaler | None = None,
+) -> Reduction:
+    """Replace every gradient by its mean over the ranks, as the model's recipe says they cross; the model's reduction,
+    whose `exchange.sent` counts bytes.
+
+        loss.backward()                                  # as often as wanted
+        halfstep.distributed.reduce_gradients(model)     # once a step, on all ranks
+        scaler.clip_grad_norm_(optimizer, 1.0); scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+
+    For recipes whose gradients have another dtype than their weights, which DDP and FSDP2 do not reduce
+    ('bf16-megatron'), and for loops without DDP. Gradients are summed in float32 in rank order, sent in the format of
+    the recipe's `communication`, or in their own. Weights must be alike at the start: the first call sends rank 0's
+    checksum round and refuses others. It does not overlap with the backward pass.
+
+    A parameter that has no gradient on one rank and one on another counts as zeros there; one without on all stays so.
+
+    Args:
+        communication, scaler: as for `compress`; None is the recipe's, and where it has none, gradients as they are.
+            The first call's hold.
+        process_group: the ranks that train together; None is all of them.
+
+    Raises:
+        RecipeError: error feedback under a recipe that scales its loss, without the scaler.
+        ModelError: ranks have other models, recipes or weights, or one has failed; a gradient is sparse or sharded.
+    """
+    root = root_of(model)
+    state: Reduction | None = part_of(root).reduction
+    if state is None:
+        recipe = _recipe(root)
+        communication = communication or (recipe.communication if recipe else None)
+        state = own_part(root).reduction = _reduction(root, communication, process_group, scaler)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for bucket in _buckets(_with_gradients(parameters, state)):
+        values = torch.cat([_grad(p).flatten() for p in bucket])
+        state.begin(values, bucket, lambda bucket=bucket, values=values: _write(bucket, values))  # type: ignore[misc]
+    state.finish()
+    return state
+
+
+def _with_gradients(parameters: Sequence[Tensor], state: Reduction) -> list[Tensor]:
+    """The parameters that have a gradient on any rank; where this one has none, it is zero."""
+    here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    everyone = here.repeat(state.exchange.ranks, 1)
+    state.exchange.all_gather(everyone).wait()
+    found = []
+    for parameter, somewhere in zip(parameters, everyone.amax(0).tolist(), strict=True):
+        if somewhere and parameter.grad is None:
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+        if somewhere:
+            found.append(parameter)
+    return found
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    if grad.layout != torch.strided or hasattr(grad, "device_mesh"):
+        kind = "sharded (fully_shard reduces it)" if hasattr(grad, "device_mesh") else f"{grad.layout}"
+        raise ModelError(
+            f"a gradient of shape {tuple(grad.shape)} is {kind}; halfstep.distributed.reduce_gradients takes whole, "
+            "dense ones. Nothing was sent of it"
+        )
+    return grad
+
+
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parameters whose gradients have one dtype and device, in order."""
+    found: dict[Any, list[list[Tensor]]] = {}
+    for parameter in parameters:
+        grad = _grad(parameter)
+        groups = found.setdefault((grad.dtype, grad.device), [[]])
+        if groups[-1] and sum(p.numel() for p in groups[-1]) + grad.numel() > BUCKET:
+            groups.append([])
+        groups[-1].append(parameter)
+    return [group for groups in found.values() for group in groups]
+
+
+def _write(bucket: Sequence[Tensor], values: Tensor) -> None:
+    for parameter, mean in zip(bucket, values.split_with_sizes([p.numel() for p in bucket]), strict=True):
+        _grad(parameter).copy_(mean.view(parameter.shape))
+
+
+class Dealt:
+    """A model's parameters, each of one rank of a group: the largest first, to the rank with the fewest elements.
+
+        dealt = halfstep.distributed.Dealt(model)
+        optimizer = torch.optim.AdamW(dealt.parameters, lr=1e-3)      # of this rank's tensors
+        model, optimizer, scaler = halfstep.prepare(model, optimizer, "fp8lm-o2")
+        dealt.attach(optimizer)                                       # sends them, now and after each step
+        ...
+        scaler.scale(loss).backward()
+        halfstep.distributed.reduce_gradients(model)
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+
+    Masters and moments are then 1/N of the model's a rank. Tensors are not cut, so that one with a scale of its own has
+    one: as codes and that scale they are sent. Gradients are whole on every rank: they are checked, unscaled, clipped
+    and zeroed together. Save and load the optimizer on every rank.
+
+    Args:
+        model: the same on every rank, before or after `prepare`.
+        process_group: the ranks; None is all of them.
+
+    Attributes:
+        parameters: this rank's.
+        exchange: the collectives, whose `sent` counts bytes.
+
+    Source: Peng et al. 2023 (FP8-LM), arXiv 2310.18313, section 2.3: ZeRO without cutting tensors.
+    """
+
+    def __init__(self, model: nn.Module, process_group: Any = None) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.exchange = Exchange(process_group)
+        self._of: list[list[nn.Parameter]] = [[] for _ in range(self.exchange.ranks)]
+        held = [0] * self.exchange.ranks
+        for parameter in sorted(trained, key=lambda parameter: -parameter.numel()):  # of equal ones the earlier first
+            if hasattr(parameter, "device_mesh"):
+                raise ModelError(
+                    f"a parameter of shape {tuple(parameter.shape)} is sharded; whole tensors are dealt. Deal them "
+                    "without fully_shard, or leave the sharding to it"
+                )
+            rank = held.index(min(held))
+            held[rank] += parameter.numel()
+            self._of[rank].append(parameter)
+        self.parameters = self._of[self.exchange.rank]
+        self._trained = trained
+        if not self.parameters:
+            raise ModelError(
+                f"{len(trained)} tensors for {self.exchange.ranks} ranks: rank {self.exchange.rank} has none to step "
+                "on. Deal them to fewer ranks (process_group=...)"
+            )
+
+    def attach(self, optimizer: LowBit) -> None:
+        """Give every rank each tensor as its own rank stores it, now and after each step of the optimizer, which clips
+        and zeroes the gradients of the whole model from here on. Call it on all ranks, once, after `prepare`.
+
+        Raises:
+            ModelError: the optimizer is not `prepare`'s, or steps other tensors than this rank's; a rank failed.
+        """
+        optimizer = unwrapped(optimizer)
+        if not isinstance(optimizer, LowBit) or optimizer.per_layer is not None:
+            raise ModelError(
+                f"a {type(optimizer).__name__} was given; expected the optimizer that halfstep.prepare gives back, "
+                "stepped after the backward pass"
+            )
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if held != set(self.parameters):
+            raise ModelError(
+                f"this optimizer steps {len(held)} tensors, of which {len(held & set(self.parameters))} are among the "
+                f"{len(self.parameters)} of this rank; build it on dealt.parameters"
+            )
+        optimizer.reduced = self._trained
+        optimizer.register_step_post_hook(lambda *_: self.share())
+        self.share()
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Give every rank each tensor as its own rank stores it. `attach` does so after each step.
+
+        Raises:
+            ModelError: a rank failed; it is named.
+        """
+        memory = [[part for parameter in own for part in _memory(parameter)] for own in self._of]
+        sizes = [sum(part.nbytes for part in parts) for parts in memory]
+        everyone = torch.zeros(self.exchange.ranks, max(sizes), dtype=torch.uint8, device=memory[0][0].device)
+        given = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
+        torch.cat([_bytes(part) for part in memory[self.exchange.rank]], out=given)
+        self.exchange.all_gather(everyone).wait()
+        for rank, own in enumerate(self._of):
+            if rank == self.exchange.rank:
+                continue
+            _put(memory[rank], everyone[rank])
+            for parameter in own:
+                torch.autograd.graph.increment_version(parameter)
+
+
+def _memory(parameter: Tensor) -> Sequence[Tensor]:
+    """The plain tensors that a parameter is stored in."""
+    return list(parameter.parts.values()) if isinstance(parameter, CodeTensor) else [parameter.detach()]
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.contiguous().view(-1).view(torch.uint8)
+
+
+def _put(parts: Sequence[Tensor], given: Tensor) -> None:
+    first = 0
+    for part in parts:
+        part.copy_(given[first : first + part.nbytes].clone().view(part.dtype).view(part.shape))
+        first += part.nbytes
