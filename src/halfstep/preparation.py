@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import noise
 from halfstep.nn.applied import applied_to
+from halfstep.nn.apply import decide, keep_grads
 from halfstep.nn.averages import watch_clones
 from halfstep.nn.codes import hold
-from halfstep.nn.decision import decide, keep_grads
 from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import came_later, root_of
 from halfstep.nn.layers import ModuleFilter

@@ -9,7 +9,7 @@ from torch import nn
 
 import golden
 import halfstep
-from halfstep.nn.decision import decide
+from halfstep.nn.apply import decide
 from halfstep.recipe import LinearSpec, get_recipe
 from tiny import EVERY, FAST, SMOOTH, adamw, fast_and_every, prepared
 

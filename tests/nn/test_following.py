@@ -427,7 +427,7 @@ def test_a_pickle_names_no_class_that_was_made():
 def test_a_failure_half_way_leaves_nothing_behind(monkeypatch):
     model = mlp()
     kinds, attributes = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
-    monkeypatch.setattr(import_module("halfstep.nn.decision"), "follow", lambda *_: [].pop())
+    monkeypatch.setattr(import_module("halfstep.nn.apply"), "follow", lambda *_: [].pop())
     with pytest.raises(IndexError):
         halfstep.apply(model, "fp8-delayed")
     assert [type(m) for m in model.modules()] == kinds

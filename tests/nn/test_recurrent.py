@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import halfstep
 from families import for_each, in_turn, slow_unless
 from halfstep import recipe
-from halfstep.nn.adapters import stock as adapter
+from halfstep.nn.adapters import recurrent as adapter
 from halfstep.tracking import activation_gradients
 from tiny import BREAKS, FAST, RECIPES, prepared
 

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from halfstep.errors import RecipeError
+from halfstep.errors import ModelError, RecipeError
+from halfstep.nn import noise
 from halfstep.nn.adopt import is_covered
-from halfstep.nn.applied import applied_to
+from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.arrangement import Arrangement, arranged
+from halfstep.nn.averages import watch_copy
+from halfstep.nn.buffers import RECOMPUTE, check_float32, rounded
+from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
-from halfstep.nn.decision import decide, undo
-from halfstep.nn.dtypes import store
-from halfstep.nn.following import root_of
-from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.dtypes import check_grad_dtype, count, storable, store, unstorable, wide_adapters
+from halfstep.nn.following import follow, root_of
+from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.paths import same_parameters
-from halfstep.nn.plan import Plan
-from halfstep.nn.stages import Steps
-from halfstep.nn.stock_steps import watch
+from halfstep.nn.plan import Plan, PlannedLayer
+from halfstep.nn.schedule import Schedule
+from halfstep.nn.stages import Steps, check_alike, clear, lay_in_turn
+from halfstep.nn.stock_steps import end_watch, watch
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
-from halfstep.ops.part import part_of
+from halfstep.ops.part import part_of, parts_of
+from halfstep.ops.subclasses import check_initialized
 from halfstep.quant.tracing import untraced
-from halfstep.recipe import Recipe
+from halfstep.recipe import DTYPES, Recipe, get_recipe
+from halfstep.unit.part import unit_part
 
 
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Plan:
@@ -122,3 +133,231 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
             of a run whose length is not known (`halfstep.optimize`, `total_steps`).
     """
     Steps(root_of(model), process_group).advance(skipped)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All that `apply` does to a model, by name and by path: found, and refused, before anything is touched."""
+
+    recipe: Recipe
+    stages: tuple[Arrangement, ...]
+    """What each stage of the recipe makes of the modules."""
+    moves: dict[str, nn.Parameter]
+    """The parameters that the recipe stores in its own dtype."""
+    adapters: dict[str, nn.Parameter]
+    """The parameters of adapters, which it stores in float32."""
+    kept: dict[str, str]
+    """Other parameters, with the reason why they stay."""
+    rounded: tuple[str, ...]
+    """The parameters that products round; where the recipe keeps them as codes, those that are."""
+
+    @property
+    def mastered(self) -> list[nn.Parameter]:
+        """The parameters that the recipe keeps masters of."""
+        codes = self.recipe.codes
+        if self.recipe.master is None and (codes is None or codes.master is None):
+            return []
+        return [parameter for parameter in self.moves.values() if parameter.requires_grad]
+
+    def warn(self, model: nn.Module) -> None:
+        """Warn of what arrived rounded, and of layers that rules are for and do not reach."""
+        _warn_of_narrow(model, self.recipe, self.moves)
+        for each in self.stages:
+            if each.matched.missed:
+                warn_of_missed(model, each.recipe, each.matched)
+
+    def plan(self, model: nn.Module) -> Plan:
+        """The same for people and programs."""
+        first, *others = (self._stage(model, each) for each in self.stages)
+        later = tuple(zip((stage.when for stage in self.recipe.stages), others, strict=True))
+        return replace(first, recipe=self.recipe, later=later)
+
+    def lay(self, model: nn.Module) -> Plan:
+        """Do it; the plan of it stays with the model."""
+        recipe, first, made = self.recipe, self.stages[0], self.plan(model)
+        schedule = Schedule(recipe) if recipe.stages else None
+        clock = Clock() if any(each.keeps_states for each in self.stages) else None
+        if schedule is not None:
+            clock = Clock("scaling states and the stage of its recipe have" if clock else "recipe's stage has")
+        applied = Applied(
+            recipe,
+            first.recipe.autocast,
+            {name: parameter.dtype for name, parameter in self.moves.items()},
+            DTYPES[recipe.grad_format],
+            clock,
+            made,
+            self.rounded,
+            {name: parameter.dtype for name, parameter in self.adapters.items()},
+            schedule=schedule,
+        )
+        try:
+            if schedule is None:
+                first.lay(model)
+            else:
+                lay_in_turn(model, self.stages)
+            if drawing := set().union(*[each.draws for each in self.stages]):
+                noise.attach(model, sorted(drawing), torch.initial_seed())
+            follow(model, applied, _after_copy, first.widened.values())
+        except BaseException:
+            undo(model)
+            raise
+        for parameter in self.moves.values():  # last: bits that rounding takes do not come back
+            store(parameter, DTYPES[recipe.weights], DTYPES[recipe.grad_format])
+        for parameter in self.adapters.values():
+            store(parameter, torch.float32)
+        if clock is not None:
+            clock.begin(model)
+        return made
+
+    def _stage(self, model: nn.Module, found: Arrangement) -> Plan:
+        """What one stage does to a model."""
+        recipe, matched = found.recipe, found.matched
+        dtype, device = recipe.autocast or DTYPES[recipe.weights], next(model.parameters()).device
+        if device.type == "meta":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        layers = {}
+        for path, spec in found.specs.items():
+            module: Any = model.get_submodule(path)
+            experts = module.num_experts if found.weights[path][0].stacked else 0
+            layers[path] = PlannedLayer(type(module).__name__, spec, dtype, device, experts)
+        kept = {**self.kept, **matched.kept, **dict.fromkeys(found.widened, "computes in float32")}
+        if recipe.saved is not None and not found.savers:
+            kept[type(model).__name__] = (
+                "no norm, activation function, gated MLP or rounded product to save in few bits"
+            )
+        stored = dict.fromkeys(map(id, self.moves.values()), DTYPES[self.recipe.weights])
+        stored |= dict.fromkeys(map(id, self.adapters.values()), torch.float32)
+        return Plan(
+            recipe=recipe,
+            model=type(model).__name__,
+            stored=count(model, stored),
+            layers=layers,
+            kept=kept,
+            matmuls=len(matched.kinds),
+            attention=matched.attends,
+            smoothed=matched.smoothed,
+            saved=tuple(found.savers),
+            sought=matched.sought,
+            states=sum([len(spec.states) * len(found.weights[path]) for path, spec in found.specs.items()]),
+        )
+
+
+def decide(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Decision:
+    """Everything that a recipe asks of a model, asked once.
+
+    Raises:
+        RecipeError, ModelError: as `apply`.
+    """
+    recipe = get_recipe(recipe)
+    _check_model(model)
+    for stage in recipe.by_stage:
+        _check_recipe(model, stage)
+    found = tuple([arranged(model, stage, module_filter) for stage in recipe.by_stage])
+    if len(found) > 1:
+        check_alike(found)
+    adapters = {} if recipe.weights == "fp32" else wide_adapters(model, recipe)
+    moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else (), adapters)
+    rounded = found[0].rounded
+    if recipe.codes is not None:
+        stacks = {name for name, weight in rounded.items() if weight.stacked}
+        kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
+        rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
+    return Decision(recipe, found, moves, adapters, kept, tuple(rounded))
+
+
+def undo(model: nn.Module) -> None:
+    """Take away all that `apply` left beside the parameters."""
+    end_watch(model)
+    noise.detach(model)
+    clear(model)
+
+
+def keep_grads(model: nn.Module) -> None:
+    """Give parameters back the dtype that their gradients accumulate in: torch's copies and replacements lack it."""
+    applied = applied_to(model)
+    for parameter, _ in same_parameters(model, applied.dtypes):
+        store(parameter, parameter.dtype, applied.grads)
+
+
+def _after_copy(model: nn.Module) -> None:
+    """A copied root is the root of its copied parts."""
+    part = part_of(model).following
+    part.bind(model)
+    keep_grads(model)
+    watch_copy(part.copied, model, applied_to(model).recipe.name)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse a model that no recipe can be applied to as it is."""
+    name = type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
+    check_initialized(model)
+    for path, _, own in parts_of(model):
+        if own.applied is not None:
+            raise _following(name, path, own.applied)
+        raise RecipeError(
+            f"{name}: its part {path!r} follows the recipe of another model that it belongs to; halfstep.revert "
+            "that one first, or apply one recipe to a module that holds both"
+        )
+    parameters = dict(model.named_parameters())
+    for path, parameter in parameters.items():
+        if (why := unstorable(parameter)) is not None:
+            raise ModelError(f"{name}: {path} {why}")
+    if not parameters:
+        raise ModelError(f"{name} has no parameters; there is nothing to store or train")
+
+
+def _following(name: str, path: str, applied: Applied) -> RecipeError:
+    """What to say of a model that follows a recipe already, or has a part that does."""
+    where, recipe = f"its part {path!r}" if path else "it", applied.recipe.name
+    if not applied.quantized:
+        return RecipeError(f"{name}: {where} already follows {recipe!r}; halfstep.revert it first")
+    return RecipeError(
+        f"{name}: {where} is quantised under {recipe!r}. Adapters train beside its codes under that recipe: give "
+        f"recipe={recipe!r}, and quantise with adapters=True; for another recipe take another copy of the model"
+    )
+
+
+def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse a recipe that this model, these ranks or this torch cannot follow."""
+    name = type(model).__name__
+    if recipe.unit_scaled and all(unit_part(module).multipliers is None for module in model.modules()):
+        raise ModelError(
+            f"recipe {recipe.name!r} casts with scales of 1, for models whose tensors are of unit size, and {name} is "
+            "not unit-scaled: call halfstep.unit_scale(model, *inputs) first, or write it with halfstep.unit's modules"
+        )
+    if recipe.float32_functions and is_unit_scaled(model):
+        raise RecipeError(
+            f"recipe {recipe.name!r} widens functions in the model's own code, which unit_scale has taken over in "
+            f"{name}; take a recipe without float32_functions, such as fp16-mixed"
+        )
+    check_float32(model, recipe.float32_buffers, recipe.name)
+    if recipe.grads is not None:
+        check_grad_dtype(recipe.grads)
+
+
+def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Say what a model that was loaded in, or cast to, 16 bits lacks, where the recipe keeps more."""
+    if (recipe.master or recipe.weights) not in ("fp32", "split"):
+        return
+    narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}
+    if narrow:
+        path, dtype = next(iter(narrow.items()))
+        warnings.warn(
+            f"{type(model).__name__}: {len(narrow)} of {len(parameters)} parameters arrive in 16 bits ({path} in "
+            f"{dtype}); "
+            f"{recipe.name!r} keeps float32 weights or masters, which can only start from those rounded values. "
+            "Load the model in float32 where its file holds more (transformers 5 takes the file's dtype unless told: "
+            "from_pretrained(..., dtype=torch.float32))",
+            stacklevel=4,
+        )
+    if cast := rounded(model):
+        name, buffer = next(iter(cast.items()))
+        warnings.warn(
+            f"{type(model).__name__}: {len(cast)} of {len([*model.buffers()])} buffers arrive rounded to 16 bits "
+            f"({name} in {buffer.dtype}), and stay so under {recipe.name!r}, which keeps float32: rotary frequencies "
+            "in bfloat16 put angles at position 4000 off by more than a radian. After the cast "
+            f"{RECOMPUTE}; or cast parameters alone: for p in model.parameters(): p.data = p.data.bfloat16()",
+            stacklevel=4,
+        )

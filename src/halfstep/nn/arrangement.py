@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep import ops
 from halfstep.kernels import carried
-from halfstep.nn.adapters import gated, nonlinear, stock, wide
+from halfstep.nn.adapters import attention, gated, nonlinear, recurrent, wide
 from halfstep.nn.adopt import Forward, adopt, forward_owner, owner_of
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.paths import is_in
@@ -22,7 +22,7 @@ from halfstep.unit import multipliers_of
 
 _WIDENING = {owner_of(owner): forward for owner, forward in wide.FORWARDS.items()}
 """What stands in for forwards of torch's that refuse two dtypes, by the class whose forward it is."""
-_ENCODERS = frozenset(map(owner_of, stock.ENCODERS))
+_ENCODERS = frozenset(map(owner_of, attention.ENCODERS))
 _LSTM = owner_of(nn.LSTM)
 
 
@@ -72,7 +72,7 @@ class Arrangement:
         recipe, matched, specs, mixed = self.recipe, self.matched, self.specs, self.recipe.compute != "fp32"
         carries = carried.supports(DTYPES[recipe.compute], next(model.parameters()).device)
         around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
-        unfused = stock.ENCODERS if specs else (stock.NESTS,) if mixed and recipe.weights == "fp32" else ()
+        unfused = attention.ENCODERS if specs else (attention.NESTS,) if mixed and recipe.weights == "fp32" else ()
         for path, module in model.named_modules():
             owner = forward_owner(module)
             if recipe.weights != "fp32":
@@ -88,9 +88,9 @@ class Arrangement:
                 own_part(module).linear = spec.times(multipliers_of(module))
                 adopt(module, matched.kinds[path].forward)
             if isinstance(module, unfused) and owner in _ENCODERS:
-                adopt(module, stock.encoder_forward)
+                adopt(module, attention.encoder_forward)
             if mixed and owner == _LSTM and path not in self.widened:
-                adopt(module, stock.lstm_forward)
+                adopt(module, recurrent.lstm_forward)
             if path in matched.attends:
                 own_part(module).attention = recipe.attention
             if path in matched.smoothed:

@@ -3,6 +3,10 @@
 torch's own forward reads the weights of `out_proj` and calls no module, so adopting that alone would do nothing. The
 in-projection is the attention module's own product, found by its path; `out_proj` is a linear layer, found by its own.
 Queries, keys and values come from one weight (or three) and share one scaling state for each operand.
+
+`nn.TransformerEncoder` and its layers have a fast path that calls no module and so rounds nothing. It is taken in
+evaluation, and converts padded batches to nested tensors. torch's switch for it is the whole process's; the modules
+have attributes of their own that decide too, and mean nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.nn.adapters import linear
-from halfstep.nn.adopt import has_forward_of, is_stock
+from halfstep.nn.adopt import has_forward_of, is_stock, twin
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.noise import key_of
@@ -162,3 +166,15 @@ def _attention(
 
 
 ATTENTION = Kind("nn.MultiheadAttention", (nn.MultiheadAttention,), weights, forward, fits)
+
+
+ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+NESTS = nn.TransformerEncoder
+"""What converts padded batches to nested tensors, on which torch's layers fail under autocast on a CPU where their
+weights are in float32."""
+
+
+def encoder_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward, module by module."""
+    slow = twin(module, type(module), use_nested_tensor=False, activation_relu_or_gelu=0)
+    return stock(slow, *args, **kwargs)

@@ -4,6 +4,12 @@ The inputs of all steps are one product; the hidden state of each step is one, a
 one. What lies between is as torch computes it, in the dtype that the products come in (autocast's where it is on). A
 weight is rounded once a forward, and its gradient adds up over the steps in float32. Each product has scaling states of
 its own; over the steps they take in the largest amax.
+
+`nn.LSTM` that no rule reaches: torch.autocast hands it to oneDNN, whatever the CPU. There is a kernel for bfloat16 on
+some CPUs, and none that trains in float16 on any. Without, an LSTM runs in float32 between one rounding of its weights,
+inputs and states to 16 bits and one of what comes out, both ways, as carried products do; in between nothing is
+rounded. Packed sequences, projections and inputs that are 16-bit already take kernels of torch's own, as `nn.GRU` and
+`nn.RNN` do.
 """
 
 from __future__ import annotations
@@ -17,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from halfstep.errors import ModelError
-from halfstep.nn.adapters.stock import lstm_forward
-from halfstep.nn.adopt import is_stock
+from halfstep.nn.adopt import is_stock, twin
 from halfstep.nn.product import product, repeated_weight, spec_of, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.linear_passes import product_dtype
@@ -201,6 +206,32 @@ GATES: dict[str, Callable[[Tensor, Tensor, State], State]] = {
     "RNN_RELU": lambda from_input, from_hidden, state: ((from_input + from_hidden).relu(),),
 }
 """By torch's names for the kinds of recurrent layers: the next state."""
+
+
+def lacks_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN refuses an LSTM of that 16-bit dtype on this CPU."""
+    if device.type != "cpu":
+        return False
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def lstm_forward(
+    stock: Any, module: Any, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None
+) -> Any:
+    """The stock forward; where oneDNN has no kernel for it, of a twin with rounded weights in float32."""
+    if isinstance(input, PackedSequence) or module.proj_size:
+        return stock(module, input, hx)
+    dtype = product_dtype(input)
+    if input.dtype == dtype or not lacks_kernel(dtype, input.device):
+        return stock(module, input, hx)
+    names = module._flat_weights_names
+    with torch.autocast(input.device.type, enabled=False):
+        weights = [getattr(module, name).to(dtype).float() for name in names]
+        wide = twin(module, type(module), _flat_weights=weights, _flat_weight_refs=[None] * len(names))
+        states = None if hx is None else tuple(state.to(dtype).float() for state in hx)
+        output, (h, c) = stock(wide, input.to(dtype).float(), states)
+    return output.to(dtype), (h.to(dtype), c.to(dtype))
+
 
 LAYER = Kind("recurrent layer", (nn.RNN, nn.LSTM, nn.GRU), weights, forward, is_stock)
 CELL = Kind(

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from halfstep.unit.activations import gelu, relu, sigmoid, silu, softmax, tanh
 from halfstep.unit.layers import dropout, layer_norm, rms_norm
-from halfstep.unit.roles import Tag, set_tag
 
 
 class _Constrained(nn.Module):
@@ -107,7 +106,6 @@ class LayerNorm(nn.LayerNorm):
         dtype: Any = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        _tag(self)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., *normalized_shape) -> the same shape."""
@@ -126,13 +124,7 @@ class RMSNorm(nn.RMSNorm):
         dtype: Any = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        _tag(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., *normalized_shape) -> the same shape."""
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
-
-
-def _tag(norm: nn.Module) -> None:
-    set_tag(norm, "weight", Tag("norm"))
-    set_tag(norm, "bias", Tag("bias"))

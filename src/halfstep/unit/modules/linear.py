@@ -170,7 +170,6 @@ class Embedding(nn.Embedding):
                 f"max_norm = {self.max_norm}, scale_grad_by_freq = {self.scale_grad_by_freq} given; expected neither "
                 "in a table of unit scale: leave them out, or take nn.Embedding"
             )
-        set_tag(self, "weight", Tag("embedding"))
 
     def forward(self, input: Tensor) -> Tensor:
         """Indices (...) int64 -> (..., width)"""
