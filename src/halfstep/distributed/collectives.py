@@ -78,7 +78,7 @@ class Exchange:
         if self._pairwise:
             return self._between_pairs("all-to-all", out, list(given))
         given[self.rank] = out[self.rank]
-        return self._begin("all-to-all", lambda: [_later(dist.all_to_all_single, out, given, self.group)])
+        return self._begin("all-to-all", lambda: [_ALL_TO_ALL(out, given, group=self.group, async_op=True)])
 
     def all_gather(self, out: Tensor) -> Pending:
         """Every rank's row of `out`, where this rank's own row is."""
@@ -86,7 +86,8 @@ class Exchange:
         self.sent += given.nbytes * (self.ranks - 1)
         if self._pairwise:
             return self._between_pairs("all-gather", out, [given] * self.ranks)
-        return self._begin("all-gather", lambda: [_later(_ALL_GATHER, out.view(-1), given.view(-1), self.group)])
+        flat, row = out.view(-1), given.view(-1)
+        return self._begin("all-gather", lambda: [_ALL_GATHER(flat, row, group=self.group, async_op=True)])
 
     def _between_pairs(self, what: str, out: Tensor, given: Sequence[Tensor]) -> Pending:
         """Each rank sends to every other one at once. gloo's own all-to-all sends, and then receives: on a link that
@@ -167,8 +168,5 @@ def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _later(collective: Any, out: Tensor, given: Tensor, group: Any) -> Any:
-    return collective(out, given, group=group, async_op=True)
-
-
+_ALL_TO_ALL: Any = dist.all_to_all_single
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

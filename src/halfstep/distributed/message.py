@@ -113,13 +113,9 @@ def _pieces(
     start, matrix = 0, found.view(rows, -1)
     for piece in values.split_with_sizes(list(lengths)):
         width = _up(-(-piece.numel() // rows), unit)
-        for row, part in enumerate(piece.split_with_sizes(_widths(piece.numel(), width))):
+        for row, part in enumerate(piece.split(width)):  # type: ignore[no-untyped-call]
             yield part, matrix[row, start : start + part.numel()]
         start += width
-
-
-def _widths(size: int, width: int) -> list[int]:
-    return [min(width, size - start) for start in range(0, size, width)] if size else []
 
 
 def _up(number: int, multiple: int) -> int:

@@ -117,7 +117,12 @@ class HalfstepPrecision(Precision):
         trained = [(one, p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
         masters = {**self._masters, **{p: one.full(p) for one, p in trained if p in self._mastered}}
         if not masters and full_weights(self._module(), self.recipe):
-            _warn_of_rounded(self._module(), self.recipe)
+            warnings.warn(
+                f"{type(self._module()).__name__} follows {self.recipe.name!r} already, and its masters are with "
+                "another HalfstepPrecision: they start again from the rounded weights. To keep all bits, give both "
+                "Trainers the same plugin, or resume from a checkpoint (trainer.fit(..., ckpt_path=...))",
+                stacklevel=1,
+            )
         self._optimizers, self._stepped, self.scaler, self._begun = [], set(), None, False
         total_steps = self._run_length()
         for optimizer in optimizers:
@@ -310,16 +315,6 @@ def _check_stages(module: LightningModule) -> None:
             "stages would change at the wrong steps. Resume from a checkpoint of this recipe "
             "(trainer.fit(..., ckpt_path=...)), or fit a new module; Tuner takes a module of its own"
         )
-
-
-def _warn_of_rounded(module: LightningModule, recipe: Recipe) -> None:
-    """Say what a module lacks that another plugin has made follow the recipe."""
-    warnings.warn(
-        f"{type(module).__name__} follows {recipe.name!r} already, and its masters are with another HalfstepPrecision: "
-        "they start again from the rounded weights. To keep all bits, give both Trainers the same plugin, or resume "
-        "from a checkpoint (trainer.fit(..., ckpt_path=...))",
-        stacklevel=2,
-    )
 
 
 def _is_looked_at(model: LightningModule) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -200,11 +201,10 @@ def _is_held(before: Tensor, now: Tensor, weights: Tensor, by_torch: bool) -> bo
 def _is_made_by_torch() -> bool:
     """Whether AveragedModel is making the deepcopy, to average by one of torch's functions: their products are rounded
     too in 16 bits, so that in fp16 a value moves or not by its significand, and not by its distance."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), AveragedModel):
-        frame = frame.f_back
-    functions = [] if frame is None else [frame.f_locals.get(name) for name in ("avg_fn", "multi_avg_fn")]
-    return frame is not None and all(f is None or f.__module__ == AveragedModel.__module__ for f in functions)
+    made = (f.f_locals for f, _ in walk_stack(None) if isinstance(f.f_locals.get("self"), AveragedModel))
+    found = next(made, None)
+    functions = [] if found is None else [found.get(name) for name in ("avg_fn", "multi_avg_fn")]
+    return found is not None and all(f is None or f.__module__ == AveragedModel.__module__ for f in functions)
 
 
 def _warn(parameter: Tensor, where: str, recipe: str) -> None:
@@ -269,13 +269,8 @@ _ENDED = "_halfstep_ended"
 def remove_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
     """Remove a hook once this optimizer's step is over: in the step torch iterates over all of them, and fails if one
     goes, as one would whose model a garbage collection takes just then."""
-    ended: list[RemovableHandle] | None = vars(optimizer).get(_ENDED)
+    ended: ExitStack | None = vars(optimizer).get(_ENDED)
     if ended is None:
-        ended = vars(optimizer)[_ENDED] = []
-        optimizer.register_step_post_hook(lambda *_: _remove(ended))
-    ended.append(handle)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
+        ended = vars(optimizer)[_ENDED] = ExitStack()
+        optimizer.register_step_post_hook(lambda *_: ended.close())
+    ended.callback(handle.remove)

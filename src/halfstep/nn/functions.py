@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
-from types import FrameType
+from itertools import takewhile
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -54,8 +54,7 @@ class Float32Functions(TorchFunctionMode):
 
     def _check_recomputed(self, func: Callable[..., Any]) -> None:
         """Refuse a call under torch's reentrant checkpointing, which a mode can see in the call stack alone."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code is not self._part:
+        for frame, _ in takewhile(lambda called: called[0].f_code is not self._part, walk_stack(None)):
             if frame.f_code is CheckpointFunction.forward.__code__:
                 raise ModelError(
                     f"{func.__name__} is called under torch.utils.checkpoint with use_reentrant=True, by code between "
@@ -63,7 +62,6 @@ class Float32Functions(TorchFunctionMode):
                     "would. Take use_reentrant=False with context_fn=lambda: (nullcontext(), "
                     "halfstep.following(model)), or checkpoint a module that calls it"
                 )
-            frame = frame.f_back
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -78,10 +76,9 @@ def to_float32(output: Any) -> Any:
     """
     if isinstance(output, Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*map(to_float32, output))
     if isinstance(output, (tuple, list)):
-        return type(output)(map(to_float32, output))
+        made = map(to_float32, output)
+        return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
     if isinstance(output, MutableMapping):  # Hugging Face's ModelOutput, also a dataclass, keeps both views in step
         result = copy.copy(output)
         for key, value in output.items():
@@ -89,16 +86,15 @@ def to_float32(output: Any) -> Any:
         return result
     if isinstance(output, Mapping):
         return type(output)({key: to_float32(value) for key, value in output.items()})  # type: ignore[call-arg]
+    names: list[str] = []
     if is_dataclass(output) and not isinstance(output, type):
-        widened = copy.copy(output)
-        for field in fields(output):
-            object.__setattr__(widened, field.name, to_float32(getattr(output, field.name)))
-        return widened
-    if isinstance(output, Distribution):  # made of tensors, and of other distributions
-        same: Any = copy.copy(output)
-        vars(same).update({name: to_float32(value) for name, value in vars(output).items()})
-        return same
-    return output
+        names = [field.name for field in fields(output)]
+    elif isinstance(output, Distribution):  # made of tensors, and of other distributions
+        names = [*vars(output)]
+    widened = copy.copy(output) if names else output
+    for name in names:
+        object.__setattr__(widened, name, to_float32(getattr(output, name)))
+    return widened
 
 
 def device_type_of(module: nn.Module) -> str:

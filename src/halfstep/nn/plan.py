@@ -211,11 +211,10 @@ def grouped(paths: Iterable[str]) -> dict[str, int]:
     >>> grouped(["h.0.q_proj", "h.0.k_proj", "h.1.q_proj", "h.1.k_proj", "head"])
     {'h.0-1.{q,k}_proj': 4, 'head': 1}
     """
-    numbered: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for path in paths:
-        parts = path.split(".")
-        shape = tuple("#" if part.isdecimal() else part for part in parts)
-        numbered.setdefault(shape, []).append(tuple(int(part) for part in parts if part.isdecimal()))
+    numbered = grouping.grouped(
+        (tuple("#" if part.isdecimal() else part for part in parts), tuple(map(int, filter(str.isdecimal, parts))))
+        for parts in (path.split(".") for path in paths)
+    )
     alike: dict[tuple[str, str], list[str]] = {}
     counts: dict[tuple[str, str], int] = {}
     for shape, found in numbered.items():
@@ -239,12 +238,7 @@ def _products(found: Sequence[tuple[int, ...]]) -> list[tuple[list[int], ...]]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """0, 1, 2, 5 as `0-2,5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda place: place[1] - place[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Iterator
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -88,10 +88,5 @@ def _lacks(recipe: Recipe, optimizer: torch.optim.Optimizer, stepped: list[nn.Pa
 
 def _is_scaled() -> bool:
     """Whether a loss scaler that is enabled takes this step: torch's, halfstep's or a subclass of theirs."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller: Any = frame.f_locals.get("self")
-        if hasattr(type(caller), "unscale_") and caller.is_enabled():
-            return True
-        frame = frame.f_back
-    return False
+    callers: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_stack(None)]
+    return any(hasattr(type(caller), "unscale_") and caller.is_enabled() for caller in callers)

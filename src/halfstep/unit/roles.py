@@ -160,15 +160,10 @@ def _fans(module: Any, parameter: Tensor, kind: str) -> tuple[int, int]:
     if kind == "embedding":
         return shape[0], prod(shape[1:])
     window = prod(shape[2:])
-    if _is_transposed(module):
+    if getattr(module, "transposed", False) or type(module).__name__ == "Conv1D":  # the first dimension is the input's
         groups = getattr(module, "groups", 1)
         return shape[0] // groups * window, shape[1] * groups
     return shape[1] * window, shape[0]
-
-
-def _is_transposed(module: Any) -> bool:
-    """Whether the weight's first dimension is the input's: transposed convolutions, and Hugging Face's Conv1D."""
-    return bool(getattr(module, "transposed", False)) or type(module).__name__ == "Conv1D"
 
 
 def _own_depth(module: nn.Module) -> int | None:

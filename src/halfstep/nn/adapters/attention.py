@@ -69,7 +69,8 @@ def forward(
     q, k, v = _in_projection(module, query, key, value, same, same and self_attention)
     merged, is_causal = _mask(module, q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
     mixed, weights = _attention(module, q, k, v, merged, is_causal, need_weights)
-    output = _project_out(module, mixed).view(query.shape[0], query.shape[1], -1)
+    out = module.out_proj
+    output = product(out, mixed, weight_of(out, "weight", mixed), out.bias).view(query.shape[0], query.shape[1], -1)
     if weights is not None and average_attn_weights:
         weights = weights.mean(dim=1)
     if not batched:
@@ -82,28 +83,22 @@ def _in_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, (time, batch, width): as few products as torch forms."""
     bias, width = module.in_proj_bias, module.embed_dim
+    biases = (None, None, None) if bias is None else bias.split(width)
     if module._qkv_same_embed_dim:
         whole = weight_of(module, "in_proj_weight", query)
         if self_attention:
             q, k, v = product(module, query, whole, bias).chunk(3, dim=-1)
             return q.contiguous(), k.contiguous(), v.contiguous()
         weights = whole.split(width)
-        biases = (None, None, None) if bias is None else bias.split(width)
         if same:
             both = None if bias is None else bias[width:]
             k, v = product(module, key, whole[width:], both).chunk(2, dim=-1)
             return product(module, query, weights[0], biases[0]), k.contiguous(), v.contiguous()
     else:
         weights = tuple(weight_of(module, name, query) for name in _SEPARATE)
-        biases = (None, None, None) if bias is None else bias.split(width)
     inputs = zip((query, key, value), weights, biases, strict=True)
     q, k, v = (product(module, x, weight, part) for x, weight, part in inputs)
     return q, k, v
-
-
-def _project_out(module: Any, x: Tensor) -> Tensor:
-    out = module.out_proj
-    return product(out, x, weight_of(out, "weight", x), out.bias)
 
 
 def _mask(

@@ -47,9 +47,8 @@ def _window(module: Any, input: Tensor, output_size: list[int] | None) -> ops.Wi
         sizes, dimensions = module.kernel_size, len(module.kernel_size)
         beyond = module._output_padding(input, output_size, stride, padding, sizes, dimensions, dilation)
         return ops.Window(stride, padding, dilation, groups, True, tuple(beyond))
-    none = (0,) * len(module.kernel_size)
     if module.padding_mode != "zeros":
-        mode = module.padding_mode
+        none, mode = (0,) * len(module.kernel_size), module.padding_mode
         return ops.Window(stride, none, dilation, groups, margins=_margins(module), mode=mode)
     if isinstance(padding, str):  # "same": as torch, zeros on both sides, and one more at the end where they are odd
         margins = _margins(module)

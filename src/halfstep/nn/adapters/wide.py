@@ -35,7 +35,6 @@ _STRICT: frozenset[Callable[..., Any]] = frozenset(
         Tensor.mv, Tensor.dot, Tensor.vdot, Tensor.inner, Tensor.addmv, Tensor.lerp,
     }
 )  # fmt: skip
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
@@ -151,7 +150,8 @@ def has_own_code(module: nn.Module) -> bool:
 
 def own_code(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward; with the functions above widened where something in float32 comes in or lies beside."""
-    if any(map(_is_wide, (*args, *kwargs.values(), *module._buffers.values()))):
+    beside = (*args, *kwargs.values(), *module._buffers.values())
+    if any(_is_floating(x) and x.dtype not in (torch.bfloat16, torch.float16) for x in beside):
         with _Widening():
             return stock(module, *args, **kwargs)
     return stock(module, *args, **kwargs)
@@ -173,7 +173,3 @@ class _Widening(TorchFunctionMode):
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _is_wide(x: Any) -> bool:
-    return _is_floating(x) and x.dtype not in _NARROW

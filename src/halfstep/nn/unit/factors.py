@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-
-from torch import nn
+from functools import partial
 
 from halfstep.errors import ModelError
 from halfstep.grouping import grouped
@@ -116,7 +115,8 @@ class Factors:
     def _elementwise(self, node: Node) -> float | None:
         x = node.operands[0]
         size = 1.0 if x.square is None else math.sqrt(x.square)
-        call = node.facts.get("call") or _forward_of(node.facts["module"])
+        module = node.facts.get("module")
+        call = node.facts.get("call") or partial(type(module).forward, module)  # type: ignore[union-attr]
         deviation, slope, square = measured(call, size)
         if not (deviation > 0 and slope > 0):
             return self._unknown(node)
@@ -358,10 +358,6 @@ def _blame(value: Value) -> str:
             break
         value = behind
     return value.producer.place
-
-
-def _forward_of(module: nn.Module) -> Callable[..., object]:
-    return lambda z: type(module).forward(module, z)
 
 
 def _fans(node: Node) -> tuple[int, float, int]:

@@ -57,12 +57,6 @@ class Own:
     path: str
     steps: tuple[Step, ...]
 
-    def mode(self) -> Running:
-        """For one call of the module."""
-        grad = torch.is_grad_enabled()
-        names = [s.function for s in self.steps if s.is_forward or (grad and s.kind != PASSIVE)]
-        return Running(self, frozenset(names))
-
 
 class Running(TorchFunctionMode):
     """Within it, the functions that a module's own code calls are scaled, as its list of steps says.
@@ -73,9 +67,11 @@ class Running(TorchFunctionMode):
         ModelError: the code calls other functions, or in another order, than it did when it was traced.
     """
 
-    def __init__(self, own: Own, names: frozenset[str]) -> None:
+    def __init__(self, own: Own) -> None:
         super().__init__()
-        self._own, self._names, self._grad, self._at = own, names, torch.is_grad_enabled(), 0
+        self._own, self._grad, self._at = own, torch.is_grad_enabled(), 0
+        called = [s.function for s in own.steps if s.is_forward or (self._grad and s.kind != PASSIVE)]
+        self._names = frozenset(called)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,10 +111,6 @@ class Running(TorchFunctionMode):
             f"{found} where the trace has {expected}. Its control flow depends on its inputs or modes: revert the "
             "model, and give unit_scale inputs like those it is called with (masks, labels)"
         )
-
-
-def _passive(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _weighted(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -192,7 +184,7 @@ def _gradients(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 _RUN: dict[str, Callable[..., Any]] = {
-    PASSIVE: _passive,
+    PASSIVE: lambda step, func, args, kwargs: func(*args, **kwargs),
     "add": _weighted,
     "scale": _scale,
     "matmul": _matmul,
@@ -222,8 +214,7 @@ class Whole:
 
 def own(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, whose calls of functions are scaled."""
-    plan: Own = unit_part(module).forward
-    running = plan.mode()
+    running = Running(unit_part(module).forward)
     with running:
         output = stock(module, *args, **kwargs)
     running.finish()

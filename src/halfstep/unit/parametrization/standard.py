@@ -1,6 +1,5 @@
 """The standard parametrization: 1 / sqrt(fan_in) at the start, one learning rate for all."""
 
-from halfstep.unit.optimizers import OptimizerKind
 from halfstep.unit.parametrization.base import Parametrization
 from halfstep.unit.roles import Role
 
@@ -12,11 +11,7 @@ def _init(role: Role) -> float:
     return 1.0 if role.kind in ("norm", "embedding") else role.fan_in**-0.5
 
 
-def _one(role: Role) -> float:
-    return 1.0
-
-
-def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
+def _one(role: Role, *_: object) -> float:
     return 1.0
 
 
@@ -26,5 +21,5 @@ standard = Parametrization(
     source="LeCun et al. 1998, Efficient BackProp; the row SP of Yang et al. 2022, arXiv 2203.03466",
     multiplier=_one,
     init=_init,
-    lr=_lr,
+    lr=_one,
 )
