@@ -18,7 +18,6 @@ from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import noise
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import decide, keep_grads
-from halfstep.nn.averages import watch_clones
 from halfstep.nn.codes import hold
 from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import came_later, root_of
@@ -29,7 +28,7 @@ from halfstep.nn.projections import projections
 from halfstep.nn.ranks import Reduced, check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
-from halfstep.nn.stock_steps import end_watch
+from halfstep.nn.watched import end_watch, watch_clones
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference

@@ -9,7 +9,7 @@ from tiny import EVERY, model_for, prepared, train
 
 
 PLANNING = (
-    "preparation", "nn.apply", "nn.arrangement", "nn.buffers", "nn.dtypes",
+    "preparation", "nn.apply", "nn.arrangement", "nn.dtypes",
     "nn.layers", "nn.plan", "nn.projections", "nn.paths", "optim.conversion", "recipe",
     "recipe.data", "recipe.files", "recipe.origin", "recipe.rule",
     "recipe.written",

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import halfstep
 from families import for_each
-from halfstep.nn.functions import to_float32
+from halfstep.nn.following import to_float32
 from tiny import RECIPES, mostly_slow
 
 

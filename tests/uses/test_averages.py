@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from ways import apart, assert_outputs_alike, prepare, start_of, steps, values, way
 
 import halfstep
-from halfstep.nn import averages
+from halfstep.nn import watched
 from halfstep.recipe import get_recipe
 from tiny import assert_same, batch, mlp, prepared, train
 
@@ -180,7 +180,7 @@ def test_an_average_in_fp16_whose_products_are_rounded_too_says_so():
 
 def test_equal_weights_are_said_to_be_lost_once_there_are_many(monkeypatch):
     """Of the writes after the first ones, those after a power of two are looked at."""
-    monkeypatch.setattr(averages, "_WRITES", 4)
+    monkeypatch.setattr(watched, "_WRITES", 4)
     _, (said,) = followed("bf16-stochastic", AveragedModel, first=False, times=80)
     assert "in a copy.deepcopy of the model" in said
 

@@ -15,7 +15,7 @@ from halfstep.auditing.updates import Unmoved, find_updates, unmoved_by
 from halfstep.bits.origin import narrowed, origin, progression, stored_format
 from halfstep.bits.scan import Scan
 from halfstep.grouping import grouped
-from halfstep.nn.buffers import RECOMPUTE
+from halfstep.nn.dtypes import RECOMPUTE
 from halfstep.nn.stages import applied_in
 from halfstep.ops import CodeTensor
 from halfstep.recipe import PROJECTOR

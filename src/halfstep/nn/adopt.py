@@ -6,7 +6,7 @@ import abc
 import copyreg
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, reduce, update_wrapper, wraps
+from functools import cache, partial, reduce, update_wrapper, wraps
 from itertools import takewhile
 from types import CellType, MethodType
 from typing import Any
@@ -167,6 +167,17 @@ class _Calling:
             on_copy(self)
 
         return {**members, "__setstate__": __setstate__}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The members that show an attribute of that name, as `value(module, name)`, a function of a module's top level."""
+
+    name: str
+    value: Callable[..., Any]
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        return {self.name: property(partial(self.value, name=self.name))}
 
 
 @dataclass(frozen=True)

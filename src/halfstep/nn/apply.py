@@ -15,19 +15,27 @@ from halfstep.nn import noise
 from halfstep.nn.adopt import is_covered
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement, arranged
-from halfstep.nn.averages import watch_copy
-from halfstep.nn.buffers import RECOMPUTE, check_float32, rounded
 from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
-from halfstep.nn.dtypes import check_grad_dtype, count, storable, store, unstorable, wide_adapters
+from halfstep.nn.dtypes import (
+    RECOMPUTE,
+    check_float32,
+    check_grad_dtype,
+    count,
+    rounded,
+    storable,
+    store,
+    unstorable,
+    wide_adapters,
+)
 from halfstep.nn.following import follow, root_of
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.paths import same_parameters
 from halfstep.nn.plan import Plan, PlannedLayer
 from halfstep.nn.schedule import Schedule
 from halfstep.nn.stages import Steps, check_alike, clear, lay_in_turn
-from halfstep.nn.stock_steps import end_watch, watch
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
+from halfstep.nn.watched import end_watch, watch, watch_copy
 from halfstep.ops.part import part_of, parts_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.quant.tracing import untraced

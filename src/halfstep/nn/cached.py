@@ -163,15 +163,16 @@ def cached_weights(model: nn.Module) -> Iterator[CachedWeights]:
         yield following.cached
         return
     cached = following.cached = CachedWeights()
-    before = register_optimizer_step_pre_hook(lambda *_: cached.check())
-    after = register_optimizer_step_post_hook(lambda *_: cached.clear())
-    try:
-        yield cached
-        cached.check()
-    finally:
-        following.cached = None
-        before.remove()
-        after.remove()
+    hooks = (
+        register_optimizer_step_pre_hook(lambda *_: cached.check()),
+        register_optimizer_step_post_hook(lambda *_: cached.clear()),
+    )
+    with hooks[0], hooks[1]:
+        try:
+            yield cached
+            cached.check()
+        finally:
+            following.cached = None
     if not cached.used and any(
         own.linear is not None and own.linear.rounds_weight_once for _, _, own in parts_of(root)
     ):

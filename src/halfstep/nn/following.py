@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from itertools import takewhile
+from traceback import walk_stack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.errors import RecipeError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import OnCopy, adopt
 from halfstep.nn.applied import Applied, applied_to
-from halfstep.nn.averages import Copied
 from halfstep.nn.clock import Clock
-from halfstep.nn.functions import Float32Functions, device_type_of, to_float32
 from halfstep.nn.ranks import under_ddp, uneven
 from halfstep.nn.schedule import Recomputation
+from halfstep.nn.watched import Copied
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.quant.tracing import inlined, untraced
 
@@ -47,7 +54,7 @@ class Following:
     cached: Any = None
     """Within `nn.cached.cached_weights`: the rounded weights."""
     watch: RemovableHandle | None = None
-    """The hook that looks at optimizers' first steps (`nn.stock_steps`); copies have none."""
+    """The hook that looks at optimizers' first steps (`nn.watched`); copies have none."""
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_root": _no_root, "calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
@@ -104,13 +111,6 @@ class Following:
         finally:
             self._end(thread)
 
-    def _refusal(self, module: nn.Module, tracer: str) -> RecipeError:
-        return RecipeError(
-            f"{type(module).__name__} follows recipe {self._recipe!r}, and {tracer} writes down a graph that does not "
-            "round as it does. Take torch.compile or torch.export, which do; or trace the plain model, and call "
-            "halfstep.apply on the graph (torch.fx)"
-        )
-
     def recomputed(self, thread: int) -> AbstractContextManager[Any]:
         """What a call from within enters that comes a second time, in a backward pass, where autocast alone is back."""
         again = not self._traced and not self.calls.get(thread)
@@ -125,7 +125,12 @@ class Following:
             self._traced += 1
             return
         if self._rounds and ((jit := torch._C._get_tracing_state() is not None) or is_fx_symbolic_tracing()):
-            raise self._refusal(module, "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)")
+            tracer = "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)"
+            raise RecipeError(
+                f"{type(module).__name__} follows recipe {self._recipe!r}, and {tracer} writes down a graph that does "
+                "not round as it does. Take torch.compile or torch.export, which do; or trace the plain model, and "
+                "call halfstep.apply on the graph (torch.fx)"
+            )
         if thread not in self.calls:
             self._tell(Clock.check)
         self.calls[thread] = self.calls.get(thread, 0) + 1
@@ -301,3 +306,94 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _no_root() -> None:
     """The root of a part that was copied without it."""
+
+
+_OPERATORS = {"pow": ("__pow__", "__rpow__", "float_power"), "reciprocal": ("__rtruediv__", "__rdiv__")}
+"""What else calls a function of that name."""
+
+
+class Float32Functions(TorchFunctionMode):
+    """Within it, functions of those names, and methods, take 16-bit inputs widened to float32 and return float32.
+
+    As with torch.autocast, calls in place, with `out=` or with a `dtype` of their own are left alone.
+
+    Args:
+        part: the forward of a part that enters this mode again where it is computed again (activation checkpointing);
+            None in a traced graph, which has no such code.
+
+    Raises:
+        ModelError: where it is called, code between parts will be computed again without this mode.
+    """
+
+    def __init__(self, names: Iterable[str], part: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self._part = part.__code__ if part is not None and torch.is_grad_enabled() else None
+        self.names = frozenset(other for name in names for other in (name, *_OPERATORS.get(name, ())))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        says_where = kwargs.get("dtype") is not None or kwargs.get("out") is not None
+        if getattr(func, "__name__", "") in self.names and not says_where:
+            if self._part is not None and not torch.is_grad_enabled():
+                self._check_recomputed(func)
+            args, kwargs = tree_map_only(Tensor, _widened, (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+    def _check_recomputed(self, func: Callable[..., Any]) -> None:
+        """Refuse a call under torch's reentrant checkpointing, which a mode can see in the call stack alone."""
+        for frame, _ in takewhile(lambda called: called[0].f_code is not self._part, walk_stack(None)):
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                raise ModelError(
+                    f"{func.__name__} is called under torch.utils.checkpoint with use_reentrant=True, by code between "
+                    "modules: the recipe computes it in float32, and the second time, in the backward pass, nothing "
+                    "would. Take use_reentrant=False with context_fn=lambda: (nullcontext(), "
+                    "halfstep.following(model)), or checkpoint a module that calls it"
+                )
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def to_float32(output: Any) -> Any:
+    """The same structure with every 16-bit floating tensor in float32: tuples, named tuples, lists, dicts, dataclasses,
+    torch.distributions.
+
+    A loss on the outputs is then computed in float32. Other objects (a key-value cache, say) pass untouched.
+    """
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, (tuple, list)):
+        made = map(to_float32, output)
+        return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+    if isinstance(output, MutableMapping):  # Hugging Face's ModelOutput, also a dataclass, keeps both views in step
+        result = copy.copy(output)
+        for key, value in output.items():
+            result[key] = to_float32(value)
+        return result
+    if isinstance(output, Mapping):
+        return type(output)({key: to_float32(value) for key, value in output.items()})  # type: ignore[call-arg]
+    names: list[str] = []
+    if is_dataclass(output) and not isinstance(output, type):
+        names = [field.name for field in fields(output)]
+    elif isinstance(output, Distribution):  # made of tensors, and of other distributions
+        names = [*vars(output)]
+    widened = copy.copy(output) if names else output
+    for name in names:
+        object.__setattr__(widened, name, to_float32(getattr(output, name)))
+    return widened
+
+
+def device_type_of(module: nn.Module) -> str:
+    """The type of the device of its first parameter, or of its first buffer where it has none."""
+    for held in ("_parameters", "_buffers"):
+        waiting = [module]
+        while waiting:  # torch finds names too, which takes longer than a layer
+            inner = waiting.pop()
+            for tensor in getattr(inner, held).values():
+                if tensor is not None:
+                    return str(tensor.device.type)
+            waiting += [child for child in reversed(inner._modules.values()) if child is not None]
+    raise ModelError(f"{type(module).__name__} has neither parameters nor buffers, and so no device")

@@ -262,10 +262,11 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     """The modules whose attention a recipe rounds."""
     if recipe.attention is None:
         return ()
-    modules = model.named_modules()
     ours = DotProductAttention, Attention
     found = tuple(
-        path for path, m in modules if isinstance(m, ours) or kind_of(m) is attention.ATTENTION or _is_hugging_faces(m)
+        path
+        for path, m in model.named_modules()
+        if isinstance(m, ours) or kind_of(m) is attention.ATTENTION or _is_hugging_faces(m)
     )
     if not found:
         raise RecipeError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.errors import CheckpointError, ModelError
-from halfstep.nn.adopt import extend
+from halfstep.nn.adopt import Shown, extend
 from halfstep.nn.scaling import PREFIX, states_of
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import Reader, StoredWeight
@@ -135,7 +135,7 @@ def place_codes(module: Any, weight: Weight, found: Sequence[ops.Quantized]) -> 
     text = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
     module.register_buffer(f"{weight.name}_format", text.to(first.codes.device))
     part_of(module).stored[weight.name] = entry
-    extend(module, _Restoring(weight.name))
+    extend(module, Shown(weight.name, _restored))
     return parameter.numel()
 
 
@@ -174,17 +174,9 @@ def _tensors(module: Any, entry: Stored, expert: int | None = None) -> dict[str,
     return tensors if expert is None else {part: tensor[expert] for part, tensor in tensors.items()}
 
 
-@dataclass(frozen=True)
-class _Restoring:
+def _restored(module: Any, name: str) -> Tensor:
     """The parameter as others see it: its values now, in the dtype and shape that it had."""
-
-    name: str
-
-    def __call__(self, stock: type) -> dict[str, Any]:
-        return {self.name: property(self._value)}
-
-    def _value(self, module: Any) -> Tensor:
-        return read_only(part_of(module).stored[self.name].values(module))
+    return read_only(part_of(module).stored[name].values(module))
 
 
 def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:

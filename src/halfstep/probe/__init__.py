@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import DataError, FormatError, RecipeError
-from halfstep.nn.buffers import rounded
+from halfstep.nn.dtypes import rounded
 from halfstep.probe.batch import Batch, Loss, copied, moved, unchanged_generators
 from halfstep.probe.cast import Buffers, cast_trial, rounded_buffers
 from halfstep.probe.measure import Meter, train

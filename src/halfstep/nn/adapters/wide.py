@@ -11,9 +11,8 @@ iterations and matrix exponentials (spectral norms, orthogonal weights) need mor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 
-from halfstep.nn.adopt import extend, twin
+from halfstep.nn.adopt import Shown, extend, twin
 from halfstep.nn.paths import matches
 
 
@@ -125,17 +124,7 @@ def widen_hooked(module: nn.Module) -> None:
     """Let the hook of `torch.nn.utils.spectral_norm` (the older one) read its weight in float32."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm):
-            extend(module, _Widened(f"{hook.name}_orig"))
-
-
-@dataclass(frozen=True)
-class _Widened:
-    """The members that show a parameter in float32."""
-
-    name: str
-
-    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
-        return {self.name: property(partial(_in_float32, name=self.name))}
+            extend(module, Shown(f"{hook.name}_orig", _in_float32))
 
 
 def _in_float32(module: Any, name: str) -> Tensor:
@@ -163,9 +152,7 @@ class _Widening(TorchFunctionMode):
         if function in _STRICT:
             floating = [x.dtype for x in (*args, *kwargs.values()) if _is_floating(x)]
             if len(set(floating)) > 1:
-                widest = floating[0]
-                for dtype in floating[1:]:
-                    widest = torch.promote_types(widest, dtype)
+                widest = reduce(torch.promote_types, floating)
                 args = [x.to(widest) if _is_floating(x) else x for x in args]
                 kwargs = {name: x.to(widest) if _is_floating(x) else x for name, x in kwargs.items()}
         return function(*args, **kwargs)

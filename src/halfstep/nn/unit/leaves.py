@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,19 +76,14 @@ def _measured_norm(module: nn.Module) -> Leaf | None:
     draw = {name: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for name in parameters}
     small = torch.randn(3, 5, size, generator=generator, dtype=torch.float32, device="cpu")
     inputs = small * 3 + 1, small * 1e-3
+    norms: dict[str, Any] = {"layer_norm": partial(F.layer_norm, bias=draw.get("bias"))}
+    norms |= {} if "bias" in draw else {"rms_norm": F.rms_norm}
     for eps in {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}:
-        for name in ("layer_norm", "rms_norm"):
-            expected = [_norm(name, x, draw, eps) for x in inputs]
-            if expected[0] is not None and _computes(module, draw, inputs, expected):
+        for name, norm in norms.items():
+            expected = [norm(x, (size,), weight=draw["weight"], eps=eps) for x in inputs]
+            if _computes(module, draw, inputs, expected):
                 return Leaf("norm", name, eps)
     return None
-
-
-def _norm(name: str, x: Tensor, weights: dict[str, Tensor], eps: float) -> Tensor | None:
-    shape = (x.shape[-1],)
-    if name == "layer_norm":
-        return F.layer_norm(x, shape, weights["weight"], weights.get("bias"), eps)
-    return None if "bias" in weights else F.rms_norm(x, shape, weights["weight"], eps)
 
 
 def _computes(module: nn.Module, weights: dict[str, Tensor], inputs: Any, expected: Any) -> bool:
