@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import torch
 
-from halfstep.kernels import selftest_gpu
-from halfstep.kernels.selftest import Case, outcome
-from halfstep.optim import selftest_gpu as optim
+from halfstep.kernels import selftest
+from halfstep.kernels.selftest.case import outcome
+from halfstep.optim import selftest as optim
 
 
-def tests() -> list[tuple[str, str, Callable[..., Iterator[Case]]]]:
-    """Every kernel with the name of every format that it is tested on, and the test."""
-    return [*selftest_gpu.tests(), *optim.tests()]
+TESTS = (*selftest.GPU, *optim.GPU)
 
 
 def main() -> None:
     """Every OFth test, from NUMBER on. Exit code 1: one differs from the reference."""
     device, passed = torch.device(sys.argv[1]), True
-    for kernel, format, test in tests()[int(sys.argv[2]) :: int(sys.argv[3])]:
-        found = outcome(kernel, format, lambda name, test=test: test(name, device=device))  # type: ignore[misc]
+    for test in TESTS[int(sys.argv[2]) :: int(sys.argv[3])]:
+        found = outcome(test, device)
         passed &= found.passed
         print(json.dumps(asdict(found)), flush=True)
     if device.type == "cuda":

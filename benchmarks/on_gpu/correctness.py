@@ -19,10 +19,11 @@ from torch import Tensor
 
 import halfstep
 from halfstep import formats, quant
-from halfstep.kernels import selftest_units
 from halfstep.kernels.gpu import cast
+from halfstep.kernels.selftest.case import outcome
+from halfstep.kernels.selftest.matrices import units
 from on_gpu.bench import Bench, Row
-from on_gpu.cases import tests
+from on_gpu.cases import TESTS
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ def kernels(bench: Bench) -> dict[str, Any]:
         lines = [line for file in told for line in file.read_text().splitlines() if line.endswith("}")]
     found = [json.loads(line) for line in lines]
     wrong = [each for each in found if each["difference"] is not None]
-    asked = [f"{kernel} {format}" for kernel, format, _ in tests()]
+    asked = [f"{test.kernel} {test.format}" for test in TESTS]
     unheard = sorted(set(asked) - {f"{each['kernel']} {each['format']}" for each in found})
     compared = sum(each["compared"] for each in found)
     result = f"{len(found) - len(wrong)} of {len(asked)} tests equal the reference ({compared:,} results)"
@@ -86,7 +87,7 @@ def kernels(bench: Bench) -> dict[str, Any]:
 
 def _units(bench: Bench) -> dict[str, Any]:
     """Products of whole numbers by every way of scaling that the units of this GPU take: a wrong layout shows."""
-    found = list(selftest_units.outcomes()) if bench.on_gpu else []
+    found = [outcome(test, bench.device) for test in units(bench.device)] if bench.on_gpu else []
     wrong = [
         {"kernel": each.kernel, "format": each.format, "difference": each.difference}
         for each in found

@@ -3,27 +3,25 @@
 import ast
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from halfstep.cli import diagnosis as doctor
 from halfstep.kernels import selftest
-from halfstep.kernels import selftest_matrices as matrices
-from halfstep.kernels.cpu import cast, codes, optimizer, rows
+from halfstep.kernels.cpu import cast, optimizer, rows
 from halfstep.kernels.gpu import launch, source
-from halfstep.kernels.selftest import compare, outcomes
+from halfstep.kernels.selftest.case import compare, outcome
 from halfstep.optim import selftest as optim
 from halfstep.optim.rules import update_rules
 from halfstep.recipe import get_recipe
 
 
-def only(monkeypatch, kernel):
-    """One kernel, on one format."""
-    tests = [(name, ("float8_e5m2",), test) for name, _, test in selftest._TESTS if name == kernel]
-    monkeypatch.setattr(selftest, "_TESTS", tests)
-    monkeypatch.setattr(matrices, "_TESTS", ())
-    monkeypatch.setattr(optim, "_RECIPES", ())
+def faulty(kernel, run):
+    """The test of a kernel on one format, where `run` is called in the kernel's place."""
+    (test,) = [test for test in selftest.CPU if (test.kernel, test.format) == (kernel, "float8_e5m2")]
+    return test._replace(make=partial(test.make, run=run))
 
 
 @pytest.mark.slow  # it compiles every kernel; the tests of each kernel are the fast ones
@@ -34,9 +32,10 @@ def test_every_kernel_is_the_reference_here(run):
     data = json.loads(out)
     assert data["passed"]
     assert {test["kernel"] for test in data["kernels"]} == {
-        *("cast", "scaled", "amax", "tiles", "panels", "rotated", "posit", "codes", "blocks", "cast errors"),
-        *("accumulate", "carried", "powered rows", "rotated tiles", "quantiles", "rows", "folded", "sparse products"),
-        *("slopes", "few rows", "whole products", "adam"),
+        *("cast", "scaled", "amax", "posit", "codes", "packed", "decode", "cast errors", "accumulate", "carried"),
+        *("tiles", "panels", "blocks", "block values", "values of views", "blocks dequantised", "powered rows"),
+        *("powered columns", "rotated", "rotated tiles", "quantiles", "rows", "maxima of rows", "folded", "slopes"),
+        *("sparse products", "few rows", "whole products", "adam"),
     }
     assert all(test["compared"] > 0 and test["difference"] is None for test in data["kernels"])
     paths = {row["recipe"]: row for row in data["recipes"]}
@@ -49,9 +48,8 @@ def test_every_kernel_is_the_reference_here(run):
 @pytest.mark.parametrize("here", [True, False])
 def test_the_path_follows_the_machine(run, monkeypatch, carry, here):
     carry(*[torch.bfloat16, torch.float16] if here else [])
-    monkeypatch.setattr(selftest, "_TESTS", ())
-    monkeypatch.setattr(matrices, "_TESTS", ())
-    monkeypatch.setattr(optim, "_RECIPES", ())
+    monkeypatch.setattr(selftest, "CPU", ())
+    monkeypatch.setattr(optim, "CPU", ())
     code, out, _ = run("doctor", "bf16-mixed")
     assert code == 0
     assert ("bf16 carried in float32" in out) == here
@@ -61,42 +59,35 @@ def test_the_path_follows_the_machine(run, monkeypatch, carry, here):
 
 
 def test_a_kernel_that_differs_in_one_element_is_caught(run, monkeypatch):
-    only(monkeypatch, "cast")
-    right = cast.run
 
-    def wrong(x, out, format, *options):
-        done = right(x, out, format, *options)
-        if format.name == "float8_e5m2" and out.numel() > 100:
+    def wrong(x, out, *options):
+        done = cast.run(x, out, *options)
+        if out.numel() > 100:
             out.view(-1)[7] = 1.5
         return done
 
-    monkeypatch.setattr(cast, "run", wrong)
+    monkeypatch.setattr(selftest, "CPU", [faulty("cast", wrong)])
+    monkeypatch.setattr(optim, "CPU", ())
     code, _, err = run("doctor", "fp8-current")
     assert code == 1
-    assert "kernel cast, float8_e5m2: float32, nearest_even, 16387 elements: element 7 of" in err
+    assert "kernel cast, float8_e5m2: float32, 16387, nearest_even, saturate: element 7 of" in err
     assert ": 1.5 found, " in err
     assert "Do not train with it here" in err
     assert err.count("error:") == 1
 
 
-def test_a_kernel_that_raises_is_caught(monkeypatch):
+def test_a_kernel_that_raises_and_one_that_refuses_all_are_caught():
     def broken(*arguments):
         raise RuntimeError("illegal instruction")
 
-    only(monkeypatch, "codes")
-    monkeypatch.setattr(codes, "run_decode", broken)
-    found = [test for test in outcomes() if not test.passed]
-    assert {test.kernel for test in found} == {"codes"}
-    assert all(test.difference == "raised RuntimeError: illegal instruction" for test in found)
+    assert outcome(faulty("decode", broken)).difference == "raised RuntimeError: illegal instruction"
+    assert outcome(faulty("cast", lambda *arguments: False)).difference == "the kernel took no input"
 
 
 def test_matrices_are_compared_with_their_reference(monkeypatch):
     """These kernels pass here, and one that differs in one number is found."""
-    some = [
-        (kernel, names[:1], test) for kernel, names, test in matrices._TESTS if kernel in ("rows", "sparse products")
-    ]
-    monkeypatch.setattr(matrices, "_TESTS", some)
-    found = list(matrices.outcomes())
+    tests = [test for test in selftest.CPU if test.kernel in ("rows", "sparse products")]
+    found = list(map(outcome, tests))
     assert {test.kernel for test in found} == {"rows", "sparse products"}
     assert all(test.passed and test.compared for test in found), [test for test in found if not test.passed]
     right = rows.run
@@ -107,12 +98,11 @@ def test_matrices_are_compared_with_their_reference(monkeypatch):
         return done
 
     monkeypatch.setattr(rows, "run", wrong)
-    assert {test.kernel for test in matrices.outcomes() if not test.passed} == {"rows"}
+    assert {test.kernel for test in map(outcome, tests) if not test.passed} == {"rows"}
 
 
-def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught(monkeypatch):
+def test_an_optimizer_step_that_differs_is_caught(monkeypatch):
     right = optimizer.prepare
-    monkeypatch.setattr(optim, "_RECIPES", ("fp32", "bf16-master"))
 
     def wrong(names, weight, *arguments):
         update = right(names, weight, *arguments)
@@ -125,23 +115,19 @@ def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught
         return off
 
     monkeypatch.setattr(optimizer, "prepare", wrong)
-    found = list(optim.outcomes())
+    found = [outcome(test) for test in optim.CPU if test.format in ("fp32", "bf16-master")]
     assert len(found) == 2
     assert not any(test.passed for test in found)
-    assert all("elements, ordinary gradients, " in test.difference for test in found)
-    only(monkeypatch, "cast")
-    monkeypatch.setattr(cast, "run", lambda *arguments: False)
-    refused = [test for test in outcomes() if test.kernel == "cast"]
-    assert {test.difference for test in refused} == {"the kernel took no input"}
+    assert all(test.difference.startswith("ordinary, ") for test in found)
 
 
 def test_what_counts_as_a_difference():
     zero, nan = torch.tensor([0.0]), torch.tensor([torch.nan])
-    assert compare(nan, -nan, nan, "x") is None
-    assert compare(zero, -zero, zero, "x") == "x: element 0 of 0.0: -0.0 found, 0.0 expected; 1 of 1 differ"
-    assert compare(zero, nan, zero, "x") is not None
+    assert compare(nan, -nan, "x", nan) is None
+    assert compare(zero, -zero, "x", zero) == "x: element 0 of 0.0: -0.0 found, 0.0 expected; 1 of 1 differ"
+    assert compare(zero, nan, "x", zero) is not None
     codes = torch.tensor([3, 4], dtype=torch.uint8)
-    assert compare(codes, codes.flip(0), torch.empty(0), "x") == "x: element 0: 4 found, 3 expected; 2 of 2 differ"
+    assert compare(codes, codes.flip(0), "x") == "x: element 0: 4 found, 3 expected; 2 of 2 differ"
 
 
 def test_a_triton_older_than_the_kernels_were_proven_with_is_not_tried(monkeypatch):

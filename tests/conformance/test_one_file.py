@@ -260,10 +260,13 @@ import sys
 
 sys.path[:0] = PATHS
 import torch
-from halfstep.optim import selftest_gpu
+from halfstep.kernels.selftest.case import kernel_tests
+from halfstep.optim import selftest
+from halfstep.recipe import get_recipe
 
 make = lambda parameters: torch.optim.Adamax(parameters, weight_decay=0.1)
-selftest_gpu._OPTIMIZERS = (("made up", ("fp32",), make),)
+kinds = [("ordinary",), ("wide",), ("hard",)]
+selftest.GPU = kernel_tests("made up", {"fp32": get_recipe("fp32")}, selftest.stepped, kinds, make=make)
 """
 COMPILED = (
     ON_A_GPU
@@ -279,13 +282,11 @@ for _, _, function, arguments, options in compiled.launches({"made up"}, True):
 INTERPRETED = (
     ON_A_GPU
     + """
-from halfstep.kernels.selftest import compare
+from halfstep.kernels.selftest.case import compare
 
-for name, recipe, test in selftest_gpu.tests():
-    if name == "made up":
-        cases = list(test(recipe, torch.device("cpu")))
-        assert cases and not [case for case in cases if compare(*case)]
-        print(len(cases), "cases equal")
+cases = list(selftest.GPU[0].cases(torch.device("cpu")))
+assert cases and not [case for case in cases if compare(*case)]
+print(len(cases), "cases equal")
 """
 )
 TRITON = ROOT / ".triton" / "3.7.1"

@@ -16,7 +16,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
-from halfstep.kernels import selftest_gpu
+from halfstep.kernels import selftest
 from halfstep.kernels.gpu import cast
-from halfstep.optim import selftest_gpu as optim_selftest_gpu
+from halfstep.optim import selftest as optim
 
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -51,11 +50,12 @@ def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunctio
     JITFunction.run = note
     seen: set[tuple[str, str]] = set()
     tested: set[str] = set()
-    for kernel, format, test in chain(selftest_gpu.tests(), optim_selftest_gpu.tests()):
+    for test in (*selftest.GPU, *optim.GPU):
+        kernel, format = test.kernel, test.format
         if (names and kernel not in names) or (core and kernel in tested):
             continue
         tested.add(kernel)
-        for _ in test(format, torch.device("cpu")):
+        for _ in test.cases(torch.device("cpu")):
             launched = bool(made)
             for function, arguments, options in made:
                 assert not options["enable_fp_fusion"], f"{function.__name__} is launched with contraction"

@@ -10,7 +10,7 @@ from halfstep.formats import Format
 from halfstep.formats.exact import ROUNDINGS
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.gpu import cast, decode
-from halfstep.kernels.selftest import Case, hard, words
+from halfstep.kernels.selftest.case import Case, KernelTest, hard
 from halfstep.quant.cast import CONTAINERS
 
 
@@ -23,9 +23,10 @@ STEP = 11
 SEED = 0x9E3779B97F4A7C15
 
 
-def names() -> list[str]:
+def tests() -> list[KernelTest]:
     """Of every format that is rounded by arithmetic, or decoded from a table."""
-    return [name for name in (*formats.names(), *OTHERS) if _known(formats.get(name))]
+    known = [name for name in (*formats.names(), *OTHERS) if _known(formats.get(name))]
+    return [KernelTest("fuzzed casts", name, lambda device, name=name: cases(name)) for name in known]
 
 
 def _known(format: Format) -> bool:
@@ -43,16 +44,16 @@ def cases(name: str, step: int = STEP) -> Iterator[Case]:
         out = torch.full(x.shape, 7.0, dtype=target)
         if cast.run(x, out, format, rounding, overflow, seed, times):
             expected = torch.empty_like(out)
-            yield quant.round_to(wide, format, rounding, overflow, seed, expected), out, x, words(x, said)
+            yield Case(quant.round_to(wide, format, rounding, overflow, seed, expected), out, f"of {source}, {said}", x)
         known = ~wide.isnan() if not format.has_nan else torch.ones_like(x, dtype=torch.bool)
         x, wide = x[known], wide[known]
         codes = torch.full(x.shape, 7, dtype=CONTAINERS[format.storage_bits])
         coded = cast.run_codes(x, codes, format, rounding, overflow, seed, times)
         if coded is not None:
-            yield torch.tensor(True), torch.tensor(coded), torch.empty(0), words(x, said, "refused")
-            yield quant.encode(wide, format, rounding, overflow, seed), codes, x, words(x, said, "codes")
+            yield Case(torch.tensor(True), torch.tensor(coded), f"of {source}, {said}, refused")
+            yield Case(quant.encode(wide, format, rounding, overflow, seed), codes, f"of {source}, {said}, codes", x)
     for target in DTYPES if format.bits <= 16 else ():
         codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
         out = torch.empty(codes.shape, dtype=target)
         if decode.run(codes, out, format):
-            yield quant.decode(codes, format, target), out, codes, words(codes, f"decoded to {target}")
+            yield Case(quant.decode(codes, format, target), out, f"decoded to {target}", codes)

@@ -1,9 +1,8 @@
 """Moments and weights in every form of one scale a tensor that kernels know, stepped; and norms whose order is seen:
 `interpreted.py` runs it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -11,8 +10,8 @@ from halfstep import formats
 from halfstep.kernels.arithmetic import norm
 from halfstep.kernels.gpu.kinds import Tensors
 from halfstep.kernels.gpu.optimizer import Steps
-from halfstep.kernels.selftest import Case
-from halfstep.optim import selftest_gpu
+from halfstep.kernels.selftest.case import Case, KernelTest, kernel_tests
+from halfstep.optim import selftest
 from halfstep.optim.rules.elementwise import elementwise
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
@@ -25,11 +24,13 @@ PAIRS = (("e4m3", "e5m2"), ("e4m3fnuz", "float8_e4m3fn"), ("e3m4", "e5m2fnuz"))
 """Formats of the first moment and the second."""
 
 
-def tests() -> Iterator[tuple[str, str, Callable[[str], Iterator[Case]]]]:
-    """As `selftest_gpu.tests`: a kernel, words and what yields the cases."""
-    for name, recipe in _recipes():
-        yield "fuzzed moments", name, partial(selftest_gpu.stepped_by, recipe, torch.device("cpu"))
-    yield "norms", "their order", _orders
+def tests() -> list[KernelTest]:
+    """One for each pair of formats, and one of norms."""
+    kinds = [("ordinary",), ("wide",), ("hard",)]
+    return [
+        *kernel_tests("fuzzed moments", dict(_recipes()), selftest.stepped, kinds),
+        KernelTest("norms", "their order", _orders),
+    ]
 
 
 def _recipes() -> Iterator[tuple[str, Recipe]]:
@@ -49,7 +50,7 @@ def _recipes() -> Iterator[tuple[str, Recipe]]:
         )
 
 
-def _orders() -> Iterator[Case]:
+def _orders(device: torch.device) -> Iterator[Case]:
     """Weights that move by their own norm, to 0 or to what is its last bit."""
     rule = elementwise(
         "made_up", torch.optim.SGD, lambda group: (), lambda w, grad, moments, o: (w - norm(w) * grad, {}),
@@ -60,7 +61,7 @@ def _orders() -> Iterator[Case]:
         step, grad = torch.zeros(()), torch.ones_like(weight)
         tensors = Tensors(weight, grad, step, "none", {}, (), None, "nearest_even", None, 0, 0, 0)
         Steps([tensors], [rule.options({})]).run(None, None)
-        yield torch.tensor([1.0 - expected]), weight[:1].clone(), torch.empty(0), str(places)
+        yield Case(torch.tensor([1.0 - expected]), weight[:1].clone(), str(places))
 
 
 def _stored(format: str, rule: str):

@@ -16,8 +16,9 @@ import torch
 import triton
 
 from halfstep import formats
-from halfstep.kernels import selftest_gpu_rotated
-from halfstep.kernels.selftest import Case, outcome
+from halfstep.kernels.gpu import rotated
+from halfstep.kernels.selftest import tiles
+from halfstep.kernels.selftest.case import Case, KernelTest, outcome
 from halfstep.quant import Hadamard, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import block
@@ -31,10 +32,14 @@ def cases(quantizer: Quantizer, hadamard: Hadamard, chance: random.Random) -> It
     """Of a random shape and dtype."""
     shape = chance.choice((4, 16, 33, 70)), chance.choice((16, 28, 64, 130))
     dtype = chance.choice((torch.float32, torch.bfloat16, torch.float16))
-    x, device = selftest_gpu_rotated.matrix(shape, dtype, quantizer), torch.device("cpu")
-    yield from selftest_gpu_rotated.rotations(x, hadamard, device)
-    yield from selftest_gpu_rotated.valued(x, quantizer, hadamard, device)
-    yield from selftest_gpu_rotated.coded(x, quantizer, hadamard, device)
+    spun, x, signs = (quantizer, hadamard), torch.empty(shape, dtype=dtype), hadamard.signs()
+    for dim in (0, 1):
+        given = spun, x.device, dtype, shape, dim
+        yield from tiles.rotations(*given)
+        if rotated.told(x, signs, dim, quantizer if dim else quantizer.down) is not None:
+            yield from tiles.rotated_values(*given)
+        if rotated.told(x, signs, dim, quantizer, turned=True) is not None:
+            yield from tiles.rotated_codes(*given)
 
 
 if __name__ == "__main__":
@@ -52,5 +57,5 @@ if __name__ == "__main__":
         format, rounding = formats.get(chance.choice(ELEMENTS)), chance.choice(("nearest_even", "stochastic"))
         quantizer, hadamard = Quantizer(format, rounding, scales=scales), Hadamard(size, chance.randrange(1 << 32))
         named = f"{format.name} {scales} {rounding} after {hadamard}"
-        found = outcome("rotated", named, lambda _, q=quantizer, h=hadamard: cases(q, h, chance))
+        found = outcome(KernelTest("rotated", named, lambda device, q=quantizer, h=hadamard: cases(q, h, chance)))
         print(json.dumps({"triton": triton.__version__} | dataclasses.asdict(found)), flush=True)

@@ -19,8 +19,9 @@ import torch
 import triton
 
 from halfstep import formats
-from halfstep.kernels import selftest_gpu_tiles
-from halfstep.kernels.selftest import Case, outcome
+from halfstep.kernels.gpu import layouts
+from halfstep.kernels.selftest import tiles
+from halfstep.kernels.selftest.case import Case, KernelTest, outcome
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 
@@ -50,12 +51,14 @@ def cases(quantizer: Quantizer, chance: random.Random, rounds: int) -> Iterator[
     for _ in range(rounds):
         shape = chance.choice((1, 3, 16, 33, 128, 150)), chance.choice((16, 28, 64, 96, 128, 256, 260))
         dtype = chance.choice((torch.float32, torch.bfloat16, torch.float16))
-        x = selftest_gpu_tiles.hard_matrix(shape, dtype, quantizer)
-        yield from selftest_gpu_tiles.quantised(x, quantizer, device)
-        yield from selftest_gpu_tiles.valued(x, quantizer, device)
-        yield from selftest_gpu_tiles.dequantised(x, quantizer, device)
-        form, outer = chance.choice((("stored", False), ("stored", True), ("swizzled", False), ("number", True)))
-        yield from selftest_gpu_tiles.both(x, quantizer, device, form, outer)
+        if quantizer.outliers is None:  # whose tensors have sizes of their own
+            yield from tiles.quantised(quantizer, device, dtype, shape)
+        for into in dict.fromkeys((dtype, torch.bfloat16)):
+            yield from tiles.valued(quantizer, device, dtype, shape, into=into)
+        yield from tiles.dequantised(quantizer, device, dtype, shape)
+        form, outer = chance.choice((("stored", ""), ("stored", "outer"), ("swizzled", ""), ("number", "outer")))
+        if layouts.told(torch.empty(shape, dtype=dtype), quantizer) is not None:
+            yield from tiles.both(quantizer, device, dtype, shape, form, outer)
 
 
 if __name__ == "__main__":
@@ -68,5 +71,5 @@ if __name__ == "__main__":
     chance = random.Random(asked.seed)
     for quantizer in quantizers(chance):
         named = f"{quantizer.format.name} {quantizer.scales} {quantizer.rounding}"
-        found = outcome("tiles", named, lambda _, q=quantizer: cases(q, chance, asked.rounds))
+        found = outcome(KernelTest("tiles", named, lambda device, q=quantizer: cases(q, chance, asked.rounds)))
         print(json.dumps({"triton": triton.__version__} | dataclasses.asdict(found)), flush=True)

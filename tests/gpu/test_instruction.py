@@ -10,7 +10,7 @@ import torch
 
 from halfstep import formats, quant
 from halfstep.kernels import gpu
-from halfstep.kernels.selftest import hard
+from halfstep.kernels.selftest.case import hard
 
 
 SOURCE = Path(gpu.__file__).parent / "jit" / "instruction.py"

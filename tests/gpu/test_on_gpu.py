@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep
 from halfstep import quant
-from halfstep.kernels import selftest_gpu
-from halfstep.kernels.selftest import compare, hard, outcome
+from halfstep.kernels import selftest
+from halfstep.kernels.selftest.case import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
 from halfstep.optim import AdamWFp8, LowBitAdamW, projected
-from halfstep.optim import selftest_gpu as optim
+from halfstep.optim import selftest as optim
 
 
 HERE = torch.cuda.is_available()
@@ -29,7 +29,7 @@ GPU = pytest.param(
 )
 on_gpu = pytest.mark.parametrize("device", [GPU])
 anywhere = pytest.mark.parametrize("device", [GPU, "cpu"])
-KERNELS = [*selftest_gpu.tests(), *optim.tests()]
+KERNELS = (*selftest.GPU, *optim.GPU)
 GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
 """Recipes whose operands are rounded to nearest, and whose steps are counted on the GPU."""
 DRAWN = ("nvfp4", "mxfp4-rht")
@@ -48,12 +48,12 @@ SILENT = (
 
 
 @on_gpu
-@pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in KERNELS}))
+@pytest.mark.parametrize("kernel", sorted({test.kernel for test in KERNELS}))
 def test_every_kernel_is_the_reference(kernel, device):
     """As `halfstep doctor` asks it."""
-    for name, format, test in KERNELS:
-        if name == kernel:
-            found = outcome(name, format, lambda given, test=test: test(given, device=torch.device(device)))
+    for test in KERNELS:
+        if test.kernel == kernel:
+            found = outcome(test, torch.device(device))
             assert found.passed, found
 
 
@@ -68,10 +68,10 @@ def test_every_element_of_a_result_is_written(device, dtype):
         for poison in (7, 113):
             out = torch.full_like(x, poison, device=device)
             found = halfstep.round_to(x.to(device), "float8_e4m3fn", rounding, generator=seed, out=out)
-            assert compare(expected, found.cpu(), x, f"values over {poison}") is None
+            assert compare(expected, found, f"values over {poison}", x) is None
             out = torch.full(x.shape, poison, dtype=torch.uint8, device=device)
             found = halfstep.encode(x.to(device), "float8_e4m3fn", rounding, generator=seed, out=out)
-            assert compare(codes, found.cpu(), x, f"codes over {poison}") is None
+            assert compare(codes, found, f"codes over {poison}", x) is None
 
 
 @anywhere

@@ -16,8 +16,8 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from halfstep.kernels import selftest_gpu
-from halfstep.optim import selftest_gpu as optim_selftest_gpu
+from halfstep.kernels import selftest
+from halfstep.optim import selftest as optim
 
 
 KINDS = ("store", "load", "atomic")
@@ -91,10 +91,10 @@ if __name__ == "__main__":
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     watch, seen = Watch(), set()
-    for kernel, format, test in (*selftest_gpu.tests(), *optim_selftest_gpu.tests()):
-        if kernel in sys.argv[1:] if sys.argv[1:] else kernel not in seen:
-            seen.add(kernel)
+    for test in (*selftest.GPU, *optim.GPU):
+        if test.kernel in sys.argv[1:] if sys.argv[1:] else test.kernel not in seen:
+            seen.add(test.kernel)
             watch.faults.clear()
-            compared = sum(expected.numel() for expected, *_ in test(format, device=torch.device("cpu")))
-            told = {"triton": triton.__version__, "kernel": kernel, "format": format, "compared": compared}
+            compared = sum(case.expected.numel() for case in test.cases(torch.device("cpu")))
+            told = {"triton": triton.__version__, "kernel": test.kernel, "format": test.format, "compared": compared}
             print(json.dumps(told | {"faults": sorted(watch.faults)}), flush=True)

@@ -9,7 +9,9 @@ import torch
 import halfstep
 from families import slow_unless
 from halfstep import formats, get_quantizer, ops
-from halfstep.kernels import scaled_mm, selftest, selftest_units
+from halfstep.kernels import scaled_mm
+from halfstep.kernels.selftest import matrices
+from halfstep.kernels.selftest.case import outcome
 from halfstep.ops.carriers import carrier
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
@@ -227,7 +229,7 @@ def test_a_generation_may_want_a_newer_torch_or_cuda(monkeypatch):
 def test_rows_by_cutlass_have_e4m3_on_their_right(monkeypatch):
     """What torch calls on every GPU but 9.x takes E5M2 on the left alone."""
     left, right = scaled(E5, ROW), scaled(E4, ROW)
-    operands = [selftest_units.Fp8(draw(16, 16).to(dtype), torch.ones(16, 1)) for dtype in (FLOAT8[E4], FLOAT8[E5])]
+    operands = [matrices.Operand(draw(16, 16).to(dtype), torch.ones(16, 1)) for dtype in (FLOAT8[E4], FLOAT8[E5])]
     monkeypatch.setattr(scaled_mm, "units_mm", lambda lhs, *rest: lhs.codes)
     for capability, takes in (((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)):
         monkeypatch.setattr(scaled_mm, "capability", lambda device, found=capability: found)
@@ -260,15 +262,19 @@ def test_is_native_available_says_why_not(monkeypatch):
 
 
 def test_doctor_tests_the_units_where_there_are_any(units, monkeypatch):
-    found = selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU))
+    def of_e4m3():
+        (test,) = [test for test in matrices.units(CPU) if (test.kernel, test.format) == ("fp8 units", E4)]
+        return outcome(test)
+
+    found = of_e4m3()
     assert found.passed
     assert found.compared > 0
     assert len(units) == 4
     with monkeypatch.context() as older:  # a GPU of 8.9 under a torch that launches products of rows on a wrong stream
         older.setattr(scaled_mm, "capability", lambda device: (8, 9))
         older.setattr(scaled_mm, "_torch", lambda: (2, 11))
-        assert selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU)).passed
+        assert of_e4m3().passed
     assert len(units) == 6
     stock = scaled_mm.run
     monkeypatch.setattr(scaled_mm, "run", lambda *arguments: 2 * stock(*arguments))
-    assert not selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU)).passed
+    assert not of_e4m3().passed

@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 import halfstep
 from families import for_each
 from halfstep import formats, get_quantizer, ops
-from halfstep.kernels import probes, scaled_mm, selftest, selftest_units, unit_kinds, units_mm
+from halfstep.kernels import probes, scaled_mm, unit_kinds, units_mm
+from halfstep.kernels.selftest import matrices
+from halfstep.kernels.selftest.case import outcome
 from halfstep.ops import sides
 from halfstep.ops.linear_passes import Rounded
 from halfstep.ops.sides import goes_both_ways, units_of
@@ -247,7 +249,7 @@ def test_scales_that_lie_right_are_not_copied():
     assert units_mm.outer(laid).data_ptr() == laid.data_ptr()
 
 
-@for_each("name", list(selftest_units._TILES))
+@for_each("name", list(matrices.TILED))
 def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
     """It multiplies what the layers would hand to units, and nothing that they would not."""
     units["capability"] = (10, 0) if "x" not in name.replace("mx", "") else (9, 0)
@@ -258,14 +260,15 @@ def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(scaled_mm, "run_tiled", watched)
-    assert selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
+    (test,) = [test for test in matrices.units(CPU) if test.format == name]
+    assert outcome(test).passed
     assert len(made) >= 2
     assert all(each is not None for each in made)
     with monkeypatch.context() as broken:
         for layout in ("swizzled", "outer", "padded"):
             right = getattr(units_mm, layout)
             broken.setattr(units_mm, layout, lambda scales, right=right: right(scales.roll(1, 1)))
-        assert not selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
+        assert not outcome(test).passed
 
 
 class Copies(TorchFunctionMode):

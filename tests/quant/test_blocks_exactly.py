@@ -8,7 +8,7 @@ import torch
 
 from families import for_each, in_turn, slow_unless
 from halfstep import formats
-from halfstep.kernels.selftest_gpu_tiles import tied
+from halfstep.kernels.selftest.tiles import tied
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from oracles import blocks

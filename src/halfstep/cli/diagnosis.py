@@ -24,10 +24,11 @@ from halfstep.recipe import DTYPES, Recipe, get_recipe, list_recipes
 
 def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
     """Say which path each recipe takes, and test every kernel; whether one differs from the reference."""
-    from halfstep.kernels import selftest, selftest_gpu, selftest_matrices, selftest_units
+    from halfstep.kernels import selftest
     from halfstep.kernels.gpu.proofs import proofs
+    from halfstep.kernels.selftest.case import outcome
+    from halfstep.kernels.selftest.matrices import units
     from halfstep.optim import selftest as optim
-    from halfstep.optim import selftest_gpu as optim_gpu
 
     with_gpu = torch.cuda.is_available()
     asked = [stage for name in recipes or list_recipes() for stage in get_recipe(name).by_stage]
@@ -43,10 +44,10 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
         for recipe in asked
     ]
     typer.echo("testing every kernel: minutes where they are not compiled yet, seconds afterwards", err=True)
-    tests = [t for each in (selftest, selftest_matrices, selftest_units, optim) for t in each.outcomes()]
-    absent = launch.missing() if with_gpu else "no CUDA device"
+    gpu, absent = torch.device("cuda"), launch.missing() if with_gpu else "no CUDA device"
+    tests = [outcome(test) for test in (*selftest.CPU, *optim.CPU)] + [outcome(test, gpu) for test in units(gpu)]
     if absent is None:
-        tests += [*selftest_gpu.outcomes(torch.device("cuda")), *optim_gpu.outcomes(torch.device("cuda"))]
+        tests += [outcome(t._replace(kernel=f"gpu {t.kernel}"), gpu) for t in (*selftest.GPU, *optim.GPU)]
     proven = {} if absent is None else {proof.kernel: str(proof) for proof in proofs()}
     wrong = [test for test in tests if not test.passed]
     if as_json:

@@ -1,59 +1,160 @@
-"""The one-pass optimizer step against the reference, bit for bit: a part of `halfstep doctor`."""
+"""Tests of the optimizer's steps by kernels against its rules: on a CPU each tensor alone, on a GPU many together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from halfstep.kernels.selftest import SIZES, Case, Outcome, hard, outcome
+from halfstep.kernels.gpu.kinds import Tensors
+from halfstep.kernels.gpu.optimizer import Steps
+from halfstep.kernels.selftest.case import Case, Cases, hard, kernel_tests, named, scalar
+from halfstep.ops import code_tensor
+from halfstep.ops.code_tensor import CodeTensor
+from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
+from halfstep.optim.rules.adam import adamw
 from halfstep.optim.rules.base import never
+from halfstep.optim.together import Together
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 
-_RECIPES = (
-    "fp32", "bf16-master", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-7byte",
-    "fp16-pure",
+_SIZES, _LARGE, _SCALE = (0, 1, 17, 1024, 4096 + 259), 17, 8.0
+"""Of the tensors of one launch: none, few, a block, and several with a rest; and what gradients are multiplied by."""
+Make = Callable[..., Any]
+"""Torch's optimizer of groups of parameters."""
+_ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+_GRADIENTS: dict[str, Callable[[int, int], Tensor]] = {
+    "ordinary": lambda size, step: _normal(size + 1, size) * 1e-3**step,
+    "wide": lambda size, step: hard(size).nan_to_num(0.0).clamp(-1e15, 1e15) * 1e-3**step,
+    "hard": lambda size, step: hard(size) * 1e-3**step,
+    "hard, then ordinary": lambda size, step: _normal(size + 1, size) if step else hard(size),
+}
+"""By kind, of a size at a step: what one scale of a tensor can hold, and what it cannot."""
+
+
+def stepped(
+    recipe: Recipe, device: torch.device, kind: str, sizes: tuple[int, ...] = _SIZES, scaled: str = "scaled",
+    make: Make = _ADAMW, way: str = "together",
+) -> Cases:  # fmt: skip
+    """Weights and states after two steps under that recipe."""
+    grads = [[_GRADIENTS[kind](size, step) for size in sizes] for step in range(2)]
+    expected = _after(recipe, torch.device("cpu"), grads, scaled, make, "by the rule")
+    found = _after(recipe, device, grads, scaled, make, way)
+    yield from (Case(tensor, found.get(key), key) for key, tensor in expected.items())
+
+
+def _after(
+    recipe: Recipe, device: torch.device, grads: list[list[Tensor]], scaled: str, make: Make, way: str
+) -> dict[str, Tensor]:
+    """Weights and states after steps with those gradients, by a rule, by kernels, or together; none where not all are
+    stepped so."""
+    weights = [_normal(len(grad), len(grad)).to(device) for grad in grads[0]]
+    parameters = [_parameter(weight, recipe) for weight in weights]
+    copies = {p: w.clone() for p, w in zip(parameters, weights, strict=True)} if recipe.master or recipe.codes else {}
+    others = {"params": parameters[1::2], "lr": 3e-3, "weight_decay": 0.0}  # a group with options of its own
+    optimizer = convert(make([{"params": parameters[::2]}, others]), recipe, copies, 7)
+    if way == "by the rule":
+        optimizer.rule = replace(optimizer.rule, fused=never, options=None)
+    elif way == "together":
+        optimizer._together = Together(anywhere=True)
+    for number, step in enumerate(grads):
+        for parameter, grad in zip(parameters, step, strict=True):
+            parameter.grad = grad.to(device, parameter.dtype)
+            if isinstance(parameter, CodeTensor):
+                code_tensor.round_gradient(parameter)
+        for overflowed in (0.0, 1.0) if scaled and not number else (0.0,):  # the second moves nothing
+            told = {"grad_scale": scalar(_SCALE, device), "found_inf": scalar(overflowed, device)} if scaled else {}
+            vars(optimizer).update(told)  # as loss scalers tell it
+            optimizer.step()
+        for parameter in parameters:
+            parameter.detach()[::7] = 0.0  # as a mask would: what is kept beside them follows
+    found: dict[str, Tensor] = {}
+    for p in parameters:
+        kept = p.parts if isinstance(p, CodeTensor) else {"weight": p.detach()}
+        found |= {f"{key} of {len(p)}": t for key, t in {**kept, **optimizer.state[p]}.items() if torch.is_tensor(t)}
+    return found if way != "together" or optimizer._together.all else {}
+
+
+def _parameter(weight: Tensor, recipe: Recipe) -> Any:
+    """A parameter of those values: a large one as the recipe keeps weights that rules round."""
+    codes = recipe.codes if len(weight) >= _LARGE else None
+    if codes is None:
+        return nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
+    made = CodeTensor.encode(weight, codes.weights.quantizer)
+    return code_tensor.parameter(made, grads=codes.grads.quantizer if codes.grads else None)
+
+
+def _normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+
+
+def _parts(recipe: Recipe, device: torch.device, rows: slice, columns: slice, place: tuple[int, int, int]) -> Cases:
+    """A part of a tensor, as a rank has it, moves as it does in the whole: noise is that of its place there."""
+    whole = _normal(1, 40, 30, 20).bfloat16()
+    parameter = nn.Parameter(whole.clone())
+    optimizer = convert(_ADAMW([parameter]), recipe, {}, 7)
+    optimizer.rule = replace(optimizer.rule, fused=never, options=None)
+    parameter.grad = whole.clone()
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    weight = whole[rows, columns].to(device, copy=True).contiguous()
+    moments = torch.zeros_like(weight, dtype=torch.float32), torch.zeros_like(weight, dtype=torch.float32)
+    tensors = Tensors(
+        weight, weight.clone(), scalar(0.0, device), "none", {}, moments, None, "stochastic", place,
+        group["rounding_seed"], 0, 0,
+    )  # fmt: skip
+    Steps([tensors], [adamw.options(group)]).run(None, None)  # type: ignore[misc]
+    yield Case(parameter.detach()[rows, columns], weight)
+
+
+CPU = kernel_tests(
+    "adam",
+    named(
+        get_recipe, "fp32", "bf16-master", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-plus",
+        "bf16-7byte", "fp16-pure",
+    ),
+    stepped, product(_GRADIENTS, ((0,), (1,), (17,), ((1 << 14) + 3,)), ("", "scaled")), way="by kernels",
 )  # fmt: skip
-
-
-def outcomes() -> Iterator[Outcome]:
-    """Two steps of AdamW by the kernel and by the rule, for every way of keeping weights and moments."""
-    for name in _RECIPES:
-        yield outcome("adam", name, _steps)
-
-
-def _steps(name: str) -> Iterator[Case]:
-    recipe = get_recipe(name)
-    for size in SIZES:
-        weight = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float32, device="cpu")
-        ordinary = torch.randn(
-            size, generator=torch.Generator().manual_seed(size + 1), dtype=torch.float32, device="cpu"
-        )
-        for grads, what in (([ordinary, ordinary * 1e-3], "ordinary"), ([hard(size), ordinary], "hard")):
-            expected, found = (_stepped(recipe, weight, grads, fused) for fused in (False, True))
-            for key, tensor in expected.items():
-                yield (
-                    tensor,
-                    found[key],
-                    torch.empty(0, dtype=torch.float32, device="cpu"),
-                    f"{size} elements, {what} gradients, {key}",
-                )
-
-
-def _stepped(recipe: Recipe, weight: Tensor, grads: list[Tensor], fused: bool) -> dict[str, Tensor]:
-    """The weight and the optimizer's states after those gradients."""
-    parameter = torch.nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
-    masters = {parameter: weight.clone()} if recipe.master else {}
-    optimizer = convert(torch.optim.AdamW([parameter], lr=1e-2), recipe, masters, 7)
-    if not fused:
-        optimizer.rule = replace(optimizer.rule, fused=never)
-    for grad in grads:
-        parameter.grad = grad.to(parameter.dtype)
-        optimizer.step()
-        parameter.data[::7] = 0.0  # as a mask would: what is kept beside them follows
-    states = {key: state for key, state in optimizer.state[parameter].items() if isinstance(state, Tensor)}
-    return {"weight": parameter.detach(), **states}
+_OTHERS = ("fp32", "bf16-master", "bf16-stochastic", "adamw-8bit")
+_OPTIMIZERS: dict[str, tuple[tuple[str, ...], Make]] = {
+    "adamw": (
+        (
+            "fp32", "bf16-master", "bf16-pure", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-light",
+            "bf16-collage-plus", "bf16-7byte", "fp16-pure", "fp16-master", "fp8-adam", "adamw-8bit",
+            "coat", "fp8-fishman", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3",
+        ),
+        partial(_ADAMW, weight_decay=0.1),
+    ),
+    "adam": (_OTHERS, partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1, maximize=True)),
+    "sgd": (_OTHERS, partial(torch.optim.SGD, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1)),
+    "nesterov": (("fp32",), partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True)),
+    "descent": (("fp32",), partial(torch.optim.SGD, lr=1e-2, weight_decay=0.1)),
+    "lion": (_OTHERS, partial(Lion, lr=1e-2, weight_decay=0.1)),
+    "lamb": (
+        (*_OTHERS, "bf16-collage-plus", "coat", "fp8-fishman", "fp8lm-o3"), partial(Lamb, lr=1e-2, weight_decay=0.1),
+    ),
+    "nadam": (("fp32", "adamw-8bit"), partial(torch.optim.NAdam, lr=1e-2, weight_decay=0.1)),
+    "rmsprop": (("fp32", "adamw-8bit"), partial(torch.optim.RMSprop, lr=1e-2, centered=True)),
+    "adagrad": (("fp32",), partial(torch.optim.Adagrad, lr=1e-2, lr_decay=0.1, maximize=True)),
+}  # fmt: skip
+"""By kernel: the recipes, and torch's optimizer of groups."""
+GPU = (
+    *(
+        test
+        for kernel, (recipes, make) in _OPTIMIZERS.items()
+        for test in kernel_tests(kernel, named(get_recipe, *recipes), stepped, product(list(_GRADIENTS)[:3]), make=make)
+    ),
+    *kernel_tests(
+        "adamw of parts", named(get_recipe, "bf16-stochastic"), _parts,
+        (  # of a tensor of 40, 30 and 20, rows and columns, and where they lie: start, run and stride
+            (slice(0, 13), slice(0, 30), (0, 7800, 24000)), (slice(13, 40), slice(0, 30), (7800, 16200, 24000)),
+            (slice(0, 40), slice(7, 30), (140, 460, 600)), (slice(20, 40), slice(0, 7), (12000, 140, 600)),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,256 @@
+"""Tests of kernels of matrices: rows with a scale each, clamps, errors of casts; and products, a GPU's units' too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep import formats, quant
+from halfstep.kernels import carried, scaled_mm
+from halfstep.kernels.cpu import (
+    accumulate,
+    clamp_operators,
+    few_rows,
+    folded,
+    quantiles,
+    rows,
+    slopes,
+    sparse,
+    whole_mm,
+)
+from halfstep.kernels.cpu.arrays import array
+from halfstep.kernels.cpu.cast_errors import CastErrors, Rows
+from halfstep.kernels.selftest.case import (
+    BFLOAT16,
+    DTYPES,
+    FLOAT32,
+    Case,
+    Cases,
+    KernelTest,
+    bounded,
+    kernel_tests,
+    named,
+    scalar,
+    whole,
+    written,
+)
+from halfstep.kernels.unit_kinds import dtype_of
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.pack import pack
+from halfstep.quant.scaling import current, get_scaling
+from halfstep.quant.tile import ROW, TENSOR
+
+
+_SHAPE = (33, 64)
+
+
+def _quantiles(algorithm: str, device: torch.device, dtype: torch.dtype, tile: str) -> Cases:
+    """Quantiles of a tensor and of rows, and what is beyond them."""
+    x, clamp = bounded((33, 300), dtype), quant.Clamp(0.9, tile, algorithm)
+    bounds = torch.empty(2, 33 if tile == "row" else 1, dtype=torch.float32, device="cpu")
+    yield Case(clamp.bounds(x), quantiles.run(x, bounds, clamp) and bounds)
+    beyond: Any = clamp_operators.sparse(clamp.parts(x, bounds)[1].float())
+    found: Any = rows.run_beyond(x, bounds)
+    yield from (Case(*pair, "what is beyond") for pair in zip(beyond, found, strict=True))
+
+
+def _rows(
+    format: formats.Format, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], into: torch.dtype
+) -> Cases:
+    """Clamped, multiplied by a factor a row or a column, and rounded: in whole numbers, and to values."""
+    x, bounds = bounded(_SHAPE, dtype), torch.tensor([[-1.25], [2.5]], dtype=torch.float32, device="cpu")
+    factor, steps = (_factors(shape), 2) if into == torch.int8 else (torch.exp2(_factors(shape).round()), 1)
+    how = bounds, factor, format, "nearest_up", steps
+    found = written(rows.run, x, torch.empty(_SHAPE, dtype=into, device="cpu"), *how)
+    rounded = quant.round_to(x.float().clamp(-1.25, 2.5) * factor, format, "nearest_up")
+    yield Case((rounded * 2 if steps == 2 else rounded / factor).to(into), found, "", x)
+    dim = shape.index(1)
+    yield Case(x.abs().amax(dim, keepdim=True), rows.run_amax(x, None, dim), "largest magnitudes")
+
+
+def _folded(format: formats.Format, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Cases:
+    """Times a factor a row or a column, and rounded as one tensor."""
+    x, scale, rule = bounded(_SHAPE, dtype), _factors(shape), current.current
+    wide, made = x.float() * scale, folded.run(x, scale, format, "nearest_even", rule, torch.bfloat16)
+    factor = current.factor_of(wide.abs().max(), format)
+    yield Case(factor.reciprocal(), made and made[1], "the scale of the largest")
+    yield Case(quant.round_to(wide * factor, format).bfloat16(), made and made[0], "rounded", x)
+
+
+def _factors(shape: tuple[int, int]) -> Tensor:
+    return torch.linspace(0.5, 3.0, max(shape), dtype=torch.float32, device="cpu").view(shape)
+
+
+def _slopes(format: formats.Format, device: torch.device, dtype: torch.dtype, tile: Tile) -> Cases:
+    """A gradient times an estimator's derivative."""
+    x, rule = bounded(_SHAPE, dtype), get_scaling("rceil")
+    grad = torch.linspace(-2, 2, x.numel(), dtype=torch.float32, device="cpu").view_as(x)
+    quantizer = Quantizer(format, scales=Scales(tile, rule), estimator=quant.Estimator())
+    factor = rule.factor(tile.reduce(x.abs(), "amax").float(), format)
+    found = slopes.scalars(format) is not None and clamp_operators.estimate(grad.clone(), x, quantizer, factor)
+    yield Case(grad * quantizer.derivative(x), found, "", x)
+
+
+def _cast_errors(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> Cases:
+    """How many values a cast makes zero, and infinite, by the kernel that writes none of them."""
+    x = bounded((64, 128), dtype)
+    cast_errors = CastErrors(quantizer, float(x.abs().max()))
+    cast_errors.add(Rows(array(x), 128))
+    found, y = cast_errors.errors(0.0, int((x != 0).sum())), quantizer(x.float())
+    counted = torch.tensor([found.zeroed, found.infinite], dtype=torch.int64, device="cpu")
+    yield Case(torch.stack([((y == 0) & (x != 0)).sum(), (~y.isfinite()).sum()]), counted, "zeros and infinities")
+
+
+class Operand(NamedTuple):
+    """A side of a product."""
+
+    values: Tensor
+    scale: Tensor | None
+
+
+def _carried(format: formats.Format, device: torch.device, rows: int, shared: int, columns: int, scaled: str) -> Cases:
+    """Operands of few bits, so that every sum is exact in float32: any path must give the exact product, rounded."""
+    lhs, rhs = (quant.round_to(x, format).bfloat16() for x in (whole(1, rows, shared), whole(2, columns, shared)))
+    exact, scale = lhs.double() @ rhs.double().t(), scalar(0.37) if scaled else None
+    expected = exact if scale is None else exact.float() * scale
+    yield Case(expected.bfloat16(), carried.run(lhs, rhs.t(), None, scale))
+
+
+def _few_rows(quantizer: Quantizer, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
+    """Read from codes and from values; one row, and several."""
+    x, made = whole(1, rows, shared), quantizer.quantize(whole(2, columns, shared))
+    values, found = made.dequantize(torch.float32), torch.empty(rows, columns, dtype=torch.float32, device="cpu")
+    exact = (x.double() @ values.double().t()).float()
+    given = few_rows.given(made.codes, made.tensors.get("scale"), quantizer)
+    few_rows.run(array(x, torch.float32), given, 0.5, None, found)
+    yield Case(exact * 0.5, found, "codes")
+    few_rows.run_values(x, values.bfloat16(), None, x.new_ones(columns), found)
+    yield Case(exact + 1, found, "values")
+
+
+def _accumulate(accumulator: quant.Accumulator, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
+    """Sums of products: rounded, or aligned and cut, promoted and not."""
+    sizes, out = ((rows, shared), (shared, columns)), torch.zeros(rows, columns, dtype=torch.float32, device="cpu")
+    lhs, rhs = (bounded(size, torch.float32, limit=1e8).bfloat16().float() for size in sizes)
+    yield Case(quant.accumulator.accumulate(lhs, rhs, accumulator), accumulate.run(lhs, rhs, out, accumulator) and out)
+
+
+def _sparse(dtype: torch.dtype, device: torch.device, down: str) -> Cases:
+    """A sparse matrix times a dense one."""
+    matrix = whole(1, 33, 65) * (whole(2, 33, 65, most=2) == 0)
+    other = whole(3, 33 if down else 65, 50).to(dtype)
+    out = torch.empty(65 if down else 33, 50, dtype=torch.float32, device="cpu")
+    values, columns, starts = clamp_operators.sparse(matrix)
+    done = sparse.run(values, columns, starts, 65, bool(down), other, None, out)  # type: ignore[arg-type]
+    yield Case((matrix.t() if down else matrix) @ other.float(), done and out)
+
+
+def _whole_products(dtype: torch.dtype, device: torch.device, bias: str, more: str) -> Cases:
+    """Whole numbers times scales that are powers of two, so that all but the last rounding is exact."""
+    lhs, rhs = whole(1, 33, 64, most=12), whole(2, 64, 40, most=12)
+    first = torch.exp2(torch.arange(33, dtype=torch.float32, device="cpu") % 5 - 2)[:, None]
+    second = torch.exp2(torch.arange(40, dtype=torch.float32, device="cpu") % 7 - 3)[None]
+    ones = torch.ones(33, 40, dtype=torch.float32, device="cpu")
+    a, b = Operand(lhs.to(torch.int8), first), Operand(rhs.to(torch.int8), second)
+    found = whole_mm.run(a, b, ones[0] if bias else None, dtype, None, ones if more else None)
+    yield Case(((lhs.double() @ rhs.double()) * first * second + bool(bias) + bool(more)).to(dtype), found)
+
+
+def _fp8_units(format: formats.Format, device: torch.device, rows: int, shared: int, columns: int, tile: Tile) -> Cases:
+    """The product by FP8 tensor cores: E4M3 on the right, `format` on the left; one scale a tensor, or one a row. Whole
+    numbers, so that any order of summing gives the exact product: what is wrong here is a layout or a scale."""
+    right, powers = formats.get("float8_e4m3fn"), torch.arange(rows, dtype=torch.float32, device="cpu")[:, None]
+    scale = scalar(0.375) if tile == TENSOR else torch.exp2(powers)
+    lhs, rhs = quant.round_to(whole(1, rows, shared), format), quant.round_to(whole(2, columns, shared), right)
+    a = Operand(lhs.to(device, dtype_of(format)), scale.to(device))
+    b = Operand(rhs.to(device, dtype_of(right)).t(), scalar(1.0, device))
+    found = scaled_mm.run(a, b, None, torch.bfloat16)
+    assert found is not None
+    yield Case(((lhs.double() @ rhs.double().t()).float() * scale).bfloat16(), found)
+
+
+def _tiled_units(
+    sides: tuple[Quantizer, Quantizer], device: torch.device, rows: int, shared: int, columns: int
+) -> Cases:
+    """The product of small whole numbers, each tile times a power of two of its own: exact in any order."""
+    lhs, rhs = _powers(sides[0], rows, shared, 1), _powers(sides[1], columns, shared, 3)
+    exact = lhs.dequantize(torch.float64) @ rhs.dequantize(torch.float64).t()
+    a, b = (replace(one, tensors={key: part.to(device) for key, part in one.tensors.items()}) for one in (lhs, rhs))
+    found = scaled_mm.run_tiled(a, b, None, torch.bfloat16)
+    assert found is not None
+    yield Case(exact.float().bfloat16(), found)
+
+
+def _powers(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantized:
+    """Whole numbers of at most 4 times 1, 2 or 4, one power a tile; half of that where the tensor has a scale."""
+    (tile, rule), format = (quantizer.scales.tile, quantizer.scales.rule), quantizer.format
+    codes = quant.encode(whole(seed, rows, columns, most=4), format)
+    powers = torch.exp2(whole(seed + 1, *tile.grid(rows, columns), most=1) + 1)
+    scale = powers if rule.holds == "float32" else quant.encode(powers, formats.get(rule.holds))
+    tensors = {"codes": pack(codes, format.bits, format.high_nibble_first), "scale": scale}
+    tensors |= {"tensor_scale": scalar(0.5)} if rule.two_level else {}
+    return quant.Quantized(quantizer, (rows, columns), torch.float32, tensors)
+
+
+def units(device: torch.device) -> list[KernelTest]:
+    """Every way of scaling that the units of that GPU take, at sizes that they take."""
+    sizes = ((4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
+    fp8 = {name: format for name, format in _FP8.items() if TENSOR in _taken(format, device)}
+    tiled = {name: sides for name, sides in TILED.items() if scaled_mm.product_refusal(*sides, device) is None}
+    return [
+        *kernel_tests(
+            "fp8 units", fp8, _fp8_units,
+            lambda format: [(*s, tile) for s in ((1, 16, 16), (33, 64, 48)) for tile in _taken(format, device)],
+        ),
+        *kernel_tests(
+            "units, tiles", tiled, _tiled_units,
+            lambda sides: [size for size in sizes if scaled_mm.misfit(sides[0], sides[1], size) is None],
+        ),
+    ]  # fmt: skip
+
+
+def _taken(format: formats.Format, device: torch.device) -> list[Tile]:
+    """A scale for the tensor, and for each row: which of these they take."""
+    quantizers = [Quantizer(format, scales=Scales(tile, current.current)) for tile in (TENSOR, ROW)]
+    return [q.scales.tile for q in quantizers if q.scales and scaled_mm.refusal(q, device) is None]
+
+
+_FP8 = named(formats.get, "float8_e4m3fn", "float8_e5m2")
+TILED = {
+    "1x128 x 128x128": (get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128")),
+    "1x128 x 1x128": (get_quantizer("fp8_1x128"), get_quantizer("fp8_1x128")),
+    "128x128 x 1x128": (get_quantizer("fp8_128x128"), get_quantizer("fp8_1x128")),
+    "mxfp8_e4m3": (get_quantizer("mxfp8_e4m3"), get_quantizer("mxfp8_e4m3")),
+    "nvfp4": (get_quantizer("nvfp4"), get_quantizer("nvfp4")),
+}
+_SIDES = DTYPES[:2], ((33, 1), (1, 64))
+"""Dtypes, and the shapes of a factor a row and a column."""
+CPU = (
+    *kernel_tests(
+        "cast errors", named(get_quantizer, "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "int8_row", "fp8_128x128"),
+        _cast_errors, product(DTYPES[:2]),
+    ),
+    *kernel_tests(
+        "few rows", named(get_quantizer, "mxfp8_e4m3", "mxfp4", "posit8_1"), _few_rows, ((1, 96, 70), (5, 320, 64)),
+    ),
+    *kernel_tests(
+        "accumulate", named(quant.get_accumulator, "fp16", "bf16", "hopper", "hopper-fast"), _accumulate,
+        ((1, 1, 1), (7, 33, 5), (33, 300, 150)),
+    ),
+    *kernel_tests(
+        "carried", _FP8 | named(formats.get, "e2m1fn"), _carried,
+        [(*s, scaled) for s in ((1, 1, 1), (7, 33, 5), (33, 64, 17)) for scaled in ("", "scaled")],
+    ),
+    *kernel_tests("quantiles", named(str, "exact", "histogram"), _quantiles, product(DTYPES[:2], ("tensor", "row"))),
+    *kernel_tests(
+        "rows", named(formats.get, "fp4", "float8_e4m3fn"), _rows, product(*_SIDES, (torch.int8, torch.bfloat16)),
+    ),
+    *kernel_tests("folded", named(formats.get, "float8_e5m2"), _folded, product(*_SIDES)),
+    *kernel_tests("sparse products", FLOAT32 | BFLOAT16, _sparse, product(("", "transposed"))),
+    *kernel_tests("whole products", FLOAT32 | BFLOAT16, _whole_products, product(("", "bias"), ("", "more"))),
+    *kernel_tests("slopes", named(formats.get, "fp4"), _slopes, product(DTYPES[:2], (ROW, ROW.transposed))),
+)  # fmt: skip
