@@ -269,7 +269,7 @@ def test_four_over_six_keeps_six_where_the_errors_are_equal():
 
 def test_four_over_six_compares_errors_exactly():
     """Of 16 and of 256 elements that tie but for small ones, which make sums of float64s round, in any order."""
-    x, shuffled = tied(48, 64), torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    x, shuffled = tied((48, 64)), torch.randperm(16, generator=torch.Generator().manual_seed(0))
     other = x.view(48, 4, 16)[:, :, shuffled].reshape(48, 64)
     for each in (x, other, x.flip(0).contiguous()):
         matches("nvfp4", "four_over_six", each)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.kernels.gpu.kinds import Tensors
 from halfstep.kernels.gpu.optimizer import Steps
-from halfstep.kernels.selftest.case import Case, Cases, hard, kernel_tests, named, scalar
+from halfstep.kernels.selftest.case import Case, Cases, Run, hard, kernel_tests, named, scalar
 from halfstep.ops import code_tensor
 from halfstep.ops.code_tensor import CodeTensor
 from halfstep.optim.classes import Lamb, Lion
@@ -26,8 +26,6 @@ from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 _SIZES, _LARGE, _SCALE = (0, 1, 17, 1024, 4096 + 259), 17, 8.0
 """Of the tensors of one launch: none, few, a block, and several with a rest; and what gradients are multiplied by."""
-Make = Callable[..., Any]
-"""Torch's optimizer of groups of parameters."""
 _ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 _GRADIENTS: dict[str, Callable[[int, int], Tensor]] = {
     "ordinary": lambda size, step: _normal(size + 1, size) * 1e-3**step,
@@ -40,7 +38,7 @@ _GRADIENTS: dict[str, Callable[[int, int], Tensor]] = {
 
 def stepped(
     recipe: Recipe, device: torch.device, kind: str, sizes: tuple[int, ...] = _SIZES, scaled: str = "scaled",
-    make: Make = _ADAMW, way: str = "together",
+    make: Run = _ADAMW, way: str = "together",
 ) -> Cases:  # fmt: skip
     """Weights and states after two steps under that recipe."""
     grads = [[_GRADIENTS[kind](size, step) for size in sizes] for step in range(2)]
@@ -50,7 +48,7 @@ def stepped(
 
 
 def _after(
-    recipe: Recipe, device: torch.device, grads: list[list[Tensor]], scaled: str, make: Make, way: str
+    recipe: Recipe, device: torch.device, grads: list[list[Tensor]], scaled: str, make: Run, way: str
 ) -> dict[str, Tensor]:
     """Weights and states after steps with those gradients, by a rule, by kernels, or together; none where not all are
     stepped so."""
@@ -122,7 +120,7 @@ CPU = kernel_tests(
     stepped, product(_GRADIENTS, ((0,), (1,), (17,), ((1 << 14) + 3,)), ("", "scaled")), way="by kernels",
 )  # fmt: skip
 _OTHERS = ("fp32", "bf16-master", "bf16-stochastic", "adamw-8bit")
-_OPTIMIZERS: dict[str, tuple[tuple[str, ...], Make]] = {
+_OPTIMIZERS: dict[str, tuple[tuple[str, ...], Run]] = {
     "adamw": (
         (
             "fp32", "bf16-master", "bf16-pure", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-light",

@@ -42,7 +42,6 @@ from halfstep.kernels.unit_kinds import dtype_of
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.pack import pack
 from halfstep.quant.scaling import current, get_scaling
-from halfstep.quant.tile import ROW, TENSOR
 
 
 _SHAPE = (33, 64)
@@ -164,7 +163,7 @@ def _fp8_units(format: formats.Format, device: torch.device, rows: int, shared: 
     """The product by FP8 tensor cores: E4M3 on the right, `format` on the left; one scale a tensor, or one a row. Whole
     numbers, so that any order of summing gives the exact product: what is wrong here is a layout or a scale."""
     right, powers = formats.get("float8_e4m3fn"), torch.arange(rows, dtype=torch.float32, device="cpu")[:, None]
-    scale = scalar(0.375) if tile == TENSOR else torch.exp2(powers)
+    scale = scalar(0.375) if tile == Tile(0, 0) else torch.exp2(powers)
     lhs, rhs = quant.round_to(whole(1, rows, shared), format), quant.round_to(whole(2, columns, shared), right)
     a = Operand(lhs.to(device, dtype_of(format)), scale.to(device))
     b = Operand(rhs.to(device, dtype_of(right)).t(), scalar(1.0, device))
@@ -199,7 +198,7 @@ def _powers(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantiz
 def units(device: torch.device) -> list[KernelTest]:
     """Every way of scaling that the units of that GPU take, at sizes that they take."""
     sizes = ((4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
-    fp8 = {name: format for name, format in _FP8.items() if TENSOR in _taken(format, device)}
+    fp8 = {name: format for name, format in _FP8.items() if Tile(0, 0) in _taken(format, device)}
     tiled = {name: sides for name, sides in TILED.items() if scaled_mm.product_refusal(*sides, device) is None}
     return [
         *kernel_tests(
@@ -215,7 +214,7 @@ def units(device: torch.device) -> list[KernelTest]:
 
 def _taken(format: formats.Format, device: torch.device) -> list[Tile]:
     """A scale for the tensor, and for each row: which of these they take."""
-    quantizers = [Quantizer(format, scales=Scales(tile, current.current)) for tile in (TENSOR, ROW)]
+    quantizers = [Quantizer(format, scales=Scales(tile, current.current)) for tile in (Tile(0, 0), Tile(1, 0))]
     return [q.scales.tile for q in quantizers if q.scales and scaled_mm.refusal(q, device) is None]
 
 
@@ -252,5 +251,5 @@ CPU = (
     *kernel_tests("folded", named(formats.get, "float8_e5m2"), _folded, product(*_SIDES)),
     *kernel_tests("sparse products", FLOAT32 | BFLOAT16, _sparse, product(("", "transposed"))),
     *kernel_tests("whole products", FLOAT32 | BFLOAT16, _whole_products, product(("", "bias"), ("", "more"))),
-    *kernel_tests("slopes", named(formats.get, "fp4"), _slopes, product(DTYPES[:2], (ROW, ROW.transposed))),
+    *kernel_tests("slopes", named(formats.get, "fp4"), _slopes, product(DTYPES[:2], (Tile(1, 0), Tile(0, 1)))),
 )  # fmt: skip

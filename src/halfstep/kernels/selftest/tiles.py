@@ -1,10 +1,8 @@
-"""Tests of kernels that round tiles with a scale each: to codes and scales, to values, back, in both layouts; and after
-a Hadamard transform."""
+"""Tests of kernels that round tiles with a scale each, in one layout or both, and after a Hadamard transform."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +15,6 @@ from halfstep.kernels.gpu import blocks as gpu_blocks
 from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.kernels.gpu import layouts, turned
 from halfstep.kernels.gpu import rotated as gpu_rotated
-from halfstep.kernels.operators import without_tensor_scale
 from halfstep.kernels.selftest.case import (
     DTYPES,
     SEED,
@@ -38,12 +35,8 @@ from halfstep.kernels.selftest.case import (
 )
 from halfstep.quant import Hadamard, Quantizer, Scales, Tile, draw_seed, get_quantizer
 from halfstep.quant.captured import Draws
-from halfstep.quant.cast import decode
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.scaling import current, get_scaling
-
-
-Points = list[tuple[Any, ...]]
 
 
 def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer) -> Tensor:
@@ -94,7 +87,7 @@ def valued(
         scale = scalar(0.0, device)
         found = written(run, x, out, quantizer, seed, scale)
         yield Case(expected.tensors["tensor_scale"], found is not False and scale, "tensor's scale")
-        apart = replace(expected, tensors=without_tensor_scale(expected.tensors))
+        apart = replace(expected, tensors=expected.tensors | {"tensor_scale": scalar(1.0)})
         yield Case(apart.dequantize(out.dtype), found, "without the tensor's scale", x)
 
 
@@ -173,7 +166,7 @@ def _times(x: Tensor, quantizer: Quantizer, device: torch.device, factor: Tensor
     seed = seed_of(quantizer.rounding)
     along, down, scale = layouts.codes(x.to(device), quantizer, _handed(seed, x, device), *given)
     expected = Quantizer(quantizer.format, quantizer.rounding).quantize(x.float() * factor, seed).codes
-    kept = torch.where(decode(expected, quantizer.format).isnan(), 0x7F, 0xFF).to(torch.uint8)
+    kept = torch.where(quant.decode(expected, quantizer.format).isnan(), 0x7F, 0xFF).to(torch.uint8)
     yield Case(expected & kept, along.cpu() & kept, "", x)
     yield Case(expected & kept, down.cpu().t() & kept, "transposed")
     yield Case(factor.reciprocal(), scale, "one over the factor")
@@ -235,7 +228,7 @@ def rotated_values(
     yield Case(values if upright else values.t(), run(*there, into, part))
     if two_level:
         scale = scalar(0.0, device)
-        found, apart = run(*there, torch.float32, part, scale), without_tensor_scale(expected.tensors)
+        found, apart = run(*there, torch.float32, part, scale), expected.tensors | {"tensor_scale": scalar(1.0)}
         yield Case(expected.tensors["tensor_scale"], found is not None and scale, "tensor's scale")
         values = replace(expected, tensors=apart).dequantize(torch.float32)
         yield Case(values, found, "without the tensor's scale")
@@ -279,7 +272,7 @@ def _cpu_rotated(
     return rotated_tiles.run_two_levels(x, signs, quantizer, numbers, seed, scale, into)
 
 
-def _rotated_inputs(spun: Spun, *more: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def _rotated_inputs(spun: Spun, *more: tuple[Any, ...]) -> list[Any]:
     """Whole blocks of the rotation in a whole program, and short ones both ways; along both dimensions."""
     inputs = (torch.bfloat16, (spun[1].size, 512)), (torch.float32, (spun[1].size + 3, 45)), *more
     return [(*one, dim) for one in inputs for dim in (0, 1)]
@@ -326,7 +319,7 @@ _VALUES = named(
     "dynamic8_unsigned 2x16 current",
 )  # fmt: skip
 _WHOLE = named(_QUANTIZERS.__getitem__, "e4m3fn whole current", "e5m2 whole rceil")
-_OTHERS: dict[str, Points] = {
+_OTHERS: dict[str, list[Any]] = {
     "double_absmax": [(torch.bfloat16, (520, 128), hard_matrix)], "four_over_six": [(torch.float32, (48, 144), tied)],
 }  # fmt: skip
 """By scale rule: groups of scales that are lost with a tile, and others; ties."""
@@ -335,7 +328,7 @@ _SCALED = ((1.0, None), (1.0, 0.0), (1.0, 0.25), *product((2.0**-130, 0.0, torch
 """What a matrix is multiplied by, or full of, and the factor that is held."""
 
 
-def _inputs(quantizer: Any) -> Points:
+def _inputs(quantizer: Any) -> list[Any]:
     """Whole blocks of a row, short tiles, rows that start at 16 bytes, and rows that start anywhere."""
     shapes = (
         (torch.bfloat16, (3, 256)),
@@ -346,12 +339,12 @@ def _inputs(quantizer: Any) -> Points:
     return [*((*shape, hard_matrix) for shape in shapes), *_OTHERS.get(quantizer.scales.rule.name, ())]
 
 
-def _intos(quantizer: Quantizer) -> Points:
+def _intos(quantizer: Quantizer) -> list[Any]:
     """To the dtype of the input, and to bfloat16."""
     return [(*point, into) for point in _inputs(quantizer) for into in dict.fromkeys((point[0], torch.bfloat16))]
 
 
-def _in_tiles(quantizer: Any) -> Points:
+def _in_tiles(quantizer: Any) -> list[Any]:
     """One tile, and several in several rows."""
     shapes = (torch.float32, 1, 1), (torch.float32, 9, 5), (torch.bfloat16, 9, 5)
     return [(dtype, (high, wide * quantizer.scales.tile.columns), matrix) for dtype, high, wide in shapes]
@@ -427,7 +420,7 @@ CPU = (
             for rounding in ("nearest_even", "stochastic")
         },
         rotated_values, product(DTYPES[:2], [(33, 64)], [0]), make=bounded, into=torch.float32, part=1.0,
-        told=partial(rotated_tiles.numbers_of, dtype=torch.float32), run=_cpu_rotated,
+        told=lambda x, signs, dim, q: rotated_tiles.numbers_of(x, signs, dim, q, torch.float32), run=_cpu_rotated,
     ),
 )  # fmt: skip
 GPU = (
