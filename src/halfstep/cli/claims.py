@@ -18,7 +18,7 @@ from halfstep.claims import Claim
 from halfstep.claims.claim import RESULTS
 from halfstep.claims.page import as_data, by_subject, describe
 from halfstep.claims.page import markdown as page
-from halfstep.cli.terminal import Json, fail, line_width, show_json, show_table
+from halfstep.cli.terminal import Json, answer, fail, line_width, table_text
 from halfstep.errors import ClaimError
 
 
@@ -53,40 +53,35 @@ def listing(
         raise typer.Exit(0 if _check(ledger.load(), results) else 1)
     if markdown:
         sys.stdout.write(page(ledger.load()))
-    elif as_json:
-        show_json([as_data(claim) for claim in ledger.load()])
-    elif _in_terminal():
-        _list(ledger.load())
     else:
-        show_table(["id", "verdict", "claim"], [(claim.id, claim.verdict, claim.claim) for claim in ledger.load()])
+        answer(as_json, lambda: [as_data(claim) for claim in ledger.load()], lambda: _list(ledger.load()))
 
 
 @claims.command()
 def show(id: Annotated[str, typer.Argument(help="A claim's id.")], as_json: Json = False) -> None:
     """Print the whole claim: its source and conditions, our figure and where it was measured."""
     claim = ledger.get_claim(id)
-    if as_json:
-        show_json(as_data(claim))
-    else:
-        typer.echo(describe(claim, line_width(105)))
+    answer(as_json, lambda: as_data(claim), lambda: describe(claim, line_width(105)))
 
 
 def _in_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def _list(claims: Sequence[Claim]) -> None:
-    """Print the claims under their subjects, folded to the terminal: a line of id and verdict, then the text."""
+def _list(claims: Sequence[Claim]) -> str:
+    """The claims: a table, or in a terminal, under their subjects, a line of id and verdict, then the text."""
+    if not _in_terminal():
+        return table_text(["id", "verdict", "claim"], [(claim.id, claim.verdict, claim.claim) for claim in claims])
     width = max(20, shutil.get_terminal_size().columns - 1)
     fold = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     text = textwrap.TextWrapper(
         width, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
+    lines = []
     for subject, rows in by_subject(claims).items():
-        typer.secho(fold.fill(subject), bold=True)
-        for claim in rows:
-            typer.echo(f"{claim.id}: {claim.verdict}\n{text.fill(claim.claim)}")
-        typer.echo("")
+        told = (f"{claim.id}: {claim.verdict}\n{text.fill(claim.claim)}" for claim in rows)
+        lines += [typer.style(fold.fill(subject), bold=True), *told, ""]
+    return "\n".join(lines)
 
 
 def _run(claim: Claim) -> bool:
@@ -129,7 +124,7 @@ def _measure(claim: Claim) -> bool:
             )
         )
     columns = ["number", "measured", "recorded", "tolerance", "confirmed"]
-    show_table(columns, rows, right=columns[1:4])
+    print(table_text(columns, rows, right=columns[1:4]))
     return outcome.agrees
 
 

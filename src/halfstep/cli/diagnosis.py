@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import typer
 
-from halfstep.cli.terminal import fail, show_json, show_table
+from halfstep.cli.terminal import answer, fail, table_text
 from halfstep.errors import OptimizerError
 from halfstep.kernels import carried
 from halfstep.kernels.cpu import blocks, elements, panels, posit, rows, tiles
@@ -50,28 +50,23 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
         tests += [outcome(t._replace(kernel=f"gpu {t.kernel}"), gpu) for t in (*selftest.GPU, *optim.GPU)]
     proven = {} if absent is None else {proof.kernel: str(proof) for proof in proofs()}
     wrong = [test for test in tests if not test.passed]
-    if as_json:
-        kernels = [
-            {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
-        ]
-        told = {"machine": machine, "recipes": paths, "claims": _claims(), "kernels": kernels, "proven": proven}
-        show_json(told | {"passed": not wrong})
-    else:
-        for key, value in machine.items():
-            typer.echo(f"{key:<13} {value}")
-        typer.echo()
-        head = ["recipe", "products", "operands", "FP8 tensor cores", *(["operands on the GPU"] if with_gpu else [])]
-        show_table(head, [tuple(path.values()) for path in paths])
-        typer.echo()
-        typer.echo("\n".join(_claims()))
-        typer.echo()
-        compared = sum(test.compared for test in tests)
-        typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")
-        if absent is not None:
-            typer.echo()
-            show_table([f"kernels for CUDA ({absent})", "proven without one"], list(proven.items()))
-        for test in wrong:
-            fail(f"kernel {test.kernel}, {test.format}: {test.difference}. Do not train with it here; please report it")
+    kernels = [
+        {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
+    ]
+    told = {"machine": machine, "recipes": paths, "claims": _claims(), "kernels": kernels, "proven": proven}
+    head = ["recipe", "products", "operands", "FP8 tensor cores", *(["operands on the GPU"] if with_gpu else [])]
+    compared = sum(test.compared for test in tests)
+    parts = [
+        "\n".join(f"{key:<13} {value}" for key, value in machine.items()),
+        table_text(head, [tuple(path.values()) for path in paths]),
+        "\n".join(_claims()),
+        f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)",
+    ]
+    if absent is not None:
+        parts.append(table_text([f"kernels for CUDA ({absent})", "proven without one"], list(proven.items())))
+    answer(as_json, lambda: told | {"passed": not wrong}, lambda: "\n\n".join(parts))
+    for test in () if as_json else wrong:
+        fail(f"kernel {test.kernel}, {test.format}: {test.difference}. Do not train with it here; please report it")
     return bool(wrong)
 
 

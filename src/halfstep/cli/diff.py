@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from halfstep.cli.terminal import reading, show_json, show_table
+from halfstep.cli.terminal import alarm, answer, reading, table_text
 from halfstep.grouping import grouped
 from halfstep.printable import printable
 
@@ -45,32 +44,23 @@ def diff(
             found = compare(one, other, progress)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    if as_json:
-        show_json(found.to_dict())
-    else:
-        _show(found, layers, tensors)
+    answer(as_json, found.to_dict, lambda: _text(found, layers, tensors))
     raise typer.Exit(0 if found.same else 1)
 
 
-def _show(found: Difference, layers: bool, tensors: bool) -> None:
-
-    lines = Console(soft_wrap=True, highlight=False, markup=False)
-    for text in found.files:
-        lines.print(printable(text))
-    for text in found.remarks[:_LISTED]:
-        lines.print(printable(text), style="bold yellow")
-    for text in found.sentences:
-        lines.print(printable(text))
+def _text(found: Difference, layers: bool, tensors: bool) -> str:
+    remarks = [alarm(printable(text)) for text in found.remarks[:_LISTED]]
+    lines = [*map(printable, found.files), *remarks, *map(printable, found.sentences)]
     if not found.tensors or found.same:
-        return
+        return "\n".join(lines)
     groups = grouped((f"{_place(one, layers)}\n{one.relation.key}{one.seen}", one) for one in found.tensors)
     rows = [_row(group, _place(group[0], layers)) for group in groups.values()]
-    lines.print()
-    show_table(["layer" if layers else "role", "count", "values", "stored", *_COLUMNS], rows, right=_RIGHT)
+    columns = ["layer" if layers else "role", "count", "values", "stored", *_COLUMNS]
+    lines += ["", table_text(columns, rows, right=_RIGHT)]
     if tensors:
-        lines.print()
         table = [[*_row([one], printable(one.name))[:1], *_row([one], "")[2:]] for one in found.tensors]
-        show_table(["tensor", "values", "stored", *_COLUMNS], table, right=_RIGHT)
+        lines += ["", table_text(["tensor", "values", "stored", *_COLUMNS], table, right=_RIGHT)]
+    return "\n".join(lines)
 
 
 _COLUMNS = ("B is", "kept", "bits kept", "change", "cosine")

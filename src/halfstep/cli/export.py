@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.cli.terminal import answer, stages, table_text
 from halfstep.errors import CheckpointError
 
 
@@ -60,10 +60,7 @@ def export(
         done = write(
             loaded, output, format, recipe=recipe, dtype=stored, max_shard_size=max_shard_size, tokenizer=beside
         )
-    if as_json:
-        show_json({**vars(done), "path": str(done.path)})
-    else:
-        typer.echo(str(done))
+    answer(as_json, lambda: {**vars(done), "path": str(done.path)}, lambda: str(done))
 
 
 def _stored(folder: Path | None) -> str | None:
@@ -88,12 +85,9 @@ def _list(recipe: str | None, as_json: bool) -> None:
 
     found = [get_layout(n) for n in list_layouts()] if recipe is None else layouts_of(get_recipe(recipe))
     rows = [(layout.name, layout.summary) for layout in found] + ([*GGUF.items()] if recipe is None else [])
-    if as_json:
-        show_json([{"name": name, "summary": summary} for name, summary in rows])
-    elif rows:
-        show_table(["format", "what it is"], rows)
-    else:
-        typer.echo(
-            f"no format holds the weights of {recipe!r} bit for bit: it rounds none, or in a way that "
-            "servers do not read. docs/export.md has all recipes; a stock model is exported under one of those"
-        )
+    none = (
+        f"no format holds the weights of {recipe!r} bit for bit: it rounds none, or in a way that "
+        "servers do not read. docs/export.md has all recipes; a stock model is exported under one of those"
+    )
+    data = [{"name": name, "summary": summary} for name, summary in rows]
+    answer(as_json, lambda: data, lambda: table_text(["format", "what it is"], rows) if rows else none)

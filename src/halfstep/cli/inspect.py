@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from halfstep.cli.terminal import reading, show_json
+from halfstep.cli.terminal import answer, reading
 from halfstep.errors import CheckpointError, KnowledgeBaseError
 from halfstep.printable import printable
 
@@ -45,7 +45,7 @@ def inspect(
 ) -> None:
     """Which precision is this checkpoint, really? Reads the bits of every value, once, in bounded memory."""
     from halfstep.bits.what_if import candidates
-    from halfstep.cli.inspect_text import show, written
+    from halfstep.cli.inspect_text import text_of
     from halfstep.inspection import inspect as look
     from halfstep.inspection import open_checkpoint
     from halfstep.inspection.write import check_target, write
@@ -80,12 +80,8 @@ def inspect(
             _save(plot, png(report))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    if as_json:
-        show_json(report.to_dict() | ({"written": {**asdict(result), "path": str(result.path)}} if result else {}))
-    else:
-        show(report, tensors)
-        if result is not None:
-            written(result)
+    more = {"written": {**asdict(result), "path": str(result.path)}} if result else {}
+    answer(as_json, lambda: report.to_dict() | more, lambda: text_of(report, tensors, result))
 
 
 def _check(path: Path, endings: tuple[str, ...]) -> None:

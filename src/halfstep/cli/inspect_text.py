@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from rich.console import Console
+from collections.abc import Iterable, Iterator, Sequence
 
 from halfstep.bits.sentences import percent
 from halfstep.bits.statistics import Statistics
 from halfstep.bits.what_if import WhatIf
-from halfstep.cli.terminal import show_table
+from halfstep.cli.terminal import alarm, table_text
 from halfstep.inspection import Inspection, RoleReport, TensorReport
 from halfstep.inspection.report import LISTED
 from halfstep.inspection.write import Written
@@ -18,37 +16,26 @@ from halfstep.printable import printable
 
 _COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
 _RIGHT = ("values", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
+_COSTS = ("to", "SQNR dB", "overflowing", "become zero", "largest error", "saved MB", "hurt most")
 _UNCOUNTED = 3  # the columns of a quick look
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
 
 
-def show(report: Inspection, tensors: bool) -> None:
-    """Print a report; with `tensors` a line for each of them."""
-    lines = Console(soft_wrap=True, highlight=False, markup=False)
-    for text in (report.title, report.conclusion):
-        lines.print(text)
-    for text in report.alarms:
-        lines.print(text, style="bold yellow")
-    for text in report.claims:
-        lines.print(text)
-    lines.print()
+def text_of(report: Inspection, tensors: bool, result: Written | None) -> str:
+    """A report, with `tensors` a line for each of them; and what was written, where something was."""
+    lines = [report.title, report.conclusion, *map(alarm, report.alarms), *report.claims, ""]
     width = _UNCOUNTED if report.quick else len(_COLUMNS)
-    columns = _COLUMNS[:width]
-    show_table(
-        ["role", "count", *columns], [_role(role)[: 2 + width] for role in report.roles], right=("count", *_RIGHT)
-    )
-    for one in report.schemes:
-        lines.print(f"{one.size}, {one.values:,} weights: {one.text}")
+    columns, roles = _COLUMNS[:width], [_role(role)[: 2 + width] for role in report.roles]
+    lines.append(table_text(["role", "count", *columns], roles, right=("count", *_RIGHT)))
+    lines += [f"{one.size}, {one.values:,} weights: {one.text}" for one in report.schemes]
     if tensors:
-        lines.print()
         rows = [[*_tensor(one)[:width], printable(one.name)] for one in report.tensors]
-        show_table(["shape", *columns[1:], "tensor"], rows, right=_RIGHT)
+        lines += ["", table_text(["shape", *columns[1:], "tensor"], rows, right=_RIGHT)]
     if report.casts:
-        lines.print("\nwhat a cast of the matrices would cost")
-        columns = ("SQNR dB", "overflowing", "become zero", "largest error", "saved MB")
-        show_table(["to", *columns, "hurt most"], [_cast(one) for one in report.casts], right=columns)
-    for text in _remarks(report.tensors, None if tensors else LISTED):
-        lines.print(text)
+        costs, right = [_cast(one) for one in report.casts], _COSTS[1:-1]
+        lines += ["\nwhat a cast of the matrices would cost", table_text(_COSTS, costs, right=right)]
+    lines += _remarks(report.tensors, None if tensors else LISTED)
+    return "\n".join(lines if result is None else [*lines, *_written(result)])
 
 
 def _role(role: RoleReport) -> list[str]:
@@ -98,16 +85,13 @@ def _cast(found: WhatIf) -> list[str]:
     ]
 
 
-def written(result: Written) -> None:
-    """Print what was written."""
-    lines = Console(soft_wrap=True, highlight=False, markup=False)
-    lines.print(f"wrote {printable(str(result.path))}: {result.cast} tensors cast, {result.copied} copied")
+def _written(result: Written) -> Iterator[str]:
+    yield f"wrote {printable(str(result.path))}: {result.cast} tensors cast, {result.copied} copied"
     if result.overflowing:
-        lines.print(f"{result.overflowing:,} values were too large for the type", style="bold yellow")
+        yield alarm(f"{result.overflowing:,} values were too large for the type")
     if result.zeroed:
-        lines.print(f"{result.zeroed:,} values became zero")
-    for remark in result.remarks:
-        lines.print(printable(remark))
+        yield f"{result.zeroed:,} values became zero"
+    yield from map(printable, result.remarks)
 
 
 def _remarks(tensors: Sequence[TensorReport], most: int | None) -> Iterable[str]:

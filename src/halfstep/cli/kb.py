@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import Json, fail, show_json, show_table, write_text
+from halfstep.cli.terminal import Json, answer, fail, table_text, write_text
 from halfstep.errors import KnowledgeBaseError, unknown
 from halfstep.kb import DEFAULT_OVERLAY, Entry, KnowledgeBase, load
 from halfstep.kb import add as adding
@@ -155,31 +155,26 @@ def check(
 ) -> None:
     """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: the question cannot be answered."""
     verdict = judge(_load(overlay), model, use)
-    if as_json:
-        derived = ("keep_in_fp32", "failures", "next_steps")
-        show_json(
-            {
-                **asdict(verdict),
-                "tier": verdict.answer.tier,
-                **{name: _plain(getattr(verdict, name)) for name in derived},
-            }
-        )
-    else:
-        typer.echo(describe_verdict(verdict, () if verdict.safe else _measure(model)))
+    derived = {name: _plain(getattr(verdict, name)) for name in ("keep_in_fp32", "failures", "next_steps")}
+    answer(
+        as_json,
+        lambda: {**asdict(verdict), "tier": verdict.answer.tier, **derived},
+        lambda: describe_verdict(verdict, () if verdict.safe else _measure(model)),
+    )
     raise typer.Exit({"safe": 0, "risky": 1, "unknown": 3}[verdict.verdict])
 
 
 @kb.command()
 def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
     """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
-    answer = find(_load(overlay), model)
-    if as_json:
-        show_json({**asdict(answer), "tier": answer.tier, "conflict": answer.conflict})
-    else:
-        typer.echo(describe_answer(answer))
-        for step in () if answer.known else _measure(model):
-            typer.echo(f"next: {step}")
-    raise typer.Exit(0 if answer.known else 1)
+    found = find(_load(overlay), model)
+    steps = [] if found.known else [f"next: {step}" for step in _measure(model)]
+    answer(
+        as_json,
+        lambda: {**asdict(found), "tier": found.tier, "conflict": found.conflict},
+        lambda: "\n".join([describe_answer(found), *steps]),
+    )
+    raise typer.Exit(0 if found.known else 1)
 
 
 @kb.command()
@@ -270,17 +265,17 @@ def _load(overlay: Path | None) -> KnowledgeBase:
 
 
 def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
-    if as_json:
-        show_json([exporting.entry_data(entry) for entry in entries])
-    elif entries:
-        show_table(
-            ["entry", "trained in", "tier", "year", "evidence", "models"],
-            [[printable(cell) for cell in _row(entry)] for entry in entries],
-        )
-        typer.echo(f"\n{_counted(entries)}")
+    if entries or as_json:
+        answer(as_json, lambda: [exporting.entry_data(entry) for entry in entries], lambda: _table(entries))
     if not entries:
         fail(f"no entry has {asked}; `halfstep kb list` shows all of them")
         raise typer.Exit(1)
+
+
+def _table(entries: Any) -> str:
+    rows = [[printable(cell) for cell in _row(entry)] for entry in entries]
+    columns = ["entry", "trained in", "tier", "year", "evidence", "models"]
+    return f"{table_text(columns, rows)}\n\n{_counted(entries)}"
 
 
 def _row(entry: Entry) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table, write_text
+from halfstep.cli.terminal import answer, table_text, write_text
 from halfstep.cli.training import Json
 from halfstep.errors import LawError
 
@@ -60,12 +60,9 @@ def predict(
         found["loss"] = used.loss(found["parameters"], found["tokens"], dict.fromkeys(used.widths, found["bits"]))
     else:
         found = _predicted(used, parameters or 0.0, tokens or 0.0, bits, weights, post_bits)
-    if as_json:
-        show_json({"law": used.source, **found})
-        return
-    for name, value in found.items():
-        print(f"{name.replace('_', ' '):<36} {value:.4g}")
-    print(f"{'constants':<36} {used.source}")
+    lines = [f"{name.replace('_', ' '):<36} {value:.4g}" for name, value in found.items()]
+    lines.append(f"{'constants':<36} {used.source}")
+    answer(as_json, lambda: {"law": used.source, **found}, lambda: "\n".join(lines))
 
 
 def _predicted(
@@ -113,18 +110,18 @@ def fit(
     data["law"] = asdict(fitted)
     if out is not None:
         write_text(out, json.dumps(data, indent=2) + "\n", LawError)
-    if as_json:
-        show_json(data)
-        return
+    answer(as_json, lambda: data, lambda: _text(fits, data, len(rounded)))
+
+
+def _text(fits: dict[str, Any], data: dict[str, Any], damages: int) -> str:
+    parts = []
     for name, found in fits.items():
         rows = [[key, f"{value:.4g}", _ends(found.intervals.get(key))] for key, value in found.constants.items()]
-        print(f"{name}: {found.cells} runs, R2 {found.r2:.4f}, residual {found.residual:.3g}")
-        show_table(["constant", "value", "95% interval"], rows, right=["value", "95% interval"])
-        print()
+        constants = table_text(["constant", "value", "95% interval"], rows, right=["value", "95% interval"])
+        parts.append(f"{name}: {found.cells} runs, R2 {found.r2:.4f}, residual {found.residual:.3g}\n{constants}\n")
     if left_out := data["damages_left_out"]:
-        print(f"{left_out} of {len(rounded)} damages are not positive and have no logarithm: the fit left them out")
-    if unfitted is not None:
-        print(unfitted)
+        parts.append(f"{left_out} of {damages} damages are not positive and have no logarithm: the fit left them out")
+    return "\n".join([*parts, *filter(None, [data["damage_not_fitted"]])])
 
 
 @law.command("round")
@@ -142,11 +139,9 @@ def round_(
         raise LawError(f"--bits {bits}; expected whole numbers by commas, as in 2,3,4") from None
     measure_damage(folder, widths)
     rows = [asdict(damage) for damage in damages([folder])]
-    if as_json:
-        show_json(rows)
-    else:
-        forms = {"parameters": "{:.4g}", "tokens": "{:.4g}", "bits": "{:g}", "damage": "{:+.5f}"}
-        show_table([*forms], [[form.format(row[name]) for name, form in forms.items()] for row in rows], right=forms)
+    forms = {"parameters": "{:.4g}", "tokens": "{:.4g}", "bits": "{:g}", "damage": "{:+.5f}"}
+    table = [[form.format(row[name]) for name, form in forms.items()] for row in rows]
+    answer(as_json, lambda: rows, lambda: table_text([*forms], table, right=forms))
 
 
 def _read(path: Path) -> Law:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import save_figure, show_json, show_table, stages
+from halfstep.cli.terminal import answer, save_figure, stages, table_text
 from halfstep.errors import AccountError
 from halfstep.printable import printable
 
@@ -91,11 +91,9 @@ def memory(
         found = [(_inference if inference else _training)(subject, each, plan, progress) for each in recipes]
     if plot is not None:
         _draw(plot, subject, found, limit, inference)
-    if as_json:
-        setup = {k: v for k, v in asdict(plan).items() if k != "memory"} | {"device_memory": limit}
-        show_json({"model": model, "inference": inference, **setup, "remarks": subject.remarks, "recipes": found})
-    else:
-        _show(subject, found, plan, inference, device_memory)
+    setup = {k: v for k, v in asdict(plan).items() if k != "memory"} | {"device_memory": limit}
+    data = {"model": model, "inference": inference, **setup, "remarks": subject.remarks, "recipes": found}
+    answer(as_json, lambda: data, lambda: _text(subject, found, plan, inference, device_memory))
     raise typer.Exit(int(any(row.get("largest_batch") == 0 for row in found)))
 
 
@@ -158,22 +156,23 @@ def _inference(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dic
     return found
 
 
-def _show(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference: bool, given: str | None) -> None:
+def _title(subject: Subject, first: dict[str, Any], plan: _Plan, inference: bool) -> str:
     length = plan.sequence or subject.sequence
     examples = f"a batch of {plan.batch}" + (f" x {length} tokens" if length else "")
-    if not inference:
-        first = found[0]
-        frozen = first["parameters"] - first["trained"]
-        typer.echo(
-            f"{printable(subject.name)}: {first['parameters']:,} parameters"
-            + (f", {frozen:,} of them frozen" if frozen else "")
-            + f"; {examples}; {plan.optimizer}"
-            + (f"; {plan.checkpointing} checkpointing" if plan.checkpointing != "none" else "")
-            + ("; steps within the backward pass" if plan.per_layer else "")
-            + (f"; one of {plan.ranks} devices, ZeRO stage {plan.zero}" if plan.ranks > 1 else "")
-        )
-    else:
-        typer.echo(f"{printable(subject.name)}: inference, {examples}")
+    if inference:
+        return f"{printable(subject.name)}: inference, {examples}"
+    frozen = first["parameters"] - first["trained"]
+    return (
+        f"{printable(subject.name)}: {first['parameters']:,} parameters"
+        + (f", {frozen:,} of them frozen" if frozen else "")
+        + f"; {examples}; {plan.optimizer}"
+        + (f"; {plan.checkpointing} checkpointing" if plan.checkpointing != "none" else "")
+        + ("; steps within the backward pass" if plan.per_layer else "")
+        + (f"; one of {plan.ranks} devices, ZeRO stage {plan.zero}" if plan.ranks > 1 else "")
+    )
+
+
+def _text(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference: bool, given: str | None) -> str:
     unit, size = ("GiB", 2**30) if max(row["bytes"]["persistent"] for row in found) >= 2**30 else ("MiB", 2**20)
 
     def cells(role: str, divisor: int) -> list[str]:
@@ -201,9 +200,8 @@ def _show(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference:
         rows.append((f"largest batch in {given}", *(f"{row['largest_batch'] or 'none'}" for row in found)))
         rows.append((f"its peak, {unit}", *(f"{row['its_peak'] / size:,.2f}" for row in found)))
     names = [row["recipe"] for row in found]
-    show_table([unit, *names], rows, right=names)
-    for remark in subject.remarks:
-        typer.echo(printable(remark))
+    title, counts = _title(subject, found[0], plan, inference), table_text([unit, *names], rows, right=names)
+    return "\n".join([title, counts, *map(printable, subject.remarks)])
 
 
 def _draw(path: str, subject: Subject, found: list[dict[str, Any]], limit: int | None, inference: bool) -> None:

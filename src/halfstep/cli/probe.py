@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.cli.terminal import answer, stages, table_text
 from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
 from halfstep.kb import Verdict, check
 from halfstep.kb.descriptions import because
@@ -82,10 +82,8 @@ def probe(
         typer.echo("stopped; nothing was changed", err=True)
         raise typer.Exit(130) from None
     known = _known(model, report.target.format.name)
-    if as_json:
-        show_json({"model": model, **report.to_dict(), "knowledge_base": None if known is None else known.verdict})
-    else:
-        _show(report, known)
+    said = None if known is None else known.verdict
+    answer(as_json, lambda: {"model": model, **report.to_dict(), "knowledge_base": said}, lambda: _text(report, known))
     if write_recipe is not None:
         _write(report, write_recipe)
     raise typer.Exit({"safe": 0, "UNSAFE": 1}.get(report.verdict, 2))
@@ -122,18 +120,16 @@ def _known(model: str, format: str) -> Verdict | None:
     return None
 
 
-def _show(report: ProbeReport, known: Verdict | None) -> None:
-
-    typer.echo("\n".join(map(printable, str(report).split("\n"))))
+def _text(report: ProbeReport, known: Verdict | None) -> str:
+    lines = [*map(printable, str(report).split("\n"))]
     if known is not None:
         ids = ", ".join(entry.id for entry in known.answer.entries) or "failure reports only"
-        typer.echo(f"the knowledge base ({ids}) says: {known.verdict}")
-        for reason in known.reasons:
-            typer.echo(f"  {printable(because(reason))}")
+        lines += [f"the knowledge base ({ids}) says: {known.verdict}"]
+        lines += [f"  {printable(because(reason))}" for reason in known.reasons]
         if known.failures:
-            typer.echo(f"  {len(known.failures)} reports of failures: halfstep kb check MODEL --use {known.use}")
-    typer.echo()
-    show_table(_COLUMNS, [tuple(map(printable, row)) for row in _rows(report, _ROWS)], right=_COLUMNS[:-1])
+            lines.append(f"  {len(known.failures)} reports of failures: halfstep kb check MODEL --use {known.use}")
+    rows = [tuple(map(printable, row)) for row in _rows(report, _ROWS)]
+    return "\n".join([*lines, "", table_text(_COLUMNS, rows, right=_COLUMNS[:-1])])
 
 
 def _write(report: ProbeReport, path: Path) -> None:
@@ -190,11 +186,8 @@ def mismatch(
         progress("comparing")
         served = names[1] if exported is None else from_pretrained(exported)
         report = measured(loaded.model, found, names[0], served, rows=rows, padding=padding, clip=clip)
-    if as_json:
-        show_json({"policy": policy, "data": described, **report.to_dict()})
-    else:
-        typer.echo(printable(f"{described}:"))
-        typer.echo("\n".join(map(printable, str(report).split("\n"))))
+    lines = [printable(line) for line in (f"{described}:", *str(report).split("\n"))]
+    answer(as_json, lambda: {"policy": policy, "data": described, **report.to_dict()}, lambda: "\n".join(lines))
     raise typer.Exit(int(report.kl_most > 0 or report.difference_most > 0))
 
 

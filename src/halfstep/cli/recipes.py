@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import Json, show_json, show_table, stages
+from halfstep.cli.terminal import Json, answer, stages, table_text
 from halfstep.errors import AccountError
 from halfstep.printable import printable
 
@@ -44,26 +44,23 @@ def cost(
         sent = {name: sent_a_parameter(get_recipe(recipe), zero) for name, zero in (("ddp", 0), ("fsdp", 3))}
     body = made.without(HEAD)
     tokens = seq or subject.sequence
-    if as_json:
-        whole = {"model": model, "recipe": made.recipe, "batch": batch, "sequence": tokens, "speeds": given}
-        parts = {"all": made, "without_head": body}
-        found = {name: {"share": part.share, "speed_up": part.speed_up} for name, part in parts.items() if part.works}
-        whole |= {"sent": sent}
-        show_json({**whole, "remarks": subject.remarks, "products": [asdict(work) for work in made.works], **found})
-        return
+    parts = {"all": made, "without_head": body}
+    data = {
+        "model": model, "recipe": made.recipe, "batch": batch, "sequence": tokens, "speeds": given, "sent": sent,
+        "remarks": subject.remarks, "products": [asdict(work) for work in made.works],
+        **{name: {"share": part.share, "speed_up": part.speed_up} for name, part in parts.items() if part.works},
+    }  # fmt: skip
     examples = f"a batch of {batch}" + (f" x {tokens} tokens" if tokens else "")
     count = f"{made.multiply_adds:.3g} multiply-adds a step"
-    typer.echo(
+    title = (
         f"{printable(subject.name)}, {examples}: {count}; {printable(made.recipe)} at {printable(speeds)}; "
         f"each of N devices sends {sent['ddp']:.4g} bytes a parameter under DDP, {sent['fsdp']:.4g} where weights are "
         "sharded (ZeRO 3), times (N - 1) / N"
     )
-    _show(made, body)
-    for remark in subject.remarks:
-        typer.echo(printable(remark))
+    answer(as_json, lambda: data, lambda: "\n".join([title, _table(made, body), *map(printable, subject.remarks)]))
 
 
-def _show(made: Cost, body: Cost) -> None:
+def _table(made: Cost, body: Cost) -> str:
     from halfstep.accounting import PASSES
 
     kinds = dict.fromkeys(work.kind for work in made.works)
@@ -74,7 +71,7 @@ def _show(made: Cost, body: Cost) -> None:
         (name, f"{of_all[name]:.1%}", "", "", "", f"{part.share:.1%}", f"{part.speed_up:.2f}")
         for name, part in totals.items()
     ]
-    show_table(["products", "share", *PASSES, "time", "speed-up"], rows, right=["share", "time", "speed-up"])
+    return table_text(["products", "share", *PASSES, "time", "speed-up"], rows, right=["share", "time", "speed-up"])
 
 
 def _row(kind: str, made: Cost, works: list[Any]) -> tuple[str, ...]:
@@ -102,14 +99,9 @@ def listing(context: typer.Context, as_json: Json = False) -> None:
     from halfstep.recipe import get_recipe, list_recipes
 
     members = [get_recipe(name) for name in list_recipes()]
-    if as_json:
-        show_json([_as_data(recipe) for recipe in members])
-    else:
-        show_table(
-            ["recipe", "bytes/param", "what it is"],
-            [(r.name, f"{r.bytes_per_parameter().total:g}", r.summary) for r in members],
-            right=["bytes/param"],
-        )
+    rows = [(r.name, f"{r.bytes_per_parameter().total:g}", r.summary) for r in members]
+    columns = ["recipe", "bytes/param", "what it is"]
+    answer(as_json, lambda: [*map(_as_data, members)], lambda: table_text(columns, rows, right=["bytes/param"]))
 
 
 @recipes.command()
@@ -120,10 +112,7 @@ def show(
     from halfstep.recipe import get_recipe
 
     recipe = get_recipe(name)
-    if as_json:
-        show_json(_as_data(recipe))
-    else:
-        typer.echo(recipe.describe())
+    answer(as_json, lambda: _as_data(recipe), recipe.describe)
 
 
 @recipes.command()
@@ -145,11 +134,8 @@ def plan(
             raise AccountError(f"{model} holds tensors and no layers: give the model's config.json, or its folder")
         with blank(subject):
             made = plan_for(subject.build(), recipe)
-    if as_json:
-        show_json({**made.to_dict(), "remarks": subject.remarks})
-        return
-    for line in (str(made), *subject.remarks):
-        typer.echo("\n".join(map(printable, line.split("\n"))))
+    lines = [printable(line) for text in (str(made), *subject.remarks) for line in text.split("\n")]
+    answer(as_json, lambda: {**made.to_dict(), "remarks": subject.remarks}, lambda: "\n".join(lines))
 
 
 def _as_data(recipe: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import save_figure, show_json, show_table, stages
+from halfstep.cli.terminal import answer, save_figure, stages, table_text
 from halfstep.errors import DataError, ModelError
 from halfstep.printable import printable
 
@@ -85,11 +85,8 @@ def scales(
     if plot is not None:
         drawn = figure(f"{model}: standard deviations", list(moments.items()))
         save_figure(drawn, plot, "scales", ModelError)
-    if as_json:
-        found_data = [{"moment": moment, **found.to_dict()} for moment, found in moments.items()]
-        show_json({"model": model, "scales": found_data})
-    else:
-        _show(moments)
+    found_data = [{"moment": moment, **found.to_dict()} for moment, found in moments.items()]
+    answer(as_json, lambda: {"model": model, "scales": found_data}, lambda: _text(moments))
 
 
 @dataclass(frozen=True)
@@ -236,15 +233,17 @@ def _random(model: nn.Module, blank: Any, sizes: _Sizes, seed: int) -> _Given:
     return [filled() for _ in range(sizes.batches)], f"{number} of {kind}"
 
 
-def _show(moments: Mapping[str, Scales]) -> None:
+def _text(moments: Mapping[str, Scales]) -> str:
     from halfstep.probe.spread import deviations, shares
 
     first = next(iter(moments.values()))
-    typer.echo(printable(f"{first.model}, {first.parameters:,} parameters; {first.data}; loss: {first.loss}"))
+    parts = [printable(f"{first.model}, {first.parameters:,} parameters; {first.data}; loss: {first.loss}")]
     for moment, found in moments.items():
-        typer.echo(f"\n{moment[0].upper()}{moment[1:]}: standard deviations")
-        columns, lines = deviations(found)
-        show_table(columns, [tuple(map(printable, line)) for line in lines], right=columns[2:])
-        typer.echo("\nof the values other than zero that become zero, that become subnormal; of all, that lie beyond:")
-        columns, lines = shares(found)
-        show_table(columns, lines, right=columns[1:])
+        (columns, lines), (names, rows) = deviations(found), shares(found)
+        parts += [
+            f"\n{moment[0].upper()}{moment[1:]}: standard deviations",
+            table_text(columns, [tuple(map(printable, line)) for line in lines], right=columns[2:]),
+            "\nof the values other than zero that become zero, that become subnormal; of all, that lie beyond:",
+            table_text(names, rows, right=names[1:]),
+        ]
+    return "\n".join(parts)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from halfstep.cli.terminal import line_width, number, show_json, show_table
+from halfstep.cli.terminal import answer, line_width, number, table_text
 from halfstep.cli.training import (
     Batch,
     Context,
@@ -123,14 +123,15 @@ def status(folder: _Folder, as_json: Json = False) -> None:
     running, count = found.is_worked_on(), counts(list(states.values()))
     failed = {" ".join(map(str, cell)): state.reason for cell, state in states.items() if state.status == FAILED}
     left = seconds_left(list(states.values()), 1)
-    if as_json:
-        show_json({"cells": len(cells), **count, "running": running, "process_seconds_left": left, "failures": failed})
-        return
-    show_table(["cells", *count], [[str(len(cells)), *map(str, count.values())]], right=["cells", *count])
+    data = {"cells": len(cells), **count, "running": running, "process_seconds_left": left, "failures": failed}
+    answer(as_json, lambda: data, lambda: _status({"cells": len(cells), **count}, left, running, failed))
+
+
+def _status(count: dict[str, int], left: float | None, running: bool, failed: dict[str, Any]) -> str:
+    lines = [table_text([*count], [[*map(str, count.values())]], right=count)]
     if left:
-        print(f"\n{left / 60:.0f} min of one process left; {'running' if running else 'not running'}")
-    for cell, reason in failed.items():
-        print(printable(f"failed: {cell}: {reason}"))
+        lines.append(f"\n{left / 60:.0f} min of one process left; {'running' if running else 'not running'}")
+    return "\n".join([*lines, *(printable(f"failed: {cell}: {reason}") for cell, reason in failed.items())])
 
 
 @sweep.command("report")
@@ -139,11 +140,7 @@ def report(folder: _Folder, as_json: Json = False) -> None:
     from halfstep.lab.sweep.report import write_report
 
     summary = write_report(folder)
-    if as_json:
-        show_json(summary)
-    else:
-        show(summary)
-        print(f"\nsummary: {folder / 'summary.json'}")
+    answer(as_json, lambda: summary, lambda: text_of(summary, folder / "summary.json"))
 
 
 @sweep.command("leads")
@@ -155,10 +152,7 @@ def leads(folder: _Folder, as_json: Json = False) -> None:
     from halfstep.lab.sweep import leads as room
 
     found = room.leads(*room.runs_of(folder, room.NAMES), room.NAMES)
-    if as_json:
-        show_json({name: dataclasses.asdict(lead) for name, lead in found.items()})
-    else:
-        show_leads(found)
+    answer(as_json, lambda: {name: dataclasses.asdict(lead) for name, lead in found.items()}, lambda: leads_text(found))
 
 
 @sweep.command("causes")
@@ -170,10 +164,8 @@ def causes(folder: _Folder, as_json: Json = False) -> None:
     from halfstep.lab.sweep import leads as room
 
     found, quiet = room.causes(folder)
-    if as_json:
-        show_json({"spikes": [dataclasses.asdict(spike) for spike in found], "without_a_spike": quiet})
-    else:
-        show_causes(found, quiet)
+    data = {"spikes": [dataclasses.asdict(spike) for spike in found], "without_a_spike": quiet}
+    answer(as_json, lambda: data, lambda: causes_text(found, quiet))
 
 
 def _new(ctx: typer.Context) -> Sweep:
@@ -231,25 +223,18 @@ if TYPE_CHECKING:
     from halfstep.lab.sweep.leads import Caused, Lead
 
 
-def show(summary: dict[str, Any]) -> None:
-    """Print a table a setting, the best rates, and the comparisons of shares."""
-    print(", ".join(f"{count} {word}" for word, count in summary["cells"].items() if count))
+def text_of(summary: dict[str, Any], file: Path) -> str:
+    """A table a setting, the best rates, the comparisons of shares, and the file that holds them."""
+    parts = [", ".join(f"{count} {word}" for word, count in summary["cells"].items() if count)]
     for name, setting in summary["settings"].items():
-        print(f"\n{name}")
-        _curves(setting["recipes"])
-        if setting["best"]:
-            print()
-            _best(setting["best"])
-    for what, tests in summary["tests"].items():
-        if tests["pairs"]:
-            print(f"\n{what}, over all points")
-            _pairs(tests)
-    print()
-    print(textwrap.fill(summary["rule"], line_width(120)))
+        parts += [f"{name}\n{_curves(setting['recipes'])}", *([_best(setting["best"])] if setting["best"] else [])]
+    tests = {what: tests for what, tests in summary["tests"].items() if tests["pairs"]}
+    parts += [f"{what}, over all points\n{_pairs(tests[what])}" for what in tests]
+    return "\n\n".join([*parts, textwrap.fill(summary["rule"], line_width(120)), f"summary: {file}"])
 
 
-def show_leads(leads: dict[str, Lead]) -> None:
-    """Print a row a series."""
+def leads_text(leads: dict[str, Lead]) -> str:
+    """A row a series."""
     columns = [
         "series",
         "alarm above",
@@ -264,25 +249,26 @@ def show_leads(leads: dict[str, Lead]) -> None:
         earlier = "-" if interval is None else f"{mean:+.1f} ({interval.low:+.1f} to {interval.high:+.1f})"
         ahead = f"{sum(lead.steps) / len(lead.steps):.1f}"
         rows.append([name, f"{lead.threshold:.1f}", _share(lead.false_alarms), _share(lead.caught), ahead, earlier])
-    show_table(columns, rows, right=columns[1:])
+    return table_text(columns, rows, right=columns[1:])
 
 
-def show_causes(found: list[Caused], quiet: dict[str, dict[str, Any]]) -> None:
-    """Print a row a spike, and how often something moves where nothing spikes."""
+def causes_text(found: list[Caused], quiet: dict[str, dict[str, Any]]) -> str:
+    """A row a spike, and how often something moves where nothing spikes."""
     columns = ["point", "recipe", "seed", "spike at step", "moved first", "at step", "what", "times its past"]
     rows = []
     for spike in found:
         first = next(iter(spike.moved), None)
         told = () if first is None else (first.tensor, str(first.step), first.measure, f"{first.times:.3g}")
         rows.append([spike.point, spike.recipe, str(spike.seed), str(spike.step), *(told or ("nothing", "", "", ""))])
-    show_table(columns, rows, right=["seed", "spike at step", "at step", "times its past"])
+    lines = [table_text(columns, rows, right=["seed", "spike at step", "at step", "times its past"])]
     for recipe, hits in quiet.items():
-        named = sum(bool(spike.moved) for spike in found if spike.recipe == recipe)
-        count = sum(spike.recipe == recipe for spike in found)
-        print(f"{recipe}: something moved before {named} of {count} spikes, and in {_share(hits)} of windows without")
+        named = [bool(spike.moved) for spike in found if spike.recipe == recipe]
+        words = f"{recipe}: something moved before {sum(named)} of {len(named)} spikes"
+        lines.append(f"{words}, and in {_share(hits)} of windows without")
+    return "\n".join(lines)
 
 
-def _curves(recipes: dict[str, Any]) -> None:
+def _curves(recipes: dict[str, Any]) -> str:
     columns = ["recipe", "lr", "runs", "loss", "95% interval", "diverged", "spiked", "ms/step", "bytes/param"]
     rows = [
         [
@@ -299,10 +285,10 @@ def _curves(recipes: dict[str, Any]) -> None:
         for recipe, curve in recipes.items()
         for at in curve
     ]
-    show_table(columns, rows, right=columns[1:])
+    return table_text(columns, rows, right=columns[1:])
 
 
-def _best(best: dict[str, Any]) -> None:
+def _best(best: dict[str, Any]) -> str:
     columns = [
         "recipe",
         "best lr",
@@ -324,10 +310,10 @@ def _best(best: dict[str, Any]) -> None:
         ]
         for recipe, found in best.items()
     ]
-    show_table(columns, rows, right=columns[1:])
+    return table_text(columns, rows, right=columns[1:])
 
 
-def _pairs(tests: dict[str, Any]) -> None:
+def _pairs(tests: dict[str, Any]) -> str:
     rows = []
     for pair in tests["pairs"]:
         mine, base = tests["shares"][pair["recipe"]], tests["shares"][pair["baseline"]]
@@ -343,7 +329,8 @@ def _pairs(tests: dict[str, Any]) -> None:
                 pair["verdict"] + would,
             ]
         )
-    show_table(["recipes", "runs", "p", "power for 10 points", "verdict"], rows, right=["p", "power for 10 points"])
+    columns = ["recipes", "runs", "p", "power for 10 points", "verdict"]
+    return table_text(columns, rows, right=["p", "power for 10 points"])
 
 
 def _share(share: dict[str, Any]) -> str:

@@ -56,9 +56,17 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def show_json(data: Any) -> None:
-    """Print data as JSON, for machines."""
-    print(json.dumps(data, indent=2))
+def answer(as_json: bool, data: Callable[[], Any], text: Callable[[], str]) -> None:
+    """Print what a command found: its data as JSON where that was asked for, else its text."""
+    typer.echo(json.dumps(data(), indent=2) if as_json else text())
+
+
+def alarm(text: str) -> str:
+    """A line that stands out on a terminal."""
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        console.print(text, style="bold yellow", end="")
+    return captured.get()
 
 
 def line_width(most: int) -> int:
@@ -67,8 +75,8 @@ def line_width(most: int) -> int:
     return max(40, min(most, console.width)) if console.is_terminal else most
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> None:
-    """Print a table; the columns named in `right` are numbers: aligned to the right, and never broken.
+def table_text(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> str:
+    """A table as text; the columns named in `right` are numbers: aligned to the right, and never broken.
 
     On a terminal other cells are folded to fit, but the first of a row; elsewhere lines are as long as they need.
     """
@@ -87,7 +95,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
     console.width = max(console.width, need.minimum if console.is_terminal else need.maximum)
     with console.capture() as captured:
         console.print(table, highlight=False)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 @contextmanager

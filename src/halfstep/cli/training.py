@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live as RichLive
 from rich.table import Table
 
-from halfstep.cli.terminal import line_width, number, show_json, show_table
+from halfstep.cli.terminal import answer, line_width, number, table_text
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment, Facts, Metric, list_tasks
 from halfstep.lab.folder import RunFolder, read_json
@@ -105,10 +105,7 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
             comparison.run(live.update, jobs)
         page = write_report(comparison.folder)
     summary = read_json(comparison.folder.path / "summary.json")
-    if as_json:
-        show_json({**summary, "folder": str(path), "report": str(page)})
-    else:
-        _show(summary)
+    answer(as_json, lambda: {**summary, "folder": str(path), "report": str(page)}, lambda: _text(summary))
     console.print(f"\nreport: {page}", markup=False, soft_wrap=True)
 
 
@@ -183,7 +180,7 @@ def fresh_folder(name: str) -> Path:
     return path
 
 
-def _show(summary: dict[str, Any]) -> None:
+def _text(summary: dict[str, Any]) -> str:
     """The verdicts as a table: losses are means over a recipe's seeds, differences over the seeds that fp32 has too."""
     metric = Metric(**summary["metric"]) if summary["metric"] else None
     rates = summary.get("learning_rates")
@@ -216,13 +213,11 @@ def _show(summary: dict[str, Any]) -> None:
         "bytes/param",
         "skipped",
     ]
-    show_table(["recipe", "verdict", *columns], rows, right=[name for name in columns if name != interval])
-    explained = [verdict for verdict in summary["verdicts"] if verdict["explanation"]]
-    if explained:
-        print("\nWhat was measured of those that did worse, which need not be the cause:")
-    for verdict in explained:
-        words = printable(f"{verdict['recipe']}: {verdict['explanation']}.")
-        print(textwrap.fill(words, line_width(120), initial_indent="  ", subsequent_indent="    "))
+    table = table_text(["recipe", "verdict", *columns], rows, right=[name for name in columns if name != interval])
+    wrap = textwrap.TextWrapper(line_width(120), initial_indent="  ", subsequent_indent="    ")
+    explained = [f"{v['recipe']}: {v['explanation']}." for v in summary["verdicts"] if v["explanation"]]
+    heading = ["\nWhat was measured of those that did worse, which need not be the cause:"] if explained else []
+    return "\n".join([table, *heading, *(wrap.fill(printable(words)) for words in explained)])
 
 
 def _words(verdict: dict[str, Any]) -> str:

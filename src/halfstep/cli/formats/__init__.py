@@ -10,7 +10,7 @@ import typer
 from halfstep import formats as room
 from halfstep.cli.formats import page, table
 from halfstep.cli.formats.table import read_number
-from halfstep.cli.terminal import Json, show_json
+from halfstep.cli.terminal import Json, answer
 from halfstep.formats.exact import round_exactly
 
 
@@ -34,13 +34,12 @@ def listing(context: typer.Context, as_json: Json = False) -> None:
         return
     scalars = [room.get(name) for name in room.names()]
     blocks = [room.get_block(name) for name in room.block_names()]
-    if as_json:
-        members = [table.parameters(f) for f in scalars]
-        show_json({"formats": members, "block_formats": [table.block_parameters(b) for b in blocks]})
-        return
-    table.show_scalar_table(scalars)
-    typer.echo("")
-    table.show_block_table(blocks)
+    members = [table.parameters(f) for f in scalars]
+    answer(
+        as_json,
+        lambda: {"formats": members, "block_formats": [table.block_parameters(b) for b in blocks]},
+        lambda: f"{table.scalar_table(scalars)}\n\n{table.block_table(blocks)}",
+    )
 
 
 @formats.command()
@@ -65,10 +64,12 @@ def show(
         from halfstep.cli.formats.plot import draw
 
         draw(scalar, plot, rounded)
-    if as_json:
-        show_json(page.as_data(scalar, block, rounded))
-    else:
-        typer.echo(page.describe(scalar, block, rounded, rounding) + (f"\n\nwrote {plot}" if plot is not None else ""))
+    drawn = f"\n\nwrote {plot}" if plot is not None else ""
+    answer(
+        as_json,
+        lambda: page.as_data(scalar, block, rounded),
+        lambda: page.describe(scalar, block, rounded, rounding) + drawn,
+    )
 
 
 @formats.command()
@@ -77,10 +78,7 @@ def compare(a: Name, b: Name, as_json: Json = False) -> None:
     from halfstep.cli.formats import difference
 
     one, other = page.scalar(a), page.scalar(b)
-    if as_json:
-        show_json(difference.as_data(one, other))
-    else:
-        typer.echo(difference.describe(one, other))
+    answer(as_json, lambda: difference.as_data(one, other), lambda: difference.describe(one, other))
 
 
 # A negative number is an argument here, not an unknown option.
@@ -90,7 +88,4 @@ def add(name: Name, a: Number, b: Number, as_json: Json = False) -> None:
     from halfstep.cli.formats import addition
 
     work = addition.work_out(page.scalar(name), read_number(a), read_number(b))
-    if as_json:
-        show_json(addition.as_data(work))
-    else:
-        typer.echo(addition.describe(work))
+    answer(as_json, lambda: addition.as_data(work), lambda: addition.describe(work))

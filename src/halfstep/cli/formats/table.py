@@ -12,9 +12,7 @@ from fractions import Fraction
 from math import copysign, isfinite
 from typing import Any
 
-import typer
-
-from halfstep.cli.terminal import show_table
+from halfstep.cli.terminal import table_text
 from halfstep.errors import FormatError
 from halfstep.formats import BlockFormat, Codebook, Float, Format, Integer, Posit, PowerOfTwo
 from halfstep.formats.exact import is_finite
@@ -161,8 +159,8 @@ def labelled(rows: Iterable[tuple[str, str]], indent: int = 0) -> str:
     return "\n".join(line.rstrip().replace("\xa0", " ") for line in lines)
 
 
-def show_scalar_table(members: Sequence[Format]) -> None:
-    """Print a table of scalar formats."""
+def scalar_table(members: Sequence[Format]) -> str:
+    """A table of scalar formats."""
     columns = ["format", "bits", "kind", "fields", "max", "normal", "smallest", "eps", "beyond", "also"]
     rows = [
         (
@@ -179,22 +177,22 @@ def show_scalar_table(members: Sequence[Format]) -> None:
         )
         for f in members
     ]
-    _show_what_fits(columns, rows, ("also", "beyond", "kind", "normal", "eps", "fields"), ("bits", "max"))
+    return _what_fits(columns, rows, ("also", "beyond", "kind", "normal", "eps", "fields"), ("bits", "max"))
 
 
-def show_block_table(members: Sequence[BlockFormat]) -> None:
-    """Print a table of block formats."""
+def block_table(members: Sequence[BlockFormat]) -> str:
+    """A table of block formats."""
     columns = ["block format", "bits/value", "element", "tile", "scale rules", "also"]
     rows = [
         (b.name, bits_per_value(b), b.element.name, tile_text(b), ", ".join(b.rules), ", ".join(b.aliases))
         for b in members
     ]
-    _show_what_fits(columns, rows, ("also", "scale rules"), ("bits/value",))
+    return _what_fits(columns, rows, ("also", "scale rules"), ("bits/value",))
 
 
-def _show_what_fits(
+def _what_fits(
     columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], right: Sequence[str]
-) -> None:
+) -> str:
     """Leave columns out, in the order of `optional`, until the table fits the terminal, and say so."""
     sizes = {c: max(len(c), *(len(row[i]) for row in rows)) + 2 for i, c in enumerate(columns)}
     dropped: list[str] = []
@@ -202,9 +200,9 @@ def _show_what_fits(
         dropped.append(optional[len(dropped)])
         del sizes[dropped[-1]]
     kept = [i for i, c in enumerate(columns) if c in sizes]
-    show_table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows], right)
-    if dropped:
-        typer.echo(textwrap.fill(f"({', '.join(dropped)}: in a wider terminal, or with --json)", width()))
+    table = table_text([columns[i] for i in kept], [[row[i] for i in kept] for row in rows], right)
+    said = textwrap.fill(f"({', '.join(dropped)}: in a wider terminal, or with --json)", width())
+    return f"{table}\n{said}" if dropped else table
 
 
 def kind(format: Format) -> str:
