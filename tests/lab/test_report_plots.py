@@ -201,7 +201,7 @@ def test_updates_that_were_not_seen_are_left_out(tmp_path):
 
 
 @pytest.mark.quick("curves", "gaps", "speed", "scales", "exponents", "zeroed", "descent")
-@pytest.mark.parametrize("make", PICTURES, ids=lambda make: make.__module__.rpartition(".")[2])
+@pytest.mark.parametrize("make", PICTURES, ids=lambda make: getattr(make, "draw", make).__module__.rpartition(".")[2])
 def test_no_text_is_cut_or_written_over_another(make, usual):
     """Every text lies inside the figure, and no two of an axes' own labels overlap."""
     figure = make(usual).figure

@@ -19,7 +19,7 @@ from halfstep.lab.report.results import (
     INK,
     PERCENT,
     Look,
-    Picture,
+    Plot,
     Results,
     looks,
     new_figure,
@@ -52,6 +52,9 @@ class Curves:
     fp32: Mapping[int, Mapping[int, float]]
     """fp32's losses by seed and step."""
     bands: Mapping[int, Band]
+
+    def __bool__(self) -> bool:
+        return any(curve.steps for curve in self.curves)
 
     def gaps(self, curve: Curve) -> tuple[list[int], list[float]]:
         """The steps that fp32 was measured at too, and the loss's distance from fp32's with the same seed, relative to
@@ -86,47 +89,27 @@ def _curve(recipe: str, seed: int, rows: Sequence[Row]) -> Curve | None:
     return Curve(recipe, seed, tuple(points), tuple(points.values()), end, rows[-1]["kind"] == "end")
 
 
-def picture(results: Results) -> Picture:
-    """The plot with its words."""
-    heading = "Loss curves"
-    look_for = (
-        "A recipe that works stays on fp32's curve: above, the loss itself, where the grey band is two standard "
-        "deviations of fp32 from seed to seed; below, its distance from fp32 with the same seed."
-    )
-    data = loss_curves(results)
-    if not any(curve.steps for curve in data.curves):
-        return Picture("loss", heading, look_for, "No run has a validation loss yet.")
+def _title(data: Curves, results: Results) -> str:
     judged = [v for v in results.verdicts if v.recipe != BASELINE]
     diverged = sum(v.status == DIVERGED for v in judged)
     if diverged or any(v.interval for v in judged):
         degraded, unsure = (sum(v.status == status for v in judged) for status in (DEGRADES, UNDECIDED))
         counts = {"diverged": diverged, "degraded": degraded, "undecided": unsure}
         found = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "all match fp32"
-        title = f"Of {len(judged)} recipes beside fp32: {found}"
-    else:
-        first = next(curve for curve in data.curves if curve.steps)
-        start, end = first.losses[0], first.losses[-1]
-        title = (
-            f"{plain(first.recipe)}'s validation loss goes from {start:.2f} to {end:.2f}{unit(results.facts.loss_unit)}"
-        )
-    return Picture(
-        "loss",
-        heading,
-        look_for,
-        _finding(data, results.facts.loss_unit),
-        draw(data, looks(list(results.runs)), title, results.facts.loss_unit),
-        title,
-    )
+        return f"Of {len(judged)} recipes beside fp32: {found}"
+    first = next(curve for curve in data.curves if curve.steps)
+    start, end = first.losses[0], first.losses[-1]
+    return f"{plain(first.recipe)}'s validation loss goes from {start:.2f} to {end:.2f}{unit(results.facts.loss_unit)}"
 
 
-def _finding(data: Curves, loss_unit: str) -> str:
+def _finding(data: Curves, results: Results) -> str:
     ends = {c.recipe: (c.steps[-1], c.losses[-1]) for c in data.curves if c.steps and c.end is None}
     if not ends:
         return "No run got to its end."
     best = min(ends, key=lambda recipe: ends[recipe][1])
     sentence = (
         f"Curves are of seed {data.curves[0].seed}: the lowest last validation loss is {best}'s, "
-        f"{ends[best][1]:.4f}{unit(loss_unit)} at step {ends[best][0]}"
+        f"{ends[best][1]:.4f}{unit(results.facts.loss_unit)} at step {ends[best][0]}"
     )
     gaps = {
         c.recipe: g[-1] for c in data.curves if c.recipe in ends and c.recipe != BASELINE and (g := data.gaps(c)[1])
@@ -137,8 +120,9 @@ def _finding(data: Curves, loss_unit: str) -> str:
     return sentence + "."
 
 
-def draw(data: Curves, look: Mapping[str, Look], title: str, loss_unit: str = "nats") -> Figure:
+def draw(data: Curves, results: Results, title: str) -> Figure:
     """The loss above; where fp32 took part beside others, the distance from its mean below."""
+    look, loss_unit = looks(results.runs), results.facts.loss_unit
     others = any(data.gaps(c)[0] for c in data.curves if c.recipe != BASELINE)
     figure = new_figure(6.0 if others else 3.8, title)
     if others:
@@ -232,3 +216,16 @@ def _gap_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
     axes.yaxis.set_major_formatter(PERCENT)
     axes.set_ylabel("to fp32, same seed (%)")
     _label_ends(axes, ends, look)
+
+
+picture = Plot(
+    "loss",
+    "Loss curves",
+    "A recipe that works stays on fp32's curve: above, the loss itself, where the grey band is two standard "
+    "deviations of fp32 from seed to seed; below, its distance from fp32 with the same seed.",
+    "No run has a validation loss yet.",
+    loss_curves,
+    _title,
+    _finding,
+    draw,
+)

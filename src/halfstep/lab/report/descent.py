@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
 
-from halfstep.lab.report.results import Look, Picture, Results, looks, new_figure, plain, share
+from halfstep.lab.report.results import Plot, Results, looks, new_figure, plain, share
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,18 @@ def descents(results: Results) -> list[Descent]:
     return found
 
 
-def picture(results: Results) -> Picture:
-    """The plot with its words."""
-    heading = "Descent quality"
-    look_for = (
-        "The part of each update that arrives in what is stored, masters included: 1 when nothing is lost, 0 when "
-        "everything stalls. Without a master it falls with the learning rate, as updates sink below half the gap "
-        "between neighbours; stochastic rounding scatters around 1."
-    )
-    data = descents(results)
-    if not data:
-        return Picture("descent", heading, look_for, "Not drawn: no run has written what became of its updates.")
-    least = min(data, key=lambda d: fmean(d.medians))
+def _least(data: list[Descent]) -> Descent:
+    return min(data, key=lambda d: fmean(d.medians))
+
+
+def _title(data: list[Descent], results: Results) -> str:
+    least = _least(data)
     arrives = share(max(0.0, fmean(least.medians)))
-    title = f"{arrives} of {plain(least.recipe)}'s update arrives (median of {len(least.steps)} steps)"
-    return Picture("descent", heading, look_for, _finding(least), draw(data, looks(list(results.runs)), title), title)
+    return f"{arrives} of {plain(least.recipe)}'s update arrives (median of {len(least.steps)} steps)"
 
 
-def _finding(least: Descent) -> str:
+def _finding(data: list[Descent], results: Results) -> str:
+    least = _least(data)
     seeds, low, high = len(least.medians), min(least.medians), max(least.medians)
     if low > 0.99:
         return "Every recipe's updates arrive whole at the median of the steps looked at."
@@ -80,12 +74,12 @@ def _finding(least: Descent) -> str:
     )
 
 
-def draw(data: Sequence[Descent], look: Mapping[str, Look], title: str) -> Figure:
+def draw(data: Sequence[Descent], results: Results, title: str) -> Figure:
     """Quality above, the share of lost updates below, over steps."""
     figure = new_figure(4.6, title)
     above, below = figure.subplots(2, 1, sharex=True)
     for d in data:
-        own = look[d.recipe]
+        own = looks(results.runs)[d.recipe]
         for axes, values in ((above, d.quality), (below, d.lost)):
             axes.plot(
                 d.steps, values, own.line, color=own.colour, marker=own.marker, markersize=5, label=plain(d.recipe)
@@ -98,3 +92,17 @@ def draw(data: Sequence[Descent], look: Mapping[str, Look], title: str) -> Figur
         axes.grid(axis="y")
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     return figure
+
+
+picture = Plot(
+    "descent",
+    "Descent quality",
+    "The part of each update that arrives in what is stored, masters included: 1 when nothing is lost, 0 when "
+    "everything stalls. Without a master it falls with the learning rate, as updates sink below half the gap "
+    "between neighbours; stochastic rounding scatters around 1.",
+    "Not drawn: no run has written what became of its updates.",
+    descents,
+    _title,
+    _finding,
+    draw,
+)

@@ -16,7 +16,7 @@ from halfstep import formats
 from halfstep.bits.histogram import ExponentHistogram, binades
 from halfstep.formats import Float
 from halfstep.lab.folder import Row
-from halfstep.lab.report.results import BASELINE, FAINT, INK, Picture, Results, new_figure, plain, power, share
+from halfstep.lab.report.results import BASELINE, FAINT, INK, Plot, Results, new_figure, plain, power, share
 
 
 SCALED = "fp16-mixed"
@@ -89,28 +89,17 @@ def _scale(results: Results) -> tuple[int, str]:
     return DEFAULT_SCALE, "the usual first loss scale"
 
 
-def picture(results: Results) -> Picture:
-    """The plot with its words."""
-    heading = "Gradients in float16"
-    look_for = (
-        "Each bar is the share of values with that binary exponent. Left of the red line float16 has no number but "
-        "zero; between the lines it has ever fewer bits. A loss scale moves all values to the right before the "
-        "backward pass, and the update divides it out again in float32."
-    )
-    data = gradient_exponents(results)
-    if data is None:
-        return Picture("gradient-exponents", heading, look_for, "Not drawn: no run has written statistics yet.")
+def _title(data: Exponents, results: Results) -> str:
     kind, values = next(iter(data.values.items()))
     fp16 = formats.get("fp16", Float)
     before, after = cast_to(values, fp16, 0), cast_to(values, fp16, data.shift)
-    title = (
+    return (
         f"{share(before.zeroed)} of {plain(data.recipe)}'s {KINDS[kind]} become zero in fp16; "
         f"multiplied by {power(data.shift)}, {share(after.zeroed)} do"
     )
-    return Picture("gradient-exponents", heading, look_for, _finding(data), draw(data, title), title)
 
 
-def _finding(data: Exponents) -> str:
+def _finding(data: Exponents, results: Results) -> str:
     fp16 = formats.get("fp16", Float)
     sentences = [f"From {data.recipe}, seed {data.seed}, step {data.step}; {power(data.shift)} is {data.shift_from}"]
     if data.recipe != BASELINE:
@@ -202,3 +191,17 @@ def _regions(axes: Axes, by_kind: Mapping[str, Cast], edges: tuple[int, int, int
                 x, y, share(getattr(cast, field)), transform=axes.get_xaxis_transform(), ha="center", va="top",
                 fontsize=11.5, fontweight="bold", color=_COLOURS[kind],
             )  # fmt: skip
+
+
+picture = Plot(
+    "gradient-exponents",
+    "Gradients in float16",
+    "Each bar is the share of values with that binary exponent. Left of the red line float16 has no number but "
+    "zero; between the lines it has ever fewer bits. A loss scale moves all values to the right before the "
+    "backward pass, and the update divides it out again in float32.",
+    "Not drawn: no run has written statistics yet.",
+    gradient_exponents,
+    _title,
+    _finding,
+    lambda data, results, title: draw(data, title),
+)

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from halfstep.lab.experiment import Metric
 from halfstep.lab.folder import Row
-from halfstep.lab.report.results import BASELINE, FAINT, Look, Picture, Results, looks, new_figure, plain
+from halfstep.lab.report.results import BASELINE, FAINT, Look, Picture, Results, looks, new_axes, plain
 from halfstep.lab.verdict import DIVERGED
 
 
@@ -77,9 +77,7 @@ def _finding(data: Sequence[Course], metric: Metric, diverged: Sequence[str]) ->
 
 def draw(data: Sequence[Course], look: Mapping[str, Look], metric: Metric, title: str) -> Figure:
     """A line a recipe: its first seed; fp32's other seeds faint."""
-    figure = new_figure(3.8, title)
-    axes = figure.subplots()
-    axes.grid(axis="y")
+    figure, axes = new_axes(3.8, title, "y")
     axes.margins(x=0.02)
     axes.set(xlabel="step", ylabel=metric.name)
     if "%" in metric.form:

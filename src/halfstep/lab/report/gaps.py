@@ -20,7 +20,7 @@ from halfstep.lab.report.results import (
     Results,
     looks,
     name_rows,
-    new_figure,
+    new_axes,
     percent_ticks,
     plain,
     signed,
@@ -95,9 +95,7 @@ def _finding(data: Gaps) -> str:
 
 def draw(data: Gaps, look: Mapping[str, Look], title: str) -> Figure:
     """A row a recipe: a dot at its gap with a bar over its interval, words where it has neither."""
-    figure = new_figure(1.7 + 0.36 * len(data.gaps), title)
-    axes = figure.subplots()
-    axes.grid(axis="x")
+    figure, axes = new_axes(1.7 + 0.36 * len(data.gaps), title, "x")
     axes.axvline(0, color="black", linewidth=1.2)
     axes.axvspan(-data.margin, data.margin, color=BAND, linewidth=0, zorder=0)
     handles = [

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from halfstep.lab.report.results import BASELINE, FAINT, INK, ROLES, Picture, Results, name_rows, new_figure, plain
+from halfstep.lab.report.results import BASELINE, FAINT, INK, ROLES, Plot, Results, name_rows, new_axes, plain
 
 
 PERSISTENT = {"weights": "weights", "grads": "gradients", "master": "master copy", "states": "optimizer states"}
@@ -46,29 +46,14 @@ def bytes_by_role(results: Results) -> list[Bytes]:
     ]
 
 
-def picture(results: Results) -> Picture:
-    """The plot with its words."""
-    heading = "Memory of a parameter"
-    look_for = (
-        "What lasts from step to step is solid; copies that autocast makes inside a pass are hatched and stand apart. "
-        "Activations are not in it."
-    )
-    data = bytes_by_role(results)
-    if not data:
-        return Picture("memory", heading, look_for, "Not drawn: no run has measured its memory yet.")
+def _title(data: list[Bytes], results: Results) -> str:
     least, most = min(data, key=lambda b: b.total), max(data, key=lambda b: b.total)
     if least.total == most.total:
-        title = f"Every recipe keeps {_size(most.total)} a parameter"
-        if len(data) == 1:
-            title = f"{plain(most.recipe)} keeps {_size(most.total)} a parameter"
-    else:
-        title = (
-            f"From {_size(least.total)} a parameter ({plain(least.recipe)}) to {most.total:.3g} ({plain(most.recipe)})"
-        )
-    return Picture("memory", heading, look_for, _finding(data), draw(data, title), title)
+        return f"{plain(most.recipe) if len(data) == 1 else 'Every recipe'} keeps {_size(most.total)} a parameter"
+    return f"From {_size(least.total)} a parameter ({plain(least.recipe)}) to {most.total:.3g} ({plain(most.recipe)})"
 
 
-def _finding(data: list[Bytes]) -> str:
+def _finding(data: list[Bytes], results: Results) -> str:
     base = next((b for b in data if b.recipe == BASELINE), None)
     below = [b for b in data if base and b.total < base.total]
     if base and below:
@@ -83,10 +68,9 @@ def _size(value: float) -> str:
     return f"{value:.3g} bytes"
 
 
-def draw(data: list[Bytes], title: str) -> Figure:
+def draw(data: list[Bytes], results: Results, title: str) -> Figure:
     """A stack a recipe, with its numbers; transient copies to the right of it."""
-    figure = new_figure(1.75 + 0.36 * len(data), title)
-    axes = figure.subplots()
+    figure, axes = new_axes(1.75 + 0.36 * len(data), title)
     widest = max(b.total for b in data)
     apart = 0.105 * widest  # room for the total between the stack and the hatched bar
     for row, b in enumerate(data):
@@ -121,3 +105,16 @@ def draw(data: list[Bytes], title: str) -> Figure:
         handlelength=1.3, handletextpad=0.5,
     )  # fmt: skip
     return figure
+
+
+picture = Plot(
+    "memory",
+    "Memory of a parameter",
+    "What lasts from step to step is solid; copies that autocast makes inside a pass are hatched and stand apart. "
+    "Activations are not in it.",
+    "Not drawn: no run has measured its memory yet.",
+    bytes_by_role,
+    _title,
+    _finding,
+    draw,
+)

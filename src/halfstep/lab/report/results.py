@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -192,7 +192,29 @@ class Picture:
     alt: str = ""
 
 
-def looks(recipes: Sequence[str]) -> dict[str, Look]:
+@dataclass(frozen=True)
+class Plot:
+    """What is drawn of a run folder: called with its results, a picture, or the words why there is none."""
+
+    name: str
+    heading: str
+    look_for: str
+    missing: str
+    """What is said where there are no data."""
+    data: Callable[[Results], Any]
+    title: Callable[[Any, Results], str]
+    finding: Callable[[Any, Results], str]
+    draw: Callable[[Any, Results, str], Figure]
+
+    def __call__(self, results: Results) -> Picture:
+        """The picture of some results."""
+        if not (data := self.data(results)):
+            return Picture(self.name, self.heading, self.look_for, self.missing)
+        title, finding = self.title(data, results), self.finding(data, results)
+        return Picture(self.name, self.heading, self.look_for, finding, self.draw(data, results, title), title)
+
+
+def looks(recipes: Iterable[str]) -> dict[str, Look]:
     """A look for each recipe: fp32 black, the others by their place; dashed where the colours begin again."""
     table = {BASELINE: Look("black", "o", "-")}
     others = [recipe for recipe in recipes if recipe != BASELINE]
@@ -208,6 +230,21 @@ def new_figure(height: float, title: str) -> Figure:
     lines = textwrap.fill(title, 66)
     figure.suptitle(lines, x=0.012, ha="left", fontsize=11, fontweight="bold", linespacing=1.25)
     return figure
+
+
+def new_axes(height: float, title: str, grid: Literal["x", "y"] | None = None) -> tuple[Figure, Axes]:
+    """A `new_figure`, and its only panel, with lines along an axis."""
+    figure = new_figure(height, title)
+    axes = figure.subplots()
+    if grid is not None:
+        axes.grid(axis=grid)
+    return figure, axes
+
+
+def whisker(axes: Axes, row: int, low: float, high: float, halo: float) -> None:
+    """A range across the bar of a row, `halo` points of white around it."""
+    for colour, linewidth, zorder in (("white", halo, 3), (INK, 1.6, 4)):
+        axes.plot([low, high], [row, row], color=colour, linewidth=linewidth, zorder=zorder)
 
 
 def name_rows(axes: Axes, names: Sequence[str], room: float, **type: Any) -> None:

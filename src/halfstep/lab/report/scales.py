@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MultipleLocator
 
-from halfstep.lab.report.results import INK, Look, Picture, Results, looks, new_figure, plain, power, spread
+from halfstep.lab.report.results import INK, Plot, Results, looks, new_axes, plain, power, spread
 
 
 @dataclass(frozen=True)
@@ -38,26 +37,16 @@ def histories(results: Results) -> list[History]:
     return found
 
 
-def picture(results: Results) -> Picture:
-    """The plot with its words."""
-    heading = "Loss scale"
-    look_for = (
-        "A dynamic scale doubles after a run of good steps and halves where gradients overflow; that step is skipped. "
-        "A few skips are its way of finding the largest scale that fits; a scale that only falls is a run going under."
-    )
-    data = histories(results)
-    if not data:
-        return Picture("loss-scale", heading, look_for, "Not drawn: no recipe in this experiment scales its loss.")
+def _title(data: list[History], results: Results) -> str:
     skips = sum(len(h.skipped) for h in data)
     ends = {h.exponents[-1] for h in data}
     title = f"The loss scale ends at {power(round(ends.pop()))}" if len(ends) == 1 else "Loss scales by step"
     if skips:
         title += f"; {skips} step{'s were' if skips > 1 else ' was'} skipped"
-    title += f"; seed {data[0].seed}" if results.experiment.seeds > 1 else ""
-    return Picture("loss-scale", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)
+    return title + (f"; seed {data[0].seed}" if results.experiment.seeds > 1 else "")
 
 
-def _finding(data: list[History]) -> str:
+def _finding(data: list[History], results: Results) -> str:
     parts = []
     for h in data:
         low, high = power(round(min(h.exponents))), power(round(max(h.exponents)))
@@ -66,11 +55,10 @@ def _finding(data: list[History]) -> str:
     return "; ".join(parts) + "."
 
 
-def draw(data: list[History], look: Mapping[str, Look], title: str) -> Figure:
+def draw(data: list[History], results: Results, title: str) -> Figure:
     """A staircase a recipe, a cross at each skipped step."""
-    figure = new_figure(3.1, title)
-    axes = figure.subplots()
-    axes.grid(axis="y")
+    figure, axes = new_axes(3.1, title, "y")
+    look = looks(results.runs)
     for h in data:
         colour = look[h.recipe].colour
         axes.step(h.steps, h.exponents, look[h.recipe].line, where="post", color=colour, linewidth=1.8)
@@ -96,3 +84,16 @@ def draw(data: list[History], look: Mapping[str, Look], title: str) -> Figure:
         cross = Line2D([], [], linestyle="", marker="X", color=INK, markersize=8, label="skipped: gradients overflowed")
         figure.legend(handles=[cross], loc="outside lower center", fontsize=9)
     return figure
+
+
+picture = Plot(
+    "loss-scale",
+    "Loss scale",
+    "A dynamic scale doubles after a run of good steps and halves where gradients overflow; that step is skipped. "
+    "A few skips are its way of finding the largest scale that fits; a scale that only falls is a run going under.",
+    "Not drawn: no recipe in this experiment scales its loss.",
+    histories,
+    _title,
+    _finding,
+    draw,
+)

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from halfstep.lab.report.results import (
-    BASELINE,
-    INK,
-    Look,
-    Picture,
-    Results,
-    looks,
-    name_rows,
-    new_figure,
-    plain,
-    times,
-)
+from halfstep.lab.report.results import BASELINE, Plot, Results, looks, name_rows, new_axes, plain, times, whisker
 from halfstep.lab.verdict import timings
 
 
@@ -59,28 +48,17 @@ def speeds(results: Results) -> list[Speed]:
     return found
 
 
-def picture(results: Results) -> Picture:
-    """The plot with its words."""
-    heading = "Time of a step"
-    look_for = (
-        "Bars left of fp32's line are faster. The whisker holds the middle 80% of the steps: differences smaller than "
-        "it are the machine's mood. Where the processor has no matrix units for a format, emulating it costs time."
-    )
-    data = speeds(results)
-    if not data:
-        return Picture("speed", heading, look_for, "Not drawn: no run has made a step.")
+def _title(data: list[Speed], results: Results) -> str:
     fastest = min([s for s in data if s.certain] or data, key=lambda s: s.median)
-    title = f"{plain(fastest.recipe)} has the fastest step: {_ms(fastest.median)}"
     if len(data) == 1:
-        title = f"A step of {plain(fastest.recipe)} takes {_ms(fastest.median)}"
-    elif fastest.recipe == BASELINE:
-        title = f"No recipe's step is faster than fp32's {_ms(fastest.median)}"
-    elif fastest.ratio is not None:
-        title += f", {times(fastest.ratio)} times fp32's"
-    return Picture("speed", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)
+        return f"A step of {plain(fastest.recipe)} takes {_ms(fastest.median)}"
+    if fastest.recipe == BASELINE:
+        return f"No recipe's step is faster than fp32's {_ms(fastest.median)}"
+    more = "" if fastest.ratio is None else f", {times(fastest.ratio)} times fp32's"
+    return f"{plain(fastest.recipe)} has the fastest step: {_ms(fastest.median)}{more}"
 
 
-def _finding(data: list[Speed]) -> str:
+def _finding(data: list[Speed], results: Results) -> str:
     data = [s for s in data if s.certain] or data
     slowest = max(data, key=lambda s: s.median)
     sentence = f"The slowest is {slowest.recipe} with {_ms(slowest.median)} a step"
@@ -97,16 +75,15 @@ def _ms(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
-def draw(data: list[Speed], look: Mapping[str, Look], title: str) -> Figure:
+def draw(data: list[Speed], results: Results, title: str) -> Figure:
     """A bar a recipe; milliseconds below, multiples of fp32's above."""
-    figure = new_figure(1.5 + 0.36 * len(data), title)
-    axes = figure.subplots()
+    figure, axes = new_axes(1.5 + 0.36 * len(data), title)
+    look = looks(results.runs)
     for row, s in enumerate(data):
         alpha = 1.0 if s.certain else 0.35
         axes.barh(row, s.median, color=look[s.recipe].colour, height=0.62, zorder=2, alpha=alpha)
         if s.high > s.low:
-            axes.plot([s.low, s.high], [row, row], color="white", linewidth=3.6, zorder=3)
-            axes.plot([s.low, s.high], [row, row], color=INK, linewidth=1.6, zorder=4)
+            whisker(axes, row, s.low, s.high, 3.6)
         ratio = "" if s.ratio is None or s.recipe == BASELINE else f", {times(s.ratio)}×"
         few = "" if s.certain else f", {s.steps} step{'s' if s.steps > 1 else ''} only"
         axes.text(
@@ -132,3 +109,16 @@ def draw(data: list[Speed], look: Mapping[str, Look], title: str) -> Figure:
 def _ratio(base: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Milliseconds to multiples of `base`, and back."""
     return (lambda ms: ms / base), (lambda ratio: ratio * base)
+
+
+picture = Plot(
+    "speed",
+    "Time of a step",
+    "Bars left of fp32's line are faster. The whisker holds the middle 80% of the steps: differences smaller than "
+    "it are the machine's mood. Where the processor has no matrix units for a format, emulating it costs time.",
+    "Not drawn: no run has made a step.",
+    speeds,
+    _title,
+    _finding,
+    draw,
+)

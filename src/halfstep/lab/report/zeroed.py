@@ -9,7 +9,7 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from halfstep import formats
-from halfstep.lab.report.results import BASELINE, INK, ROLES, Picture, Results, name_rows, new_figure, plain, share
+from halfstep.lab.report.results import BASELINE, ROLES, Plot, Results, name_rows, new_figure, plain, share, whisker
 
 
 WHAT = {
@@ -60,32 +60,21 @@ def shares_lost(results: Results) -> Lost | None:
         for what, names in known.items()
         if names
     }
-    return Lost(recipe, seed, tuple(row["step"] for row in looks), shares)
+    return Lost(recipe, seed, tuple(row["step"] for row in looks), shares) if shares else None
 
 
-def picture(results: Results) -> Picture:
-    """The plot with its words."""
-    heading = "What becomes zero, by format"
-    look_for = (
-        "Long bars are what breaks a recipe that stores this part of training in that format: gradients call for a "
-        "loss scale, updates for a master copy or stochastic rounding. Bars are medians over the steps looked at, "
-        "whiskers their range."
-    )
-    data = shares_lost(results)
-    if data is None or not data.shares:
-        return Picture("zeroed", heading, look_for, "Not drawn: no run has written statistics yet.")
+def _title(data: Lost, results: Results) -> str:
     what = next(what for what in ("updates", "gradients", "weights") if what in data.shares)
     names = data.formats(what)
     worst = max([n for n in names if formats.get(n).bits >= 16] or names, key=lambda n: data.median(what, n))
-    title = {
+    return {
         "updates": f"In {worst} without a master copy, {share(data.median(what, worst))} of updates would be lost",
         "gradients": f"In {worst}, {share(data.median(what, worst))} of weight gradients become zero unless scaled",
         "weights": f"In {worst}, {share(data.median(what, worst))} of weights become zero",
     }[what]
-    return Picture("zeroed", heading, look_for, _finding(data), draw(data, title), title)
 
 
-def _finding(data: Lost) -> str:
+def _finding(data: Lost, results: Results) -> str:
     parts = [f"Medians over {_steps(data)} of {data.recipe}, seed {data.seed}"]
     for what in data.shares:
         shares = ", ".join(f"{share(data.median(what, n))} in {n}" for n in data.formats(what))
@@ -99,7 +88,7 @@ def _steps(data: Lost) -> str:
     return f"step {data.steps[0]}" if len(data.steps) == 1 else f"{len(data.steps)} steps"
 
 
-def draw(data: Lost, title: str) -> Figure:
+def draw(data: Lost, results: Results, title: str) -> Figure:
     """Bars at the median over the steps, whiskers over all of them; a group for weights, gradients and updates."""
     heights = [len(names) for names in data.shares.values()]
     figure = new_figure(1.5 + 0.27 * sum(height + 1 for height in heights), title)
@@ -111,8 +100,7 @@ def draw(data: Lost, title: str) -> Figure:
         for row, name in zip(rows, names, strict=True):
             low, high = min(data.shares[what][name]), max(data.shares[what][name])
             if high - low > 0.002:
-                axes.plot([low, high], [row, row], color="white", linewidth=3.2, zorder=3)
-                axes.plot([low, high], [row, row], color=INK, linewidth=1.6, zorder=4)
+                whisker(axes, row, low, high, 3.2)
             words = share(data.median(what, name))
             axes.text(1.02, row, words, transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=9)
         axes.set_title(WHAT[what], loc="left", fontsize=10)
@@ -122,3 +110,17 @@ def draw(data: Lost, title: str) -> Figure:
     groups[-1].set(xlim=(0, 1), xlabel=over)
     groups[-1].xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f}")
     return figure
+
+
+picture = Plot(
+    "zeroed",
+    "What becomes zero, by format",
+    "Long bars are what breaks a recipe that stores this part of training in that format: gradients call for a "
+    "loss scale, updates for a master copy or stochastic rounding. Bars are medians over the steps looked at, "
+    "whiskers their range.",
+    "Not drawn: no run has written statistics yet.",
+    shares_lost,
+    _title,
+    _finding,
+    draw,
+)
