@@ -55,29 +55,9 @@ def _fifth(blocks: Bytes, at: int) -> Bytes:
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:], 16).astype(np.float32) - 8)
-
-
-def _q4_1(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:], 16) + _half(blocks, 2)
-
-
 def _q5_0(blocks: Bytes) -> Floats:
     codes = _nibbles(blocks[:, 6:], 16) | _fifth(blocks, 2)
     return _half(blocks, 0) * (codes.astype(np.float32) - 16)
-
-
-def _q5_1(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 8:], 16) | _fifth(blocks, 4)) + _half(blocks, 2)
-
-
-def _q8_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * blocks[:, 2:].view(np.int8)
-
-
-def _q8_k(blocks: Bytes) -> Floats:
-    return blocks[:, :4].copy().view("<f4") * blocks[:, 4:260].view(np.int8)
 
 
 def _q2_k(blocks: Bytes) -> Floats:
@@ -108,14 +88,6 @@ def _k4(blocks: Bytes, codes: Bytes) -> Floats:
     return _spread(_half(blocks, 0) * scales, 32) * codes - _spread(_half(blocks, 2) * least, 32)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
-    return _k4(blocks, _nibbles(blocks[:, 16:], 32))
-
-
-def _q5_k(blocks: Bytes) -> Floats:
-    return _k4(blocks, _nibbles(blocks[:, 48:], 32) | _fields(blocks[:, 16:48], 32, 1, 8) << np.uint8(4))
-
-
 def _q6_k(blocks: Bytes) -> Floats:
     codes = _nibbles(blocks[:, :128], 64) | _fields(blocks[:, 128:192], 32, 2, 4) << 4
     scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
@@ -132,10 +104,6 @@ def _mxfp4(blocks: Bytes) -> Floats:
 
 _IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
-
-
-def _iq4_nl(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _IQ4_NL[_nibbles(blocks[:, 2:], 16)]
 
 
 def _iq4_xs(blocks: Bytes) -> Floats:
@@ -156,10 +124,6 @@ def _tq1_0(blocks: Bytes) -> Floats:
     return _half(blocks, 52) * np.concatenate(parts, axis=1)
 
 
-def _tq2_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 64) * (_fields(blocks[:, :64], 32, 2, 4).astype(np.float32) - 1)
-
-
 def _nvfp4(blocks: Bytes) -> Floats:
     bits = blocks[:, :4].astype(np.int32)
     exponent, fraction = bits >> 3 & 15, (bits & 7).astype(np.float32)
@@ -169,34 +133,36 @@ def _nvfp4(blocks: Bytes) -> Floats:
 
 
 BLOCKS = {
-    2: BlockType("q4_0", 32, 18, _q4_0),
-    3: BlockType("q4_1", 32, 20, _q4_1),
+    2: BlockType("q4_0", 32, 18, lambda b: _half(b, 0) * (_nibbles(b[:, 2:], 16).astype(np.float32) - 8)),
+    3: BlockType("q4_1", 32, 20, lambda b: _half(b, 0) * _nibbles(b[:, 4:], 16) + _half(b, 2)),
     6: BlockType("q5_0", 32, 22, _q5_0),
-    7: BlockType("q5_1", 32, 24, _q5_1),
-    8: BlockType("q8_0", 32, 34, _q8_0),
+    7: BlockType("q5_1", 32, 24, lambda b: _half(b, 0) * (_nibbles(b[:, 8:], 16) | _fifth(b, 4)) + _half(b, 2)),
+    8: BlockType("q8_0", 32, 34, lambda b: _half(b, 0) * b[:, 2:].view(np.int8)),
     9: BlockType("q8_1", 32, 40),
     10: BlockType("q2_k", 256, 84, _q2_k),
     11: BlockType("q3_k", 256, 110, _q3_k),
-    12: BlockType("q4_k", 256, 144, _q4_k),
-    13: BlockType("q5_k", 256, 176, _q5_k),
+    12: BlockType("q4_k", 256, 144, lambda b: _k4(b, _nibbles(b[:, 16:], 32))),
+    13: BlockType(
+        "q5_k", 256, 176, lambda b: _k4(b, _nibbles(b[:, 48:], 32) | _fields(b[:, 16:48], 32, 1, 8) << np.uint8(4))
+    ),
     14: BlockType("q6_k", 256, 210, _q6_k),
-    15: BlockType("q8_k", 256, 292, _q8_k),
+    15: BlockType("q8_k", 256, 292, lambda b: b[:, :4].copy().view("<f4") * b[:, 4:260].view(np.int8)),
     16: BlockType("iq2_xxs", 256, 66, gguf_iq.iq2_xxs),
     17: BlockType("iq2_xs", 256, 74, gguf_iq.iq2_xs),
     18: BlockType("iq3_xxs", 256, 98, gguf_iq.iq3_xxs),
     19: BlockType("iq1_s", 256, 50, gguf_iq.iq1_s),
-    20: BlockType("iq4_nl", 32, 18, _iq4_nl),
+    20: BlockType("iq4_nl", 32, 18, lambda b: _half(b, 0) * _IQ4_NL[_nibbles(b[:, 2:], 16)]),
     21: BlockType("iq3_s", 256, 110, gguf_iq.iq3_s),
     22: BlockType("iq2_s", 256, 82, gguf_iq.iq2_s),
     23: BlockType("iq4_xs", 256, 136, _iq4_xs),
     29: BlockType("iq1_m", 256, 56, gguf_iq.iq1_m),
     34: BlockType("tq1_0", 256, 54, _tq1_0),
-    35: BlockType("tq2_0", 256, 66, _tq2_0),
+    35: BlockType("tq2_0", 256, 66, lambda b: _half(b, 64) * (_fields(b[:, :64], 32, 2, 4).astype(np.float32) - 1)),
     39: BlockType("mxfp4", 32, 17, _mxfp4),
     40: BlockType("nvfp4", 64, 36, _nvfp4),
     41: BlockType("q1_0", 128, 18),
 }
-"""Every block type by its number in the file."""
+"""Every block type by its number in the file; `b` are blocks."""
 
 UNREAD = frozenset(kind.name for kind in BLOCKS.values() if not kind.decode)
 """The names of the types that are listed only."""
