@@ -12,10 +12,9 @@ from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, ENOUGH
 from halfstep.bits.grids import GRIDS, WHOLE, fit_levels, fit_tiles
 from halfstep.bits.origin import origin
-from halfstep.bits.places import Places
 from halfstep.bits.scan import Levels, scan
 from halfstep.bits.sentences import Evidence
-from halfstep.bits.values import InMemory
+from halfstep.bits.values import InMemory, Places
 from halfstep.bits.verdict import verdict
 from halfstep.formats import Float
 

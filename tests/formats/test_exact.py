@@ -11,8 +11,7 @@ from families import for_each, slow_unless
 from halfstep import formats, quant
 from halfstep.errors import FormatError
 from halfstep.formats import Posit
-from halfstep.formats.exact import OVERFLOWS, ROUNDINGS, boundary, neighbours, round_exactly
-from halfstep.formats.line import line, nan_codes
+from halfstep.formats.exact import OVERFLOWS, ROUNDINGS, boundary, line, nan_codes, neighbours, round_exactly
 
 
 FORMATS = [formats.get(name) for name in [*formats.names(), "posit5_1", "posit3_2", "posit32_0", "e6m3", "e5m0"]]

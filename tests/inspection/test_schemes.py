@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import halfstep
-from halfstep.cli.inspect_text import show
+from halfstep.cli.inspect_text import text_of
 from halfstep.inspection.page import to_html
 
 
@@ -277,10 +277,9 @@ def test_odd_shapes_are_findings_or_nothing(tmp_path, name, shape):
     assert all(scheme.values > 0 for scheme in report.schemes)
 
 
-def test_layers_are_shown(tmp_path, capsys):
+def test_layers_are_shown(tmp_path):
     report = halfstep.inspect(saved(tmp_path, {Q: DEEPSEEK, UP: {"weight": DEEPSEEK["weight"]}}))
-    show(report, tensors=True)
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(text_of(report, True, None).split())
     assert "1 fine-grained FP8 layer of 8.002 bits a weight, 98,304 weights: float8_e4m3fn codes" in text
     assert f"broken: {UP}.weight (fine-grained FP8): no weight_scale_inv beside it" in text
     page = to_html(report)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from halfstep.bits.evidence import CERTAIN, CHOSEN, first_looks
 from halfstep.bits.grids import WIDER, suspects
-from halfstep.bits.places import COLUMN, TILES, Places, repeats
 from halfstep.bits.scan import LEVELS, Levels, Scan
 from halfstep.bits.table import tells
+from halfstep.bits.values import COLUMN, TILES, Places, repeats
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import BEGUN, COPIED, FIRST, LINES, TURNED, Repeats
 from halfstep.kernels.cpu.tables import First

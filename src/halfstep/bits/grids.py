@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, CHOSEN, Fit
-from halfstep.bits.places import TILES, Places, as_float32
 from halfstep.bits.scan import Levels
 from halfstep.bits.table import tells
+from halfstep.bits.values import TILES, Places, as_float32
 from halfstep.formats import Float
 from halfstep.kernels.cpu import looks as kernel
 from halfstep.kernels.cpu.tables import on_grid

@@ -13,8 +13,8 @@ from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fit_bits, halved
 from halfstep.bits.factors import CODE_BITS, Looks, come_again, copied, factored, few_levels, looks, powers, repetition
 from halfstep.bits.grids import fit_levels, fit_tiles
-from halfstep.bits.places import named
 from halfstep.bits.scan import Scan
+from halfstep.bits.values import named
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import Repeats
 from halfstep.kernels.cpu.tables import First

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from halfstep.bits.evidence import CHOSEN
 from halfstep.bits.origin import Origin
 from halfstep.bits.pair import Doubles, Pair
-from halfstep.bits.places import matrix_of
 from halfstep.bits.table import tells
+from halfstep.bits.values import matrix_of
 from halfstep.formats import Float
 from halfstep.quant import ROW, TENSOR, Tile
 from halfstep.quant.tile import block, square

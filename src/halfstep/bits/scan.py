@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep import formats
-from halfstep.bits.places import SAMPLE, Places, Spread, as_bits, as_doubles, sample, small_places
 from halfstep.bits.table import EMPTY, Table, from_kernel, from_values, tables, tells
-from halfstep.bits.values import TYPES, Values
+from halfstep.bits.values import SAMPLE, TYPES, Places, Spread, Values, as_bits, as_doubles, sample, small_places
 from halfstep.formats import Format
 from halfstep.kernels.cpu import bits as kernel
 

@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.bits.places import as_float32
 from halfstep.bits.scan import Progress, Scan, decoded
 from halfstep.bits.sentences import percent
-from halfstep.bits.values import Values, even
+from halfstep.bits.values import Values, as_float32, even
 from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows

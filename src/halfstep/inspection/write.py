@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.bits.places import as_float32
 from halfstep.bits.scan import CHUNK, Progress
-from halfstep.bits.values import TYPES
+from halfstep.bits.values import TYPES, as_float32
 from halfstep.bits.what_if import CANDIDATES, castable, needs_largest, pieces, with_largest
 from halfstep.errors import CheckpointError, QuantizationError, one_of
 from halfstep.inspection.files import Checkpoint, StoredTensor

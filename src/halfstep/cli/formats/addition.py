@@ -8,7 +8,7 @@ from math import copysign, isfinite
 from typing import Any
 
 from halfstep.cli.formats.page import rounding_data
-from halfstep.cli.formats.sketch import point_text
+from halfstep.cli.formats.plot import point_text
 from halfstep.cli.formats.table import exact_text, labelled, share_text, short_text, width
 from halfstep.errors import FormatError
 from halfstep.formats import Float, Format

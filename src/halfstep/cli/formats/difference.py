@@ -10,11 +10,10 @@ from math import ceil, exp, frexp, inf, log2, log10, pi, sqrt
 from statistics import NormalDist
 from typing import Any
 
-from halfstep.cli.formats.sketch import binades, density, per_binade
+from halfstep.cli.formats.plot import binades, density, per_binade
 from halfstep.cli.formats.table import exact_text, kind, labelled, layout, parameters, specials, value_text, width
 from halfstep.formats import Float, Format, Posit
-from halfstep.formats.exact import boundary
-from halfstep.formats.line import Line, line
+from halfstep.formats.exact import Line, boundary, line
 
 
 EXAMPLES = 4

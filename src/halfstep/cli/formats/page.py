@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from halfstep import formats
-from halfstep.cli.formats.sketch import bits_text, fields, fields_text, hex_text, point_text, sketch
+from halfstep.cli.formats.plot import bits_text, fields, fields_text, hex_text, point_text, sketch
 from halfstep.cli.formats.table import (
     bits_per_value,
     block_parameters,
@@ -26,8 +26,7 @@ from halfstep.cli.formats.table import (
 )
 from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import BlockFormat, Float, Format, Posit
-from halfstep.formats.exact import Neighbour, Rounded
-from halfstep.formats.line import infinity_code, line, nan_codes, negated
+from halfstep.formats.exact import Neighbour, Rounded, infinity_code, line, nan_codes, negated
 
 
 MODES = {
