@@ -121,11 +121,9 @@ def _packed(kind: Quantizer, x: Tensor) -> Tensor:
 
 def _unpacked(kind: Quantizer, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """The values that bytes stand for."""
-    shape, first = (*rows.shape[:-1], columns), 0
-    made: dict[str, Tensor] = {}
-    for name, (own, (_, size)) in layout(kind, shape, dtype).items():
-        assert size is not None
-        last = first + size * own.itemsize
-        made[name] = rows[..., first:last].contiguous().view(own).view(-1, size)
-        first = last
+    shape = (*rows.shape[:-1], columns)
+    laid: dict[str, Any] = layout(kind, shape, dtype)
+    parts = rows.split_with_sizes([size * own.itemsize for own, (_, size) in laid.values()], -1)
+    sizes = zip(laid.items(), parts, strict=True)
+    made = {name: part.contiguous().view(own).view(-1, size) for (name, (own, (_, size))), part in sizes}
     return Quantized(kind, shape, dtype, made).dequantize()

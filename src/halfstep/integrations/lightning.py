@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -233,12 +233,12 @@ class HalfstepPrecision(Precision):
         return self._model
 
 
+@dataclass(eq=False)
 class _Waiting:
     """A scheduler that stays where it is in a step that was left out."""
 
-    def __init__(self, scheduler: Any, plugin: HalfstepPrecision) -> None:
-        self._scheduler = scheduler
-        self._plugin = plugin
+    _scheduler: Any
+    _plugin: HalfstepPrecision
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance, as Lightning's optimizers do

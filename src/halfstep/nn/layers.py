@@ -26,9 +26,6 @@ from halfstep.unit import Attention, tag_of
 BRANCH_END = "branch_end"
 """What a rule calls the role of the last layer of a residual branch."""
 ModuleFilter = Callable[[nn.Module, str], bool]
-_ACCUMULATES = "a convolution, whose sums are torch's own; the rule's products accumulate"
-_ADAPTER = "an adapter; rules reach it where the recipe has float32_adapters = false"
-_ROTATES = "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
 
 
 KINDS = (
@@ -37,11 +34,9 @@ KINDS = (
 )  # fmt: skip
 _BY_OWNER = {owner_of(owner): kind for kind in KINDS for owner in kind.forward_of}
 
-_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _FEW = 0.1
 _NO_MATRIX = ("embed", "pos", "table", "token", "bias", "A_log")  # the last is Mamba's decay of each state
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
-_RECURRENT = (nn.RNNBase, nn.modules.rnn.RNNCellBase)
 
 
 @dataclass(frozen=True)
@@ -98,9 +93,13 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
                 "or take a recipe without rules, such as bf16-mixed"
             )
         elif is_adapter is not None and is_adapter(path):
-            kept[path] = _ADAPTER
-        elif (rule.linear.accumulates or rule.linear.rotates) and any(own.layout for own in weights[path]):
-            kept[path] = _ACCUMULATES if rule.linear.accumulates else _ROTATES
+            kept[path] = "an adapter; rules reach it where the recipe has float32_adapters = false"
+        elif rule.linear.accumulates and any(own.layout for own in weights[path]):
+            kept[path] = "a convolution, whose sums are torch's own; the rule's products accumulate"
+        elif rule.linear.rotates and any(own.layout for own in weights[path]):
+            kept[path] = (
+                "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
+            )
         else:
             specs[path] = rule.linear
     if specs and not chosen & specs.keys():
@@ -159,12 +158,11 @@ def _first_rules(
 def _sought(recipe: Recipe, used: Sequence[Rule]) -> dict[str, str]:
     """Of optional rules that round, those that no layer is for: their names, and their globs. Several may have one
     name, each by a glob of its own, and one of them is enough."""
-    rounding = [rule for rule in recipe.rules if rule.optional and rule.linear.rounds]
     met = {rule.why or rule.where for rule in used}
     sought: dict[str, str] = {}
-    for rule in rounding:
+    for rule in recipe.rules:
         name = rule.why or rule.where
-        if name not in met:
+        if rule.optional and rule.linear.rounds and name not in met:
             sought[name] = f"{sought[name]}, {rule.where}" if name in sought else rule.where
     return sought
 
@@ -248,7 +246,7 @@ def _refusal(module: nn.Module) -> str | None:
         return "its forward is not nn.Linear's"
     if isinstance(module, nn.MultiheadAttention):
         return "its forward, or its out_proj's, is not torch's"
-    if isinstance(module, (*_CONVOLUTIONS, *_RECURRENT)):
+    if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.rnn.RNNCellBase)):
         return "its forward is not torch's"
     if isinstance(module, (*_TABLES, ParametrizationList)):  # the layer multiplies by what it makes of its parameters
         return None

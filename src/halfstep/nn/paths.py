@@ -18,7 +18,6 @@ _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:base_model\.model|base_model|base_layer|original_module|modules_to_save\.[^.]+"
     r"|_checkpoint_wrapped_module|_orig_mod)\."
 )
-_COPIES = "modules_to_save"
 _DECLARATIONS = ("adapter_layer_names", "other_param_names")  # of PEFT's tuner layers
 
 
@@ -66,7 +65,7 @@ def adapters_of(model: nn.Module) -> Callable[[str], bool]:
         for declaration in _DECLARATIONS
         if isinstance(names := getattr(type(module), declaration, None), tuple)
         for name in names
-        if name != _COPIES
+        if name != "modules_to_save"
     )
     return lambda path: not _NAMES.isdisjoint(path.split(".")) or f"{path}.".startswith(declared)
 

@@ -114,8 +114,9 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
         codes |= {f"{path}.{name}": tensor for name, tensor in found.items()}
         if layout.static:
             codes[f"{path}.input_scale"] = _input_scale(path, module, layout, recipe.name)
-        told = {"quantizer": quantizers.index(entry.quantizer), "shape": list(entry.shape)}
-        told |= {
+        told = {
+            "quantizer": quantizers.index(entry.quantizer),
+            "shape": list(entry.shape),
             "dtype": str(entry.dtype).removeprefix("torch."),
             "factors": factors,
             "scale": layout.scales.note(made),

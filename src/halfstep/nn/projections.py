@@ -15,9 +15,6 @@ from halfstep.recipe import Projection, Recipe
 from halfstep.recipe.rule import KEEP
 
 
-_LINEAR = (nn.Linear, nn.MultiheadAttention)
-
-
 def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projection]:
     """The parameters that are updated in a subspace, and how.
 
@@ -54,7 +51,7 @@ def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projecti
 def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """The matrices of every linear layer, and of attention's projections, by path."""
     for path, module in model.named_modules():
-        if isinstance(module, _LINEAR) or has_forward_of(module, linear.CONV1D.forward_of):
+        if isinstance(module, (nn.Linear, nn.MultiheadAttention)) or has_forward_of(module, linear.CONV1D.forward_of):
             matrices = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
             if matrices:
                 yield path, matrices

@@ -203,7 +203,6 @@ _IN_PLACE = {
     )
 }  # fmt: skip
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_HARMLESS = ("requires_grad_", "retain_grad_")
 
 
 class ReadOnly(nn.Parameter):
@@ -214,7 +213,8 @@ class ReadOnly(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
+        harmless = name.endswith("__") or name in ("requires_grad_", "retain_grad_")
+        writes = name in _IN_PLACE or (name.endswith("_") and not harmless)
         if (args and isinstance(args[0], cls) and (writes or func == _SET_DATA)) or isinstance(kwargs.get("out"), cls):
             raise ModelError(
                 f"{name} writes to the values of a weight that is kept as codes (halfstep.quantize_model), where it "

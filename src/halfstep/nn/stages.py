@@ -187,12 +187,14 @@ class Steps:
     def state_dict(self) -> dict[str, Any]:
         """What the scaler saves beside its own: the `recipe`, and how many steps were made under it; `scaling` states,
         `stages` and `noise`, where there are any."""
-        schedule = schedule_of(self._model)
-        found: dict[str, Any] = {} if self._origin is None else {RECIPE: self._origin.mark, "steps": self._made}
-        found |= {"scaling": self._scalings.state_dict(), "stages": {} if schedule is None else schedule.state()}
-        found |= {"noise": noise.state(self._model)}
-        reduction = part_of(self._model).reduction
-        found |= {"communication": {} if reduction is None else reduction.state_dict()}
+        schedule, reduction = schedule_of(self._model), part_of(self._model).reduction
+        found: dict[str, Any] = {
+            **({} if self._origin is None else {RECIPE: self._origin.mark, "steps": self._made}),
+            "scaling": self._scalings.state_dict(),
+            "stages": {} if schedule is None else schedule.state(),
+            "noise": noise.state(self._model),
+            "communication": {} if reduction is None else reduction.state_dict(),
+        }
         return {
             name: state for name, state in found.items() if state or name == "steps"
         }  # what is missing no DCP loads

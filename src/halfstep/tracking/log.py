@@ -86,14 +86,12 @@ class Log:
                 "the model that it was built on, after whatever replaces parameters (fully_shard, to_empty)"
             )
         self._step, self._skipped, self._losses = 0, self._skips() or 0, list[Tensor]()
-        self._looks = ExitStack()
+        self._looks, self._hooks = ExitStack(), ExitStack()
         self._amaxes, self._arrivals = Amaxes(), Arrivals()
         self._gradients: Row = {}
         disable: Any = torch.compiler.disable
-        self._handles = [
-            self._optimizer.register_step_pre_hook(disable(self._before)),
-            self._optimizer.register_step_post_hook(disable(self._after)),
-        ]
+        self._hooks.enter_context(self._optimizer.register_step_pre_hook(disable(self._before)))
+        self._hooks.enter_context(self._optimizer.register_step_post_hook(disable(self._after)))
         self._look_at_next()
 
     def __enter__(self) -> Log:
@@ -105,8 +103,7 @@ class Log:
     def remove(self) -> None:
         """Take every hook away."""
         self._looks.close()
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def note(self, loss: Tensor | float) -> None:
         """Remember a loss, which nothing waits for before the next row."""

@@ -98,6 +98,12 @@ def _scaled(wide: Tensor, quantizer: Quantizer, state: Tensor | None) -> tuple[T
     return wide, beyond, ratio, back
 
 
+def _multiplied(product: Matmul, x: Tensor, down: bool = False) -> Tensor:
+    """A tensor as a product multiplies it: a matrix, rotated, whose tiles lie along the shared dimension."""
+    matrix = as_rows(x.detach()).t() if down else as_rows(x.detach())
+    return matrix if product.hadamard is None else rotate(matrix, product.hadamard.still.signs(matrix.device))
+
+
 @contextmanager
 def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[OperandError]]:
     """While active, every quantised linear layer of a model under a recipe adds a row for each operand it rounds.
@@ -109,10 +115,7 @@ def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[Oper
     def watch(path: str, module: nn.Module, spec: LinearSpec) -> Any:
         def add(product: str, operand: str, x: Tensor, quantizer: Quantizer | None, down: bool) -> None:
             if quantizer is not None:
-                matrix = as_rows(x.detach())  # tiles lie along the product's shared dimension
-                matrix = matrix.t() if down else matrix
-                if (hadamard := getattr(spec, product).hadamard) is not None:
-                    matrix = rotate(matrix, hadamard.still.signs(matrix.device))
+                matrix = _multiplied(getattr(spec, product), x, down)
                 error = operand_error(matrix, quantizer, states_of(module).get(operand))
                 rows.append(OperandError(path, product, operand, quantizer.format.name, *error))
 
@@ -196,9 +199,7 @@ def _watch(found: Amaxes, path: str, module: nn.Module) -> Any:
         found.amaxes[name] = max(found.amaxes.get(name, 0.0), largest)
         product, quantizer = rounded.get(operand, (None, None))
         if product is not None and quantizer is not None:
-            matrix = as_rows(tensor.detach())
-            matrix = matrix if product.hadamard is None else rotate(matrix, product.hadamard.still.signs(matrix.device))
-            saturated, underflowed = shares(matrix, quantizer, states_of(module).get(operand))
+            saturated, underflowed = shares(_multiplied(product, tensor), quantizer, states_of(module).get(operand))
             found.saturated[name] = max(found.saturated.get(name, 0.0), saturated)
             found.underflowed[name] = max(found.underflowed.get(name, 0.0), underflowed)
 

@@ -109,11 +109,9 @@ def _squares(
         raise ModelError(f"an operation to be calibrated gave {type(output).__name__}; expected one floating tensor")
     leaves = [x for x, s in zip(inputs, shapes, strict=True) if not isinstance(s, Tensor)]
     grads = _gradients(output, leaves)
-    squares = [output.detach().double().var(correction=0)]
-    squares += [
-        torch.zeros((), dtype=torch.float64, device="cpu") if g is None else g.double().square().mean() for g in grads
-    ]
-    found = torch.stack([square.cpu() for square in squares])
+    none = torch.zeros((), dtype=torch.float64, device="cpu")
+    squares = (none if g is None else g.double().square().mean() for g in grads)
+    found = torch.stack([output.detach().double().var(correction=0).cpu(), *(square.cpu() for square in squares)])
     if not bool(torch.isfinite(found).all() and (found > 0).all()):
         raise ModelError(
             f"an operation to be calibrated gave an output of variance {found[0]:g} and gradients of mean squares "

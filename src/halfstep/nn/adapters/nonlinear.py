@@ -20,11 +20,6 @@ from halfstep.recipe import Storage
 from halfstep.unit.part import unit_part
 
 
-_KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
-_NORMS = ("layernorm", "rmsnorm")
-_ACTIVATIONS = ("gelu", "silu")
-
-
 def kept(module: nn.Module, x: Any) -> tuple[Storage | None, AbstractContextManager[Any]]:
     """How what the module saves of its input x is kept in few bits, where the recipe says so of what is not linear: in
     a traced graph, in which no hooks run, by rounding x as a storage; else within a context, by hooks of autograd."""
@@ -40,12 +35,12 @@ def fits(module: nn.Module) -> bool:
     """Whether the module is one of these by its class, or by its class's name and make."""
     if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is not None:
         return False
-    if isinstance(module, _KINDS):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)):
         return True
     name, parameters = type(module).__name__.lower(), [p for p in module.parameters() if p is not None]
-    if name.endswith(_NORMS):
+    if name.endswith(("layernorm", "rmsnorm")):
         return all(p.dim() == 1 for p in parameters)
-    return not parameters and any(word in name for word in _ACTIVATIONS)
+    return not parameters and any(word in name for word in ("gelu", "silu"))
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

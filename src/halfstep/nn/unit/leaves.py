@@ -43,6 +43,7 @@ class Leaf:
     name: str
     """Which: of norms `layer_norm`, `rms_norm`, `group_norm` or `batch_norm`."""
     eps: float = 0.0
+    """Of a norm that is written by hand."""
     activation: str = ""
     """Which of `unit.activations.IN_PLACE` it computes, where it is one of them."""
 
@@ -60,8 +61,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
         return Leaf("attention", "scaled_dot_product_attention")
     for norm, name in NORMS.items():
         if isinstance(module, norm):
-            own: Any = module
-            return Leaf("norm", name, own.eps or 0.0) if stock and type(module).forward is norm.forward else None
+            return Leaf("norm", name) if stock and type(module).forward is norm.forward else None
     if isinstance(module, _SILENT) or next(module.children(), None) is not None:
         return None
     return _measured_norm(module) or _measured_elementwise(module)
