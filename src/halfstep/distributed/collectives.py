@@ -123,7 +123,8 @@ class Exchange:
         Raises:
             ModelError: another rank is going to do something else, or has not come here within the limit.
         """
-        store, turn = c10d._get_default_store(), self._turn("agree")
+        store = c10d._get_default_store()
+        turn = store.add(f"{self._key('agree', 0, self.rank)}/turns", 1)  # how often this rank has come so far
         store.set(self._key("agree", turn, self.rank), said)
         missing = self._waited("agree", turn, limit)
         if missing:
@@ -154,10 +155,6 @@ class Exchange:
         except Exception:
             return [rank for rank in others if not store.check([self._key(kind, turn, rank)])]
         return []
-
-    def _turn(self, kind: str) -> int:
-        """How often this rank has come so far."""
-        return c10d._get_default_store().add(f"{self._key(kind, 0, self.rank)}/turns", 1)
 
     def _key(self, kind: str, turn: int, rank: int) -> str:
         group = c10d._world.pg_names.get(self.group, "") if self.group is not None else ""

@@ -47,7 +47,7 @@ def attach(model: nn.Module, paths: Iterable[str], seed: int) -> None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         origin = own_part(module).origin = _Origin(seed, plain_name(path))
         module.register_buffer(ATTRIBUTE, origin.key(device), persistent=False)
-        extend(module, Surviving(_held, _initial))
+        extend(module, Surviving(ATTRIBUTE, _initial))
         names.append(f"{path}.{ATTRIBUTE}".lstrip("."))
     ignore(model, names)
 
@@ -116,11 +116,6 @@ def load(model: nn.Module, saved: Mapping[str, int]) -> None:
     for key in map(key_of, model.modules()):
         if key is not None:
             key[1:].fill_(int(saved["steps"]))
-
-
-def _held(module: nn.Module) -> list[tuple[str, Tensor]]:
-    key = key_of(module)
-    return [] if key is None else [(ATTRIBUTE, key)]
 
 
 def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:

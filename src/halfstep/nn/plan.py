@@ -172,7 +172,10 @@ class Plan:
             yield from _listed(paths)
             stacks = [layer for path in paths if (layer := self.layers[path]).experts]
             for experts, count in Counter(layer.experts for layer in stacks).items():
-                yield from _filled(f"stacks of {experts} experts ({count}): {_scales(stacks[0].spec)}", "    ")
+                said = "every expert's operands are rounded by themselves, with scales of their own"
+                if stacks[0].spec.states:
+                    said = "all experts share a scaling state for each operand"
+                yield from _filled(f"stacks of {experts} experts ({count}): {said}", "    ")
         for said, these in (
             ("attention's two matmuls round their operands", self.attention),
             ("gated product smoothed", self.smoothed),
@@ -186,13 +189,6 @@ class Plan:
         for reason, paths in grouping.grouped((reason, path) for path, reason in self.kept.items()).items():
             yield from _filled(f"kept as it was: {reason}")
             yield from _listed(paths)
-
-
-def _scales(spec: LinearSpec) -> str:
-    """What experts of a stack share."""
-    if spec.states:
-        return "all experts share a scaling state for each operand"
-    return "every expert's operands are rounded by themselves, with scales of their own"
 
 
 def _listed(paths: Any) -> Iterator[str]:

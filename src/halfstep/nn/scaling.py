@@ -41,14 +41,13 @@ def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[
     for path, spec in specs.items():
         if not spec.states:
             continue
-        module, rules = model.get_submodule(path), {}
+        module, rules = model.get_submodule(path), dict[str, Any]()
         for product in products.get(path, ("",)):
             prefix = _buffer(product)
             for name, quantizer in spec.states.items():
-                assert quantizer.stateful is not None
                 rules[prefix + name] = quantizer.stateful
         attach_rules(module, rules, next(module.parameters()).device)
-        extend(module, Surviving(_buffers, _initial))
+        extend(module, Surviving(PREFIX, _initial))
     ignore(model, [name for name, _ in model.named_buffers() if PREFIX in name])
 
 
@@ -67,7 +66,7 @@ def detach_rules(module: nn.Module) -> None:
 def rules_of(module: nn.Module) -> dict[str, StatefulScaling]:
     """The names of a module's states, and the rules that move them."""
     spec: Any = part_of(module).linear
-    return {name: _rule(spec.states[name.removeprefix(PREFIX).rpartition("__")[2]]) for name, _ in _buffers(module)}
+    return {name: spec.states[name.rpartition("__")[2].removeprefix(PREFIX)].stateful for name, _ in _buffers(module)}
 
 
 def detach(model: nn.Module) -> None:
@@ -105,9 +104,7 @@ def states_of(module: nn.Module, product: str = "") -> dict[str, Tensor]:
 def moved(model: nn.Module) -> dict[str, Tensor]:
     """The states that a step has moved, by layer and operand."""
     return {
-        name: state.clone()
-        for name, state, quantizer in _states(model)
-        if not torch.equal(state, _rule(quantizer).init(state.device))
+        name: state.clone() for name, state, rule in _states(model) if not torch.equal(state, rule.init(state.device))
     }
 
 
@@ -115,21 +112,16 @@ def _buffer(product: str) -> str:
     return f"{PREFIX}{product}__" if product else PREFIX
 
 
-def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
+def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, StatefulScaling]]:
+    """The states of all layers by layer and operand, and the rules that move them."""
     for path, module in model.named_modules():
         for name, state in states_of(module).items():
             spec: Any = part_of(module).linear
-            yield f"{path}.{name}", state, spec.states[name.rpartition("__")[2]]
+            yield f"{path}.{name}", state, spec.states[name.rpartition("__")[2]].stateful
 
 
-def _rule(quantizer: Quantizer) -> StatefulScaling:
-    rule = quantizer.stateful
-    assert rule is not None
-    return rule
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, b) for name, b in module._buffers.items() if name.startswith(PREFIX) and b is not None]
+def _buffers(module: nn.Module, prefix: str = PREFIX) -> list[tuple[str, Tensor]]:
+    return [(name, b) for name, b in module._buffers.items() if name.startswith(prefix) and b is not None]
 
 
 def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
@@ -142,7 +134,7 @@ class _Known(NamedTuple):
     applied: Applied
     tables: list[dict[str, Tensor | None]]
     buffers: list[int]
-    alike: dict[tuple[Quantizer, int], list[Tensor]]  # what one operation moves on
+    alike: dict[tuple[Any, int], list[Tensor]]  # what one operation moves on, by quantizer and length
     kernel: Histories | None
     """What moves all of them on, where a kernel does."""
 
@@ -209,7 +201,7 @@ class Scalings:
 
     def reset(self) -> None:
         """Every state as before the first step."""
-        self._set({name: _rule(quantizer).init(state.device) for name, state, quantizer in _states(self._model)})
+        self._set({name: rule.init(state.device) for name, state, rule in _states(self._model)})
 
     @torch.no_grad()
     def _set(self, saved: Mapping[str, Tensor]) -> None:
@@ -265,7 +257,7 @@ class Scalings:
             stack = torch.stack(states)  # a whole model's take one operation each
             forgotten = stack.clone()
             forgotten[:, 1] = 0.0
-            _rule(quantizer).advance(stack, quantizer.format)
+            quantizer.stateful.advance(stack, quantizer.format)
             says = skipped.to(stack) if isinstance(skipped, Tensor) else stack.new_full((), float(skipped))
             torch._foreach_copy_(states, list(torch.where(says > 0, forgotten, stack).unbind()))
 
@@ -312,21 +304,22 @@ def _some(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Surviving:
-    """The members of such a layer, for `adopt.extend`; its fields are functions of a module's top level."""
+    """The members of a layer whose buffers survive `to_empty`, and are initialised again when they come from the meta
+    device."""
 
-    held: Callable[[nn.Module], list[tuple[str, Tensor]]]
-    """The buffers, by name."""
+    prefix: str
+    """What their names begin with."""
     initial: Callable[[nn.Module, str, torch.device], Tensor]
-    """What one of them is before the first step."""
+    """What one of them is before the first step: a function of a module's top level."""
 
     def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
-        held, initial = self.held, self.initial
+        prefix, initial = self.prefix, self.initial
 
         def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            before = dict(held(self))
+            before = dict(_buffers(self, prefix))
             stock._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                for name, state in held(self):
+                for name, state in _buffers(self, prefix):
                     if state is not before[name] and state.dtype == before[name].dtype and not state.is_meta:
                         state.copy_(initial(self, name, state.device) if before[name].is_meta else before[name])
             return self
@@ -334,7 +327,7 @@ class Surviving:
         def _load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             stock._load_from_state_dict(self, *args, **kwargs)  # which may put weights in the place of those on meta
             real = next((p.device for p in self.parameters() if not p.is_meta), None)
-            for name, state in held(self):
+            for name, state in _buffers(self, prefix):
                 if state.is_meta and real is not None and name in self._non_persistent_buffers_set:
                     self.register_buffer(name, initial(self, name, real), persistent=False)
 

@@ -39,28 +39,27 @@ class Taken:
 
 def lay_in_turn(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
     """Lay several arrangements down: each module gets one class for all of them, and what it takes in the first."""
-    members: dict[nn.Module, list[tuple[Members, ...]]] = {module: [] for module in model.modules()}
-    taken: dict[nn.Module, list[Taken]] = {module: [] for module in model.modules()}
+    found: dict[nn.Module, list[tuple[tuple[Members, ...], Taken]]] = {module: [] for module in model.modules()}
     names: list[str] = []
     for arrangement in arrangements:
         arrangement.lay(model)
         names += [name for name in ignored(model) if name not in names]
-        for module in model.modules():
-            members[module].append(extensions(module))
-            taken[module].append(Taken(_staged(part_of(module)), rules_of(module)))
+        for module, stages in found.items():
+            stages.append((extensions(module), Taken(_staged(part_of(module)), rules_of(module))))
         clear(model)
-    for module in model.modules():
-        shared = members[module][0]
-        while any(stage[: len(shared)] != shared for stage in members[module]):
+    for module, stages in found.items():
+        members, taken = zip(*stages, strict=True)
+        shared = members[0]
+        while any(stage[: len(shared)] != shared for stage in members):
             shared = shared[:-1]
-        rest = tuple(stage[len(shared) :] for stage in members[module])
+        rest = tuple(stage[len(shared) :] for stage in members)
         for extension in shared:
             extend(module, extension)
         if any(rest):
             extend(module, InTurn(rest))
-        if any(rest) or any(one != taken[module][0] for one in taken[module]):
-            own_part(module).stages = tuple(taken[module])
-        _take(module, taken[module][0])
+        if any(rest) or any(one != taken[0] for one in taken):
+            own_part(module).stages = taken
+        _take(module, taken[0])
     ignore(model, names)
 
 

@@ -69,10 +69,8 @@ def get_constraint(name: str | Constraint | None) -> Constraint:
     Raises:
         ModelError: no rule has that name; the nearest ones are shown.
     """
-    if name is None:
-        return none
-    if callable(name):
-        return name
+    if name is None or callable(name):
+        return name or none
     if name not in _RULES:
         raise ModelError(unknown("constraint", name, _RULES))
     return _RULES[name]

@@ -22,18 +22,17 @@ class OptimizerKind:
     """Whether weight decay multiplies the weight by 1 - lr decay, instead of being added to the gradient."""
 
 
-_DECOUPLED, _COUPLED = OptimizerKind("adam", True), OptimizerKind("adam", False)
-_ADAM_W = (
-    "adamw", "lion", "lamb", "adafactor", "adamw8bit", "adamw4bit", "adamwfp8", "pagedadamw", "pagedadamw8bit",
-    "pagedadamw32bit", "adamw32bit", "lion8bit", "lion32bit", "pagedlion", "pagedlion8bit", "lamb8bit", "lamb32bit",
-    "fusedlamb", "ademamix", "ademamix8bit", "deepspeedcpulion", "adamwschedulefree",
-)  # fmt: skip
-_ADAM = ("adam", "adamax", "nadam", "radam", "adagrad", "rmsprop", "adam8bit", "adam32bit", "pagedadam", "sparseadam")
 _KNOWN = {
-    **dict.fromkeys(_ADAM_W, _DECOUPLED),
-    **dict.fromkeys(_ADAM, _COUPLED),
+    **dict.fromkeys((
+        "adamw", "lion", "lamb", "adafactor", "adamw8bit", "adamw4bit", "adamwfp8", "pagedadamw", "pagedadamw8bit",
+        "pagedadamw32bit", "adamw32bit", "lion8bit", "lion32bit", "pagedlion", "pagedlion8bit", "lamb8bit", "lamb32bit",
+        "fusedlamb", "ademamix", "ademamix8bit", "deepspeedcpulion", "adamwschedulefree",
+    ), OptimizerKind("adam", True)),
+    **dict.fromkeys((
+        "adam", "adamax", "nadam", "radam", "adagrad", "rmsprop", "adam8bit", "adam32bit", "pagedadam", "sparseadam",
+    ), OptimizerKind("adam", False)),
     "sgd": OptimizerKind("sgd", True),  # without momentum its decay multiplies the weight by 1 - lr decay
-}
+}  # fmt: skip
 
 
 def optimizer_kind(optimizer: type[torch.optim.Optimizer] | str) -> OptimizerKind:

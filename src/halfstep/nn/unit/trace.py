@@ -66,10 +66,9 @@ def _outputs(output: Any) -> list[Any]:
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, Mapping):
-        if isinstance(output.get("loss"), Tensor):
-            return [output["loss"]]
-        if isinstance(output.get("logits"), Tensor):
-            return [output["logits"]]
+        for name in ("loss", "logits"):
+            if isinstance(output.get(name), Tensor):
+                return [output[name]]
         return [x for name, part in output.items() if "past_key" not in name for x in _outputs(part)]
     if isinstance(output, (tuple, list)):
         return [x for part in output for x in _outputs(part)]
@@ -241,7 +240,8 @@ def _kind(
     if name == "cross_entropy":
         return "cross_entropy", _loss_facts(*args, **kwargs)
     if name in ELEMENTWISE and len(live) == 1:
-        return "elementwise", {"call": lambda z: func(z, *args[1:], **{**kwargs, **_plain(kwargs)})}
+        others = {name: value for name, value in kwargs.items() if name != "inplace"}
+        return "elementwise", {"call": lambda z: func(z, *args[1:], **others)}
     if name == "mean":
         return "mean", {"count": args[0].numel() / max(output.numel(), 1)}
     if name == "dropout":
@@ -258,10 +258,6 @@ def _choice(name: str, args: tuple[Any, ...], slot: int) -> Tensor | None:
     if name == "where" and isinstance(args[0], Tensor):
         return args[0] if slot == 1 else ~args[0]
     return ~args[1] if isinstance(args[1], Tensor) and args[1].dtype == torch.bool else None
-
-
-def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {"inplace": False} if "inplace" in kwargs else {}
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> dict[str, Any]:

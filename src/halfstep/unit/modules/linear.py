@@ -55,8 +55,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.constraint = constraint
         readout = role == "readout"
-        named = constraint if readout else None
-        set_unit_part(self, multipliers=_multipliers(constraint, readout), readout=named)
+        set_unit_part(self, multipliers=_multipliers(constraint, readout), readout=constraint if readout else None)
         set_tag(self, "weight", Tag(role, ends_branch))
 
     reset_parameters = _reset
@@ -118,8 +117,9 @@ class _Conv(nn.modules.conv._ConvNd):
         role: str = "hidden",
     ) -> None:
         stock: Any = super().__init__
-        where = stride, padding, dilation, groups
-        stock(in_channels, out_channels, kernel_size, *where, bias, padding_mode, device, dtype)
+        stock(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
         self.constraint = constraint
         set_unit_part(self, multipliers=factors.linear(constraint))
         set_tag(self, "weight", Tag(role))
