@@ -20,7 +20,8 @@
 Each message says what was found, what was expected, and what to do next.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -88,9 +89,14 @@ class MissingLibraryError(HalfstepError, ImportError):
     """A library that an extra brings is not installed."""
 
     @classmethod
-    def of(cls, error: ModuleNotFoundError, extra: str) -> "MissingLibraryError":
-        """What an import raised, and the extra of halfstep that brings what it looked for."""
-        return cls(f"{error.name} is not installed; it comes with: pip install 'halfstep[{extra}]'", name=error.name)
+    @contextmanager
+    def of(cls, extra: str) -> Iterator[None]:
+        """Within it, an import that fails says which extra of halfstep brings what it looked for."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            brings = f"it comes with: pip install 'halfstep[{extra}]'"
+            raise cls(f"{error.name} is not installed; {brings}", name=error.name) from None
 
 
 def one_of(kind: str, name: str, known: Collection[str], error: type[HalfstepError]) -> str:

@@ -126,13 +126,24 @@ def parsed():
     return {file: ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")}
 
 
+def extras(block):
+    """The extras that bring what is imported within a block: `with MissingLibraryError.of(EXTRA)`."""
+    calls = [item.context_expr for item in block.items] if isinstance(block, ast.With) else []
+    named = "MissingLibraryError.of"
+    asked = [call for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == named]
+    return {call.args[0].value for call in asked}
+
+
 def imports(tree):
     """Modules that a file imports from outside, where nothing catches their absence."""
     caught = {
         id(node)
         for block in ast.walk(tree)
-        if isinstance(block, ast.Try)
-        and any(isinstance(h.type, ast.Name) and h.type.id == "ModuleNotFoundError" for h in block.handlers)
+        if extras(block)
+        or (
+            isinstance(block, ast.Try)
+            and any(isinstance(h.type, ast.Name) and h.type.id == "ModuleNotFoundError" for h in block.handlers)
+        )
         for statement in block.body
         for node in ast.walk(statement)
     }
@@ -162,14 +173,12 @@ def test_the_commands_extras_bring_what_they_are_named_for():
 
 
 def test_integrations_name_the_extra_of_the_library_that_they_import():
-    """`MissingLibraryError.of(error, EXTRA)` stands where the import of a library of that extra failed."""
+    """`with MissingLibraryError.of(EXTRA)` stands around the import of a library of that extra."""
     named = set()
     for file, tree in parsed().items():
-        for block in (node for node in ast.walk(tree) if isinstance(node, ast.Try)):
-            asked = [n for h in block.handlers for n in ast.walk(h) if isinstance(n, ast.Call)]
-            extras = {n.args[1].value for n in asked if ast.unparse(n.func) == "MissingLibraryError.of"}
-            named |= extras
-            for extra in (e for e in extras if distributions(e) <= {*modules()}):
+        for block in ast.walk(tree):
+            named |= extras(block)
+            for extra in (e for e in extras(block) if distributions(e) <= {*modules()}):
                 brought = {module for name in needed(distributions(extra)) for module in modules().get(name, ())}
                 wanted = {name for statement in block.body for name, _ in imports(ast.Module([statement], []))}
                 assert wanted, f"{file}: nothing is imported"

@@ -21,12 +21,10 @@ from halfstep.preparation import prepare as prepare_by_itself
 from halfstep.recipe import Recipe, get_recipe
 
 
-try:
+with MissingLibraryError.of("accelerate"):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType, release_memory
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "accelerate") from None
 
 _FREED = "_halfstep_freed"  # where an accelerator has the model that it let go of
 

@@ -21,11 +21,9 @@ from halfstep.ops.noise import key_of
 from halfstep.ops.part import part_of
 
 
-try:
+with MissingLibraryError.of("hf"):
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "hf") from None
 
 
 __all__ = ["register_attention"]

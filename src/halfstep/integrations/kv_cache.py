@@ -20,10 +20,8 @@ from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
 
 
-try:
+with MissingLibraryError.of("hf"):
     from transformers.cache_utils import DynamicCache, DynamicLayer
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "hf") from None
 
 
 def _scaled(format: str, columns: int, rule: str) -> Quantizer:

@@ -25,7 +25,7 @@ from halfstep.recipe import Recipe, get_recipe
 from halfstep.recipe.origin import check_change
 
 
-try:
+with MissingLibraryError.of("lightning"):
     from lightning.pytorch import LightningModule, Trainer, callbacks
     from lightning.pytorch.callbacks import ModelPruning
     from lightning.pytorch.plugins import Precision
@@ -33,8 +33,6 @@ try:
     from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.types import LRSchedulerConfig
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "lightning") from None
 
 
 class HalfstepPrecision(Precision):

@@ -11,10 +11,8 @@ from halfstep.errors import MissingLibraryError
 from halfstep.tracking import Log, track
 
 
-try:
+with MissingLibraryError.of("trainer"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "trainer") from None
 
 
 __all__ = ["NumericsCallback"]

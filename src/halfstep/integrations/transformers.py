@@ -33,11 +33,9 @@ from halfstep.recipe import Recipe, get_recipe
 from halfstep.recipe.origin import Origin, check_change
 
 
-try:
+with MissingLibraryError.of("trainer"):
     import transformers
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "trainer") from None
 
 
 __all__ = ["AuditCallback", "HalfstepCallback", "HalfstepMixin", "HalfstepTrainer"]

@@ -12,10 +12,8 @@ from halfstep.errors import MissingLibraryError
 from halfstep.nn.cached import CachedWeights, cached_weights
 
 
-try:
+with MissingLibraryError.of("trainer"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "trainer") from None
 
 
 __all__ = ["CachedWeightsCallback"]

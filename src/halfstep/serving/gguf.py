@@ -33,10 +33,8 @@ from halfstep.recipe import to_data
 from halfstep.serving.gguf_tokenizer import write_tokenizer
 
 
-try:
+with MissingLibraryError.of("export"):
     import gguf
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "export") from None
 
 
 _TYPES = {

@@ -16,10 +16,8 @@ from typing import Any
 from halfstep.errors import LayoutError, MissingLibraryError
 
 
-try:
+with MissingLibraryError.of("export"):
     import gguf
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "export") from None
 
 
 _LLAMA3 = (

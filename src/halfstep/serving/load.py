@@ -249,10 +249,8 @@ def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Modul
     """The model of weights that others quantised; those in codes never have memory for values."""
     found = published(checkpoint, _read)
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors if tensor.name not in found.held}
-    try:
+    with MissingLibraryError.of("accelerate"):
         empty = import_module("accelerate").init_empty_weights
-    except ModuleNotFoundError as error:
-        raise MissingLibraryError.of(error, "accelerate") from None
     with empty(include_buffers=False):
         model: Any = _stock(folder, checkpoint)
     names = loaded_names(model, found.codes)
@@ -315,10 +313,8 @@ def _factors(data: Mapping[str, str]) -> dict[str, Tensor]:
 
 def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
     """The model of config.json, with weights to be replaced."""
-    try:
+    with MissingLibraryError.of("export"):
         transformers = import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise MissingLibraryError.of(error, "export") from None
     names = (checkpoint.config or {}).get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     kind = getattr(transformers, name, None)

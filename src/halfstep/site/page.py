@@ -24,11 +24,9 @@ from halfstep.printable import printable
 from halfstep.site import memory
 
 
-try:
+with MissingLibraryError.of("lab"):
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
-except ModuleNotFoundError as error:
-    raise MissingLibraryError.of(error, "lab") from error
 
 TABS = {"kb": "Knowledge base", "formats": "Formats", "memory": "Memory"}
 _SCRIPTS = "frame", "exact", "share", "kb", "formats", "memory", "tabs"
