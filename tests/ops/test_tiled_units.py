@@ -249,7 +249,7 @@ def test_scales_that_lie_right_are_not_copied():
     assert units_mm.outer(laid).data_ptr() == laid.data_ptr()
 
 
-@for_each("name", list(matrices.TILED))
+@for_each("name", [name for name in matrices.UNITS if not name.startswith("float8")])
 def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
     """It multiplies what the layers would hand to units, and nothing that they would not."""
     units["capability"] = (10, 0) if "x" not in name.replace("mx", "") else (9, 0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +52,18 @@ def _after(
     """Weights and states after steps with those gradients, by a rule, by kernels, or together; none where not all are
     stepped so."""
     weights = [_normal(len(grad), len(grad)).to(device) for grad in grads[0]]
-    parameters = [_parameter(weight, recipe) for weight in weights]
+    parameters = [
+        nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
+        if recipe.codes is None or len(weight) < _LARGE
+        else code_tensor.parameter(
+            CodeTensor.encode(weight, recipe.codes.weights.quantizer),
+            grads=recipe.codes.grads.quantizer if recipe.codes.grads else None,
+        )
+        for weight in weights
+    ]  # a large one as the recipe keeps weights that rules round
     copies = {p: w.clone() for p, w in zip(parameters, weights, strict=True)} if recipe.master or recipe.codes else {}
     others = {"params": parameters[1::2], "lr": 3e-3, "weight_decay": 0.0}  # a group with options of its own
-    optimizer = convert(make([{"params": parameters[::2]}, others]), recipe, copies, 7)
+    optimizer = convert(make([{"params": parameters[::2]}, others]), recipe, copies, 7)  # type: ignore[arg-type]
     if way == "by the rule":
         optimizer.rule = replace(optimizer.rule, fused=never, options=None)
     elif way == "together":
@@ -77,15 +84,6 @@ def _after(
         kept = p.parts if isinstance(p, CodeTensor) else {"weight": p.detach()}
         found |= {f"{key} of {len(p)}": t for key, t in {**kept, **optimizer.state[p]}.items() if torch.is_tensor(t)}
     return found if way != "together" or optimizer._together.all else {}
-
-
-def _parameter(weight: Tensor, recipe: Recipe) -> Any:
-    """A parameter of those values: a large one as the recipe keeps weights that rules round."""
-    codes = recipe.codes if len(weight) >= _LARGE else None
-    if codes is None:
-        return nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
-    made = CodeTensor.encode(weight, codes.weights.quantizer)
-    return code_tensor.parameter(made, grads=codes.grads.quantizer if codes.grads else None)
 
 
 def _normal(seed: int, *shape: int) -> Tensor:

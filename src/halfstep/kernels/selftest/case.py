@@ -105,8 +105,7 @@ def outcome(test: KernelTest, device: torch.device = _CPU) -> Outcome:
             difference = difference or compare(*case)
     except Exception as error:
         difference = f"raised {type(error).__name__}: {error}"
-    difference = difference if compared or difference else "the kernel took no input"
-    return Outcome(test.kernel, test.format, compared, difference)
+    return Outcome(test.kernel, test.format, compared, difference or (None if compared else "the kernel took no input"))
 
 
 def compare(expected: Tensor, found: Tensor, what: str, given: Tensor | None = None) -> str | None:
@@ -125,8 +124,8 @@ def compare(expected: Tensor, found: Tensor, what: str, given: Tensor | None = N
 
 def _text(value: Any) -> str:
     """A dtype, a shape, a word or a function."""
-    told = "x".join(map(str, value)) if type(value) is tuple else getattr(value, "__name__", str(value))
-    return told.removeprefix("torch.")
+    whole = "x".join(map(str, value)) if type(value) is tuple else str(value)
+    return getattr(value, "__name__", whole).removeprefix("torch.")
 
 
 def written(run: Run, x: Tensor, out: Tensor, *given: Any) -> Any:
@@ -166,11 +165,6 @@ def finite(size: int, dtype: torch.dtype = torch.float32, format: Format | None 
 def matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Any = None) -> Tensor:
     """`hard` numbers."""
     return hard(math.prod(shape), dtype).view(shape)
-
-
-def numbers(shape: tuple[int, int], dtype: torch.dtype, quantizer: Any = None) -> Tensor:
-    """`finite` numbers."""
-    return finite(math.prod(shape), dtype).view(shape)
 
 
 def bounded(shape: tuple[int, int], dtype: torch.dtype, quantizer: Any = None, limit: float = 1e30) -> Tensor:

@@ -7,7 +7,6 @@ from itertools import product
 import torch
 
 from halfstep import formats, quant
-from halfstep.formats import Format, Posit
 from halfstep.kernels.cpu import amax, cast, codes, posit
 from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.kernels.gpu import cast as gpu_cast
@@ -40,18 +39,18 @@ from halfstep.quant.scaling.delayed import Delayed
 
 
 def _cast(
-    format: Format, device: torch.device, dtype: torch.dtype, size: int, rounding: str, overflow: str, held: str,
-    run: Run,
+    format: formats.Format, device: torch.device, dtype: torch.dtype, size: int, rounding: str, overflow: str,
+    held: str, run: Run,
 ) -> Cases:  # fmt: skip
     x, seed = hard(size, dtype, format), seed_of(rounding)
-    how = format, rounding, overflow, cell(SEED, device) if held else seed
-    found = written(run, x, torch.full_like(x, 7, device=device), *how)
-    yield Case(quant.round_to(x, format, rounding, overflow, seed), found, "", x)
+    out, handed = torch.full_like(x, 7, device=device), cell(SEED, device) if held else seed
+    expected = quant.round_to(x, format, rounding, overflow, seed)
+    yield Case(expected, written(run, x, out, format, rounding, overflow, handed), "", x)
 
 
 def _scaled(
-    format: Format, device: torch.device, dtype: torch.dtype, size: int, into: torch.dtype, make: Run, noted: str,
-    run: Run,
+    format: formats.Format, device: torch.device, dtype: torch.dtype, size: int, into: torch.dtype, make: Run,
+    noted: str, run: Run,
 ) -> Cases:  # fmt: skip
     """Values of x times a factor, with the largest magnitude noted or not; NaN's bits are above all."""
     x, factor, largest = make(size, dtype, format), scalar(3.7), scalar(0.5, device) if noted else None
@@ -67,7 +66,7 @@ def _amax(dtype: torch.dtype, device: torch.device, size: int, make: Run, unless
 
 
 def _codes(
-    format: Format, device: torch.device, dtype: torch.dtype, size: int, rounding: str, run: Run, **more: bool
+    format: formats.Format, device: torch.device, dtype: torch.dtype, size: int, rounding: str, run: Run, **more: bool
 ) -> Cases:
     x, seed = hard(size, dtype, format), seed_of(rounding)
     x = x if format.has_nan else x[~x.isnan()]
@@ -76,7 +75,9 @@ def _codes(
     yield Case(quant.encode(x, format, rounding, "saturate", seed), found, "", x)
 
 
-def _packed(format: Format, device: torch.device, dtype: torch.dtype, size: int, run: Run, decode: Run) -> Cases:
+def _packed(
+    format: formats.Format, device: torch.device, dtype: torch.dtype, size: int, run: Run, decode: Run
+) -> Cases:
     """Codes of 4 and 6 bits in the bytes where `quant.pack` puts them, and the values of these bytes."""
     x, how = finite(4 * size, dtype, format).view(size, 4), (format, "nearest_even", "saturate", None)
     codes = quant.encode(x, format)
@@ -86,14 +87,16 @@ def _packed(format: Format, device: torch.device, dtype: torch.dtype, size: int,
     yield Case(quant.decode(codes, format, dtype), back, "values")
 
 
-def _decode(format: Format, device: torch.device, dtype: torch.dtype, run: Run) -> Cases:
+def _decode(format: formats.Format, device: torch.device, dtype: torch.dtype, run: Run) -> Cases:
     """Every code of the format."""
     codes = torch.arange(1 << format.bits, dtype=torch.int64, device="cpu").to(CONTAINERS[format.storage_bits])
     found = coded(run, codes, torch.empty_like(codes, dtype=dtype, device=device), format)
     yield Case(quant.decode(codes, format, dtype), found, "", codes)
 
 
-def _posit(format: Posit, device: torch.device, dtype: torch.dtype, size: int, run: Run, run_encode: Run) -> Cases:
+def _posit(
+    format: formats.Posit, device: torch.device, dtype: torch.dtype, size: int, run: Run, run_encode: Run
+) -> Cases:
     x, how = hard(size, dtype, format), (format, "nearest_even")
     out, codes = (torch.empty_like(x, dtype=to, device=device) for to in (dtype, CONTAINERS[format.storage_bits]))
     yield Case(quant.round_to(x, format), written(run, x, out, *how), "values", x)
@@ -108,7 +111,7 @@ def _finish(dtype: torch.dtype, device: torch.device, rows: int, columns: int, b
     yield Case(wide.to(dtype), found, "", product)
 
 
-def _history(format: Format, device: torch.device, scaling: Delayed, skipped: float | None) -> Cases:
+def _history(format: formats.Format, device: torch.device, scaling: Delayed, skipped: float | None) -> Cases:
     """States of many kinds at the end of a step, of one that was left out too."""
     generator = torch.Generator().manual_seed(scaling.history)
     states = torch.rand((12, 1 + scaling.history), generator=generator, dtype=torch.float32, device="cpu")
@@ -135,10 +138,6 @@ _EVERY = _SCALED | named(formats.get, "e3m2fn", "int8", "bf16", "fp16")
 _PACKED = named(formats.get, "e2m1fn", "e3m2fn", "int4", "uint4", "nf4")
 _DECODED = _EVERY | named(formats.get, "int4", "uint4", "nf4", "posit16_1", "float8_e8m0fnu")
 _POSITS = named(formats.get, "posit8_2", "posit16_1", "posit16_2")
-_HISTORIES = (
-    Delayed("delayed"), Delayed("delayed", history=1), Delayed("delayed", history=33, warmup=0, restart=True),
-    Delayed("delayed", history=16, algorithm="most_recent", warmup=3),
-)  # fmt: skip
 CPU = (
     *kernel_tests("cast", _EVERY, _cast, product(DTYPES, _SIZES, ROUNDINGS, _OVERFLOWS, [""]), run=cast.run),
     *kernel_tests(
@@ -177,5 +176,15 @@ GPU = (
         "finish", BFLOAT16 | FLOAT16, _finish,
         [(*shape, biased) for shape in ((1, 1), (7, 300), (3, 5000)) for biased in ("", "biased")],
     ),
-    *kernel_tests("history", _FP8, _history, product(_HISTORIES, (None, 0.0, 1.0))),
+    *kernel_tests(
+        "history", _FP8, _history,
+        product(
+            (
+                Delayed("delayed"), Delayed("delayed", history=1),
+                Delayed("delayed", history=16, algorithm="most_recent", warmup=3),
+                Delayed("delayed", history=33, warmup=0, restart=True),
+            ),
+            (None, 0.0, 1.0),
+        ),
+    ),
 )  # fmt: skip

@@ -38,7 +38,7 @@ from halfstep.kernels.selftest.case import (
     whole,
     written,
 )
-from halfstep.kernels.unit_kinds import dtype_of
+from halfstep.kernels.unit_kinds import dtype_of, is_tiled
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.pack import pack
 from halfstep.quant.scaling import current, get_scaling
@@ -52,9 +52,8 @@ def _quantiles(algorithm: str, device: torch.device, dtype: torch.dtype, tile: s
     x, clamp = bounded((33, 300), dtype), quant.Clamp(0.9, tile, algorithm)
     bounds = torch.empty(2, 33 if tile == "row" else 1, dtype=torch.float32, device="cpu")
     yield Case(clamp.bounds(x), quantiles.run(x, bounds, clamp) and bounds)
-    beyond: Any = clamp_operators.sparse(clamp.parts(x, bounds)[1].float())
-    found: Any = rows.run_beyond(x, bounds)
-    yield from (Case(*pair, "what is beyond") for pair in zip(beyond, found, strict=True))
+    beyond: Any = clamp_operators.sparse(clamp.parts(x, bounds)[1].float()), rows.run_beyond(x, bounds)
+    yield from (Case(expected, found, "what is beyond") for expected, found in zip(*beyond, strict=True))
 
 
 def _rows(
@@ -63,12 +62,12 @@ def _rows(
     """Clamped, multiplied by a factor a row or a column, and rounded: in whole numbers, and to values."""
     x, bounds = bounded(_SHAPE, dtype), torch.tensor([[-1.25], [2.5]], dtype=torch.float32, device="cpu")
     factor, steps = (_factors(shape), 2) if into == torch.int8 else (torch.exp2(_factors(shape).round()), 1)
-    how = bounds, factor, format, "nearest_up", steps
-    found = written(rows.run, x, torch.empty(_SHAPE, dtype=into, device="cpu"), *how)
+    out = torch.empty(_SHAPE, dtype=into, device="cpu")
     rounded = quant.round_to(x.float().clamp(-1.25, 2.5) * factor, format, "nearest_up")
-    yield Case((rounded * 2 if steps == 2 else rounded / factor).to(into), found, "", x)
-    dim = shape.index(1)
-    yield Case(x.abs().amax(dim, keepdim=True), rows.run_amax(x, None, dim), "largest magnitudes")
+    expected = (rounded * 2 if steps == 2 else rounded / factor).to(into)
+    yield Case(expected, written(rows.run, x, out, bounds, factor, format, "nearest_up", steps), "", x)
+    maxima = rows.run_amax(x, None, shape.index(1))
+    yield Case(x.abs().amax(shape.index(1), keepdim=True), maxima, "largest magnitudes")
 
 
 def _folded(format: formats.Format, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Cases:
@@ -114,9 +113,9 @@ class Operand(NamedTuple):
 def _carried(format: formats.Format, device: torch.device, rows: int, shared: int, columns: int, scaled: str) -> Cases:
     """Operands of few bits, so that every sum is exact in float32: any path must give the exact product, rounded."""
     lhs, rhs = (quant.round_to(x, format).bfloat16() for x in (whole(1, rows, shared), whole(2, columns, shared)))
-    exact, scale = lhs.double() @ rhs.double().t(), scalar(0.37) if scaled else None
-    expected = exact if scale is None else exact.float() * scale
-    yield Case(expected.bfloat16(), carried.run(lhs, rhs.t(), None, scale))
+    exact, scale = lhs.double() @ rhs.double().t(), scalar(0.37)
+    expected = (exact.float() * scale if scaled else exact).bfloat16()
+    yield Case(expected, carried.run(lhs, rhs.t(), None, scale if scaled else None))
 
 
 def _few_rows(quantizer: Quantizer, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
@@ -159,37 +158,29 @@ def _whole_products(dtype: torch.dtype, device: torch.device, bias: str, more: s
     yield Case(((lhs.double() @ rhs.double()) * first * second + bool(bias) + bool(more)).to(dtype), found)
 
 
-def _fp8_units(format: formats.Format, device: torch.device, rows: int, shared: int, columns: int, tile: Tile) -> Cases:
-    """The product by FP8 tensor cores: E4M3 on the right, `format` on the left; one scale a tensor, or one a row. Whole
-    numbers, so that any order of summing gives the exact product: what is wrong here is a layout or a scale."""
-    right, powers = formats.get("float8_e4m3fn"), torch.arange(rows, dtype=torch.float32, device="cpu")[:, None]
-    scale = scalar(0.375) if tile == Tile(0, 0) else torch.exp2(powers)
-    lhs, rhs = quant.round_to(whole(1, rows, shared), format), quant.round_to(whole(2, columns, shared), right)
-    a = Operand(lhs.to(device, dtype_of(format)), scale.to(device))
-    b = Operand(rhs.to(device, dtype_of(right)).t(), scalar(1.0, device))
-    found = scaled_mm.run(a, b, None, torch.bfloat16)
-    assert found is not None
-    yield Case(((lhs.double() @ rhs.double().t()).float() * scale).bfloat16(), found)
-
-
-def _tiled_units(
-    sides: tuple[Quantizer, Quantizer], device: torch.device, rows: int, shared: int, columns: int
-) -> Cases:
-    """The product of small whole numbers, each tile times a power of two of its own: exact in any order."""
-    lhs, rhs = _powers(sides[0], rows, shared, 1), _powers(sides[1], columns, shared, 3)
+def _units(sides: Any, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
+    """The product by FP8 and FP4 tensor cores of whole numbers, each tile times a scale of its own, so that any order
+    of summing gives the exact product: what is wrong here is a layout or a scale."""
+    lhs, rhs = _scaled(sides[0], rows, shared, 1), _scaled(sides[1], columns, shared, 3)
     exact = lhs.dequantize(torch.float64) @ rhs.dequantize(torch.float64).t()
     a, b = (replace(one, tensors={key: part.to(device) for key, part in one.tensors.items()}) for one in (lhs, rhs))
-    found = scaled_mm.run_tiled(a, b, None, torch.bfloat16)
+    if is_tiled(sides[0]):
+        found = scaled_mm.run_tiled(a, b, None, torch.bfloat16)
+    else:
+        left, right = (one.codes.view(dtype_of(one.quantizer.format)) for one in (a, b))  # type: ignore[arg-type]
+        scale = a.scale if sides[0].scales.tile.rows else a.scale[0, 0]
+        found = scaled_mm.run(Operand(left, scale), Operand(right.t(), b.scale[0, 0]), None, torch.bfloat16)
     assert found is not None
     yield Case(exact.float().bfloat16(), found)
 
 
-def _powers(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantized:
-    """Whole numbers of at most 4 times 1, 2 or 4, one power a tile; half of that where the tensor has a scale."""
+def _scaled(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantized:
+    """Whole numbers of at most 4 times 1, 2 or 4, one power a tile; 3/8 of that where scales are float32, half of it
+    where the tensor has a scale of its own."""
     (tile, rule), format = (quantizer.scales.tile, quantizer.scales.rule), quantizer.format
     codes = quant.encode(whole(seed, rows, columns, most=4), format)
     powers = torch.exp2(whole(seed + 1, *tile.grid(rows, columns), most=1) + 1)
-    scale = powers if rule.holds == "float32" else quant.encode(powers, formats.get(rule.holds))
+    scale = 0.375 * powers if rule.holds == "float32" else quant.encode(powers, formats.get(rule.holds))
     tensors = {"codes": pack(codes, format.bits, format.high_nibble_first), "scale": scale}
     tensors |= {"tensor_scale": scalar(0.5)} if rule.two_level else {}
     return quant.Quantized(quantizer, (rows, columns), torch.float32, tensors)
@@ -197,35 +188,29 @@ def _powers(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantiz
 
 def units(device: torch.device) -> list[KernelTest]:
     """Every way of scaling that the units of that GPU take, at sizes that they take."""
-    sizes = ((4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
-    fp8 = {name: format for name, format in _FP8.items() if Tile(0, 0) in _taken(format, device)}
-    tiled = {name: sides for name, sides in TILED.items() if scaled_mm.product_refusal(*sides, device) is None}
-    return [
-        *kernel_tests(
-            "fp8 units", fp8, _fp8_units,
-            lambda format: [(*s, tile) for s in ((1, 16, 16), (33, 64, 48)) for tile in _taken(format, device)],
-        ),
-        *kernel_tests(
-            "units, tiles", tiled, _tiled_units,
-            lambda sides: [size for size in sizes if scaled_mm.misfit(sides[0], sides[1], size) is None],
-        ),
-    ]  # fmt: skip
-
-
-def _taken(format: formats.Format, device: torch.device) -> list[Tile]:
-    """A scale for the tensor, and for each row: which of these they take."""
-    quantizers = [Quantizer(format, scales=Scales(tile, current.current)) for tile in (Tile(0, 0), Tile(1, 0))]
-    return [q.scales.tile for q in quantizers if q.scales and scaled_mm.refusal(q, device) is None]
+    sizes = ((1, 16, 16), (33, 64, 48), (4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
+    return kernel_tests(
+        "units",
+        {name: sides for name, sides in UNITS.items() if scaled_mm.product_refusal(*sides, device) is None},
+        _units,
+        lambda sides: [size for size in sizes if scaled_mm.misfit(sides[0], sides[1], size) is None],
+    )
 
 
 _FP8 = named(formats.get, "float8_e4m3fn", "float8_e5m2")
-TILED = {
+_RIGHT = Quantizer(formats.get("float8_e4m3fn"), scales=Scales(Tile(0, 0), current.current))
+UNITS = {
+    f"{name} {tile}": (Quantizer(format, scales=Scales(tile, current.current)), _RIGHT)
+    for name, format in _FP8.items()
+    for tile in (Tile(0, 0), Tile(1, 0))
+} | {
     "1x128 x 128x128": (get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128")),
     "1x128 x 1x128": (get_quantizer("fp8_1x128"), get_quantizer("fp8_1x128")),
     "128x128 x 1x128": (get_quantizer("fp8_128x128"), get_quantizer("fp8_1x128")),
     "mxfp8_e4m3": (get_quantizer("mxfp8_e4m3"), get_quantizer("mxfp8_e4m3")),
     "nvfp4": (get_quantizer("nvfp4"), get_quantizer("nvfp4")),
-}
+}  # fmt: skip
+"""What tensor cores scale, by kind of tile: quantizers of the left and of the right."""
 _SIDES = DTYPES[:2], ((33, 1), (1, 64))
 """Dtypes, and the shapes of a factor a row and a column."""
 CPU = (

@@ -28,7 +28,6 @@ from halfstep.kernels.selftest.case import (
     kernel_tests,
     matrix,
     named,
-    numbers,
     scalar,
     seed_of,
     written,
@@ -42,8 +41,8 @@ from halfstep.quant.scaling import current, get_scaling
 def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer) -> Tensor:
     """Rows of many sizes, hard numbers in some: tiles of zeros, tiny ones, lost ones, near ties and usual ones."""
     (count, columns), generator = shape, torch.Generator().manual_seed(shape[0])
-    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    x *= torch.exp2(torch.arange(count, dtype=torch.float32, device="cpu") * 7 % 60 - 30)[:, None]
+    sizes = torch.arange(count, dtype=torch.float32, device="cpu")[:, None] * 7 % 60 - 30
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * torch.exp2(sizes)
     if columns > 16 and count > 3:
         x[1] = hard(columns, format=quantizer.format)
         x[2, : columns // 2] = 0
@@ -157,8 +156,8 @@ def _formed(
     x = x * size if size in (1.0, 2.0**-130) else torch.full_like(x, size)
     largest = x.float().abs().amax()
     factor = scalar(state) if state else current.factor_of(largest, quantizer.format)
-    given = None if state is None else scalar(state, device), None, largest.to(device)
-    yield from _times(x, quantizer, device, factor, *given)
+    held = None if state is None else scalar(state, device)
+    yield from _times(x, quantizer, device, factor, held, None, largest.to(device))
 
 
 def _times(x: Tensor, quantizer: Quantizer, device: torch.device, factor: Tensor, *given: Any) -> Cases:
@@ -220,8 +219,7 @@ def rotated_values(
     tensor's scale, too."""
     quantizer, part, into = (spun[0], 1.0, dtype) if dim else (spun[0].down, part, into)
     x, signs, seed = make(shape, dtype, spun[0]), spun[1].signs(), seed_of(quantizer.rounding)
-    two_level = quantizer.scales.rule.two_level
-    known = told(x, signs, dim, quantizer)
+    known, two_level = told(x, signs, dim, quantizer), quantizer.scales.rule.two_level
     wide, upright = quant.rotate(x, signs, dim) * part, dim or two_level
     expected = quantizer.quantize(wide, seed) if upright else spun[0].quantize(wide.t().contiguous(), seed)
     values, there = expected.dequantize(into), (x.to(device), signs.to(device), dim, quantizer, known, seed)
@@ -274,8 +272,11 @@ def _cpu_rotated(
 
 def _rotated_inputs(spun: Spun, *more: tuple[Any, ...]) -> list[Any]:
     """Whole blocks of the rotation in a whole program, and short ones both ways; along both dimensions."""
-    inputs = (torch.bfloat16, (spun[1].size, 512)), (torch.float32, (spun[1].size + 3, 45)), *more
-    return [(*one, dim) for one in inputs for dim in (0, 1)]
+    return [
+        (*one, dim)
+        for one in ((torch.bfloat16, (spun[1].size, 512)), (torch.float32, (spun[1].size + 3, 45)), *more)
+        for dim in (0, 1)
+    ]
 
 
 def with_scales(format: str, tile: Tile, rule: str, rounding: str = "nearest_even") -> Quantizer:
@@ -319,35 +320,27 @@ _VALUES = named(
     "dynamic8_unsigned 2x16 current",
 )  # fmt: skip
 _WHOLE = named(_QUANTIZERS.__getitem__, "e4m3fn whole current", "e5m2 whole rceil")
-_OTHERS: dict[str, list[Any]] = {
-    "double_absmax": [(torch.bfloat16, (520, 128), hard_matrix)], "four_over_six": [(torch.float32, (48, 144), tied)],
-}  # fmt: skip
-"""By scale rule: groups of scales that are lost with a tile, and others; ties."""
 _AT = ((torch.bfloat16, (130, 144)), (torch.float32, (36, 20)))
-_SCALED = ((1.0, None), (1.0, 0.0), (1.0, 0.25), *product((2.0**-130, 0.0, torch.inf, torch.nan), (None,)))
-"""What a matrix is multiplied by, or full of, and the factor that is held."""
 
 
 def _inputs(quantizer: Any) -> list[Any]:
-    """Whole blocks of a row, short tiles, rows that start at 16 bytes, and rows that start anywhere."""
-    shapes = (
-        (torch.bfloat16, (3, 256)),
-        (torch.float32, (130, 144)),
-        (torch.float16, (17, 80)),
-        (torch.float32, (5, 13)),
-    )
-    return [*((*shape, hard_matrix) for shape in shapes), *_OTHERS.get(quantizer.scales.rule.name, ())]
-
-
-def _intos(quantizer: Quantizer) -> list[Any]:
-    """To the dtype of the input, and to bfloat16."""
-    return [(*point, into) for point in _inputs(quantizer) for into in dict.fromkeys((point[0], torch.bfloat16))]
+    """Whole blocks of a row, short tiles, rows that start at 16 bytes, and rows that start anywhere; ties where there
+    are two scales to choose from; groups of scales that are lost with a tile, and others, where scales have scales."""
+    rule = quantizer.scales.rule.name
+    return [
+        (torch.bfloat16, (3, 256), hard_matrix), (torch.float32, (130, 144), hard_matrix),
+        (torch.float16, (17, 80), hard_matrix), (torch.float32, (5, 13), hard_matrix),
+        *([(torch.bfloat16, (520, 128), hard_matrix)] if rule == "double_absmax" else []),
+        *([(torch.float32, (48, 144), tied)] if rule == "four_over_six" else []),
+    ]  # fmt: skip
 
 
 def _in_tiles(quantizer: Any) -> list[Any]:
     """One tile, and several in several rows."""
-    shapes = (torch.float32, 1, 1), (torch.float32, 9, 5), (torch.bfloat16, 9, 5)
-    return [(dtype, (high, wide * quantizer.scales.tile.columns), matrix) for dtype, high, wide in shapes]
+    return [
+        (dtype, (high, wide * quantizer.scales.tile.columns), matrix)
+        for dtype, high, wide in ((torch.float32, 1, 1), (torch.float32, 9, 5), (torch.bfloat16, 9, 5))
+    ]
 
 
 def _taken(run: Run) -> Run:
@@ -363,7 +356,6 @@ _MX, _DYNAMIC = named(get_quantizer, "mxfp8_e4m3", "mxfp4", "mxfp6_e3m2"), named
 _BLOCKS = named(get_quantizer, "nf4", "nvfp4", "fp8_1x128") | _MX | {
     f"{name} stochastic": get_quantizer(name, rounding="stochastic") for name in ("nvfp4", "fp8_1x128", *_MX)
 }  # fmt: skip
-_ROWS = {name: with_scales(name, Tile(1, 0), "rceil") for name in ("float8_e4m3fn", "float8_e5m2", "e2m1fn")}
 _SPUN: dict[str, Spun] = {
     "nvfp4 1x16, NVFP4's signs": (get_quantizer("nvfp4", rounding="stochastic"), Hadamard()),
     "mxfp4 1x32, 64 signs": (with_scales("e2m1fn", Tile(1, 32), "rceil", "stochastic"), Hadamard(64, 5)),
@@ -383,7 +375,7 @@ CPU = (
             for name in ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn")
             for tile in (Tile(1, 0), Tile(0, 0), Tile(16, 16))
         },
-        valued, product(DTYPES[:2], [(32, 48)], [numbers]), run=_taken(tiles.run),
+        valued, product(DTYPES[:2], [(32, 48)]), make=lambda *how: matrix(*how).nan_to_num(1.0), run=_taken(tiles.run),
     ),
     *kernel_tests(
         "panels",
@@ -405,7 +397,9 @@ CPU = (
         test
         for kernel, run in (("powered rows", blocks.run_values), ("powered columns", _by_view))
         for test in kernel_tests(
-            kernel, _ROWS, valued, product(DTYPES[:2], [(33, 64)], [matrix]), run=_taken(run)
+            kernel,
+            {name: with_scales(name, Tile(1, 0), "rceil") for name in ("float8_e4m3fn", "float8_e5m2", "e2m1fn")},
+            valued, product(DTYPES[:2], [(33, 64)], [matrix]), run=_taken(run),
         )
     ),
     *kernel_tests(
@@ -425,7 +419,10 @@ CPU = (
 )  # fmt: skip
 GPU = (
     *kernel_tests("tiles", _QUANTIZERS, quantised, _inputs),
-    *kernel_tests("tile values", _VALUES, valued, _intos),
+    *kernel_tests(
+        "tile values", _VALUES, valued,
+        lambda q: [(*one, into) for one in _inputs(q) for into in dict.fromkeys((one[0], torch.bfloat16))],
+    ),
     *kernel_tests("tiles dequantised", _VALUES, dequantised, _inputs),
     *kernel_tests(
         "both layouts",
@@ -446,7 +443,11 @@ GPU = (
     ),
     *kernel_tests(
         "both layouts by the largest", named(_WHOLE.__getitem__, "e4m3fn whole current"), _formed,
-        [(*at, *by) for at in _AT for by in _SCALED],
+        [
+            (*at, *by)  # what the matrix is multiplied by, or full of, and the factor that is held
+            for at in _AT
+            for by in ((1.0, None), (1.0, 0.0), (1.0, 0.25), *product((2.0**-130, 0.0, torch.inf, torch.nan), (None,)))
+        ],
     ),
     *kernel_tests("replays", named(_QUANTIZERS.__getitem__, "mxfp4 1x32 rceil", "nvfp4 1x16 up"), _replayed),
     *kernel_tests(
