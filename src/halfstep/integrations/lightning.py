@@ -79,7 +79,8 @@ class HalfstepPrecision(Precision):
         self._optimizers: list[LowBit] = []
         self._stepped: set[torch.optim.Optimizer] = set()
         self._begun = False
-        self._skipped = False
+        self.step_was_skipped = False
+        """Whether the last optimizer step was left out, since gradients overflowed."""
 
     # ---- before the run -------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class HalfstepPrecision(Precision):
         scaler.step(optimizer, **kwargs)
         self._stepped.add(optimizer)
         self._settle()
-        self._skipped = scaler.skipped_steps > before
+        self.step_was_skipped = scaler.skipped_steps > before
         return result
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
@@ -194,11 +195,6 @@ class HalfstepPrecision(Precision):
         if not self._loss_scaler().is_unscaled(optimizer):
             self._loss_scaler().unscale_(optimizer)
         super().clip_grad_by_value(optimizer, clip_val)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last optimizer step was left out, since gradients overflowed."""
-        return self._skipped
 
     def _settle(self) -> None:
         """End the optimizer step. Gradients of another optimizer that wait for theirs are multiplied by the present

@@ -29,7 +29,7 @@ from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock
 from halfstep.nn.ranks import under_ddp, uneven
 from halfstep.nn.schedule import Recomputation
-from halfstep.nn.watched import Copied
+from halfstep.nn.watched import Copied, nothing
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.quant.tracing import inlined, untraced
 
@@ -57,7 +57,7 @@ class Following:
     """The hook that looks at optimizers' first steps (`nn.watched`); copies have none."""
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_root": _no_root, "calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
+        own = {"_root": nothing, "calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
         return {**vars(self), **own, "watch": None, "cached": None, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
@@ -302,10 +302,6 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 
 def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented" or "forward" in vars(module)
-
-
-def _no_root() -> None:
-    """The root of a part that was copied without it."""
 
 
 _OPERATORS = {"pow": ("__pow__", "__rpow__", "float_power"), "reciprocal": ("__rtruediv__", "__rdiv__")}

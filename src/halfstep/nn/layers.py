@@ -106,15 +106,12 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         raise RecipeError(
             f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} layers its rules match"
         )
-    smoothed: tuple[str, ...] = ()
     specs = {path: spec for path, spec in specs.items() if path in chosen}
-    if recipe.smooth_glu is not None:
-        smoothed, rough = _gated(model, recipe, specs)
-        kept |= rough
+    smoothed, rough = _gated(model, recipe, specs) if recipe.smooth_glu is not None else ((), {})
     return Matched(
         kinds={path: kind for path, kind in kinds.items() if path not in others},  # whose products are their library's
         specs=specs,
-        kept=kept,
+        kept=kept | rough,
         smoothed=smoothed,
         attends=_attends(model, recipe),
         sought=_sought(recipe, [rule for path, rule in hits.items() if path in kinds]),

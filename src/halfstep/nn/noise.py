@@ -6,7 +6,7 @@ numbers that a pass takes, so that nothing is drawn from a generator and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,17 +39,15 @@ class _Origin(NamedTuple):
         return torch.tensor([self.number, 0], dtype=torch.int64, device=device)
 
 
-def attach(model: nn.Module, paths: Iterable[str], seed: int) -> None:
+def attach(model: nn.Module, paths: Sequence[str], seed: int) -> None:
     """Give the layers of those paths their keys: non-persistent buffers that DDP leaves alone."""
-    names = []
     for path in paths:
         module = model.get_submodule(path)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         origin = own_part(module).origin = _Origin(seed, plain_name(path))
         module.register_buffer(ATTRIBUTE, origin.key(device), persistent=False)
         extend(module, Surviving(ATTRIBUTE, _initial))
-        names.append(f"{path}.{ATTRIBUTE}".lstrip("."))
-    ignore(model, names)
+    ignore(model, [f"{path}.{ATTRIBUTE}".lstrip(".") for path in paths])
 
 
 def detach(model: nn.Module) -> None:

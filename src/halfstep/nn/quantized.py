@@ -76,10 +76,11 @@ def quantize_model(
     factors: dict[str, dict[str, Tensor]] = {}
     if part_of(model).applied is not None:
         merged = {f"{path}.{part}.weight" for path in smooth or () for part in ("up_proj", "down_proj")}
-        for name, state in moved(model).items():
-            path, _, operand = name.rpartition(".")
-            if name.lstrip(".") not in merged:
-                factors.setdefault(path, {})[operand] = state
+        kept = [
+            (*name.rpartition("."), state) for name, state in moved(model).items() if name.lstrip(".") not in merged
+        ]
+        by_path = grouped((path, (operand, state)) for path, _, operand, state in kept)
+        factors = {path: dict(states) for path, states in by_path.items()}
         module_filter = _as_before(model, module_filter)
         revert(model)
     if recipe.smooth_glu == "channel":

@@ -97,8 +97,7 @@ def unignore(model: nn.Module, part: str) -> None:
 def states_of(module: nn.Module, product: str = "") -> dict[str, Tensor]:
     """The states of one layer, or of one of its products, by operand."""
     prefix = _buffer(product)
-    found = {name.removeprefix(prefix): b for name, b in module._buffers.items() if name.startswith(prefix)}
-    return {name: state for name, state in found.items() if state is not None}
+    return {name.removeprefix(prefix): state for name, state in _buffers(module, prefix)}
 
 
 def moved(model: nn.Module) -> dict[str, Tensor]:

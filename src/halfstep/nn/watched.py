@@ -118,13 +118,13 @@ class Copied:
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
         self.model = model
-        self.copy: Callable[[], nn.Module | None] = _unknown
+        self.copy: Callable[[], nn.Module | None] = nothing
 
     def __deepcopy__(self, memo: object) -> Copied:
         return self
 
     def __reduce__(self) -> Any:
-        return Copied, (_unknown,)
+        return Copied, (nothing,)
 
 
 def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
@@ -181,9 +181,9 @@ class _Search:
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         if self._steps == self._next:
             self._next *= _SEARCH
-            places = [weakref.ref(clone) for clone in self._clones(optimizer)]
             self._watches = [
-                _Watch([place], self._places, "clones of the parameters", self._recipe) for place in places
+                _Watch([weakref.ref(clone)], self._places, "clones of the parameters", self._recipe)
+                for clone in self._clones(optimizer)
             ]
         still = [watch for watch in self._watches if watch.is_open()]
         if any(watch.has_warned for watch in self._watches):
@@ -335,8 +335,8 @@ def _values(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([values[:: max(1, len(values) // _VALUES)][:_VALUES].float() for values in flat])
 
 
-def _unknown() -> None:
-    """The model that a pickled one was copied from."""
+def nothing() -> None:
+    """The model that a pickled one was copied from; the root of a part that was copied without it."""
 
 
 _ENDED = "_halfstep_ended"

@@ -33,8 +33,7 @@ class Calibration:
         """
         if len(inputs) != len(self.grad_inputs):
             raise ModelError(f"{len(inputs)} inputs of an operation that was calibrated with {len(self.grad_inputs)}")
-        found = [factor for factor in self.grad_inputs if factor is not None]
-        output, *grads = get_constraint(constraint)(self.output, *found)
+        output, *grads = get_constraint(constraint)(self.output, *(f for f in self.grad_inputs if f is not None))
         factors = iter(grads)
         scaled = [
             x if factor is None else scale_backward(x, next(factors))

@@ -57,8 +57,7 @@ def parameter_groups(
     kind, rule = optimizer_kind(optimizer), get_parametrization(parametrization)
     meaning = one_of("decay", rule.decay if decay is None else decay, DECAYS, OptimizerError)
     readout = readout_constraint if readout_constraint is not None else _readout(model)
-    every: list[Mapping[str, Any]] = [{"params": model.parameters()}]
-    given = [_listed(group) for group in (every if groups is None else groups)]
+    given = [_listed(group) for group in ([{"params": model.parameters()}] if groups is None else groups)]
     factors = _factors(model, given, lambda role: rule.lr(role, kind, readout))
     made: list[dict[str, Any]] = []
     for group in given:

@@ -165,10 +165,11 @@ def cross_entropy(
     losses = scale_forward(_wide(input), mult), target
     if reduction == "mean":
         total = F.cross_entropy(*losses, reduction="sum", **options)
-        counted = target.numel() / input.shape[0 if input.dim() == 1 else 1]
-        if not target.is_floating_point():
-            return run(_Loss, total, (target != ignore_index).sum(), factor)  # type: ignore[no-any-return]
-        return run(_Loss, total, total.new_tensor(counted), factor)  # type: ignore[no-any-return]
+        if target.is_floating_point():
+            count = total.new_tensor(target.numel() / input.shape[0 if input.dim() == 1 else 1])
+        else:
+            count = (target != ignore_index).sum()
+        return run(_Loss, total, count, factor)  # type: ignore[no-any-return]
     one_of("reduction", reduction, ("mean", "none", "sum"), ModelError)
     return scale_backward(F.cross_entropy(*losses, reduction=reduction, **options), factor)
 

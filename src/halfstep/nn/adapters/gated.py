@@ -132,8 +132,7 @@ def merge_smooth_scales(model: nn.Module, scales: Mapping[str, Tensor]) -> None:
             raise ModelError(
                 f"{type(model).__name__}: {path!r} is not a gated MLP (gate_proj, up_proj, down_proj, act_fn)"
             )
-        up: nn.Linear = module.up_proj
-        down: nn.Linear = module.down_proj
+        up, down = module.up_proj, module.down_proj
         if scale.shape != (up.out_features,):
             raise ModelError(f"{path}: scales of shape {tuple(scale.shape)}; expected ({up.out_features},)")
         if not bool(((scale > 0) & scale.isfinite() & (torch.frexp(scale)[0] == 0.5)).all()):

@@ -58,14 +58,13 @@ def plan(graph: Graph, name: str, is_fixed: bool) -> Plan:
             _whole(made, node)
     steps = {node: step for node in graph.nodes if not node.facts.get("leaf") and (step := _step(node)) is not None}
     owners = {node.path for node, step in steps.items() if step.kind != PASSIVE}
-    by_call: dict[tuple[str, int], list[Step]] = {}
-    for node in graph.nodes:
-        for call in node.calls:
-            if call[0] in owners:
-                by_call.setdefault(call, [])
+    by_call: dict[tuple[str, int], list[Step]] = {
+        call: [] for node in graph.nodes for call in node.calls if call[0] in owners
+    }
+    for node, step in steps.items():
         owner = next((call for call in reversed(node.calls) if call[0] in owners), None)
-        if node in steps and owner is not None:
-            by_call[owner].append(steps[node])
+        if owner is not None:
+            by_call[owner].append(step)
     for (path, _), found in by_call.items():
         scaled = frozenset(step.function for step in found if step.kind != PASSIVE)
         own = Own(path, tuple(step for step in found if step.function in scaled))
