@@ -339,13 +339,15 @@ class Dealt:
         memory = [[part for parameter in own for part in _memory(parameter)] for own in self._of]
         sizes = [sum(part.nbytes for part in parts) for parts in memory]
         everyone = torch.zeros(self.exchange.ranks, max(sizes), dtype=torch.uint8, device=memory[0][0].device)
-        given = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
-        torch.cat([_bytes(part) for part in memory[self.exchange.rank]], out=given)
+        ours = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
+        torch.cat([_bytes(part) for part in memory[self.exchange.rank]], out=ours)
         self.exchange.all_gather(everyone).wait()
         for rank, own in enumerate(self._of):
             if rank == self.exchange.rank:
                 continue
-            _put(memory[rank], everyone[rank])
+            given = everyone[rank, : sizes[rank]].split_with_sizes([part.nbytes for part in memory[rank]])
+            for part, theirs in zip(memory[rank], given, strict=True):
+                part.copy_(theirs.clone().view(part.dtype).view(part.shape))
             for parameter in own:
                 torch.autograd.graph.increment_version(parameter)
 
@@ -357,10 +359,3 @@ def _memory(parameter: Tensor) -> Sequence[Tensor]:
 
 def _bytes(part: Tensor) -> Tensor:
     return part.contiguous().view(-1).view(torch.uint8)
-
-
-def _put(parts: Sequence[Tensor], given: Tensor) -> None:
-    first = 0
-    for part in parts:
-        part.copy_(given[first : first + part.nbytes].clone().view(part.dtype).view(part.shape))
-        first += part.nbytes

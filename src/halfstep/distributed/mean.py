@@ -77,13 +77,9 @@ def mean_of(
 
 def shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:
     """Each rank's share of the values, in their memory; the last ones are copies, padded with zeros."""
-    found = []
-    for start in range(0, ranks * share, share):
-        piece = values[start : start + share]
-        if piece.numel() < share:
-            piece = torch.cat([piece, piece.new_zeros(share - piece.numel())])
-        found.append(piece)
-    return found
+    pieces = [values[start : start + share] for start in range(0, ranks * share, share)]
+    missing = [share - piece.numel() for piece in pieces]
+    return [torch.cat([x, x.new_zeros(few)]) if few else x for x, few in zip(pieces, missing, strict=True)]
 
 
 def _feed_back(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -131,18 +132,15 @@ class Gather(_Allocates):
         if isinstance(self.storage, Storage):
             unit = granule(self.storage)
             return [(0, values.numel(), Message(self.storage, -(-values.numel() // unit) * unit))]
-        plain, start, found = get_storage(FORMATS[values.dtype]), 0, []
-        for shape, quantizer in self.managed:
-            size = torch.Size(shape).numel()
-            storage = get_storage(quantizer) if quantizer is not None and _whole(quantizer, shape) else plain
-            found.append((start, size, Message(storage, size, shape)))
-            start += size
-        if start != values.numel():
+        plain, sizes = get_storage(FORMATS[values.dtype]), [prod(shape) for shape, _ in self.managed]
+        if sum(sizes) != values.numel():
             raise ModelError(
-                f"a module's weights take {start} elements of a rank, and torch gathers {values.numel()}: gather them "
-                "as they are, or as codes of the flat weights (communication weights)"
+                f"a module's weights take {sum(sizes)} elements of a rank, and torch gathers {values.numel()}: gather "
+                "them as they are, or as codes of the flat weights (communication weights)"
             )
-        return found
+        storages = [get_storage(q) if q is not None and _whole(q, shape) else plain for shape, q in self.managed]
+        parts = zip(accumulate(sizes, initial=0), sizes, storages, self.managed, strict=False)
+        return [(start, size, Message(storage, size, shape)) for start, size, storage, (shape, _) in parts]
 
 
 def _managed(module: Any) -> list[tuple[tuple[int, ...], Quantizer | None]]:
