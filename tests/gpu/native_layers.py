@@ -28,6 +28,7 @@ from halfstep.recipe import get_recipe
 
 CASES = {
     "fp8-current": (48, 80, 64), "fp8-delayed": (48, 80, 64), "fp8-rowwise": (48, 80, 64), "fp8-block": (128, 256, 384),
+    "mxfp8": (160, 96, 128),
 }  # fmt: skip
 """Rows, in and out."""
 
@@ -37,9 +38,14 @@ def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=
     kinds, sides = F.ScalingType, []
     scale_b = scale_b.t() if kind_b == kinds.RowWise else scale_b
     for codes, scale, kind in ((a, scale_a, kind_a), (b.t(), scale_b, kind_b)):
-        (rows, shared), scale = codes.shape, scale.double()
+        (rows, shared), scale = codes.shape, scale.float().double()
         if kind == kinds.BlockWise128x128:  # transposed, and padded
             scale = scale.t()[: rows // 128, : shared // 128]
+        if kind == kinds.BlockWise1x32:  # in blocks of 128 x 4, filled up
+            across = shared // 32
+            down, filled = -(-rows // 128), -(-across // 4)
+            blocks_of = scale.view(down, filled, 32, 4, 4).permute(0, 3, 2, 1, 4)
+            scale = blocks_of.reshape(128 * down, 4 * filled)[:rows, :across]
         for dim in range(scale.dim()):
             scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
         sides.append(codes.double() * scale)
@@ -76,10 +82,11 @@ def layer(name, seed, steps=2, cached=False):
 if __name__ == "__main__":
     np.seterr(all="ignore")
     torch.set_num_threads(1)
-    scaled_mm.capability = lambda device: (9, 0)
+    scaled_mm.capability = lambda device: capability
     F.scaled_mm = product
     for kind in (StatefulScaling, *StatefulScaling.__subclasses__()):
         kind.waits = lambda self, state: True  # as on a GPU, which the host does not ask
+    capability = 9, 0
     linear, made = import_module("halfstep.ops.linear"), native.native_layer
     native.plain = blocks.plain = layouts.plain = lies_plain
     rounded, rounding = [], native.Rounding.__call__
@@ -90,7 +97,7 @@ if __name__ == "__main__":
 
     native.Rounding.__call__ = counted
     for name in sys.argv[1:] or CASES:
-        asked = []
+        asked, capability = [], (10, 0) if name == "mxfp8" else (9, 0)
         linear.native_layer = lambda *given: None
         expected = layer(name, 1)
 

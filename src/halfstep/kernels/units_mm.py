@@ -44,9 +44,14 @@ def swizzled(scales: Tensor) -> Tensor:
     return blocks.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
+def swizzled_size(rows: int, across: int) -> int:
+    """How many scales `swizzled` gives."""
+    return -(-rows // 128) * -(-across // 4) * 512
+
+
 class Side(NamedTuple):
     """One side of a product: codes (rows, shared), FP8 numbers or bytes of two FP4 numbers, and scales (rows, tiles
-    across), as many as its tiles have; a tensor's is a scalar."""
+    across), as many as its tiles have; a tensor's is a scalar. Those of short tiles may be `swizzled` already."""
 
     codes: Tensor
     kind: Kind
@@ -79,7 +84,8 @@ def _laid(kind: str, scale: Tensor, whole: Tensor | None, rows: int) -> tuple[An
     """What a side's scales are of, the scales in the order that units read them in, and that order's name."""
     name, order = getattr(F.ScalingType, kind), F.SwizzleType
     if kind == MX.recipe:
-        return name, swizzled(scale).view(torch.float8_e8m0fnu), order.SWIZZLE_32_4_4
+        laid = scale if scale.dim() == 1 else swizzled(scale).view(torch.float8_e8m0fnu)
+        return name, laid, order.SWIZZLE_32_4_4
     if kind == NV.recipe:
         levels = [swizzled(scale).view(torch.float8_e4m3fn), whole]
         return [name, F.ScalingType.TensorWise], levels, [order.SWIZZLE_32_4_4, order.NO_SWIZZLE]

@@ -6,6 +6,7 @@ their products and all decided once for its sizes: what is left of a pass are al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
@@ -16,8 +17,8 @@ from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.gpu import layouts
 from halfstep.kernels.gpu.blocks import Largest
 from halfstep.kernels.gpu.launch import plain
-from halfstep.kernels.unit_kinds import NUMBERS, ROWS_OF_128, TENSORS, Kind, dtype_of, kind_of
-from halfstep.kernels.units_mm import Side, units_mm
+from halfstep.kernels.unit_kinds import MX, NUMBERS, ROWS_OF_128, TENSORS, Kind, dtype_of, kind_of
+from halfstep.kernels.units_mm import Side, swizzled_size, units_mm
 from halfstep.kernels.watched import unseen
 from halfstep.ops.carriers import operand_dtype
 from halfstep.ops.factors import yet_to_form
@@ -118,15 +119,21 @@ class Rounding:
         assert quantizer.scales is not None
         self._quantizer, self.kind, self._rule, self._device = quantizer, kind, quantizer.scales.rule, device
         self._dtype, self._shapes = dtype_of(quantizer.format), (shape, shape[::-1])
-        grids = [quantizer.scales.tile.grid(*each) for each in self._shapes]
+        grids: list[tuple[int, ...]] = [quantizer.scales.tile.grid(*each) for each in self._shapes]
         strides = [(1, down) if kind is ROWS_OF_128 else (across, 1) for down, across in grids]
-        self._scales = list(zip(grids, strides, strict=True))
-        form = "whole" if kind is TENSORS else "number"
+        form = "whole" if kind is TENSORS else "swizzled" if kind is MX else "number"
         self._both = layouts.Both(quantizer, shape, dtype, device, form, strides)
         self._largest = None if kind is TENSORS else Largest(quantizer, shape, dtype, device, both=True)
         needed = 1 if self._largest is None else self._largest.zeros
+        self._numbers, self._filled = torch.float32, False
+        if kind is MX:
+            self._numbers = torch.float8_e8m0fnu
+            self._filled = any(down % 128 or across % 4 for down, across in grids)
+            grids, strides = [(swizzled_size(*grid),) for grid in grids], [(1,), (1,)]
+            needed = sum(size for (size,) in grids) // 4 if self._filled else 0
+        self._scales = list(zip(grids, strides, strict=True))
         self.zeros = -(-needed // _ALIGNED) * _ALIGNED
-        """How many zeros a call may be given, for the largest magnitudes."""
+        """How many zeros a call may be given, for the largest magnitudes or for what fills scales up."""
 
     def __call__(self, x: Tensor, state: Tensor | None, record: bool, zeros: Tensor | None = None) -> tuple[Side, Side]:
         one, other = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
@@ -135,11 +142,16 @@ class Rounding:
             factor, amax, found = yet_to_form(x, self._quantizer.format, self._rule, state, record, zeros)
             self._both(x, (one, scale, None), (other, scale, None), found, None, factor, amax)
         else:
-            scale, turned_scale = (
-                torch.empty_strided(*laid, dtype=torch.float32, device=self._device) for laid in self._scales
-            )
+            scale, turned_scale = self._scales_of(zeros)
             self._both(x, (one, scale, None), (other, turned_scale, None), *self._largest(x, zeros))
         return Side(one, self.kind, scale), Side(other, self.kind, turned_scale)
+
+    def _scales_of(self, zeros: Tensor | None) -> Iterable[Tensor]:
+        """Memory for the scales of both copies."""
+        if self._filled:
+            whole = torch.zeros(self.zeros, dtype=torch.int32, device=self._device) if zeros is None else zeros
+            return whole.view(self._numbers).split([size for (size,), _ in self._scales])
+        return [torch.empty_strided(*laid, dtype=self._numbers, device=self._device) for laid in self._scales]
 
 
 class NativeLayer(NamedTuple):
@@ -185,7 +197,9 @@ def _decided(
     for quantizer, shape, dtype in zip(quantizers, shapes, dtypes, strict=True):
         assert quantizer is not None
         kind, x = kind_of(quantizer), torch.empty(shape, dtype=dtype, device="meta")
-        if quantizer.clamp is not None or kind not in (TENSORS, *NUMBERS):
+        if quantizer.clamp is not None or kind not in (TENSORS, *NUMBERS, MX):
+            return None
+        if kind is MX and quantizer.scales is not None and quantizer.scales.tile.rows != 1:  # squares, whose scales repeat
             return None
         if layouts.told(x, quantizer, given=kind is TENSORS) is None:
             return None

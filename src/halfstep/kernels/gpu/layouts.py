@@ -17,6 +17,7 @@ from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.blocks import largest_both
 from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
 from halfstep.kernels.gpu.quantizers import Element, Rule
+from halfstep.kernels.units_mm import swizzled_size
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
@@ -92,7 +93,7 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
         made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
         (down, across), dtype = made["scale"].shape, torch.float32 if form == "number" else made["scale"].dtype
         if form == "swizzled":
-            made["scale"] = x.new_zeros(-(-down // 128) * -(-across // 4) * 512, dtype=dtype)
+            made["scale"] = x.new_zeros(swizzled_size(down, across), dtype=dtype)
         else:
             strides = (1, down) if outer else (across, 1)
             made["scale"] = torch.empty_strided((down, across), strides, dtype=dtype, device=x.device)
