@@ -22,15 +22,17 @@ from halfstep.kernels.gpu import blocks, layouts
 from halfstep.kernels.gpu.amax import run as largest_of
 from halfstep.kernels.gpu.launch import lies_plain
 from halfstep.ops import factors, native
+from halfstep.ops.noise import KEY
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import get_recipe
 
 
 CASES = {
     "fp8-current": (48, 80, 64), "fp8-delayed": (48, 80, 64), "fp8-rowwise": (48, 80, 64), "fp8-block": (128, 256, 384),
-    "mxfp8": (160, 96, 128),
+    "mxfp8": (160, 96, 128), "nvfp4": (160, 96, 128),
 }  # fmt: skip
 """Rows, in and out."""
+TILES = {F.ScalingType.BlockWise1x32: 32, F.ScalingType.BlockWise1x16: 16}
 
 
 def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=torch.bfloat16, **__):
@@ -38,17 +40,22 @@ def product(a, b, scale_a, kind_a, scale_b, kind_b, *_, bias=None, output_dtype=
     kinds, sides = F.ScalingType, []
     scale_b = scale_b.t() if kind_b == kinds.RowWise else scale_b
     for codes, scale, kind in ((a, scale_a, kind_a), (b.t(), scale_b, kind_b)):
+        whole = torch.ones(())
+        if isinstance(kind, list):  # two FP4 numbers in a byte, and two levels of scales
+            (kind, _), (scale, whole) = kind, scale
+            pairs = codes.view(torch.uint8)
+            codes = ops.decode(torch.stack((pairs & 15, pairs >> 4), -1).flatten(1), "e2m1fn")
         (rows, shared), scale = codes.shape, scale.float().double()
         if kind == kinds.BlockWise128x128:  # transposed, and padded
             scale = scale.t()[: rows // 128, : shared // 128]
-        if kind == kinds.BlockWise1x32:  # in blocks of 128 x 4, filled up
-            across = shared // 32
+        if kind in TILES:  # in blocks of 128 x 4, filled up
+            across = shared // TILES[kind]
             down, filled = -(-rows // 128), -(-across // 4)
-            blocks_of = scale.view(down, filled, 32, 4, 4).permute(0, 3, 2, 1, 4)
-            scale = blocks_of.reshape(128 * down, 4 * filled)[:rows, :across]
+            parts = scale.view(down, filled, 32, 4, 4).permute(0, 3, 2, 1, 4)
+            scale = parts.reshape(128 * down, 4 * filled)[:rows, :across]
         for dim in range(scale.dim()):
             scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
-        sides.append(codes.double() * scale)
+        sides.append(codes.double() * scale * whole.double())
     made = sides[0] @ sides[1].t()
     return (made if bias is None else made + bias.double()).to(output_dtype)
 
@@ -61,6 +68,7 @@ def layer(name, seed, steps=2, cached=False):
     torch.manual_seed(seed)
     rows, fan_in, fan_out = CASES[name]
     states = {key: q.stateful.init() for key, q in spec.states.items()}
+    states |= {KEY: torch.tensor([seed, 0])} if spec.draws else {}
     left = []
     for step in range(steps):
         x, w, b = torch.randn(rows, fan_in).bfloat16(), torch.randn(fan_out, fan_in), torch.randn(fan_out)
@@ -97,7 +105,7 @@ if __name__ == "__main__":
 
     native.Rounding.__call__ = counted
     for name in sys.argv[1:] or CASES:
-        asked, capability = [], (10, 0) if name == "mxfp8" else (9, 0)
+        asked, capability = [], (10, 0) if name in ("mxfp8", "nvfp4") else (9, 0)
         linear.native_layer = lambda *given: None
         expected = layer(name, 1)
 

@@ -20,6 +20,11 @@ from halfstep.kernels.unit_kinds import MX, NV, ROWS, ROWS_OF_128, SQUARES_OF_12
 from halfstep.quant.padding import pad
 
 
+SHORT = {MX: torch.float8_e8m0fnu, NV: torch.float8_e4m3fn}
+"""The kinds whose tiles' scales are `swizzled`, and the dtype of these."""
+_NUMBERS = {kind.recipe: dtype for kind, dtype in SHORT.items()}
+
+
 def outer(scales: Tensor) -> Tensor:
     """The scales of tiles of 1x128, (rows, tiles across), with strides (1, rows): itself where it lies so. One tile
     across may have another second stride, which is not supported."""
@@ -83,12 +88,11 @@ def _units_mm(
 def _laid(kind: str, scale: Tensor, whole: Tensor | None, rows: int) -> tuple[Any, Any, Any]:
     """What a side's scales are of, the scales in the order that units read them in, and that order's name."""
     name, order = getattr(F.ScalingType, kind), F.SwizzleType
-    if kind == MX.recipe:
-        laid = scale if scale.dim() == 1 else swizzled(scale).view(torch.float8_e8m0fnu)
-        return name, laid, order.SWIZZLE_32_4_4
-    if kind == NV.recipe:
-        levels = [swizzled(scale).view(torch.float8_e4m3fn), whole]
-        return [name, F.ScalingType.TensorWise], levels, [order.SWIZZLE_32_4_4, order.NO_SWIZZLE]
+    if kind in _NUMBERS:
+        laid = scale if scale.dim() == 1 else swizzled(scale).view(_NUMBERS[kind])
+        if kind == MX.recipe:
+            return name, laid, order.SWIZZLE_32_4_4
+        return [name, F.ScalingType.TensorWise], [laid, whole], [order.SWIZZLE_32_4_4, order.NO_SWIZZLE]
     if kind == ROWS.recipe:
         return name, scale.expand(rows, 1).contiguous(), None
     lay = {ROWS_OF_128.recipe: outer, SQUARES_OF_128.recipe: padded}.get(kind)

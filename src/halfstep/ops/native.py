@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried, scaled_mm
-from halfstep.kernels.gpu import layouts
+from halfstep.kernels.gpu import layouts, turned
 from halfstep.kernels.gpu.blocks import Largest
 from halfstep.kernels.gpu.launch import plain
-from halfstep.kernels.unit_kinds import MX, NUMBERS, ROWS_OF_128, TENSORS, Kind, dtype_of, kind_of
-from halfstep.kernels.units_mm import Side, swizzled_size, units_mm
+from halfstep.kernels.unit_kinds import FP8, NUMBERS, NV, ROWS_OF_128, TENSORS, Kind, kind_of
+from halfstep.kernels.units_mm import SHORT, Side, swizzled_size, units_mm
 from halfstep.kernels.watched import unseen
 from halfstep.ops.carriers import operand_dtype
+from halfstep.ops.casts import seed_of
 from halfstep.ops.factors import yet_to_form
 from halfstep.ops.function import no_autocast
 from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient
+from halfstep.ops.noise import seeds_of
 from halfstep.ops.once import Once, once
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.quant import Quantizer
+from halfstep.quant.rounding import Seed
 from halfstep.recipe import LinearSpec, Matmul, Recipe, get_recipe
 
 
@@ -111,47 +114,83 @@ _ALIGNED = 4
 
 class Rounding:
     """Rounds matrices of one shape and dtype for the two products that take them: codes and scales as they lie, and
-    transposed."""
+    transposed, then rotated where there are `signs`."""
 
     def __init__(
-        self, quantizer: Quantizer, kind: Kind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self,
+        quantizer: Quantizer,
+        kind: Kind,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        signs: Tensor | None = None,
     ) -> None:
         assert quantizer.scales is not None
         self._quantizer, self.kind, self._rule, self._device = quantizer, kind, quantizer.scales.rule, device
-        self._dtype, self._shapes = dtype_of(quantizer.format), (shape, shape[::-1])
-        grids: list[tuple[int, ...]] = [quantizer.scales.tile.grid(*each) for each in self._shapes]
-        strides = [(1, down) if kind is ROWS_OF_128 else (across, 1) for down, across in grids]
-        form = "whole" if kind is TENSORS else "swizzled" if kind is MX else "number"
-        self._both = layouts.Both(quantizer, shape, dtype, device, form, strides)
-        self._largest = None if kind is TENSORS else Largest(quantizer, shape, dtype, device, both=True)
-        needed = 1 if self._largest is None else self._largest.zeros
-        self._numbers, self._filled = torch.float32, False
-        if kind is MX:
-            self._numbers = torch.float8_e8m0fnu
-            self._filled = any(down % 128 or across % 4 for down, across in grids)
-            grids, strides = [(swizzled_size(*grid),) for grid in grids], [(1,), (1,)]
-            needed = sum(size for (size,) in grids) // 4 if self._filled else 0
+        self._signs, self._noisy, self._whole = signs, quantizer.rounding == "stochastic", kind is NV
+        bits, tile = quantizer.format.bits, quantizer.scales.tile
+        self._dtype, shapes = FP8.get(quantizer.format.key, torch.uint8), (shape, shape[::-1])
+        self._shapes = [(rows, columns * bits // 8) for rows, columns in shapes]
+        self._scaled, self._sizes = torch.float32, list[int]()
+        grids: list[tuple[int, ...]] = [tile.grid(*each) for each in shapes]
+        strides: list[tuple[int, ...]] = [(1, down) if kind is ROWS_OF_128 else (across, 1) for down, across in grids]
+        form, filled = "whole" if kind is TENSORS else "number", False
+        if kind in SHORT:
+            form, self._scaled = "swizzled", SHORT[kind]
+            filled = any(rows % 128 or across % 4 for (rows, _), (_, across) in zip(shapes, grids, strict=True))
+            grids = [(swizzled_size(rows, across),) for (rows, _), (_, across) in zip(shapes, grids, strict=True)]
+            self._sizes, strides = [size for (size,) in grids] if filled else [], [(1,), (1,)]
         self._scales = list(zip(grids, strides, strict=True))
-        self.zeros = -(-needed // _ALIGNED) * _ALIGNED
-        """How many zeros a call may be given, for the largest magnitudes or for what fills scales up."""
+        self._largest = self._turned = None
+        if signs is not None:
+            told = turned.told(torch.empty(shape, dtype=dtype, device="meta"), quantizer, signs)
+            assert told is not None
+            how = form, ((0, 0), (0, 0)), self._noisy
+            self._turned = turned.BothTurned(quantizer, told, len(signs), shape, dtype, device, *how)
+            needed = self._turned.zeros
+        else:
+            laid = ((0, 0), (0, 0)) if kind in SHORT else strides
+            self._both = layouts.Both(quantizer, shape, dtype, device, form, laid, self._noisy)
+            if kind is not TENSORS:
+                self._largest = Largest(quantizer, shape, dtype, device, both=True)
+            needed = 1 if self._largest is None else self._largest.zeros
+        self._found = -(-needed // _ALIGNED) * _ALIGNED
+        self.zeros = self._found + sum(self._sizes) // 4
+        """How many zeros a call may be given, for the largest magnitudes and for what fills up swizzled scales."""
 
-    def __call__(self, x: Tensor, state: Tensor | None, record: bool, zeros: Tensor | None = None) -> tuple[Side, Side]:
+    def __call__(
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        record: bool,
+        zeros: Tensor | None = None,
+        seeds: tuple[Seed | None, Seed | None] = (None, None),
+    ) -> tuple[Side, Side]:
         one, other = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
-        if self._largest is None:
-            scale = turned_scale = torch.empty((), dtype=torch.float32, device=self._device)
+        if self.kind is TENSORS:
+            scale = torch.empty((), dtype=torch.float32, device=self._device)
             factor, amax, found = yet_to_form(x, self._quantizer.format, self._rule, state, record, zeros)
             self._both(x, (one, scale, None), (other, scale, None), found, None, factor, amax)
+            return Side(one, self.kind, scale), Side(other, self.kind, scale)
+        if zeros is None and self._sizes:
+            zeros = torch.zeros(self.zeros, dtype=torch.int32, device=self._device)
+        scale, turned_scale = self._scale_memory(zeros)
+        whole = turned_whole = None
+        if self._whole:
+            whole, turned_whole = (torch.empty((), dtype=torch.float32, device=self._device) for _ in range(2))
+        copies = (one, scale, whole), (other, turned_scale, turned_whole)
+        if self._turned is not None:
+            self._turned(x, self._signs, *copies, zeros, *seeds)
         else:
-            scale, turned_scale = self._scales_of(zeros)
-            self._both(x, (one, scale, None), (other, turned_scale, None), *self._largest(x, zeros))
-        return Side(one, self.kind, scale), Side(other, self.kind, turned_scale)
+            assert self._largest is not None
+            self._both(x, *copies, *self._largest(x, zeros), seed=seeds[0])
+        return Side(one, self.kind, scale, whole), Side(other, self.kind, turned_scale, turned_whole)
 
-    def _scales_of(self, zeros: Tensor | None) -> Iterable[Tensor]:
+    def _scale_memory(self, zeros: Tensor | None) -> Iterable[Tensor]:
         """Memory for the scales of both copies."""
-        if self._filled:
-            whole = torch.zeros(self.zeros, dtype=torch.int32, device=self._device) if zeros is None else zeros
-            return whole.view(self._numbers).split([size for (size,), _ in self._scales])
-        return [torch.empty_strided(*laid, dtype=self._numbers, device=self._device) for laid in self._scales]
+        if zeros is not None and self._sizes:
+            return zeros[self._found :].view(self._scaled).split(self._sizes)
+        return [torch.empty_strided(*laid, dtype=self._scaled, device=self._device) for laid in self._scales]
 
 
 class NativeLayer(NamedTuple):
@@ -162,6 +201,15 @@ class NativeLayer(NamedTuple):
     grad_output: Rounding
     dtype: torch.dtype
     """Of the products."""
+    draws: tuple[Matmul, Matmul] | None = None
+    """The backward's products, where the gradient is rounded stochastically."""
+
+    def seeds(self, states: States, grad: Tensor) -> tuple[Seed | None, Seed | None]:
+        """Those of the gradient's two roundings."""
+        if self.draws is None:
+            return None, None
+        one, other = (seed_of("stochastic", seeds.lhs, grad.device) for seeds in seeds_of(states, grad, *self.draws))
+        return one, other
 
     def zeros(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Those of the input and of the weight, by one launch."""
@@ -191,20 +239,22 @@ def _decided(
     quantizers = spec.output.lhs, spec.output.rhs, spec.grad_input.lhs
     across, shared = sizes
     shapes = (rows, shared), (across, shared), (rows, across)
-    if spec.draws or spec.rotates or spec.multiplies or spec.estimates:
+    rotation, noisy = spec.grad_weight.hadamard, [q is not None and q.rounding == "stochastic" for q in quantizers]
+    if spec.multiplies or spec.estimates or any(noisy[:2]) or (spec.draws and not noisy[2]):
         return None
+    signs = None if rotation is None else rotation.signs(device)
     made: list[Any] = []
-    for quantizer, shape, dtype in zip(quantizers, shapes, dtypes, strict=True):
+    for quantizer, shape, dtype, spun in zip(quantizers, shapes, dtypes, (signs, None, signs), strict=True):
         assert quantizer is not None
         kind, x = kind_of(quantizer), torch.empty(shape, dtype=dtype, device="meta")
-        if quantizer.clamp is not None or kind not in (TENSORS, *NUMBERS, MX):
+        if quantizer.clamp is not None or kind not in (TENSORS, *NUMBERS, *SHORT):
             return None
-        if kind is MX and quantizer.scales is not None and quantizer.scales.tile.rows != 1:  # squares, whose scales repeat
+        whole = kind is TENSORS
+        told = layouts.told(x, quantizer, given=whole) if spun is None else turned.told(x, quantizer, spun)
+        if told is None:
             return None
-        if layouts.told(x, quantizer, given=kind is TENSORS) is None:
-            return None
-        made.append(Rounding(quantizer, kind, shape, dtype, device))
-    return NativeLayer(made[0], made[1], made[2], dtypes[-1])
+        made.append(Rounding(quantizer, kind, shape, dtype, device, spun))
+    return NativeLayer(*made, dtypes[-1], (spec.grad_input, spec.grad_weight) if noisy[2] else None)
 
 
 class Native(Once):
@@ -221,7 +271,7 @@ class Native(Once):
         states: States,
         record: bool,
         rounded: RoundedSides | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         rows = x if x.dim() == 2 else matrix(x)
         with no_autocast(x), unseen():
             zeros, more = layer.zeros(x.device)
@@ -230,10 +280,10 @@ class Native(Once):
             rhs, rhs_turned = both() if rounded is None else rounded.native(both)
             y = units_mm(lhs, rhs, None if bias is None else bias.to(layer.dtype), layer.dtype)
         y = y if x.dim() == 2 else unflatten(y, x)
-        return y, y.new_empty(()), *lhs_turned[::2], *rhs_turned[::2]
+        return y, y.new_empty(()), *_kept(lhs_turned), *_kept(rhs_turned)
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Save what the backward takes."""
         x, weight, bias, layer, states, record, _ = inputs
         ctx.set_materialize_grads(False)
@@ -246,20 +296,25 @@ class Native(Once):
         return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 4
 
 
-def _form(grad: Tensor, needs: tuple[bool, ...], given: tuple[Any, ...], _: Tensor, *kept: Tensor) -> Any:
+def _kept(side: Side) -> tuple[Tensor | None, ...]:
+    return side.codes, side.scale, side.whole
+
+
+def _form(grad: Tensor, needs: tuple[bool, ...], given: tuple[Any, ...], _: Tensor, *kept: Any) -> Any:
     """The gradients of x, weight and bias, as far as they are needed."""
     layer, states, record, shape, dtypes = given
     rows = (grad if grad.dim() == 2 else matrix(grad)).contiguous().resolve_neg()
     grad_x = grad_weight = grad_bias = None
     with no_autocast(rows):
         if needs[0] or needs[1]:
-            lhs, turned = layer.grad_output(rows, states.get("grad_output"), record)
+            seeds = layer.seeds(states, grad)
+            lhs, later = layer.grad_output(rows, states.get("grad_output"), record, None, seeds)
         if needs[0]:
-            rhs = Side(kept[2], layer.weight.kind, kept[3])
+            rhs = Side(kept[3], layer.weight.kind, *kept[4:])
             grad_x = units_mm(lhs, rhs, None, layer.dtype).view(shape).to(dtypes[0])
         if needs[1]:
-            rhs = Side(kept[0], layer.input.kind, kept[1])
-            grad_weight = units_mm(turned, rhs, None, layer.dtype).to(dtypes[1])
+            rhs = Side(kept[0], layer.input.kind, *kept[1:3])
+            grad_weight = units_mm(later, rhs, None, layer.dtype).to(dtypes[1])
         if needs[2]:
             grad_bias = bias_gradient(rows, None).to(dtypes[2])
     return grad_x, grad_weight, grad_bias

@@ -84,7 +84,7 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
 
     Args:
         form: `stored`, scales as the quantizer keeps them; `number`, in float32 what elements are multiplied by;
-            `swizzled`, as stored, in the order of `kernels.units_mm.swizzled`, the rest 0.
+            `swizzled`, as stored, in the order of `kernels.units_mm.swizzled`, the rest 0; one for each row of a tile.
         outer: scales with the stride 1 from row to row: as Hopper's tensor cores take those of tiles of 1x128.
     """
     both = []
@@ -93,7 +93,7 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
         made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
         (down, across), dtype = made["scale"].shape, torch.float32 if form == "number" else made["scale"].dtype
         if form == "swizzled":
-            made["scale"] = x.new_zeros(swizzled_size(down, across), dtype=dtype)
+            made["scale"] = x.new_zeros(swizzled_size(shape[0], across), dtype=dtype)
         else:
             strides = (1, down) if outer else (across, 1)
             made["scale"] = torch.empty_strided((down, across), strides, dtype=dtype, device=x.device)

@@ -7,6 +7,8 @@ whose second product is rotated. With two levels of scales there is a pass befor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,14 +17,16 @@ from torch import Tensor
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
-from halfstep.kernels.gpu.layouts import Tensors
+from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
+from halfstep.kernels.gpu.layouts import Copy, Tensors
 from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
 
 
 _STRIP, _LONGEST = 1 << 10, 32  # elements of a program, a warp that waits for no other, and the most rows of it
+_VARYING = 0, 7, 8
+"""The arguments that differ between calls or may begin elsewhere: `x`, `found` and `raised`."""
 _UNIT = 16  # with rows and columns of any number, registers would spill
 
 
@@ -53,31 +57,70 @@ def run(
 ) -> None:
     """Write what `quantizer.quantize(x)` keeps to `along`, and to `turned` what it makes of the transpose of
     `quant.rotate(x, signs, 0)`: both of `layouts.empty`, as they are stored. As kernels are `told`, by a seed each."""
-    (rows, columns), size = x.shape, len(signs)
-    scales = quantizer.scales
-    assert scales is not None
-    rule, element = told
-    two_level = rule.kind == "two_level"
-    high = max(size, _UNIT)
-    grid = -(-rows // high) * -(-columns // (_STRIP // high))
-    given: Any = (
-        signs, rows // _UNIT, columns // _UNIT, *halves(seed), *halves(turned_seed), *along["scale"].stride(),
-        *turned["scale"].stride(),
-    )  # fmt: skip
-    constants: dict[str, Any] = {
-        "device": x.device, "warps": 1, "R": rule, "Q": element, "E": quantizers.e4m3() if two_level else None,
-        "SOURCE": KINDS[x.dtype], "FORM": "stored", "NOISY": seed is not None,
-        "FACTOR": float_bits(math.sqrt(1 / size)), "LEVELS": LEVELS[size], "W": scales.tile.columns,
-        "UNIT": _UNIT, "ROWS": high, "COLUMNS": _STRIP // high,
-    }  # fmt: skip
-    kernel, found = functions("turned").both_turned, None
-    if two_level:
-        found = torch.zeros(2, dtype=torch.int32, device=x.device)
-        nothing = {"Q": None, "E": None, "NOISY": False}
-        launch(kernel, grid, bits(x), *[None] * 7, found, *given, **(constants | nothing))
-    cells = [_cell(made.get(name)) for made in (along, turned) for name in ("codes", "scale", "tensor_scale")]
-    launch(kernel, grid, bits(x), *cells, found, None, *given, **constants)
+    strides = along["scale"].stride(), turned["scale"].stride()
+    both = _both(quantizer, told, len(signs), tuple(x.shape), x.dtype, x.device, "stored", strides, seed is not None)
+    one, other = ((made["codes"], made["scale"], made.get("tensor_scale")) for made in (along, turned))
+    both(x, signs, one, other, None, seed, turned_seed)
 
 
-def _cell(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else bits(tensor)
+class BothTurned:
+    """The launches that write both copies of matrices of one shape and dtype, with all decided that is alike for them.
+
+    Args:
+        told: what kernels are told of the quantizer (`told`).
+        size: of the rotation.
+        form, strides, noisy: as for `layouts.Both`.
+    """
+
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        told: tuple[Rule, Element],
+        size: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        form: str,
+        strides: Sequence[Sequence[int]],
+        noisy: bool,
+    ) -> None:
+        scales, (rows, columns) = quantizer.scales, shape
+        assert scales is not None
+        two_level, high = told[0].kind == "two_level", max(size, _UNIT)
+        self._device, self.zeros = device, 2 if two_level else 0
+        """How many zeros a call may be given to raise."""
+        self._grid = -(-rows // high) * -(-columns // (_STRIP // high))
+        self._sizes, self._strides = (rows // _UNIT, columns // _UNIT), (*strides[0], *strides[1])
+        constants: dict[str, Any] = {
+            "R": told[0], "SOURCE": KINDS[dtype], "FORM": form, "FACTOR": float_bits(math.sqrt(1 / size)),
+            "LEVELS": LEVELS[size], "W": scales.tile.columns, "UNIT": _UNIT, "ROWS": high, "COLUMNS": _STRIP // high,
+        }  # fmt: skip
+        kernel = functions("turned").both_turned
+        coded = {"Q": told[1], "E": quantizers.e4m3() if two_level else None, "NOISY": noisy}
+        self._write = prepared(kernel, device, 1, as_bits=True, varying=_VARYING, **coded, **constants)
+        self._note = None
+        if two_level:
+            nothing = {"Q": None, "E": None, "NOISY": False}
+            self._note = prepared(kernel, device, 1, as_bits=True, varying=_VARYING, **nothing, **constants)
+
+    def __call__(
+        self,
+        x: Tensor,
+        signs: Tensor,
+        along: Copy,
+        turned: Copy,
+        zeros: Tensor | None = None,
+        seed: Seed | None = None,
+        turned_seed: Seed | None = None,
+    ) -> None:
+        """Write both copies."""
+        found = None
+        given = signs, *self._sizes, *halves(seed), *halves(turned_seed), *self._strides
+        if self._note is not None:
+            found = torch.zeros(self.zeros, dtype=torch.int32, device=self._device) if zeros is None else zeros
+            self._note(self._grid, x, *_NO_COPIES, None, found, *given)
+        self._write(self._grid, x, *along, *turned, found, None, *given)
+
+
+_both = lru_cache(maxsize=1024)(BothTurned)
+_NO_COPIES = (None,) * 6

@@ -36,7 +36,7 @@ def step(number, H: tl.constexpr):
 @triton.jit
 def rotated(number, signs, FACTOR: tl.constexpr, PART: tl.constexpr, LEVELS: tl.constexpr):
     """The bits of blocks through the transform, times its factor, and that times the part that a rule takes."""
-    number = number * tl.load(signs + tl.arange(0, number.shape[1]))[None, :]
+    number = number * tl.load(signs + tl.arange(0, number.shape[1])).to(tl.float32, bitcast=True)[None, :]
     for level in tl.static_range(LEVELS):
         number = step(number, 1 << level)
     number = number * constant(FACTOR)

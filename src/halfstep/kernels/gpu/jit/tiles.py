@@ -174,11 +174,24 @@ def keep_scales(
     R: tl.constexpr, H: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """Store the scales of tiles, the first of which has the element (top, left), in a FORM: as they are `stored`,
-    `swizzled`, or their multiplier, a `number`. DOWN: for the transposed copy."""
-    down = ((top // H if H else 0) + tl.arange(0, stored.shape[0]))[:, None]
-    across = ((left // W if W else 0) + tl.arange(0, stored.shape[1]))[None, :]
-    high = H if H else rows
-    wide = W if W else columns
+    `swizzled`, in each of a tile's rows, or their multiplier, a `number`. DOWN: for the transposed copy."""
+    if FORM == "number" or R.kind == "quotient" or R.kind == "reciprocal":
+        kept = multiplier.to(tl.int32, bitcast=True)
+    elif R.kind == "narrow":
+        kept = (stored >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    else:
+        kept = stored.to(tl.uint8)
+    # Of squares tensor cores take a scale for each row of a copy.
+    UP: tl.constexpr = H if FORM == "swizzled" and H > 1 and not DOWN else 1
+    BESIDE: tl.constexpr = W if FORM == "swizzled" and H > 1 and DOWN else 1
+    HIGH: tl.constexpr = H // UP
+    WIDE: tl.constexpr = W // BESIDE
+    if UP * BESIDE > 1:
+        kept = spread(kept, kept.shape[0] * UP, kept.shape[1] * BESIDE)
+    down = ((top // HIGH if HIGH else 0) + tl.arange(0, kept.shape[0]))[:, None]
+    across = ((left // WIDE if WIDE else 0) + tl.arange(0, kept.shape[1]))[None, :]
+    high = HIGH if HIGH else rows
+    wide = WIDE if WIDE else columns
     tall, long = (rows + high - 1) // high, (columns + wide - 1) // wide
     inside = (down < tall) & (across < long)
     if H == 0:
@@ -189,12 +202,6 @@ def keep_scales(
         place = scale_place(across, down, tall, strides, FORM == "swizzled")
     else:
         place = scale_place(down, across, long, strides, FORM == "swizzled")
-    if FORM == "number" or R.kind == "quotient" or R.kind == "reciprocal":
-        kept = multiplier.to(tl.int32, bitcast=True)
-    elif R.kind == "narrow":
-        kept = (stored >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
-    else:
-        kept = stored.to(tl.uint8)
     tl.store(scale + place, kept, mask=inside)
 
 
