@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.kernels import histories, scaled_mm
+from halfstep.kernels import histories, scaled_mm, seeds
 from halfstep.kernels.gpu import amax, blocks, history, launch, layouts
 from halfstep.lab.environment import environment
 from halfstep.ops import factors, native
@@ -37,13 +37,16 @@ from on_gpu.products import Sink
 
 
 KEPT = Path(__file__).parent / "results" / "host.json"
-LAYERS = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
+LAYERS = {
+    "fp8-current": (9, 0), "fp8-delayed": (9, 0), "fp8-rowwise": (9, 0), "fp8-block": (9, 0), "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}  # fmt: skip
+"""Recipes, and the compute capability of the GPU that is stood in for."""
 OPTIMIZERS = ("fp32", "bf16-stochastic", "bf16-split", "fp8-adam")
 BARE = "bare"
 DEEP, SIDE, STATES, TENSORS = 8, 128, 155, 300
-BARS = {"fp8-current": 2.0, "fp8-delayed": 2.0, "fp8-rowwise": 2.5, "fp8-block": 2.5, "update": 2.0} | dict.fromkeys(
-    OPTIMIZERS, 1.0
-)
+BARS = {"fp8-current": 2.0, "fp8-delayed": 2.0, "fp8-rowwise": 2.5, "fp8-block": 2.5, "mxfp8": 2.5, "nvfp4": 3.3}
+BARS |= {"update": 2.0} | dict.fromkeys(OPTIMIZERS, 1.0)
 """At most what share of the peer's time: torch's Linear, and its fused AdamW."""
 launches: list[str] = []
 
@@ -72,13 +75,13 @@ def stand_in() -> None:
 
     launch.Launch._first = first  # type: ignore[method-assign]
     F.scaled_mm = product  # type: ignore[attr-defined]
-    scaled_mm.capability = lambda device: (9, 0)
     for kind in (StatefulScaling, *StatefulScaling.__subclasses__()):
         kind.waits = lambda self, state: True  # type: ignore[method-assign,attr-defined]
     for module in (native, blocks, layouts):
         module.plain = launch.lies_plain  # type: ignore[attr-defined]
     histories.on_cpu = history  # type: ignore[attr-defined]
     factors.amax_of = amax.run  # type: ignore[assignment]
+    seeds.here = lambda tensor: True  # type: ignore[assignment]
 
 
 def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[], None]:
@@ -86,6 +89,11 @@ def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[],
     side = 16 if recipe is None and kind is nn.Linear else SIDE
     model = nn.Sequential(*(kind(side, side, bias=False) for _ in range(DEEP)))
     stepper: torch.optim.Optimizer | None = None
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        return LAYERS.get(recipe, (9, 0))
+
+    scaled_mm.capability = capability
     if recipe is not None:
         _, stepper, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
     x, grad = torch.randn(side, side).bfloat16().requires_grad_(), torch.randn(side, side).bfloat16()
@@ -93,6 +101,7 @@ def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[],
     def run(_: Any = stepper) -> None:  # the model follows its optimizer as long as it is there
         x.grad = None
         model.zero_grad()
+        scaled_mm.capability = capability
         with torch.autocast("cpu", torch.bfloat16) if kind is nn.Linear and recipe is None else nullcontext():
             y = model(x)
         Sink.apply(y, grad).backward()

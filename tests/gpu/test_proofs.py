@@ -117,7 +117,10 @@ def test_an_offset_of_32_bits_is_seen(file, offset, test, tmp_path):
 
 @pytest.mark.parametrize(
     "recipes",
-    [("fp8-delayed",), pytest.param(("fp8-current", "fp8-rowwise", "fp8-block"), marks=pytest.mark.slow)],
+    [
+        ("fp8-delayed",),
+        pytest.param(("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"), marks=pytest.mark.slow),
+    ],
     ids="|".join,
 )
 def test_native_layers_are_those_that_the_cpus_kernels_round(recipes):

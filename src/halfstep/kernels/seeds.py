@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from halfstep.kernels.gpu import seeds as gpu_seeds
+from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.operator import Operator
 from halfstep.quant.rounding import Seed, draw_seed
 
@@ -30,6 +32,9 @@ def seeds(x: Tensor, key: Tensor, count: int) -> Sequence[Seed]:
 
 
 def _eager(x: Tensor, key: Tensor, count: int) -> list[int] | Tensor:
+    if here(x):
+        found = gpu_seeds.run(x.detach(), key, count, _steps(x))
+        return _seeds(x, key, count) if found is None else found
     if x.is_cuda:
         return _seeds(x, key, count)
     if hasattr(x, "fake_mode"):  # which has no values
@@ -56,8 +61,12 @@ def _seeds(x: Tensor, key: Tensor, count: int) -> Tensor:
 def _sample(x: Tensor) -> Tensor:
     """About a thousand numbers from all over a tensor, of any strides: along each dimension every n-th one; n is odd
     and no simple part of the dimension, so that they lie at many places of the sequences that a batch is made of."""
+    return x[tuple(slice(None, None, step) for step in _steps(x))]
+
+
+def _steps(x: Tensor) -> list[int]:
     most = _SAMPLES ** (1 / max(x.dim(), 1))
-    return x[tuple(slice(None, None, max(1, int(0.618 * size / most) | 1)) for size in x.shape)]
+    return [max(1, int(0.618 * size / most) | 1) for size in x.shape]
 
 
 def _shifted(numbers: Tensor, by: int) -> Tensor:

@@ -80,7 +80,7 @@ def _units_mm(
     if other_kind == ROWS.recipe:
         others = others.t()
     a, b = (side.contiguous() for side in (lhs, rhs))
-    if kind == NV.recipe:
+    if a.dtype == torch.uint8:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     return F.scaled_mm(a, b.t(), scales, one, others, two, order, other_order, bias=bias, output_dtype=dtype)
 

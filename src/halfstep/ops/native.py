@@ -17,7 +17,7 @@ from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.gpu import layouts, turned
 from halfstep.kernels.gpu.blocks import Largest
 from halfstep.kernels.gpu.launch import plain
-from halfstep.kernels.unit_kinds import FP8, NUMBERS, NV, ROWS_OF_128, TENSORS, Kind, kind_of
+from halfstep.kernels.unit_kinds import NUMBERS, NV, ROWS_OF_128, TENSORS, Kind, dtype_of, kind_of
 from halfstep.kernels.units_mm import SHORT, Side, swizzled_size, units_mm
 from halfstep.kernels.watched import unseen
 from halfstep.ops.carriers import operand_dtype
@@ -129,7 +129,7 @@ class Rounding:
         self._quantizer, self.kind, self._rule, self._device = quantizer, kind, quantizer.scales.rule, device
         self._signs, self._noisy, self._whole = signs, quantizer.rounding == "stochastic", kind is NV
         bits, tile = quantizer.format.bits, quantizer.scales.tile
-        self._dtype, shapes = FP8.get(quantizer.format.key, torch.uint8), (shape, shape[::-1])
+        self._dtype, shapes = dtype_of(quantizer.format), (shape, shape[::-1])
         self._shapes = [(rows, columns * bits // 8) for rows, columns in shapes]
         self._scaled, self._sizes = torch.float32, list[int]()
         grids: list[tuple[int, ...]] = [tile.grid(*each) for each in shapes]
