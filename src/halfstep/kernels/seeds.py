@@ -32,18 +32,17 @@ def seeds(x: Tensor, key: Tensor, count: int) -> Sequence[Seed]:
 
 
 def _eager(x: Tensor, key: Tensor, count: int) -> list[int] | Tensor:
-    if here(x):
-        found = gpu_seeds.run(x.detach(), key, count, _steps(x))
-        return _seeds(x, key, count) if found is None else found
+    if here(x) and (found := gpu_seeds.run(x.detach(), key, count, steps(x))) is not None:
+        return found
     if x.is_cuda:
-        return _seeds(x, key, count)
+        return by_torch(x, key, count)
     if hasattr(x, "fake_mode"):  # which has no values
         return [1] * count
-    return [number & (1 << 64) - 1 for number in _seeds(x, key, count).tolist()]
+    return [number & (1 << 64) - 1 for number in by_torch(x, key, count).tolist()]
 
 
 @torch.no_grad()
-def _seeds(x: Tensor, key: Tensor, count: int) -> Tensor:
+def by_torch(x: Tensor, key: Tensor, count: int) -> Tensor:
     """int64 (count). The numbers of the generator SplitMix64 from a state that is a sum over the sample's bits.
 
     Source: Steele, Lea and Flood 2014, as `quant.derive_seed`.
@@ -61,10 +60,11 @@ def _seeds(x: Tensor, key: Tensor, count: int) -> Tensor:
 def _sample(x: Tensor) -> Tensor:
     """About a thousand numbers from all over a tensor, of any strides: along each dimension every n-th one; n is odd
     and no simple part of the dimension, so that they lie at many places of the sequences that a batch is made of."""
-    return x[tuple(slice(None, None, step) for step in _steps(x))]
+    return x[tuple(slice(None, None, step) for step in steps(x))]
 
 
-def _steps(x: Tensor) -> list[int]:
+def steps(x: Tensor) -> list[int]:
+    """Which of the numbers along each dimension are taken."""
     most = _SAMPLES ** (1 / max(x.dim(), 1))
     return [max(1, int(0.618 * size / most) | 1) for size in x.shape]
 
@@ -88,6 +88,6 @@ def seed_in(rounding: str, seed: Tensor | None, device: torch.device) -> Seed | 
 _OPERATOR = Operator(
     "seeds(Tensor x, Tensor key, int count) -> Tensor",
     _eager,
-    _seeds,
+    by_torch,
     like=lambda x, key, count: x.new_empty(count, dtype=torch.int64),
 )

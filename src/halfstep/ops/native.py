@@ -6,7 +6,7 @@ their products and all decided once for its sizes: what is left of a pass are al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
@@ -30,6 +30,7 @@ from halfstep.ops.once import Once, once
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
+from halfstep.quant.tile import Tile
 from halfstep.recipe import LinearSpec, Matmul, Recipe, get_recipe
 
 
@@ -112,9 +113,36 @@ _ALIGNED = 4
 """Numbers of 4 bytes in the 16 that kernels read at a time."""
 
 
+class Scaled:
+    """Memory for the scales of matrices of one shape and of their transposes, as tensor cores read them: float32
+    numbers by rows or columns, or swizzled, filled up with zeros."""
+
+    def __init__(self, kind: Kind, tile: Tile, shape: tuple[int, int], device: torch.device) -> None:
+        self._device, self._dtype, self._sizes = device, SHORT.get(kind, torch.float32), list[int]()
+        shapes = shape, shape[::-1]
+        grids: list[tuple[int, ...]] = [tile.grid(*each) for each in shapes]
+        self.form, self.zeros, self.strides = "number", 0, [(across, 1) for _, across in grids]
+        """How kernels write them, how many zeros (of 4 bytes) a call needs, and the strides of both."""
+        if kind is ROWS_OF_128:
+            self.strides = [(1, down) for down, _ in grids]
+        self._laid: list[Any] = list(zip(grids, self.strides, strict=True))
+        if kind in SHORT:
+            padded = [(rows, across) for (rows, _), (_, across) in zip(shapes, grids, strict=True)]
+            self._sizes = [swizzled_size(*each) for each in padded]
+            self.form, self.strides, self._laid = "swizzled", [(0, 0)] * 2, [((size,), (1,)) for size in self._sizes]
+            if any(rows % 128 or across % 4 for rows, across in padded):
+                self.zeros = sum(self._sizes) // 4
+
+    def __call__(self, zeros: Tensor | None) -> Sequence[Tensor]:
+        """Those of both; `zeros` where it needs some."""
+        if zeros is not None and self.zeros:
+            return torch.split(zeros.view(self._dtype), self._sizes)
+        return [torch.empty_strided(*laid, dtype=self._dtype, device=self._device) for laid in self._laid]
+
+
 class Rounding:
     """Rounds matrices of one shape and dtype for the two products that take them: codes and scales as they lie, and
-    transposed, then rotated where there are `signs`."""
+    transposed, where there are `signs` rotated before."""
 
     def __init__(
         self,
@@ -127,36 +155,26 @@ class Rounding:
     ) -> None:
         assert quantizer.scales is not None
         self._quantizer, self.kind, self._rule, self._device = quantizer, kind, quantizer.scales.rule, device
-        self._signs, self._noisy, self._whole = signs, quantizer.rounding == "stochastic", kind is NV
-        bits, tile = quantizer.format.bits, quantizer.scales.tile
-        self._dtype, shapes = dtype_of(quantizer.format), (shape, shape[::-1])
-        self._shapes = [(rows, columns * bits // 8) for rows, columns in shapes]
-        self._scaled, self._sizes = torch.float32, list[int]()
-        grids: list[tuple[int, ...]] = [tile.grid(*each) for each in shapes]
-        strides: list[tuple[int, ...]] = [(1, down) if kind is ROWS_OF_128 else (across, 1) for down, across in grids]
-        form, filled = "whole" if kind is TENSORS else "number", False
-        if kind in SHORT:
-            form, self._scaled = "swizzled", SHORT[kind]
-            filled = any(rows % 128 or across % 4 for (rows, _), (_, across) in zip(shapes, grids, strict=True))
-            grids = [(swizzled_size(rows, across),) for (rows, _), (_, across) in zip(shapes, grids, strict=True)]
-            self._sizes, strides = [size for (size,) in grids] if filled else [], [(1,), (1,)]
-        self._scales = list(zip(grids, strides, strict=True))
+        self._signs, self._dtype, bits = signs, dtype_of(quantizer.format), quantizer.format.bits
+        self._shapes = [(rows, columns * bits // 8) for rows, columns in (shape, shape[::-1])]
+        self._scales, noisy = Scaled(kind, quantizer.scales.tile, shape, device), quantizer.rounding == "stochastic"
+        form, strides = "whole" if kind is TENSORS else self._scales.form, self._scales.strides
         self._largest = self._turned = None
+        needed = 1
         if signs is not None:
             told = turned.told(torch.empty(shape, dtype=dtype, device="meta"), quantizer, signs)
             assert told is not None
-            how = form, ((0, 0), (0, 0)), self._noisy
-            self._turned = turned.BothTurned(quantizer, told, len(signs), shape, dtype, device, *how)
+            how = len(signs), shape, dtype, device, form, strides, noisy
+            self._turned = turned.BothTurned(quantizer, told, *how)
             needed = self._turned.zeros
         else:
-            laid = ((0, 0), (0, 0)) if kind in SHORT else strides
-            self._both = layouts.Both(quantizer, shape, dtype, device, form, laid, self._noisy)
+            self._both = layouts.Both(quantizer, shape, dtype, device, form, strides, noisy)
             if kind is not TENSORS:
                 self._largest = Largest(quantizer, shape, dtype, device, both=True)
-            needed = 1 if self._largest is None else self._largest.zeros
+                needed = self._largest.zeros
         self._found = -(-needed // _ALIGNED) * _ALIGNED
-        self.zeros = self._found + sum(self._sizes) // 4
-        """How many zeros a call may be given, for the largest magnitudes and for what fills up swizzled scales."""
+        self.zeros = self._found + self._scales.zeros
+        """How many zeros a call may be given, for the largest magnitudes and for what fills scales up."""
 
     def __call__(
         self,
@@ -172,25 +190,21 @@ class Rounding:
             factor, amax, found = yet_to_form(x, self._quantizer.format, self._rule, state, record, zeros)
             self._both(x, (one, scale, None), (other, scale, None), found, None, factor, amax)
             return Side(one, self.kind, scale), Side(other, self.kind, scale)
-        if zeros is None and self._sizes:
-            zeros = torch.zeros(self.zeros, dtype=torch.int32, device=self._device)
-        scale, turned_scale = self._scale_memory(zeros)
+        filled = None
+        if self._scales.zeros:
+            zeros = torch.zeros(self.zeros, dtype=torch.int32, device=self._device) if zeros is None else zeros
+            filled = zeros[self._found :]
+        scale, turned_scale = self._scales(filled)
         whole = turned_whole = None
-        if self._whole:
+        if self.kind is NV:
             whole, turned_whole = (torch.empty((), dtype=torch.float32, device=self._device) for _ in range(2))
         copies = (one, scale, whole), (other, turned_scale, turned_whole)
-        if self._turned is not None:
+        if self._turned is not None and self._signs is not None:
             self._turned(x, self._signs, *copies, zeros, *seeds)
-        else:
-            assert self._largest is not None
-            self._both(x, *copies, *self._largest(x, zeros), seed=seeds[0])
+        elif self._largest is not None:
+            found, turned_found = self._largest(x, zeros)
+            self._both(x, *copies, found, turned_found, seed=seeds[0])
         return Side(one, self.kind, scale, whole), Side(other, self.kind, turned_scale, turned_whole)
-
-    def _scale_memory(self, zeros: Tensor | None) -> Iterable[Tensor]:
-        """Memory for the scales of both copies."""
-        if zeros is not None and self._sizes:
-            return zeros[self._found :].view(self._scaled).split(self._sizes)
-        return [torch.empty_strided(*laid, dtype=self._scaled, device=self._device) for laid in self._scales]
 
 
 class NativeLayer(NamedTuple):
@@ -254,7 +268,8 @@ def _decided(
         if told is None:
             return None
         made.append(Rounding(quantizer, kind, shape, dtype, device, spun))
-    return NativeLayer(*made, dtypes[-1], (spec.grad_input, spec.grad_weight) if noisy[2] else None)
+    draws = (spec.grad_input, spec.grad_weight) if noisy[2] else None
+    return NativeLayer(made[0], made[1], made[2], dtypes[-1], draws)
 
 
 class Native(Once):

@@ -87,13 +87,14 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
             `swizzled`, as stored, in the order of `kernels.units_mm.swizzled`, the rest 0; one for each row of a tile.
         outer: scales with the stride 1 from row to row: as Hopper's tensor cores take those of tiles of 1x128.
     """
-    both = []
+    assert quantizer.scales is not None
+    both, tile = [], quantizer.scales.tile
     for shape in (tuple(x.shape), tuple(x.shape)[::-1]):
         sizes: Any = layout(quantizer, shape, x.dtype)
         made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
         (down, across), dtype = made["scale"].shape, torch.float32 if form == "number" else made["scale"].dtype
         if form == "swizzled":
-            made["scale"] = x.new_zeros(swizzled_size(shape[0], across), dtype=dtype)
+            made["scale"] = x.new_zeros(swizzled_size(shape[0] if tile.rows else down, across), dtype=dtype)
         else:
             strides = (1, down) if outer else (across, 1)
             made["scale"] = torch.empty_strided((down, across), strides, dtype=dtype, device=x.device)
@@ -126,16 +127,23 @@ def codes(
 def run(x: Tensor, quantizer: Quantizer, along: Tensors, turned: Tensors, seed: Seed | None = None) -> None:
     """Write what `quantizer.quantize(x)` keeps to `along`, and what it makes of the transpose to `turned`: both of
     `empty`, or with scales of any strides."""
-    stored = layout(quantizer, tuple(x.shape), x.dtype)["scale"][0]
-    form = "swizzled" if along["scale"].dim() == 1 else "stored" if along["scale"].dtype == stored else "number"
-    strides = ((0, 0), (0, 0)) if form == "swizzled" else (along["scale"].stride(), turned["scale"].stride())
+    form, strides, one, other = laid(quantizer, along, turned)
     both = _both(quantizer, tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
-    one, other = ((made["codes"], made["scale"], made.get("tensor_scale")) for made in (along, turned))
     both(x, one, other, *largest_both(x, quantizer), seed=seed)
 
 
 Copy = tuple[Tensor, Tensor, Tensor | None]
 """Codes, scales and the tensor's scale."""
+
+
+def laid(quantizer: Quantizer, along: Tensors, turned: Tensors) -> tuple[str, tuple[Any, Any], Copy, Copy]:
+    """The form of the scales of copies that `empty` made, their strides, and the copies as kernels take them."""
+    scale, turned_scale = along["scale"], turned["scale"]
+    stored = layout(quantizer, (1, 1), torch.float32)["scale"][0]
+    form = "swizzled" if scale.dim() == 1 else "stored" if scale.dtype == stored else "number"
+    strides = ((0, 0), (0, 0)) if form == "swizzled" else (scale.stride(), turned_scale.stride())
+    one, other = ((made["codes"], made["scale"], made.get("tensor_scale")) for made in (along, turned))
+    return form, strides, one, other
 
 
 class Both:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
-from halfstep.kernels.gpu import quantizers
+from halfstep.kernels.gpu import layouts, quantizers
 from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
 from halfstep.kernels.gpu.layouts import Copy, Tensors
 from halfstep.kernels.gpu.quantizers import Element, Rule
@@ -56,10 +56,9 @@ def run(
     turned_seed: Seed | None = None,
 ) -> None:
     """Write what `quantizer.quantize(x)` keeps to `along`, and to `turned` what it makes of the transpose of
-    `quant.rotate(x, signs, 0)`: both of `layouts.empty`, as they are stored. As kernels are `told`, by a seed each."""
-    strides = along["scale"].stride(), turned["scale"].stride()
-    both = _both(quantizer, told, len(signs), tuple(x.shape), x.dtype, x.device, "stored", strides, seed is not None)
-    one, other = ((made["codes"], made["scale"], made.get("tensor_scale")) for made in (along, turned))
+    `quant.rotate(x, signs, 0)`, by a seed each: both of `layouts.empty`, stored or swizzled. `told`: as kernels are."""
+    form, strides, one, other = layouts.laid(quantizer, along, turned)
+    both = _both(quantizer, told, len(signs), tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
     both(x, signs, one, other, None, seed, turned_seed)
 
 

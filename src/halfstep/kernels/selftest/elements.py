@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import torch
 
 from halfstep import formats, quant
+from halfstep.kernels import seeds as seeds_of
 from halfstep.kernels.cpu import amax, cast, codes, posit
 from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
-from halfstep.kernels.gpu import finish, history
+from halfstep.kernels.gpu import finish, history, seeds
 from halfstep.kernels.gpu import posit as gpu_posit
 from halfstep.kernels.selftest.case import (
     BFLOAT16,
@@ -111,6 +113,14 @@ def _finish(dtype: torch.dtype, device: torch.device, rows: int, columns: int, b
     yield Case(wide.to(dtype), found, "", product)
 
 
+def _seeds(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], count: int) -> Cases:
+    """Of tensors of any dimensions, as they lie and by other strides."""
+    x, key = hard(prod(shape), dtype).view(shape), torch.tensor([2**62 + 5, -3], dtype=torch.int64, device="cpu")
+    for one in (x, x.mT[..., ::2]) if len(shape) > 1 else (x,):
+        found = seeds.run(one.to(device), key.to(device), count, seeds_of.steps(one))
+        yield Case(seeds_of.by_torch(one, key, count), found, str(one.stride()))
+
+
 def _history(format: formats.Format, device: torch.device, scaling: Delayed, skipped: float | None) -> Cases:
     """States of many kinds at the end of a step, of one that was left out too."""
     generator = torch.Generator().manual_seed(scaling.history)
@@ -175,6 +185,10 @@ GPU = (
     *kernel_tests(
         "finish", BFLOAT16 | FLOAT16, _finish,
         [(*shape, biased) for shape in ((1, 1), (7, 300), (3, 5000)) for biased in ("", "biased")],
+    ),
+    *kernel_tests(
+        "seeds", _FLOATS, _seeds,
+        [((), 1), ((5000,), 3), ((160, 96), 6), ((3, 20, 33), 6), ((2, 3, 40, 17), 6), ((33, 0), 3)],
     ),
     *kernel_tests(
         "history", _FP8, _history,

@@ -117,16 +117,18 @@ def both(
         bits, first = quantizer.format.bits, quantizer.format.high_nibble_first
         codes = unpack(one["codes"], bits, shape[1], first).t().contiguous()
         other = one | {"codes": pack(codes, bits, first), "scale": one["scale"].t()}
-    for copy, made, which in zip(copies, (one, other), ("as it lies", "transposed"), strict=True):
-        laid = made | {"scale": _laid(made["scale"], quantizer, form)}
+    for copy, made, which, rows in zip(copies, (one, other), ("as it lies", "transposed"), shape, strict=True):
+        laid = made | {"scale": _laid(made["scale"], quantizer, form, rows)}
         yield from (Case(laid[key], found, f"{key} {which}") for key, found in copy.items())
 
 
-def _laid(scales: Tensor, quantizer: Any, form: str) -> Tensor:
-    """Scales in that form; swizzled by the formula of PyTorch's documentation, entry by entry."""
+def _laid(scales: Tensor, quantizer: Any, form: str, rows: int) -> Tensor:
+    """Scales in that form, of a copy with so many rows; swizzled, in each row of a tile, by the formula of PyTorch's
+    documentation, entry by entry."""
     if form != "swizzled":
         apart = {"scale": scales, "tensor_scale": scalar(1.0)}
         return scales if form == "stored" else quantizer.scales.rule.multiplier(apart, quantizer.format)
+    scales = scales.repeat_interleave(max(quantizer.scales.tile.rows, 1), 0)[:rows]
     (count, across), groups = scales.shape, -(-scales.shape[1] // 4)
     out = torch.zeros(-(-count // 128) * groups * 512, dtype=scales.dtype, device="cpu")
     row = torch.arange(count, dtype=torch.int64, device="cpu")[:, None]
@@ -243,17 +245,20 @@ def rotated_codes(spun: Spun, device: torch.device, dtype: torch.dtype, shape: t
     yield from (Case(expected, found[key], key) for key, expected in quantizer.quantize(wide, seed).tensors.items())
 
 
-def _rotated_both(spun: Spun, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Cases:
+def _rotated_both(
+    spun: Spun, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], form: str
+) -> Cases:  # fmt: skip
     """Codes and scales as the matrix lies, and of its rotated columns, by a seed each: one is in the GPU's memory."""
     (quantizer, hadamard), x = spun, spread(shape, dtype, spun[0])
     signs, seeds = hadamard.signs(), (SEED, 7) if quantizer.rounding == "stochastic" else (None, None)
     told: Any = turned.told(x, quantizer, signs)
-    copies = layouts.empty(x.to(device), quantizer)
+    copies = layouts.empty(x.to(device), quantizer, form)
     handed = (cell(SEED, device), 7) if seeds[0] else seeds
     turned.run(x.to(device), quantizer, told, signs.to(device), *copies, *handed)
     wide = x, quant.rotate(x, signs, 0).t().contiguous()
     for one, seed, found, which in zip(wide, seeds, copies, ("as it lies", "rotated"), strict=True):
         made = quantizer.quantize(one, seed).tensors
+        made["scale"] = _laid(made["scale"], quantizer, form, len(one))
         yield from (Case(expected, found[key], f"{key} {which}") for key, expected in made.items())
 
 
@@ -436,6 +441,7 @@ GPU = (
         (
             (torch.bfloat16, (256, 128), "stored", "outer"), (torch.float32, (130, 144), "swizzled", ""),
             (torch.float16, (36, 20), "number", "outer"), (torch.float16, (144, 176), "stored", ""),
+            (torch.bfloat16, (160, 272), "swizzled", ""),
         ),
     ),
     *kernel_tests(
@@ -462,6 +468,10 @@ GPU = (
             _SPUN.__getitem__, "fp8 1x4 absmax, 8 signs", "nvfp4 1x16, NVFP4's signs", "nvfp4 1x16 up, 32 signs",
             "mxfp6 1x32, 32 signs",
         ),
-        _rotated_both, ((torch.bfloat16, (64, 160)), (torch.float32, (32, 144)), (torch.float16, (32, 48))),
+        _rotated_both,
+        (
+            (torch.bfloat16, (64, 160), "stored"), (torch.float32, (32, 144), "stored"),
+            (torch.float16, (32, 48), "stored"), (torch.bfloat16, (160, 144), "swizzled"),
+        ),
     ),
 )  # fmt: skip
