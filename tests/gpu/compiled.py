@@ -35,7 +35,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64: "i64", torch.float32: "fp32",
          torch.int8: "i8", torch.bool: "i1", torch.float64: "fp64"}  # fmt: skip
 WARP = 32
-SCALARS = {"prepare", "advance", "norm"}
+SCALARS = {"prepare", "advance", "norm", "seeds"}
 """Functions that find a few numbers for each tensor."""
 
 
