@@ -9,9 +9,7 @@ from halfstep import formats
 from halfstep.constant import constant
 from halfstep.formats import Format
 from halfstep.kernels import carried
-from halfstep.quant import Quantizer
-from halfstep.quant.scaling import Scaling
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR, Quantizer, Scaling
 
 
 E4M3_BITS = 4

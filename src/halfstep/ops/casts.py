@@ -15,9 +15,8 @@ from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
 from halfstep.kernels import operators
 from halfstep.ops.function import apart
-from halfstep.quant import Quantizer, draw_seed
+from halfstep.quant import Quantizer, draw_seed, layout
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
-from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
 
 

@@ -16,11 +16,11 @@ from halfstep.kernels.cpu.arrays import plain
 from halfstep.kernels.largest import amax_of
 from halfstep.kernels.watched import times
 from halfstep.ops.casts import Quantized, quantize_parts
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, get_scaling
 from halfstep.quant.memory import has_memory
 from halfstep.quant.quantizer import matrix_shape
-from halfstep.quant.scaling import get_scaling
-from halfstep.recipe.storage import Storage, scaled_dtype
+from halfstep.recipe import Storage
+from halfstep.recipe.storage import scaled_dtype
 
 
 _FEW = 8  # numbers, whose codes fill whole bytes

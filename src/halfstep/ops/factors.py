@@ -9,9 +9,9 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels.largest import amax_of
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scaling
 from halfstep.quant.memory import has_memory
-from halfstep.quant.scaling import Scaling, StatefulScaling
+from halfstep.quant.scaling import StatefulScaling
 
 
 def factor_of(

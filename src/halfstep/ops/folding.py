@@ -11,9 +11,8 @@ from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.ops.carriers import carrier
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.remainder import Remainder
-from halfstep.quant import Quantizer
+from halfstep.quant import TENSOR, Quantizer
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import TENSOR
 
 
 Rest = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -15,9 +15,8 @@ from halfstep.ops.linear_passes import bias_gradient, product_dtype
 from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.product import forward_product, product_of
-from halfstep.quant import Quantizer
+from halfstep.quant import TENSOR, Quantizer
 from halfstep.quant.memory import has_memory
-from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LinearSpec
 
 

@@ -19,11 +19,10 @@ from halfstep.ops.casts import quantize, round_scaled, seed_of, values, values_n
 from halfstep.ops.factors import factor_of
 from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
-from halfstep.quant import Clamp, Quantizer, Scales, Tile
+from halfstep.quant import ROW, TENSOR, Clamp, Quantizer, Scales, Tile
 from halfstep.quant.hadamard import RANDOM
 from halfstep.quant.memory import has_memory
 from halfstep.quant.rounding import Seed, number
-from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
 
 

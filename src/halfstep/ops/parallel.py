@@ -24,8 +24,7 @@ from halfstep.ops.product import product_of
 from halfstep.ops.stored import decoded, stored
 from halfstep.ops.subclasses import arrived
 from halfstep.ops.tokens import Tokens, tokens_of
-from halfstep.quant import Quantizer
-from halfstep.quant.tile import TENSOR
+from halfstep.quant import TENSOR, Quantizer
 from halfstep.recipe import LinearSpec, Matmul, linear_text
 
 

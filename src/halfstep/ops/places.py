@@ -11,11 +11,10 @@ from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.factors import factor_in_use
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
-from halfstep.quant import Quantizer, Tile
+from halfstep.quant import TENSOR, Quantizer, Tile
 from halfstep.quant.memory import has_memory
 from halfstep.quant.padding import pad
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import TENSOR
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.ops.casts import seed_of
-from halfstep.quant import Quantizer
+from halfstep.quant import ROW, Quantizer
 from halfstep.quant.memory import has_memory
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import ROW
 
 
 def rounded_rows(

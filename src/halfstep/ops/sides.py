@@ -23,13 +23,12 @@ from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
 from halfstep.ops.factors import factor_of, yet_to_form
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.stored import decoded
-from halfstep.quant import Quantizer
+from halfstep.quant import TENSOR, Quantizer, layout
 from halfstep.quant.hadamard import RANDOM
 from halfstep.quant.memory import has_memory
 from halfstep.quant.pack import pack, unpack
-from halfstep.quant.quantizer import layout
 from halfstep.quant.rounding import Seed
-from halfstep.quant.tile import TENSOR, block
+from halfstep.quant.tile import block
 from halfstep.recipe import LinearSpec, Matmul
 
 

@@ -14,10 +14,8 @@ from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carri
 from halfstep.ops.casts import Quantized, quantize
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.operand import Operand, is_whole, lies_down, operand, over
-from halfstep.quant import Quantizer, Scales
+from halfstep.quant import TENSOR, Quantizer, Scales, Scaling, get_scaling
 from halfstep.quant.memory import has_memory
-from halfstep.quant.scaling import Scaling, get_scaling
-from halfstep.quant.tile import TENSOR
 
 
 def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
