@@ -26,7 +26,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import experiment_for, get_task
-from halfstep.lab.verdict import difference, final_metric
+from halfstep.lab.verdict import difference, final
 from halfstep.recipe import get_recipe
 from harness import keep
 from losses import Losses, train
@@ -94,7 +94,7 @@ def captions(out: Path) -> dict[str, Any]:
     losses = train(told, {name: get_recipe(name) for name in told.recipes}, out / "captions")
     accuracy = {
         name: [
-            final_metric(read_metrics(out / "captions" / name / f"seed-{seed}" / "metrics.jsonl"))
+            final(read_metrics(out / "captions" / name / f"seed-{seed}" / "metrics.jsonl"), "metric")
             for seed in range(told.seeds)
         ]
         for name in told.recipes

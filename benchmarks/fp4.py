@@ -36,7 +36,7 @@ from halfstep.lab.models import build_model
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.lab.train import Trainer
-from halfstep.lab.verdict import final_loss
+from halfstep.lab.verdict import final
 from halfstep.recipe import Recipe, to_data
 from harness import RESULTS, keep
 
@@ -137,7 +137,7 @@ def figures(rows: list[Row]) -> dict[str, Any]:
     curve = [(row["step"], row["loss"]) for row in rows if row["kind"] == "validation"]
     diverged = next((row["step"] for row in rows if row["kind"] == "diverged"), None)
     seconds = sum(row["seconds"] for row in rows if row["kind"] == "step")
-    return {"loss": final_loss(rows), "diverged_at": diverged, "seconds": round(seconds), "curve": curve}
+    return {"loss": final(rows), "diverged_at": diverged, "seconds": round(seconds), "curve": curve}
 
 
 def kept(case: Case) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def main() -> None:
                     continue
                 run = Run.of(case, seed, asked.out)
                 run.train()
-                print(f"{case.name}, seed {seed}: {final_loss(run.rows())}", flush=True)
+                print(f"{case.name}, seed {seed}: {final(run.rows())}", flush=True)
     if asked.keep or asked.collect:
         keep("fp4", results(asked.out))
     if asked.keep or asked.collect or asked.page:

@@ -16,7 +16,7 @@ from halfstep.lab.interval import paired
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer
-from halfstep.lab.verdict import final_loss
+from halfstep.lab.verdict import final
 from halfstep.recipe import Recipe
 
 
@@ -39,7 +39,7 @@ def train(
         for name, recipe in recipes.items():
             folder = out / name / f"seed-{seed}"
             Trainer(experiment, recipe, seed, task, build, folder).run()
-            losses[name].append(final_loss(read_metrics(folder / "metrics.jsonl")))
+            losses[name].append(final(read_metrics(folder / "metrics.jsonl")))
             print(f"{out.name} {name} seed {seed}: {losses[name][-1]}", flush=True)
     return losses
 

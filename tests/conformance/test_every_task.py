@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 
 import pytest
@@ -77,7 +77,7 @@ def test_its_file_is_called_as_it_is_and_its_facts_survive_a_run_folder(name):
     spec = get_task(name)
     assert spec.name == name
     assert spec.facts.metric is not None
-    assert Facts.from_data(spec.facts.to_dict()) == spec.facts
+    assert Facts.from_data(asdict(spec.facts)) == spec.facts
 
 
 @pytest.mark.quick("lm", "vision", "gan", "recommender", "speech", "detection")

@@ -95,7 +95,10 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     from halfstep.lab.report import write_report
     from halfstep.lab.tasks import experiment_for
 
-    experiment = _recorded(ctx, path) if resume else experiment_for(**_asked(ctx))
+    if resume:  # a difference from what is recorded is refused when it opens
+        experiment = dataclasses.replace(RunFolder(path).experiment(), **asked_fields(ctx))
+    else:
+        experiment = experiment_for(**_asked(ctx))
     if jobs > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     comparison = open_experiment(experiment, path, resume)
@@ -165,11 +168,6 @@ def _rates(text: str) -> dict[str, float]:
                 "unit-fp16=0.02"
             ) from None
     return rates
-
-
-def _recorded(ctx: typer.Context, out: Path) -> Experiment:
-    """The experiment in the folder, with what this command line asks for: a difference is refused when it opens."""
-    return dataclasses.replace(RunFolder(out).experiment(), **asked_fields(ctx))
 
 
 def fresh_folder(name: str) -> Path:

@@ -53,10 +53,6 @@ class Facts:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The fields of an experiment that this task sets otherwise than `Experiment` does."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any] | None) -> Facts:
         """The facts that `to_dict` wrote; None gives those of a folder that has none.
@@ -200,6 +196,12 @@ class Experiment:
         """For JSON."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return {name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Experiment:
+        """What `to_dict` wrote: JSON has lists for tuples."""
+        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+        return cls(**given)
 
     def key(self, *more: object) -> str:
         """A name for everything that fixes a run's numbers, whatever the recipes and the number of seeds."""

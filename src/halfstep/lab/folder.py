@@ -147,7 +147,7 @@ class RunFolder:
                 raise RunError(f"{path} is not empty and holds no experiment; give another --out")
             write_json(folder.environment_file, environment)
             content = {"experiment": experiment.to_dict(), "data_sha256": digest, "recipes": recipes or {}}
-            write_json(folder.experiment_file, content if facts is None else {**content, "task": facts.to_dict()})
+            write_json(folder.experiment_file, content if facts is None else {**content, "task": asdict(facts)})
         except OSError as error:
             raise RunError(f"{path} cannot be written ({error.strerror}); give another --out") from error
         return folder
@@ -235,8 +235,7 @@ class RunFolder:
             raise RunError(f"{self.path} holds no experiment to resume; leave --resume away to start one")
         data = read_json(self.experiment_file).get("experiment")
         try:
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}  # type: ignore[union-attr]
-            return Experiment(**fields)
+            return Experiment.from_data(data)  # type: ignore[arg-type]
         except (AttributeError, TypeError) as error:
             raise RunError(f"{self.experiment_file} holds another experiment than halfstep writes ({error})") from error
 

@@ -262,27 +262,14 @@ def difference(
     return Difference(UNDECIDED, gap, interval, pairs_to_decide(gap, spread, margin))
 
 
-def final_loss(rows: Sequence[Row]) -> float | None:
-    """The validation loss after the last step; None for a run that did not finish or diverged."""
-    return _final(rows, "loss")
-
-
-def final_metric(rows: Sequence[Row]) -> float | None:
-    """The metric after the last step; None where there is none, or for a run that did not finish or diverged."""
-    return _final(rows, "metric")
-
-
-def final_value(rows: Sequence[Row], metric: Metric | None = None) -> float | None:
-    """What the verdict is about: the metric where it judges, else the loss."""
-    return final_metric(rows) if metric is not None and metric.judges else final_loss(rows)
-
-
 def final_values(runs: Mapping[int, Sequence[Row]], metric: Metric | None = None) -> dict[int, float]:
-    """What the verdict is about, by seed, of the runs that finished."""
-    return {seed: value for seed, rows in runs.items() if (value := final_value(rows, metric)) is not None}
+    """What the verdict is about, the metric where it judges, else the loss: by seed, of the runs that finished."""
+    name = "metric" if metric is not None and metric.judges else "loss"
+    return {seed: value for seed, rows in runs.items() if (value := final(rows, name)) is not None}
 
 
-def _final(rows: Sequence[Row], name: str) -> float | None:
+def final(rows: Sequence[Row], name: str = "loss") -> float | None:
+    """The validation loss, or the metric, after the last step; None for a run that did not finish or diverged."""
     if not rows or rows[-1]["kind"] != "end" or rows[-1]["status"] != "finished":
         return None
     values = [row.get(name) for row in rows if row["kind"] == "validation"]
@@ -347,8 +334,8 @@ def judge(
         status=status,
         seeds=len(runs),
         finals=finals,
-        final_loss=None if bad else _mean(final_loss(rows) for rows in runs.values()),
-        final_metric=None if bad else _mean(final_metric(rows) for rows in runs.values()),
+        final_loss=None if bad else _mean(final(rows) for rows in runs.values()),
+        final_metric=None if bad else _mean(final(rows, "metric") for rows in runs.values()),
         paired_gap=compared.gap,
         interval=compared.interval,
         seeds_to_decide=compared.seeds_to_decide,

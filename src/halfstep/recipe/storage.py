@@ -113,12 +113,8 @@ class Storage:
         """Name, dtype and shape of every tensor that one of that shape is kept in."""
         if self.dtype is not None:
             return dict.fromkeys(self.numbers(name), (self.dtype, shape))
-        parts, found = self._layout(shape), {}
-        for number in self.numbers(name):
-            names = self.names(number)
-            for part, kind in parts.items():
-                found[names[part]] = kind
-        return found
+        parts, names = self._layout(shape), [self.names(number) for number in self.numbers(name)]
+        return {called[part]: kind for called in names for part, kind in parts.items()}
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         """As `layout`, of one number, by the names of its parts."""

@@ -66,21 +66,23 @@ def write_report(folder: RunFolder) -> Path:
     write_json(folder.path / "summary.json", results.summary())
     plots = folder.path / "plots"
     plots.mkdir(exist_ok=True)
-    shown: list[tuple[Picture, str | None]] = []
     with rc_context(SETTINGS):
-        for picture in (make(results) for make in PICTURES):
-            file = plots / f"{picture.name}.png"
-            file.unlink(missing_ok=True)
-            if picture.figure is not None:
-                file.write_bytes(png(picture.figure))
-                shown.append((picture, base64.b64encode(file.read_bytes()).decode()))
-            else:
-                shown.append((picture, None))
+        shown = [_drawn(make(results), plots) for make in PICTURES]
     page = folder.path / "report.html"
     partial = page.with_name("report.html.partial")
     partial.write_text(_page(results, shown), encoding="utf-8")
     os.replace(partial, page)
     return page
+
+
+def _drawn(picture: Picture, plots: Path) -> tuple[Picture, str | None]:
+    """The picture, written to its file, and its bytes as the page holds them; None where there is no figure."""
+    file = plots / f"{picture.name}.png"
+    file.unlink(missing_ok=True)
+    if picture.figure is None:
+        return picture, None
+    file.write_bytes(png(picture.figure))
+    return picture, base64.b64encode(file.read_bytes()).decode()
 
 
 def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
@@ -148,7 +150,8 @@ def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | No
     Args:
         defaults: what the experiment's task sets otherwise than `Experiment` does.
     """
-    usual = {f.name: f.default for f in fields(Experiment)} | {"recipe_lr": {}} | _tuples(defaults or {})
+    usual = {f.name: f.default for f in fields(Experiment)} | {"recipe_lr": {}}
+    usual |= {name: tuple(value) if isinstance(value, list) else value for name, value in (defaults or {}).items()}
     changed = {name: value for name in usual if (value := getattr(experiment, name)) != usual[name]}
     recipes = changed.pop("recipes")
     if any(name not in _OPTIONS for name in changed):
@@ -163,10 +166,6 @@ def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | No
     for name, value in changed.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join([*words, "--out", str(path), "--resume"])
-
-
-def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 def counted(seeds: int) -> str:

@@ -216,12 +216,10 @@ class Plot:
 
 def looks(recipes: Iterable[str]) -> dict[str, Look]:
     """A look for each recipe: fp32 black, the others by their place; dashed where the colours begin again."""
-    table = {BASELINE: Look("black", "o", "-")}
     others = [recipe for recipe in recipes if recipe != BASELINE]
-    for i, recipe in enumerate(others):
-        lap, place = divmod(i, len(_PALETTE))
-        table[recipe] = Look(_PALETTE[place], _MARKERS[place], "-" if lap % 2 == 0 else "--")
-    return table
+    places = [divmod(i, len(_PALETTE)) for i in range(len(others))]
+    given = [Look(_PALETTE[place], _MARKERS[place], "--" if lap % 2 else "-") for lap, place in places]
+    return {BASELINE: Look("black", "o", "-"), **dict(zip(others, given, strict=True))}
 
 
 def new_figure(height: float, title: str) -> Figure:

@@ -97,11 +97,8 @@ class Sweep:
             RunError: it is not that.
         """
         try:
-            experiment: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in data["experiment"].items()
-            }
             grid = {name: tuple(values) for name, values in data["grid"].items()}
-            return cls(Experiment(**experiment), grid, data["sample"], data["threads"])
+            return cls(Experiment.from_data(data["experiment"]), grid, data["sample"], data["threads"])
         except (KeyError, AttributeError, TypeError) as error:
             raise RunError(f"this is no sweep that halfstep wrote ({type(error).__name__}: {error})") from error
 

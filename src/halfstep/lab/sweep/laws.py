@@ -56,13 +56,18 @@ def law_cells(paths: Sequence[Path]) -> list[LawCell]:
 
 def damages(paths: Sequence[Path]) -> list[Damage]:
     """What `measure_damage` wrote beside the cells."""
-    found = []
-    for folder in map(SweepFolder, paths):
-        for cell in finished(folder):
-            file = folder.run((cell.point, cell.recipe, cell.seed)) / "rounded.json"
-            for bits, damage in (read_json(file)["damage"] if file.is_file() else {}).items():
-                found.append(Damage(float(cell.parameters or 0), float(cell.tokens), float(bits), damage))
-    return found
+    cells = [(folder, cell) for folder in map(SweepFolder, paths) for cell in finished(folder)]
+    return [
+        Damage(float(cell.parameters or 0), float(cell.tokens), float(bits), damage)
+        for folder, cell in cells
+        for bits, damage in _damage(folder, cell).items()
+    ]
+
+
+def _damage(folder: SweepFolder, cell: Outcome) -> dict[str, float]:
+    """By width, what was measured of a cell."""
+    file = folder.run((cell.point, cell.recipe, cell.seed)) / "rounded.json"
+    return read_json(file)["damage"] if file.is_file() else {}
 
 
 def weight_bits(recipe: Recipe) -> float | None:
@@ -103,11 +108,10 @@ def measure_damage(path: Path, bits: Sequence[int], watch: Callable[[Cell], None
     count = 0
     for found in finished(folder):
         cell = found.point, found.recipe, found.seed
-        file = folder.run(cell) / "rounded.json"
-        known = read_json(file)["damage"] if file.is_file() else {}
+        known = _damage(folder, found)
         if missing := [width for width in bits if str(width) not in known]:
             losses = dict(_rounded(cells.comparison(found.point), found, missing))
-            write_json(file, {"damage": {**known, **losses}})
+            write_json(folder.run(cell) / "rounded.json", {"damage": {**known, **losses}})
         count += 1
         watch(cell)
     return count

@@ -164,7 +164,8 @@ def moved(rows: Sequence[Row], start: int, before: int = BEFORE, times: float = 
     for measure in ("saturated", "amaxes", "updates"):
         late, floor = measure == "updates", SATURATED if measure == "saturated" else 0.0
         for tensor in watched[-1][measure] if watched else ():
-            series = [_size(row[measure].get(tensor)) for row in watched]
+            sizes = [row[measure].get(tensor) for row in watched]
+            series = [math.inf if size is None else size for size in sizes]  # what is not finite is null
             for place in range(LEAST, len(series)):
                 step = watched[place]["step"]
                 if not start - before <= step <= start - late:
@@ -216,8 +217,3 @@ def causes(path: Path) -> tuple[list[Caused], dict[str, dict[str, Any]]]:
             if not any(end - BEFORE <= step <= end + BEFORE for step in run.spikes):
                 quiet.setdefault(run.recipe, []).append(bool(moved(rows, end)))
     return found, {recipe: share(sum(hits), len(hits)) for recipe, hits in quiet.items()}
-
-
-def _size(value: float | None) -> float:
-    """What is not finite is written down as null."""
-    return math.inf if value is None else value

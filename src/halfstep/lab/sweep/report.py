@@ -20,7 +20,7 @@ from halfstep.lab.interval import LEVEL, Interval, compared, paired, share
 from halfstep.lab.report.results import SETTINGS, looks, new_figure, plain, png
 from halfstep.lab.spikes import spikes
 from halfstep.lab.sweep.folder import DIVERGED, FAILED, FINISHED, Cell, CellState, Sweep, SweepFolder, counts
-from halfstep.lab.verdict import final_loss
+from halfstep.lab.verdict import final
 
 
 LOST = 10
@@ -82,7 +82,7 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
         *cell,
         status=status,
         step=state.step,
-        loss=final_loss(rows),
+        loss=final(rows),
         spikes=tuple(steps[spike.start]["step"] for spike in found),
         ms_per_step=1000 * statistics.median(seconds) if seconds else None,
         bytes_per_parameter=None if memory is None else sum(memory["bytes"].values()) - memory["bytes"]["transient"],
