@@ -5,10 +5,16 @@ from os.path import exists
 
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe.data import from_data
-from halfstep.recipe.files import chain, is_chain, is_reference, read, read_chain
-from halfstep.recipe.multiplier import Multiplier
-from halfstep.recipe.partial import integer_weights, is_partial, partial
-from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts
+from halfstep.recipe.files import chain, integer_weights, is_chain, is_partial, is_reference, partial, read, read_chain
+from halfstep.recipe.products import (
+    AttentionSpec,
+    LinearSpec,
+    Matmul,
+    Multiplier,
+    linear_spec,
+    linear_text,
+    matmul_texts,
+)
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
 from halfstep.recipe.rule import HEADS, KEEP, Rule
 from halfstep.recipe.spec import (
@@ -116,7 +122,7 @@ def list_recipes() -> list[str]:
 def get_recipe(name: str | Recipe) -> Recipe:
     """The recipe of that name or alias (`O0` to `O3` are apex's levels); a `Recipe` is returned as it is.
 
-    `bits-eXmY` is bf16 with fewer bits, `bits-eXmY-nearest` the same rounded to nearest (`recipe.partial`).
+    `bits-eXmY` is bf16 with fewer bits, `bits-eXmY-nearest` the same rounded to nearest (`recipe.files`).
 
     Recipes of one's own are named by where they are: `my.toml`, `package.module:name` or `path.py:name`. Several that
     follow one another are named so: `fp8-current until 90%, then bf16-mixed` (`until step 900`; the comma may be left

@@ -11,7 +11,6 @@ from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
-from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.operands import (
     At,
     Data,
@@ -23,7 +22,7 @@ from halfstep.recipe.operands import (
     table_of,
     typed,
 )
-from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
+from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, Multiplier
 from halfstep.recipe.projection import Projection
 from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.spec import LossScale, Recipe
