@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from watching import nothing_but_reading
 
 from halfstep.errors import CheckpointError
-from halfstep.inspection import files, open_checkpoint, opening
+from halfstep.inspection import files, inspector, open_checkpoint
 from halfstep.inspection.files import TENSORS, TEXT
 
 
@@ -154,7 +154,7 @@ def test_two_files_with_a_tensor_of_the_same_name(tmp_path):
 
 
 def test_tensors_that_claim_more_than_there_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "SMALL", 1 << 16)
+    monkeypatch.setattr(inspector, "SMALL", 1 << 16)
     torch.save(torch.ones(1).expand(1 << 20), tmp_path / "a.pt")
     refuses(tmp_path / "a.pt", "claim 4194304 bytes and its files have .*; expected at most 64 times")
     np.savez_compressed(tmp_path / "b.npz", np.zeros(1 << 20))

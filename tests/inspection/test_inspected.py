@@ -18,7 +18,7 @@ from families import for_each
 from halfstep.bits.scan import scan
 from halfstep.bits.values import InMemory
 from halfstep.errors import QuantizationError
-from halfstep.inspection.opening import read
+from halfstep.inspection.inspector import read
 from halfstep.inspection.report import Known
 
 

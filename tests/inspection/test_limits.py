@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from threading import Event, Thread
 from halfstep.inspection import open_checkpoint
-from halfstep.inspection.opening import readers
+from halfstep.inspection.inspector import readers
 from halfstep.errors import CheckpointError
 
 def anonymous():

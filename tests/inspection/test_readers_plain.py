@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from families import for_each
 from halfstep.inspection import layout, open_checkpoint
-from halfstep.inspection.opening import readers
+from halfstep.inspection.inspector import readers
 
 
 def by_name(checkpoint):

@@ -4,7 +4,7 @@ import os
 import sys
 from contextlib import contextmanager
 
-from halfstep.inspection.opening import readers
+from halfstep.inspection.inspector import readers
 
 
 FORBIDDEN = (

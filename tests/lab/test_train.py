@@ -24,7 +24,7 @@ from halfstep.lab.folder import TIMINGS, read_metrics
 from halfstep.lab.task import Task
 from halfstep.lab.tasks.lm import LanguageModelling
 from halfstep.lab.train import Trainer
-from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final_loss, judge
+from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final, judge
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
 from tiny import RECIPES
@@ -418,4 +418,4 @@ def test_comparison_takes_recipes_of_the_callers_own_and_caches_the_baseline(tmp
     taken, trained = second.folder.metrics("fp32", 0), first.folder.metrics("fp32", 0)
     assert without_timings(taken) == without_timings(trained)
     assert {row["seconds"] for row in taken if row["kind"] == "step"} == {None}  # it ran at another time
-    assert final_loss(second.folder.metrics("mine", 0)) is not None
+    assert final(second.folder.metrics("mine", 0)) is not None

@@ -17,8 +17,8 @@ from halfstep.lab.verdict import (
     band,
     difference,
     enough,
-    final_loss,
-    final_value,
+    final,
+    final_values,
     judge,
     rule,
 )
@@ -174,7 +174,7 @@ def test_the_last_update_can_diverge_too():
 
 @pytest.mark.parametrize("rows", [[], finished(2.0)[:1], finished(2.0)[:-1]], ids=["empty", "begun", "no end"])
 def test_a_killed_run_is_not_finished(rows):
-    assert final_loss(rows) is None
+    assert final(rows) is None
     assert judge("r", {0: rows}, fp32()).status == UNFINISHED
 
 
@@ -209,8 +209,8 @@ def test_where_the_metric_judges_the_loss_does_not():
         assert (verdict.status, verdict.final_loss) == (status, pytest.approx(0.1))
         assert verdict.final_metric == pytest.approx(0.5 - lost)
         assert verdict.paired_gap == pytest.approx(lost / 0.5, rel=1e-2)
-    assert final_value(rows(0.1, 0.4), metric) == 0.4
-    assert final_value(rows(0.1, 0.4), Metric("accuracy", True, 1.0)) == 0.1
+    assert final_values({0: rows(0.1, 0.4)}, metric) == {0: 0.4}
+    assert final_values({0: rows(0.1, 0.4)}, Metric("accuracy", True, 1.0)) == {0: 0.1}
     assert "differences of their final mAP" in rule(metric)
     assert "final validation loss" in rule()
     assert "below a loss of 2.5%" in rule(None, 0.025)

@@ -3,8 +3,7 @@
 from halfstep.inspection.difference import Difference, diff
 from halfstep.inspection.difference_text import TensorDifference
 from halfstep.inspection.files import Checkpoint, StoredTensor
-from halfstep.inspection.inspector import inspect
-from halfstep.inspection.opening import open_checkpoint
+from halfstep.inspection.inspector import inspect, open_checkpoint
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
 
 

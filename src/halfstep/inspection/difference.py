@@ -24,7 +24,7 @@ from halfstep.grouping import grouped
 from halfstep.inspection.difference_text import Single, TensorDifference, count, sentence, values
 from halfstep.inspection.files import Checkpoint
 from halfstep.inspection.gguf_blocks import UNREAD
-from halfstep.inspection.opening import open_checkpoint
+from halfstep.inspection.inspector import open_checkpoint
 from halfstep.inspection.roles import role_of
 from halfstep.inspection.weights import HELD, First, Held, Weight, weights
 from halfstep.printable import printable, shortened, some

@@ -11,13 +11,12 @@ from torch import nn
 from halfstep.errors import DataError, FormatError, RecipeError
 from halfstep.nn.dtypes import rounded
 from halfstep.probe.batch import Batch, Loss, copied, moved, unchanged_generators
-from halfstep.probe.cast import Buffers, cast_trial, rounded_buffers
+from halfstep.probe.cast import Buffers, Target, cast_trial, keeping, rounded_buffers, suggest, target
 from halfstep.probe.measure import Meter, train
 from halfstep.probe.mismatch import Mismatch, mismatch
 from halfstep.probe.observe import Site, Window, window
 from halfstep.probe.report import LOST, Conditions, ProbeReport
 from halfstep.probe.spread import Scales, Spread, scales
-from halfstep.probe.suggest import Target, keeping, suggest, target
 from halfstep.probe.trial import FLOAT32, Failure, Trial, reference, sensitivity, trial
 from halfstep.recipe import Recipe, get_recipe, get_storage
 from halfstep.tracking.nonfinite import tensors_in

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from halfstep.printable import some
-from halfstep.probe.cast import NONE, Buffers, CastTrial
+from halfstep.probe.cast import NONE, Buffers, CastTrial, Target
 from halfstep.probe.observe import Range, Window, number
-from halfstep.probe.suggest import Target
 from halfstep.probe.trial import FLOAT32, OUTPUT_ERROR, Sensitivity, Trial
 from halfstep.recipe import to_data
 

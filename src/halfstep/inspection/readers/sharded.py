@@ -1,18 +1,21 @@
-"""Checkpoints in several files with an index: `model.safetensors.index.json`, or `pytorch_model.bin.index.json`.
+"""Checkpoints in several files with an index, and folders as Hugging Face has them: config.json, and weights.
+
+An index is a `model.safetensors.index.json`, or a `pytorch_model.bin.index.json`.
 
 Source: Hugging Face, transformers, "Sharded checkpoints".
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import TEXT, Checkpoint, File, Reader, StoredTensor, check_count, inside, parse_object
-from halfstep.inspection.readers import safetensors, torch_legacy, torch_zip
+from halfstep.inspection.readers import safetensors, torch_zip
 
 
-SHARDS = (safetensors.reader, torch_zip.reader, torch_legacy.reader, torch_legacy.bare)
+SHARDS = (safetensors.reader, torch_zip.reader, torch_zip.legacy, torch_zip.bare)
 """The readers of the files that an index or a folder may be made of."""
 
 
@@ -101,3 +104,53 @@ def _short(value: Any) -> bool:
 
 
 reader = Reader("sharded index", lambda path: path.is_file() and path.name.endswith(".index.json"), open_index)
+
+
+PREFERRED = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+"""Where transformers looks for weights, in its order."""
+
+_ENDINGS = (".safetensors", ".bin")
+
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin", "scaler.bin")
+"""What trainers of transformers and accelerate leave beside weights."""
+
+
+def open_folder(path: Path) -> Checkpoint:
+    """The weights of a folder: the file that transformers would load, else all safetensors files, else all of torch.
+
+    Raises:
+        CheckpointError: there are no weights, or they are broken.
+    """
+    config = read_json(inside(path, "config.json", str(path))) if (path / "config.json").exists() else None
+    return replace(_weights(path), path=path, kind=hugging_face.name, config=config)
+
+
+def _weights(path: Path) -> Checkpoint:
+    for name in PREFERRED:
+        if (path / name).exists():
+            found = inside(path, name, str(path))
+            return open_index(found) if name.endswith(".json") else join(path, hugging_face.name, [found])
+    for ending in _ENDINGS:
+        if names := _named(path, ending):
+            return join(
+                path, hugging_face.name, [inside(path, name, str(path)) for name in names], refuse=len(names) == 1
+            )
+    raise CheckpointError(
+        f"{path}: a config.json without weights; expected one of {', '.join(PREFERRED)}, or files that end in "
+        f"{' or '.join(_ENDINGS)}. If the repository was cloned, fetch the large files: git lfs pull"
+    )
+
+
+def _named(path: Path, ending: str) -> list[str]:
+    names = (file.name for file in path.iterdir() if file.name.endswith(ending))
+    return sorted(name for name in names if name not in _NO_WEIGHTS)
+
+
+def _recognises(path: Path) -> bool:
+    if not path.is_dir() or (path / ".metadata").exists():
+        return False
+    named = any((path / name).exists() for name in ("config.json", *PREFERRED))
+    return named or any(_named(path, ending) for ending in _ENDINGS)
+
+
+hugging_face = Reader("Hugging Face folder", _recognises, open_folder)
