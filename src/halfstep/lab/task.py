@@ -15,9 +15,14 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError, ModelError
 from halfstep.lab.data import Corpus
-from halfstep.lab.experiment import Experiment, Facts
+from halfstep.lab.experiment import Experiment, Facts, Metric
 from halfstep.quant import derive_seed
 
+
+__all__ = [
+    "END", "PAD", "START", "Batch", "ByHeart", "Facts", "Metric", "Spelling", "Task", "TaskSpec", "TextTask",
+    "check_finite", "greedy", "logits_of", "stream", "without_marks",
+]  # fmt: skip
 
 Batch = dict[str, Tensor]
 PAD, START, END = 0, 1, 2

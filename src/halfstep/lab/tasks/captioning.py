@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import load_digits
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.gpt import Block
-from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec
+from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, TaskSpec
 from halfstep.lab.tasks.vision import Vision
 
 

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import Digits, load_digits
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.measures import Found, Truth, iou, mean_average_precision, suppress
 from halfstep.lab.models.cnn import conv_block
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 
 
 CLASSES = 10

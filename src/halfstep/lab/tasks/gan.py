@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from halfstep.lab.data import Digits, load_digits
-from halfstep.lab.experiment import Facts, Metric
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 
 
 _COMPONENTS, _SAMPLES = 24, 1000

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import VOCABULARY, load_corpus
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.moe import MoE
-from halfstep.lab.task import Batch, TaskSpec, TextTask, logits_of
+from halfstep.lab.task import Batch, Facts, Metric, TaskSpec, TextTask, logits_of
 
 
 _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers, width, heads

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.bert import BERT
-from halfstep.lab.task import Batch, TaskSpec, TextTask, logits_of
+from halfstep.lab.task import Batch, Facts, Metric, TaskSpec, TextTask, logits_of
 
 
 _SIZES = {"bert-tiny": (2, 128, 4), "bert-small": (6, 384, 6)}  # layers, width, heads

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.measures import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec, stream, without_marks
+from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, TaskSpec, stream, without_marks
 
 
 LONGEST = 14

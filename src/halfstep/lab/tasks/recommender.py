@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.experiment import Facts, Metric
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 
 
 USERS, ITEMS, TASTES, RATINGS, HELD_OUT = 300, 200, 3, 36_000, 6_000

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.measures import error_rate
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 
 
 _WIDTHS = {"tdnn": 64, "tdnn-wide": 192}

@@ -9,10 +9,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.measures import bleu
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import END, PAD, START, Batch, Spelling, TaskSpec, stream, without_marks
+from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, TaskSpec, stream, without_marks
 
 
 _SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import Digits, load_digits
-from halfstep.lab.experiment import Facts, Metric
 from halfstep.lab.models.cnn import CNN
-from halfstep.lab.task import Batch, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 
 
 _WIDTHS = {"cnn": 24, "cnn-wide": 64}
