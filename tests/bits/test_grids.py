@@ -9,8 +9,7 @@ from torch import Tensor
 
 from families import in_turn, slow_unless
 from halfstep import formats
-from halfstep.bits.evidence import CERTAIN, ENOUGH
-from halfstep.bits.grids import GRIDS, WHOLE, fit_levels, fit_tiles
+from halfstep.bits.grids import CERTAIN, ENOUGH, GRIDS, WHOLE, fit_levels, fit_tiles
 from halfstep.bits.origin import origin
 from halfstep.bits.scan import Levels, scan
 from halfstep.bits.sentences import Evidence

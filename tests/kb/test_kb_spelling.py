@@ -4,8 +4,8 @@ import pytest
 
 from families import for_each
 from halfstep.kb import check, lookup
-from halfstep.kb.descriptions import describe_verdict
 from halfstep.kb.spelling import spelling
+from halfstep.kb.verdict import describe_verdict
 
 
 WRITTEN = [

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.kb import KnowledgeBase
-from halfstep.kb.descriptions import describe_answer, describe_entry, describe_verdict
 from halfstep.kb.resolve import find
-from halfstep.kb.verdict import judge
+from halfstep.kb.verdict import describe_answer, describe_entry, describe_verdict, judge
 from halfstep.printable import printable
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.bits.evidence import CERTAIN, CHOSEN, first_looks
-from halfstep.bits.grids import WIDER, suspects
+from halfstep.bits.grids import CERTAIN, CHOSEN, WIDER, first_looks, suspects
 from halfstep.bits.scan import LEVELS, Levels, Scan
 from halfstep.bits.table import tells
 from halfstep.bits.values import COLUMN, TILES, Places, repeats

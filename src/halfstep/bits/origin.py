@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fit_bits, halved
 from halfstep.bits.factors import CODE_BITS, Looks, come_again, copied, factored, few_levels, looks, powers, repetition
-from halfstep.bits.grids import fit_levels, fit_tiles
+from halfstep.bits.grids import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fit_bits, fit_levels, fit_tiles, halved
 from halfstep.bits.scan import Scan
 from halfstep.bits.values import named
 from halfstep.formats import Float

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from halfstep import formats
-from halfstep.bits.evidence import CERTAIN
+from halfstep.bits.grids import CERTAIN
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.pair import Change, Doubles, LowRank, Pair, change, comparable, low_rank, same_bytes
 from halfstep.bits.rounded import STOCHASTIC, Requantised, Rounded, Rounding, nearest, requantised, steps

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.bits.evidence import CHOSEN
+from halfstep.bits.grids import CHOSEN
 from halfstep.bits.origin import Origin
 from halfstep.bits.pair import Doubles, Pair
 from halfstep.bits.table import tells

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from halfstep.bits.evidence import CHOSEN
+from halfstep.bits.grids import CHOSEN
 from halfstep.bits.origin import MOST, STEPS, Origin
 
 

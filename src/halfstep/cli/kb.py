@@ -18,10 +18,9 @@ from halfstep.kb import add as adding
 from halfstep.kb import export as exporting
 from halfstep.kb import search as find_text
 from halfstep.kb.add import add_entry, slug
-from halfstep.kb.descriptions import describe_answer, describe_verdict
 from halfstep.kb.reader import data_files, package_folder, read, words
 from halfstep.kb.resolve import find
-from halfstep.kb.verdict import judge
+from halfstep.kb.verdict import describe_answer, describe_verdict, judge
 from halfstep.printable import printable, some
 
 

@@ -11,7 +11,7 @@ import typer
 from halfstep.cli.terminal import answer, stages, table_text
 from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
 from halfstep.kb import Verdict, check
-from halfstep.kb.descriptions import because
+from halfstep.kb.verdict import because
 from halfstep.printable import printable
 
 

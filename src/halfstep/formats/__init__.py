@@ -7,8 +7,7 @@ from typing import TypeVar, overload
 
 from halfstep.constant import constant
 from halfstep.errors import FormatError, unknown
-from halfstep.formats.base import BlockFormat, Format
-from halfstep.formats.floating import Float, ieee
+from halfstep.formats.floating import BlockFormat, Float, Format, ieee
 from halfstep.formats.integer import Integer
 from halfstep.formats.lookup import Codebook, PowerOfTwo
 from halfstep.formats.posit import Posit, posit

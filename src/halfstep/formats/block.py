@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from halfstep.formats import codebooks, integer, ocp
-from halfstep.formats.base import BlockFormat
+from halfstep.formats.floating import BlockFormat
 
 
 _MX = "OCP Microscaling Formats (MX) 1.0, sections 5 and 6; ceil, even and rceil as in torchao"

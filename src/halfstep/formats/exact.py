@@ -10,8 +10,7 @@ from itertools import groupby
 from math import copysign, inf, isfinite, isnan, nan
 
 from halfstep.errors import FormatError, one_of
-from halfstep.formats.base import Format
-from halfstep.formats.floating import Float
+from halfstep.formats.floating import Float, Format
 from halfstep.formats.posit import Posit
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ldexp, nan
 
 from halfstep.errors import FormatError
-from halfstep.formats.base import Format
+from halfstep.formats.floating import Format
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from halfstep.errors import MissingLibraryError
 from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
 from halfstep.kb import KnowledgeBase, Verdict
-from halfstep.kb.descriptions import because
 from halfstep.kb.reader import uses
-from halfstep.kb.verdict import casts, judge, most_careful
+from halfstep.kb.verdict import because, casts, judge, most_careful
 from halfstep.printable import printable
 from halfstep.site import memory
 
