@@ -134,7 +134,7 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> d
         kind = _kind(product, model)
         spec = _spec(product, kind, matched, recipe, cores[product.path])
         cores[product.path] += kind == ATTENTION_CORE
-        plain = 32 if any(_within(product.path, path) for path in float32) else _bits(recipe)
+        plain = 32 if any(f"{product.path}.".startswith(f"{path}.") for path in float32) else _bits(recipe)
         for step, matmul, formed in _steps(product, spec):
             if formed:
                 found[kind, step, _wider(matmul, plain)] += product.multiply_adds
@@ -203,7 +203,3 @@ def _wider(matmul: Matmul, plain: int) -> int:
         return plain if quantizer is None else quantizer.format.bits
 
     return max(bits(matmul.lhs), bits(matmul.rhs))
-
-
-def _within(path: str, above: str) -> bool:
-    return path == above or path.startswith(above + ".")

@@ -56,14 +56,12 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
         At: an unknown key, a wrong type, a value that means nothing.
     """
     check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
-    given: Data = {}
-    for key in _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules", "stages"}:
-        given[key] = typed(data[key], _TYPES[key], key)
+    plain = _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules", "stages"}
+    given: Data = {key: typed(data[key], _TYPES[key], key) for key in plain}
     if "stages" in data:
         stages = typed(data["stages"], list, "stages")
         given["stages"] = tuple(_stage(stage, i, named) for i, stage in enumerate(stages))
-    for key in _TABLES.keys() & data.keys():
-        given[key] = _TABLES[key](data[key])
+    given |= {key: _TABLES[key](data[key]) for key in _TABLES.keys() & data.keys()}
     keep = typed(data.get("keep_heads", True), bool, "keep_heads")
     if "rules" in data:
         rules = typed(data["rules"], list, "rules")
