@@ -127,17 +127,30 @@ def none(numba_type: Any) -> bool:
 
 
 def each(numbers: Any, i: Any) -> Any:
-    """In kernels: number i of an array, numbers i of two; None of None."""
+    """In kernels: number i of an array, numbers i of two; None of None, and one number whatever i is."""
     raise NotImplementedError
 
 
 @inner_overload(each, inlined=True)
 def _each(numbers, i):
-    if isinstance(numbers, types.NoneType):
-        return lambda numbers, i: None
     if isinstance(numbers, types.BaseTuple):
         return lambda numbers, i: (numbers[0][i], numbers[1][i])
+    if isinstance(numbers, types.NoneType | types.Number):
+        return lambda numbers, i: numbers
     return lambda numbers, i: numbers[i]
+
+
+def of_row(numbers: Any, row: Any) -> Any:
+    """In kernels: what a row of a matrix takes of numbers by row (an array), by column (a matrix of one row: all of
+    them), or for all of it (one number, or None)."""
+    raise NotImplementedError
+
+
+@inner_overload(of_row, inlined=True)
+def _of_row(numbers, row):
+    if isinstance(numbers, types.Array):
+        return (lambda numbers, row: numbers[row]) if numbers.ndim == 1 else (lambda numbers, row: numbers[0])
+    return lambda numbers, row: numbers
 
 
 class Kernel:

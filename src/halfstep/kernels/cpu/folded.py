@@ -11,10 +11,10 @@ from torch import Tensor
 from halfstep.formats import Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.compiled import Kernel, each, inner, of_row
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, stored_as
-from halfstep.kernels.cpu.rows import is_by_row, matrix, numbers_of
+from halfstep.kernels.cpu.rows import matrix, scales_of
 from halfstep.quant.scaling import Scaling
 
 
@@ -28,14 +28,16 @@ def run(
     known = plain(x) and x.dim() == 2 and x.numel() > 0 and rounding != "stochastic"
     if not known or numbers is None or scale.dtype != torch.float32:
         return None
-    given, by_row = (x.numel(), matrix(x), numbers_of(scale)), is_by_row(x, scale)
-    found = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
-    (_amax_by_row if by_row else _amax_by_column)(*given, array(found))
+    given, found = (
+        (x.numel(), matrix(x), scales_of(scale, x)),
+        torch.empty(x.shape[0], dtype=torch.float32, device="cpu"),
+    )
+    _amax(*given, array(found))
     factor = rule.factor(found.max(), format)
     if factor is None:
         return None
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    (_fold_row if by_row else _fold_column)(*given, numbers_of(factor.view(1)), numbers, matrix(out))
+    _fold(*given, np.float32(factor), numbers, matrix(out))
     return out, factor.reciprocal()
 
 
@@ -54,49 +56,23 @@ def _folded(value, scale, factor, numbers, like):
 def _largest(x, scale):
     largest = np.uint32(0)
     for i in range(x.size):
-        largest = _larger(largest, x[i], scale)
+        largest = _larger(largest, x[i], each(scale, i))
     return largest
 
 
 @inner
-def _largest_each(x, scale):
-    largest = np.uint32(0)
-    for i in range(x.size):
-        largest = _larger(largest, x[i], scale[i])
-    return largest
-
-
-@inner
-def _fold(x, scale, factor, numbers, out):
-    for i in range(x.size):
-        out[i] = _folded(x[i], scale, factor, numbers, out[i])
-
-
-@inner
-def _fold_each(x, scale, factor, numbers, out):
-    for i in range(x.size):
-        out[i] = _folded(x[i], scale[i], factor, numbers, out[i])
-
-
-@Kernel
-def _amax_by_row(x, scale, found):
-    for r in numba.prange(x.shape[0]):
-        found[r] = _largest(x[r], scale[r])
-
-
-@Kernel
-def _amax_by_column(x, scale, found):
-    for r in numba.prange(x.shape[0]):
-        found[r] = _largest_each(x[r], scale)
-
-
-@Kernel
 def _fold_row(x, scale, factor, numbers, out):
-    for r in numba.prange(x.shape[0]):
-        _fold(x[r], scale[r], factor[0], numbers, out[r])
+    for i in range(x.size):
+        out[i] = _folded(x[i], each(scale, i), factor, numbers, out[i])
 
 
 @Kernel
-def _fold_column(x, scale, factor, numbers, out):
+def _amax(x, scale, found):
     for r in numba.prange(x.shape[0]):
-        _fold_each(x[r], scale, factor[0], numbers, out[r])
+        found[r] = _largest(x[r], of_row(scale, r))
+
+
+@Kernel
+def _fold(x, scale, factor, numbers, out):
+    for r in numba.prange(x.shape[0]):
+        _fold_row(x[r], of_row(scale, r), factor, numbers, out[r])

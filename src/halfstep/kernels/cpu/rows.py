@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.formats import Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.compiled import Kernel, each, inner, of_row
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as
 
@@ -37,12 +37,9 @@ def run(
         return False
     if (numbers := scalars(format, rounding)) is None or factor.dtype != torch.float32:
         return False
-    back = np.ones(1, np.float32) if out.dtype == torch.int8 else array(factor.reciprocal(), torch.float32)
-    given = matrix(x), _limits(bounds, x.shape[0]), numbers_of(factor), back
-    if is_by_row(x, factor):
-        _by_row(x.numel(), *given, np.float32(steps), numbers, matrix(out))
-    else:
-        _by_column(x.numel(), *given, np.float32(steps), numbers, matrix(out))
+    back = np.float32(1) if out.dtype == torch.int8 else scales_of(factor.reciprocal(), x)
+    given = matrix(x), *_limits(bounds, x.shape[0]), scales_of(factor, x), back
+    _rows(x.numel(), *given, np.float32(steps), numbers, matrix(out))
     return True
 
 
@@ -59,10 +56,10 @@ def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor | None:
     limits = _limits(bounds, x.shape[0])
     if dim == 1:
         out = torch.empty(x.shape[0], 1, dtype=torch.float32, device="cpu")
-        _row_amax(x.numel(), matrix(x), limits, array(out))
+        _row_amax(x.numel(), matrix(x), *limits, array(out))
         return out
     found = torch.zeros(-(-x.shape[0] // _TALL), x.shape[1], dtype=torch.float32, device="cpu")
-    _column_amax(x.numel(), matrix(x), limits, matrix(found), _TALL)
+    _column_amax(x.numel(), matrix(x), *limits, matrix(found), _TALL)
     return found.amax(0, keepdim=True)
 
 
@@ -74,12 +71,12 @@ def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor] | Non
     bits, limits = matrix(x), _limits(bounds, x.shape[0])
     starts = torch.zeros(x.shape[0] + 1, dtype=torch.int64, device="cpu")
     counts = array(starts)[1:]
-    _count_beyond(x.numel(), bits, limits, counts)
+    _count_beyond(x.numel(), bits, *limits, counts)
     np.cumsum(counts, out=counts)
     values = torch.empty(int(starts[-1]), dtype=torch.float32, device="cpu")
     columns = torch.empty(int(starts[-1]), dtype=torch.int32, device="cpu")
     if len(values):
-        _take_beyond(x.numel(), bits, limits, array(starts), array(values, torch.float32), array(columns))
+        _take_beyond(x.numel(), bits, *limits, array(starts), array(values, torch.float32), array(columns))
     return values, columns, starts
 
 
@@ -88,19 +85,18 @@ def matrix(x: Tensor) -> Any:
     return array(x).reshape(x.shape)
 
 
-def is_by_row(x: Tensor, scale: Tensor) -> bool:
-    """Whether there is a scale for each row, and not one for each column."""
-    return scale.shape == (x.shape[0], 1)
+def scales_of(scale: Tensor, x: Tensor) -> Any:
+    """The memory of a matrix's scales as `of_row` takes it: (rows, 1) by row, (1, columns) by column."""
+    numbers = array(scale.contiguous(), torch.float32)
+    return numbers if scale.shape == (x.shape[0], 1) else numbers.reshape(1, -1)
 
 
-def numbers_of(x: Tensor) -> Any:
-    """The memory of a float32 tensor, flat."""
-    return array(x.contiguous(), torch.float32)
-
-
-def _limits(bounds: Tensor | None, rows: int) -> Any:
-    """A row's bounds in each row, or None."""
-    return None if bounds is None else numbers_of(bounds.expand(2, rows)).reshape(2, rows)
+def _limits(bounds: Tensor | None, rows: int) -> tuple[Any, Any]:
+    """The lower and the upper bound of each row, or None."""
+    if bounds is None:
+        return None, None
+    low, high = array(bounds.expand(2, rows).contiguous(), torch.float32).reshape(2, rows)
+    return low, high
 
 
 @lanes(types.uint32)
@@ -128,22 +124,16 @@ def _amax_each(x, low, high, most):
 
 
 @Kernel
-def _row_amax(x, limits, out):
+def _row_amax(x, low, high, out):
     for r in numba.prange(x.shape[0]):
-        if limits is None:
-            out[r] = _amax_of(x[r], None, None)
-        else:
-            out[r] = _amax_of(x[r], limits[0, r], limits[1, r])
+        out[r] = _amax_of(x[r], of_row(low, r), of_row(high, r))
 
 
 @Kernel
-def _column_amax(x, limits, found, tall):
+def _column_amax(x, low, high, found, tall):
     for part in numba.prange(found.shape[0]):
         for r in range(part * tall, min((part + 1) * tall, x.shape[0])):
-            if limits is None:
-                _amax_each(x[r], None, None, found[part])
-            else:
-                _amax_each(x[r], limits[0, r], limits[1, r], found[part])
+            _amax_each(x[r], of_row(low, r), of_row(high, r), found[part])
 
 
 @lanes("like")
@@ -162,32 +152,14 @@ def _rounded(value, low, high, factor, back, steps, numbers, like):
 @inner
 def _row(x, low, high, factor, back, steps, numbers, out):
     for i in range(x.size):
-        out[i] = _rounded(x[i], low, high, factor, back, steps, numbers, out[i])
-
-
-@inner
-def _row_each(x, low, high, factor, back, steps, numbers, out):
-    for i in range(x.size):
-        out[i] = _rounded(x[i], low, high, factor[i], back[i % back.size], steps, numbers, out[i])
+        out[i] = _rounded(x[i], low, high, each(factor, i), each(back, i), steps, numbers, out[i])
 
 
 @Kernel
-def _by_row(x, limits, factor, back, steps, numbers, out):
+def _rows(x, low, high, factor, back, steps, numbers, out):
     for r in numba.prange(x.shape[0]):
-        again = back[r % back.size]
-        if limits is None:
-            _row(x[r], None, None, factor[r], again, steps, numbers, out[r])
-        else:
-            _row(x[r], limits[0, r], limits[1, r], factor[r], again, steps, numbers, out[r])
-
-
-@Kernel
-def _by_column(x, limits, factor, back, steps, numbers, out):
-    for r in numba.prange(x.shape[0]):
-        if limits is None:
-            _row_each(x[r], None, None, factor, back, steps, numbers, out[r])
-        else:
-            _row_each(x[r], limits[0, r], limits[1, r], factor, back, steps, numbers, out[r])
+        scale, again = of_row(factor, r), of_row(back, r)
+        _row(x[r], of_row(low, r), of_row(high, r), scale, again, steps, numbers, out[r])
 
 
 # ---- what is beyond -------------------------------------------------------------------------------------------------
@@ -238,16 +210,16 @@ def _take_row(x, low, high, flags, values, columns):
 
 
 @Kernel
-def _count_beyond(x, limits, counts):
+def _count_beyond(x, low, high, counts):
     for r in numba.prange(x.shape[0]):
-        counts[r] = _count_row(x[r], limits[0, r], limits[1, r])
+        counts[r] = _count_row(x[r], low[r], high[r])
 
 
 @Kernel
-def _take_beyond(x, limits, starts, values, columns):
+def _take_beyond(x, low, high, starts, values, columns):
     for part in numba.prange((x.shape[0] + 15) // 16):
         flags = np.zeros((x.shape[1] + 7) // 8 * 8, np.uint8)
         for r in range(part * 16, min(part * 16 + 16, x.shape[0])):
             a, b = starts[r], starts[r + 1]
-            _flag_row(x[r], limits[0, r], limits[1, r], flags)
-            _take_row(x[r], limits[0, r], limits[1, r], flags, values[a:b], columns[a:b])
+            _flag_row(x[r], low[r], high[r], flags)
+            _take_row(x[r], low[r], high[r], flags, values[a:b], columns[a:b])

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.compiled import Kernel, each, inner
 from halfstep.kernels.cpu.expansion import exp2, log2
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes
 from halfstep.quant import Estimator
@@ -83,13 +83,7 @@ def _times(grad, value, factor, grid, numbers):
 @inner
 def _run_of(grad, x, factor, grid, numbers):
     for i in range(x.size):
-        grad[i] = _times(grad[i], x[i], factor, grid, numbers)
-
-
-@inner
-def _each(grad, x, factor, grid, numbers):
-    for i in range(x.size):
-        grad[i] = _times(grad[i], x[i], factor[i], grid, numbers)
+        grad[i] = _times(grad[i], x[i], each(factor, i), grid, numbers)
 
 
 @Kernel
@@ -103,4 +97,4 @@ def _tiles(grad, x, factor, high, wide, grid, numbers):
 @Kernel
 def _columns(grad, x, factor, high, grid, numbers):
     for r in numba.prange(x.shape[0]):
-        _each(grad[r], x[r], factor[r // high], grid, numbers)
+        _run_of(grad[r], x[r], factor[r // high], grid, numbers)
