@@ -34,8 +34,7 @@ from harness import RESULTS, keep, ratio, timings
 from two_loops import LOOPS
 from which_bf16_finetune import plot
 from which_bf16_page import which_bf16, zeroed
-from which_bf16_runs import SEEDS, one_thread, opened, pair, read_loop, set_up, train_all
-from which_bf16_runs import experiments as experiments_of
+from which_bf16_runs import SEEDS, experiments as experiments_of, one_thread, opened, pair, read_loop, set_up, train_all
 
 
 DOCS = RESULTS.parent.parent / "docs"

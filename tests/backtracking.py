@@ -6,8 +6,7 @@ automaton); possessive and atomic parts are taken as plain ones, and each assert
 """
 
 from collections import Counter
-from re import _compiler, _parser
-from re import _constants as op
+from re import _compiler, _constants as op, _parser
 
 
 _CHARACTERS = [chr(i) for i in range(128)] + ["é", "ſ", "\u2028", "٣"]

@@ -9,8 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from families import for_each, slow_unless
 from halfstep import decode, encode, formats, quantize, round_to

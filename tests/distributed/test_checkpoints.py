@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed import checkpoint
 
 import halfstep

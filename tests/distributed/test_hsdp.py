@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 
 import halfstep
 from halfstep.distributed import compress

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 
 import halfstep
 from halfstep import ops

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gfloat import decode_float
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import halfstep
 from families import slow_unless

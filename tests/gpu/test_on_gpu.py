@@ -19,8 +19,7 @@ from halfstep import quant
 from halfstep.kernels import selftest
 from halfstep.kernels.selftest.case import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
-from halfstep.optim import AdamWFp8, LowBitAdamW, projected
-from halfstep.optim import selftest as optim
+from halfstep.optim import AdamWFp8, LowBitAdamW, projected, selftest as optim
 
 
 HERE = torch.cuda.is_available()

@@ -6,8 +6,7 @@ from contextlib import suppress
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kinds import KINDS, scan
 from mutations import HOSTILE, mutate
 from watching import nothing_but_reading

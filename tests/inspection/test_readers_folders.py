@@ -124,8 +124,7 @@ GRID = [((0, 0), (3, 2)), ((0, 2), (3, 5)), ((3, 0), (1, 7)), ((4, 0), (2, 3)), 
 
 def sharded(folder, whole, grid):
     """A distributed folder whose one tensor is stored in the parts of `grid`, as several ranks write them."""
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-    from torch.distributed.checkpoint.planner import TensorWriteData as Data
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData as Data, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(whole)
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in grid]

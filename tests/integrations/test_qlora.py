@@ -15,8 +15,7 @@ from lora import adamw, adapted, batch, llama, logits, quantised, train, trained
 from matrix_lightning import QUIET
 from peft import PeftModel, prepare_model_for_kbit_training
 from torch import nn
-from trainers import Trained, arguments, examples
-from trainers import llama as small_llama
+from trainers import Trained, arguments, examples, llama as small_llama
 from transformers import LlamaForCausalLM
 
 import halfstep

@@ -1,8 +1,7 @@
 """Adding an entry: it is read back as given, and a folder is never left with an entry that breaks a rule."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from families import for_each
 from halfstep.errors import KnowledgeBaseError

@@ -5,8 +5,7 @@ import tomllib
 
 import jsonschema
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from families import for_each
 from halfstep.kb.reader import data_files, package_folder, problems, schema, text_of

@@ -8,8 +8,7 @@ import torch
 
 from families import slow_unless
 from halfstep import formats
-from halfstep.kernels.cpu import blocks as kernel
-from halfstep.kernels.cpu import dequantize
+from halfstep.kernels.cpu import blocks as kernel, dequantize
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.ops.casts import values
 from halfstep.quant.quantizer import Quantizer, get_quantizer

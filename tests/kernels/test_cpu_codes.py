@@ -8,8 +8,7 @@ import torch
 from families import slow_unless
 from halfstep import formats, quantize
 from halfstep.errors import QuantizationError
-from halfstep.kernels.cpu import codes as kernel
-from halfstep.kernels.cpu import element_codes
+from halfstep.kernels.cpu import codes as kernel, element_codes
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.quant.cast import CONTAINERS, decode, encode
 from halfstep.quant.pack import pack

@@ -7,8 +7,7 @@ import torch
 
 from families import for_each, slow_unless
 from halfstep import formats
-from halfstep.kernels.cpu import blocks
-from halfstep.kernels.cpu import panels as kernel
+from halfstep.kernels.cpu import blocks, panels as kernel
 from halfstep.ops.casts import values
 from halfstep.quant.quantizer import Quantizer, get_quantizer
 from halfstep.quant.scales import Scales

@@ -8,8 +8,7 @@ import torch
 
 from families import for_each, in_turn
 from halfstep import formats
-from halfstep.kernels.cpu import blocks
-from halfstep.kernels.cpu import panels as kernel
+from halfstep.kernels.cpu import blocks, panels as kernel
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.ops.casts import values, values_noted
 from halfstep.quant.quantizer import Quantizer

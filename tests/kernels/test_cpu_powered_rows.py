@@ -7,8 +7,7 @@ import torch
 
 from families import for_each, slow_unless
 from halfstep import formats
-from halfstep.kernels.cpu import blocks as kernel
-from halfstep.kernels.cpu import panels, tiles
+from halfstep.kernels.cpu import blocks as kernel, panels, tiles
 from halfstep.ops.casts import values, values_noted
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling

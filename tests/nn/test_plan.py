@@ -9,8 +9,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

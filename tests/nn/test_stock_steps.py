@@ -10,8 +10,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torchao
-from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks, register_optimizer_step_pre_hook
 
 import halfstep
 from tiny import batch, mlp

@@ -15,8 +15,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import ModelError, OptimizerError
-from halfstep.kernels.gpu import optimizer as launches
-from halfstep.kernels.gpu import table
+from halfstep.kernels.gpu import optimizer as launches, table
 from halfstep.optim import graphed
 from tiny import assert_same
 

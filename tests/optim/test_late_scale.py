@@ -11,8 +11,7 @@ import torch.nn.functional as F
 import halfstep
 from fake_cuda import Reads, backward, fake_cuda
 from halfstep.errors import LossScaleError
-from halfstep.kernels.gpu import kinds
-from halfstep.kernels.gpu import optimizer as launches
+from halfstep.kernels.gpu import kinds, optimizer as launches
 from halfstep.kernels.gpu.launch import KINDS
 from halfstep.optim import together
 from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared

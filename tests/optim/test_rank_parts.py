@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore

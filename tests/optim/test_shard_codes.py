@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed import checkpoint
 
 from halfstep.optim import AdamW8bit, Combined, LowBitAdamW, convert

@@ -11,8 +11,7 @@ from halfstep import formats
 from halfstep.kernels.selftest.tiles import tied
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
-from oracles import blocks
-from oracles import formats as oracle
+from oracles import blocks, formats as oracle
 from oracles.numbers import same_bits
 
 

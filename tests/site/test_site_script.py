@@ -16,8 +16,7 @@ from halfstep.cli.formats.table import read_number
 from halfstep.errors import FormatError
 from halfstep.formats.exact import OVERFLOWS, ROUNDINGS, round_exactly
 from halfstep.memory import StepBytes
-from halfstep.site import memory
-from halfstep.site import page as tab
+from halfstep.site import memory, page as tab
 from halfstep.site.page import script
 
 

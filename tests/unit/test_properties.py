@@ -7,8 +7,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from halfstep import unit
 from halfstep.unit import activations, factors, layers, modules, products

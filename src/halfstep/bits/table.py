@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.formats import Float
-from halfstep.kernels.cpu import bits as counter
-from halfstep.kernels.cpu import tables as kernel
+from halfstep.kernels.cpu import bits as counter, tables as kernel
 from halfstep.kernels.cpu.tables import First
 
 

@@ -12,8 +12,7 @@ from halfstep.errors import OptimizerError
 from halfstep.kernels import carried
 from halfstep.kernels.cpu import blocks, elements, panels, posit, rows, tiles
 from halfstep.kernels.cpu.compiled import kept_code
-from halfstep.kernels.gpu import blocks as gpu_blocks
-from halfstep.kernels.gpu import launch
+from halfstep.kernels.gpu import blocks as gpu_blocks, launch
 from halfstep.kernels.gpu.source import finding, moving, norming
 from halfstep.kernels.unit_kinds import PAYS
 from halfstep.ops import is_native_available

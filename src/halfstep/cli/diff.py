@@ -35,8 +35,7 @@ def diff(
 
     Exit code 0 where both hold the same tensors byte for byte, 1 where they differ.
     """
-    from halfstep.inspection import diff as compare
-    from halfstep.inspection import open_checkpoint
+    from halfstep.inspection import diff as compare, open_checkpoint
 
     one, other = open_checkpoint(a), open_checkpoint(b)
     try:

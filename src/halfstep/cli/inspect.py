@@ -46,8 +46,7 @@ def inspect(
     """Which precision is this checkpoint, really? Reads the bits of every value, once, in bounded memory."""
     from halfstep.bits.what_if import candidates
     from halfstep.cli.inspect_text import text_of
-    from halfstep.inspection import inspect as look
-    from halfstep.inspection import open_checkpoint
+    from halfstep.inspection import inspect as look, open_checkpoint
     from halfstep.inspection.write import check_target, write
 
     if (to is None) != (out is None):

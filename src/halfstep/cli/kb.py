@@ -13,10 +13,15 @@ import typer
 
 from halfstep.cli.terminal import Json, answer, fail, table_text, write_text
 from halfstep.errors import KnowledgeBaseError, unknown
-from halfstep.kb import DEFAULT_OVERLAY, Entry, KnowledgeBase, load
-from halfstep.kb import add as adding
-from halfstep.kb import export as exporting
-from halfstep.kb import search as find_text
+from halfstep.kb import (
+    DEFAULT_OVERLAY,
+    Entry,
+    KnowledgeBase,
+    add as adding,
+    export as exporting,
+    load,
+    search as find_text,
+)
 from halfstep.kb.add import add_entry, slug
 from halfstep.kb.reader import data_files, package_folder, read, words
 from halfstep.kb.resolve import find

@@ -35,8 +35,7 @@ def cost(
 ) -> None:
     """The theoretical speed-up of RECIPE over training in 16 bits, from its products alone; nothing is measured."""
     with stages("loading torch and the model"):
-        from halfstep.accounting import HEAD, load_subject, sent_a_parameter, speeds_from
-        from halfstep.accounting import cost as cost_of
+        from halfstep.accounting import HEAD, cost as cost_of, load_subject, sent_a_parameter, speeds_from
         from halfstep.recipe import get_recipe
 
         given, subject = speeds_from(speeds), load_subject(model)

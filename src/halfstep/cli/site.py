@@ -24,8 +24,7 @@ def site(
 ) -> None:
     """Write one page that needs no network: the knowledge base, number formats, and the memory of training."""
     from halfstep.kb import load
-    from halfstep.site.page import space as card
-    from halfstep.site.page import to_html
+    from halfstep.site.page import space as card, to_html
 
     readme = output.with_name("README.md")
     if space and readme.exists():

@@ -16,8 +16,7 @@ from halfstep.nn import revert
 from halfstep.nn.layers import ModuleFilter
 from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
-from halfstep.preparation import full_weights
-from halfstep.preparation import prepare as prepare_by_itself
+from halfstep.preparation import full_weights, prepare as prepare_by_itself
 from halfstep.recipe import Recipe, get_recipe
 
 

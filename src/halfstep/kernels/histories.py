@@ -12,8 +12,7 @@ from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu import history as on_cpu
-from halfstep.kernels.gpu import history as on_gpu
-from halfstep.kernels.gpu import launch
+from halfstep.kernels.gpu import history as on_gpu, launch
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.quant.scaling.delayed import Delayed

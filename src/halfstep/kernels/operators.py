@@ -24,11 +24,13 @@ from halfstep.kernels.cpu import (
     posit,
     tiles,
 )
-from halfstep.kernels.gpu import blocks as gpu_blocks
-from halfstep.kernels.gpu import cast as gpu_cast
-from halfstep.kernels.gpu import decode as gpu_decode
-from halfstep.kernels.gpu import dequantize as gpu_dequantize
-from halfstep.kernels.gpu import posit as gpu_posit
+from halfstep.kernels.gpu import (
+    blocks as gpu_blocks,
+    cast as gpu_cast,
+    decode as gpu_decode,
+    dequantize as gpu_dequantize,
+    posit as gpu_posit,
+)
 from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.largest import amax_of
 from halfstep.kernels.operator import Operator

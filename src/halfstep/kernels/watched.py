@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch as dispatch
-from torch.utils import checkpoint
+from torch.utils import _python_dispatch as dispatch, checkpoint
 
 
 _KEEPERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode

@@ -13,8 +13,7 @@ from torch import Tensor
 from halfstep.errors import LayoutError
 from halfstep.formats import Format
 from halfstep.ops import Quantized
-from halfstep.quant import Quantizer, Scaling, Tile, decode, encode
-from halfstep.quant import layout as parts_of
+from halfstep.quant import Quantizer, Scaling, Tile, decode, encode, layout as parts_of
 from halfstep.quant.family import power_of_two
 from halfstep.quant.pack import pack, unpack
 

@@ -19,8 +19,7 @@ from halfstep.nn.paths import adapters_of, blocks_of, is_in, pattern, plain_name
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
-from halfstep.unit import KINDS as KINDS_OF_ROLES
-from halfstep.unit import Attention, tag_of
+from halfstep.unit import KINDS as KINDS_OF_ROLES, Attention, tag_of
 
 
 BRANCH_END = "branch_end"

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.kernels import scaled_mm
-from halfstep.kernels.cpu import cast, rotated_tiles
-from halfstep.kernels.cpu import clamp_operators as operators
+from halfstep.kernels.cpu import cast, clamp_operators as operators, rotated_tiles
 from halfstep.kernels.gpu import rotated as gpu_rotated
 from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.rotation import draw_signs, rotate

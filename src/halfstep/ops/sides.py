@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import scaled_mm, unit_kinds
-from halfstep.kernels.gpu import layouts, turned
-from halfstep.kernels.gpu import rotated as gpu_rotated
+from halfstep.kernels.gpu import layouts, rotated as gpu_rotated, turned
 from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.rotation import rotate
 from halfstep.kernels.scaled_mm import Tiles

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep import ops
-from halfstep.kernels.cpu.optimizer import Update as KernelUpdate
-from halfstep.kernels.cpu.optimizer import Updates
+from halfstep.kernels.cpu.optimizer import Update as KernelUpdate, Updates
 from halfstep.ops import CodeTensor
 from halfstep.optim.rules.base import Fused, Step, UpdateRule
 from halfstep.optim.shards import is_spread, like, local, positions

@@ -14,8 +14,7 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.formats import Format
 from halfstep.kernels.blank import blank
-from halfstep.kernels.cpu import folded, quantiles, rows, slopes
-from halfstep.kernels.cpu import sparse as products
+from halfstep.kernels.cpu import folded, quantiles, rows, slopes, sparse as products
 from halfstep.kernels.operator import Operator
 from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile

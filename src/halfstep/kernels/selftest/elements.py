@@ -10,11 +10,15 @@ import torch
 from halfstep import formats, quant
 from halfstep.kernels import seeds as seeds_of
 from halfstep.kernels.cpu import amax, cast, codes, posit
-from halfstep.kernels.gpu import amax as gpu_amax
-from halfstep.kernels.gpu import cast as gpu_cast
-from halfstep.kernels.gpu import decode as gpu_decode
-from halfstep.kernels.gpu import finish, history, seeds
-from halfstep.kernels.gpu import posit as gpu_posit
+from halfstep.kernels.gpu import (
+    amax as gpu_amax,
+    cast as gpu_cast,
+    decode as gpu_decode,
+    finish,
+    history,
+    posit as gpu_posit,
+    seeds,
+)
 from halfstep.kernels.selftest.case import (
     BFLOAT16,
     DTYPES,

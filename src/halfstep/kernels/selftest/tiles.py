@@ -11,10 +11,13 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.kernels.cpu import blocks, dequantize, panels, rotated, rotated_tiles, tiles
-from halfstep.kernels.gpu import blocks as gpu_blocks
-from halfstep.kernels.gpu import dequantize as gpu_dequantize
-from halfstep.kernels.gpu import layouts, turned
-from halfstep.kernels.gpu import rotated as gpu_rotated
+from halfstep.kernels.gpu import (
+    blocks as gpu_blocks,
+    dequantize as gpu_dequantize,
+    layouts,
+    rotated as gpu_rotated,
+    turned,
+)
 from halfstep.kernels.selftest.case import (
     DTYPES,
     SEED,

@@ -15,8 +15,7 @@ from halfstep.lab.folder import read_json, write_json
 from halfstep.lab.sweep.folder import FINISHED, Cell, SweepFolder
 from halfstep.lab.sweep.report import Outcome, outcomes
 from halfstep.lab.sweep.run import Cells
-from halfstep.law import Cell as LawCell
-from halfstep.law import Damage
+from halfstep.law import Cell as LawCell, Damage
 from halfstep.nn import quantize_model
 from halfstep.recipe import Recipe, from_data, get_recipe, integer_weights
 

@@ -15,8 +15,7 @@ from halfstep.ops.part import part_of
 from halfstep.ops.stacks import stacked_linear
 from halfstep.recipe import AttentionSpec
 from halfstep.unit.activations import gated_silu
-from halfstep.unit.layers import dropout as unit_dropout
-from halfstep.unit.layers import residual_add, residual_split
+from halfstep.unit.layers import dropout as unit_dropout, residual_add, residual_split
 from halfstep.unit.modules.activations import GELU, Dropout, LayerNorm, RMSNorm
 from halfstep.unit.modules.linear import SAME, Linear
 from halfstep.unit.part import set_unit_part
