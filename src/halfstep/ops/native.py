@@ -236,8 +236,9 @@ class NativeLayer(NamedTuple):
 
 def native_layer(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> NativeLayer | None:
     """A layer whose three products, in `dtype`, tensor cores compute of operands that are rounded once for two of them
-    (`Units.both`). None where there is no kernel for x or the weight as it lies, or more is asked of the layer than
-    rounding to nearest; or sizes or devices do not fit each other, of which the usual path tells."""
+    (`Units.both`). None where there is no kernel for x or the weight as it lies, or the recipe asks for more than
+    rounding, noise in the gradient's and a rotation of the weight gradient's operands; or sizes or devices do not fit
+    each other, of which the usual path tells."""
     if not (plain(x) and plain(weight)) or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         return None
     rows, sizes = x.numel() // x.shape[-1], tuple(weight.shape)
