@@ -124,8 +124,8 @@ def scale_place(row, column, across, strides, SWIZZLED: tl.constexpr):
     """Where the scale of a tile lies, of a copy with `across` tiles a row: as strides have it, or as Blackwell's tensor
     cores take it, in blocks of 128 rows and 4 columns (32_4_4)."""
     if SWIZZLED:
-        block = (row // 128).to(tl.int64) * ((across + 3) // 4) + column // 4
-        place = block * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + column % 4
+        block = (row >> 7).to(tl.int64) * ((across + 3) >> 2) + (column >> 2)
+        place = (block << 9) + ((row & 31) << 4 | (row >> 5 & 3) << 2 | column & 3)
     else:
         place = row.to(tl.int64) * strides[0] + column.to(tl.int64) * strides[1]
     return place

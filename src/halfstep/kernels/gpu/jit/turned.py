@@ -32,10 +32,10 @@ def copy(
     row = top + tl.arange(0, ROWS)
     first = (row.to(tl.int64) * columns)[:, None]
     stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
-    keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
     drawn = None
     if NOISY:
         drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
+    keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
     code = code_of(over_scale(bits, meets, keep, R), drawn, None, Q)
     store_codes(codes, code, first, row, left, rows, columns, Q, MASKED)
 
