@@ -18,8 +18,11 @@ from halfstep.recipe.rule import KEEP
 ROOT = Path(halfstep.__file__).parent
 MADE = {
     "inspection/roles.py": [pattern for _, pattern in ROLES],
-    "kb/reader.py": [json.loads(one) for one in re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(schema()))],
-    "kb/entry.py": ["[^/]*[^/]*", "[^/]*a[^/]*"],
+    "kb/reader.py": [
+        *(json.loads(one) for one in re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(schema()))),
+        "[^/]*[^/]*",
+        "[^/]*a[^/]*",
+    ],
     "nn/paths.py": [translate(glob) for rule in KEEP for glob in rule.path.split("|")],
 }
 """The expressions of files that do not write them out where they use them."""
