@@ -62,7 +62,7 @@ def grouped_product(
     module: Any, name: str, x: Tensor, bias: Tensor | None, counts: Sequence[int], transposed: bool
 ) -> Tensor | None:
     """The products of experts, whose matrices that parameter holds, each with its own rows of x, where one call forms
-    all of them (`ops.grouped_linear`); None elsewhere."""
+    all of them (`ops.grouped.grouped_linear`); None elsewhere."""
     own, spec = part_of(module), spec_of(module)
     if own.stored or own.keeping is not None or not supports_grouped(spec, x):
         return None

@@ -40,7 +40,7 @@ def attention(
         spec: how the operands of the two products are rounded; scores and softmax are then float32. Multipliers stand
             beside 1 / sqrt(d).
         factors: instead of a spec that rounds nothing, the numbers of its multipliers: of scores, and of the mix.
-        noise: as `ops.stacked_linear`.
+        noise: as `ops.stacks.stacked_linear`.
     """
     device = query.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype

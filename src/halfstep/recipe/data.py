@@ -47,7 +47,7 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     """The recipe that the data say; what they leave out is as in their `base`, or as `Recipe` has it.
 
     Rules stand in for the base's own. Unless `keep_heads` is false, the rules that keep output heads and routers out
-    (`recipe.high_precision`) come before them.
+    (`rule.KEEP`) come before them.
 
     Args:
         named: finds the base.

@@ -201,7 +201,7 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
 
     What `halfstep.export`, or its `save_pretrained`, wrote computes what the model computed that was written, bit for
     bit where `kept` named no layer and `dtype` was not given. What others published in FP8, MXFP8, MXFP4 or NVFP4
-    (`serving.published.TAKEN`) rounds no activations, and everything that is not in codes is in bfloat16; its weights
+    (`TAKEN`) rounds no activations, and everything that is not in codes is in bfloat16; its weights
     are never held in 16 bits.
 
     Nothing in the folder is run: config.json names a class of transformers, weights are read as safetensors.

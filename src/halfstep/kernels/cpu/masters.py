@@ -63,7 +63,7 @@ def _strange_rest(found, weight, rest):
 
 
 def followed_rest(weight: Lane, rest: Lane) -> Lane:
-    """`quant.masters.beside`, of bfloat16 bits."""
+    """`quant.masters.base.drop_strange`, of bfloat16 bits."""
     limit = _magnitude(weight).max(0x3C0) - 0x380
     return (_magnitude(rest) <= limit).pick(rest, 0)
 

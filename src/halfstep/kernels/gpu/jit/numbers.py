@@ -208,7 +208,7 @@ def seed_of(low, high, held):
 
 @triton.jit
 def noise_keys(low, high, chunk):
-    """The two keys of a chunk's noise (`quant.noise_keys`), of a seed's signed halves and an int64."""
+    """The two keys of a chunk's noise (`quant.rounding.noise_keys`), of a seed's signed halves and an int64."""
     golden = tl.full((), 0x9E3779B9, tl.uint32)
     base = mix(low.to(tl.uint32, bitcast=True) + golden)
     left = mix(base ^ (chunk & 0xFFFFFFFF).to(tl.uint32))
@@ -235,7 +235,7 @@ def noise(low, high, start, index):
 
 @triton.jit
 def noise_anywhere(low, high, place):
-    """The same for elements anywhere, at int64 places (`quant.noise_at`)."""
+    """The same for elements anywhere, at int64 places (`quant.rounding.noise_at`)."""
     one, two = noise_keys(low, high, place >> 14)
     return noise_by(one, two, place & 0x3FFF)
 
