@@ -22,6 +22,7 @@ from halfstep.kernels.gpu import blocks, layouts
 from halfstep.kernels.gpu.amax import run as largest_of
 from halfstep.kernels.gpu.launch import lies_plain
 from halfstep.ops import factors, native
+from halfstep.ops.last_input import LastInput
 from halfstep.ops.noise import KEY
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import get_recipe
@@ -87,6 +88,23 @@ def layer(name, seed, steps=2, cached=False):
     return left
 
 
+def siblings(name, seed, last):
+    """What two layers of one input leave, the second of twice as many outputs: outputs, and gradients."""
+    spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
+    spec.known.clear()
+    torch.manual_seed(seed)
+    rows, fan_in, fan_out = CASES[name]
+    x = torch.randn(rows, fan_in).bfloat16().requires_grad_()
+    weights = [torch.randn(size, fan_in).requires_grad_() for size in (fan_out, 2 * fan_out)]
+    states = {key: q.stateful.init() for key, q in spec.states.items()}
+    states |= {KEY: torch.tensor([seed, 0])} if spec.draws else {}
+    read, made = x * 2, []
+    with torch.autocast("cpu", torch.bfloat16):
+        made = [ops.linear(read, w, None, spec, states, record=True, last=last) for w in weights]
+    torch.autograd.backward(made, [torch.randn(y.shape).bfloat16() for y in made])
+    return [*(y.detach() for y in made), x.grad, *(w.grad for w in weights)]
+
+
 if __name__ == "__main__":
     np.seterr(all="ignore")
     torch.set_num_threads(1)
@@ -107,7 +125,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
         asked, capability = [], (10, 0) if name in ("mxfp8", "nvfp4") else (9, 0)
         linear.native_layer = lambda *given: None
-        expected = layer(name, 1)
+        expected, beside = layer(name, 1), siblings(name, 2, None)
 
         def native_layer(*given, asked=asked):
             asked.append(made(*given))
@@ -121,6 +139,11 @@ if __name__ == "__main__":
             found = layer(name, 1, cached=cached)
             weights.append(rounded.count(CASES[name][:0:-1]))
             wrong += [place for place, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
+        rounded.clear()
+        found, inputs = siblings(name, 2, LastInput()), CASES[name][:2]
+        wrong += [
+            f"sibling {place}" for place, pair in enumerate(zip(found, beside, strict=True)) if not torch.equal(*pair)
+        ]
         factors.amax_of = kept
         told = {"triton": triton.__version__, "recipe": name, "wrong": wrong, "native": all(asked) and len(asked)}
-        print(json.dumps(told | {"weights": weights}), flush=True)
+        print(json.dumps(told | {"weights": weights, "inputs": rounded.count(inputs)}), flush=True)

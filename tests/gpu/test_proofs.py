@@ -124,12 +124,13 @@ def test_an_offset_of_32_bits_is_seen(file, offset, test, tmp_path):
     ids="|".join,
 )
 def test_native_layers_are_those_that_the_cpus_kernels_round(recipes):
-    """Bit for bit: outputs, gradients and scaling states, also with a weight that two micro-batches share; and they do
-    go that way."""
+    """Bit for bit: outputs, gradients and scaling states, also with a weight that two micro-batches share, or an
+    input that two layers read, which they round once where they have no scales of their own; and they do go that way."""
     found = told("native_layers.py", PINNED, *recipes, TRITON_INTERPRET="1")
     assert tuple(one["recipe"] for one in found) == recipes
-    assert [(one["wrong"], one["native"]) for one in found] == [([], 8)] * len(recipes)
+    assert [(one["wrong"], one["native"]) for one in found] == [([], 10)] * len(recipes)
     assert [one["weights"] for one in found] == [[4, 2]] * len(recipes)
+    assert [one["inputs"] for one in found] == [2 if name == "fp8-delayed" else 1 for name in recipes]
 
 
 @pytest.mark.slow  # the interpreter goes through the same lines

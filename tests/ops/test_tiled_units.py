@@ -308,7 +308,7 @@ def traced(spec, rows, fan_in, fan_out):
         sizes = {name: quantizer.stateful.init("meta").shape for name, quantizer in spec.states.items()}
         states = {name: torch.empty(size, device="cuda") for name, size in sizes.items()}
         units = units_of(spec, x, w, torch.bfloat16)
-        inputs = (x, w, None, spec, states, True, None, None, None, False, units, torch.bfloat16)
+        inputs = (x, w, None, spec, states, True, None, None, None, False, units, torch.bfloat16, None)
         outputs = Rounded.forward(*inputs)
         context = Context()
         context.needs_input_grad = (True, True, False)

@@ -30,6 +30,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.ranks import under_ddp, uneven
 from halfstep.nn.schedule import Recomputation
 from halfstep.nn.watched import Copied, nothing
+from halfstep.ops.last_input import LastInput
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.quant.tracing import inlined, untraced
 
@@ -47,6 +48,7 @@ class Following:
         self.calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
         self._warned = False
+        self.last_input = LastInput()
         self._root: Callable[[], nn.Module | None] = weakref.ref(model)
 
     copied = Copied(lambda: None)
@@ -143,6 +145,7 @@ class Following:
             self.calls[thread] -= 1
         else:
             del self.calls[thread]
+            self.last_input = LastInput()
             self._tell(Clock.leave)
 
     @untraced

@@ -51,11 +51,13 @@ def product(
     if hasattr(weight, "device_mesh"):
         localize(module)
     own, states = part_of(module), states_and_key(module, part)
-    record, evaluates = (False, False) if own.following is None else own.following.modes(module)
-    spec = own.linear or multipliers_of(module)
-    cached = None if own.following is None else own.following.cached
+    spec, following = own.linear or multipliers_of(module), own.following
+    if following is None:
+        return ops.linear(x, weight, bias, spec, states, False, channels, own.keeping)
+    record, evaluates = following.modes(module)
+    cached = following.cached
     used = weight if cached is None else cached.weight((module, part), weight, x, spec, states, record)
-    return ops.linear(x, used, bias, spec, states, record, channels, own.keeping, evaluates)
+    return ops.linear(x, used, bias, spec, states, record, channels, own.keeping, evaluates, following.last_input)
 
 
 def grouped_product(

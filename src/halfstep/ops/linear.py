@@ -12,6 +12,7 @@ from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import no_autocast, run
+from halfstep.ops.last_input import LastInput
 from halfstep.ops.linear_passes import Rounded, RoundedSides, RoundedWeight, States, product_dtype
 from halfstep.ops.native import Native, native_layer
 from halfstep.ops.noise import seeds_of
@@ -40,6 +41,7 @@ def linear(
     channels: Tensor | None = None,
     keeping: Keeping | None = None,
     evaluates: bool = False,
+    last: LastInput | None = None,
 ) -> Tensor:
     """y = x w^T + b, whose forward product and whose two backward products round their operands as `spec` says.
 
@@ -57,6 +59,7 @@ def linear(
             is exact, and the weight is rounded as it is.
         keeping: where the recipe keeps `operands` in few bits: x is kept as its codes, and the weight is rounded again.
         evaluates: the model is in evaluation, whose products of few rows have an order of their own (`ops.few_rows`).
+        last: of the model: an input that its last layer rounded alike is taken from there.
 
     Raises:
         ModelError: the weight is an `Operand` or a `StoredWeight` and x requires a gradient; a weight that is to be
@@ -92,6 +95,8 @@ def linear(
         if keeping is not None:
             held = has_memory(x, or_fake=True)  # a compiler, and torch.func, keep what they will
             keeping = keeping if held and keeping.saved.operands and torch.is_grad_enabled() else None
+        alike = keeping is None and spec.rounds_input_alike and has_memory(x, or_fake=True) and x.grad_fn is not None
+        last = last if alike else None
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype) if scaled_mm.is_there(x.device) else NO_UNITS
         if channels is not None:  # whose powers of two no unit multiplies by
@@ -101,9 +106,9 @@ def linear(
         if len(units.both) == 3 and keeping is None and x.requires_grad:
             native = native_layer(spec, x, weight, dtype) if weight.requires_grad else None
             if native is not None:
-                given = states or {}, record, once_for_all
+                given = states or {}, record, once_for_all, last
                 return run(Native, x, weight, bias, native, *given)[0]  # type: ignore[no-any-return]
-        options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype
+        options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype, last
         return run(Rounded, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)

@@ -14,6 +14,7 @@ from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import factor_in_use
 from halfstep.ops.folding import Rest, folded, rest_of, restored
 from halfstep.ops.function import apart, no_autocast
+from halfstep.ops.last_input import LastInput
 from halfstep.ops.noise import Seeds, seeds_of
 from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, kept, operand, signs_of
@@ -119,6 +120,7 @@ class Rounded(Once):
         evaluates: bool,
         units: Units,
         dtype: torch.dtype,
+        last: LastInput | None,
     ) -> tuple[Tensor | None, ...]:
         rows, codes = x if x.dim() == 2 else matrix(x), None
         saved = spec.input_codes if keeping is not None and weight.requires_grad else None
@@ -129,9 +131,12 @@ class Rounded(Once):
         lhs: Side
         rhs: Side
         x_later = weight_later = None
+        found = None if last is None else last.find(x, key := (spec, units, dtype, weight.requires_grad))
         with no_autocast(x):
             with unseen():
-                if keeping is not None and saved is not None:
+                if found is not None:
+                    lhs, x_later = found
+                elif keeping is not None and saved is not None:
                     state = states.get("input")
                     lhs, codes = keeping.operand(x, rows, saved, dtype, state, record, seeds.lhs, units.there)
                 elif "input" in units.both and weight.requires_grad:
@@ -145,6 +150,8 @@ class Rounded(Once):
                         if units.output
                         else operand(rows, *given, units.there, seeds.lhs)
                     )
+                if last is not None and found is None:
+                    last.note(x, key, (lhs, x_later))
                 if rounded is not None:
                     rhs = rounded.output
                 elif "weight" in units.both and x.requires_grad:
@@ -196,7 +203,7 @@ class Rounded(Once):
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Save what the backward takes."""
-        x, weight, bias, spec, states, record, channels, rounded, keeping, _, units, dtype = inputs
+        x, weight, bias, spec, states, record, channels, rounded, keeping, _, units, dtype, _ = inputs
         anchor, x_kept, x_scale, x_whole, weight_kept, *rest = output[1:]
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
@@ -210,7 +217,7 @@ class Rounded(Once):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 9
+        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 10
 
 
 class _Layer(NamedTuple):

@@ -24,6 +24,7 @@ from halfstep.ops.carriers import operand_dtype
 from halfstep.ops.casts import seed_of
 from halfstep.ops.factors import yet_to_form
 from halfstep.ops.function import no_autocast
+from halfstep.ops.last_input import LastInput
 from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient
 from halfstep.ops.noise import seeds_of
 from halfstep.ops.once import Once, once
@@ -268,7 +269,10 @@ def _decided(
         told = layouts.told(x, quantizer, given=whole) if spun is None else turned.told(x, quantizer, spun)
         if told is None:
             return None
-        made.append(Rounding(quantizer, kind, shape, dtype, device, spun))
+        place = shape, dtype, device, quantizer, spun is None  # one for an input of several layers
+        if place not in spec.known:
+            spec.known[place] = Rounding(quantizer, kind, shape, dtype, device, spun)
+        made.append(spec.known[place])
     draws = (spec.grad_input, spec.grad_weight) if noisy[2] else None
     return NativeLayer(made[0], made[1], made[2], dtypes[-1], draws)
 
@@ -287,11 +291,15 @@ class Native(Once):
         states: States,
         record: bool,
         rounded: RoundedSides | None,
+        last: LastInput | None,
     ) -> tuple[Tensor | None, ...]:
         rows = x if x.dim() == 2 else matrix(x)
         with no_autocast(x), unseen():
             zeros, more = layer.zeros(x.device)
-            lhs, lhs_turned = layer.input(rows, states.get("input"), record, zeros)
+            found = None if last is None else last.find(x, layer.input)
+            lhs, lhs_turned = found or layer.input(rows, states.get("input"), record, zeros)
+            if last is not None and found is None:
+                last.note(x, layer.input, (lhs, lhs_turned))
             both = partial(layer.weight, weight, states.get("weight"), record, more)
             rhs, rhs_turned = both() if rounded is None else rounded.native(both)
             y = units_mm(lhs, rhs, None if bias is None else bias.to(layer.dtype), layer.dtype)
@@ -301,7 +309,7 @@ class Native(Once):
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Save what the backward takes."""
-        x, weight, bias, layer, states, record, _ = inputs
+        x, weight, bias, layer, states, record, *_ = inputs
         ctx.set_materialize_grads(False)
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.layer = layer, states, record, x.shape, dtypes
@@ -309,7 +317,7 @@ class Native(Once):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 4
+        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 5
 
 
 def _kept(side: Side) -> tuple[Tensor | None, ...]:

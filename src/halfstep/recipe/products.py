@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -101,8 +102,7 @@ class Matmul:
     @cached_property
     def draws(self) -> bool:
         """Whether forming it draws noise or signs."""
-        noisy = any(side is not None and side.rounding == "stochastic" for side in (self.lhs, self.rhs))
-        return noisy or (self.hadamard is not None and self.hadamard.seed == RANDOM)
+        return _drawn((self.lhs, self.rhs), [self])
 
     @cached_property
     def folds(self) -> bool:
@@ -112,6 +112,12 @@ class Matmul:
         if lhs is None or lhs.stateful or rhs is None or rhs.scales is None or self.hadamard is not None:
             return False
         return rhs.steps is not None and rhs.scales.tile == ROW.transposed
+
+
+def _drawn(operands: Iterable[Quantizer | None], products: Iterable[Matmul]) -> bool:
+    """Whether an operand is rounded with noise, or a product rotated by signs, that each call draws."""
+    noisy = any(quantizer is not None and quantizer.rounding == "stochastic" for quantizer in operands)
+    return noisy or any(product.hadamard is not None and product.hadamard.seed == RANDOM for product in products)
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class LinearSpec:
                 _ = known.container, known.down.container, known.stateful, known.down.stateful
                 _ = known.by_rows, known.down.by_rows, known.plain.by_rows, known.plain.down.by_rows
         _ = self.rerounded, self.estimates, self.draws, self.rounds, self.rotates, self.accumulates, self.multiplies
-        _ = self.output.folds, self.grad_input.folds, self.grad_weight.folds
+        _ = self.rounds_input_alike, self.output.folds, self.grad_input.folds, self.grad_weight.folds
 
     def _check_estimators(self) -> None:
         """Refuse an estimator where nothing takes it."""
@@ -223,10 +229,16 @@ class LinearSpec:
     def rounds_weight_once(self) -> bool:
         """Whether the forward product rounds the weight, and no call of the layer rounds it otherwise than another: by
         noise or signs that each draws."""
-        products = self.output, self.grad_input
-        noisy = any(p.rhs is not None and p.rhs.rounding == "stochastic" for p in products)
-        drawn = any(p.hadamard is not None and p.hadamard.seed == RANDOM for p in products)
-        return self.output.rhs is not None and not noisy and not drawn
+        return self.output.rhs is not None and not _drawn(
+            (self.output.rhs, self.grad_input.rhs), (self.output, self.grad_input)
+        )
+
+    @cached_property
+    def rounds_input_alike(self) -> bool:
+        """Whether every layer rounds an input to the same numbers: by no noise, signs or history of its own."""
+        quantizer = self.output.lhs
+        drawn = _drawn((quantizer, self.grad_weight.rhs), (self.output, self.grad_weight))
+        return quantizer is not None and not quantizer.stateful and not drawn
 
     @cached_property
     def rounds(self) -> bool:

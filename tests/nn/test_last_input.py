@@ -1,0 +1,170 @@
+"""An input that several layers read (attention's q, k and v; an MLP's gate and up) is rounded once, and kept once."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import ops
+from halfstep.nn.product import part_of
+from halfstep.ops.last_input import LastInput
+from halfstep.recipe import get_recipe
+from tiny import RECIPES, fast_and_every, train
+
+
+ROUNDS = [name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)]
+
+
+class Attention(nn.Module):
+    """k and v have other sizes than q; `between` is called with what all three read, after q did."""
+
+    def __init__(self, again=None):
+        super().__init__()
+        self.norm, self.q = nn.LayerNorm(32), nn.Linear(32, 32)
+        self.k, self.v, self.out = nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 4)
+        self.between, self.again = lambda x: None, again
+
+    def _attend(self, x):
+        x = self.norm(x)
+        q = self.q(x)
+        self.between(x)
+        k, v = self.k(x).repeat(1, 1, 2), self.v(x).repeat(1, 1, 2)
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(q.dtype)
+
+    def forward(self, x):
+        if self.again is None:
+            return self.out(self._attend(x))
+        return self.out(checkpoint(self._attend, x, use_reentrant=self.again))
+
+
+def made(name, again=None, **options):
+    torch.default_generator.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), Attention(again))
+    return halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), name, generator=3, **options)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 16, 8, generator=generator), torch.randn(2, 16, 4, generator=generator)
+
+
+def bits(model):
+    return [parameter.detach().clone().view(torch.uint8).tolist() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Every layer rounds by itself."""
+    return lambda: monkeypatch.setattr(LastInput, "find", lambda *given: None)
+
+
+def kept(name):
+    """Storages of 2 x 16 x 32 numbers that a forward keeps for its backward, by bytes; q's, k's and v's input among
+    them."""
+    model, _, _ = made(name)
+    found = {}
+
+    def pack(x):
+        if x.numel() == 2 * 16 * 32:
+            found[x.untyped_storage()._cdata] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(data()[0])
+    return len(found)
+
+
+def test_it_is_kept_once(apart):
+    shared = kept("fp8-current")
+    apart()
+    assert kept("fp8-current") == shared + 2
+
+
+def test_it_is_rounded_once(monkeypatch):
+    passes = ops.linear.__globals__["Rounded"].forward.__globals__
+    rounded, operand = [], passes["operand"]
+    monkeypatch.setitem(passes, "operand", lambda x, *given: rounded.append(tuple(x.shape)) or operand(x, *given))
+    model, _, _ = made("fp8-current")
+    model(data()[0])
+    inputs = [shape for shape in rounded if shape[0] == 32 and shape != (32, 8)]
+    weights = [tuple(layer.weight.shape) for layer in (model[2].q, model[2].k, model[2].v, model[2].out)]
+    assert sorted(rounded) == sorted([(32, 8), (32, 8), (32, 32), (32, 32), *weights]), inputs
+
+
+@pytest.mark.parametrize("names", fast_and_every(ROUNDS))
+def test_numbers_are_those_of_layers_that_round_by_themselves(names, apart):
+    ends = {}
+    for name in names:
+        model, optimizer, scaler = made(name)
+        ends[name] = train(model, optimizer, scaler, 2, data()), bits(model)
+    apart()
+    for name in names:
+        model, optimizer, scaler = made(name)
+        assert (train(model, optimizer, scaler, 2, data()), bits(model)) == ends[name], name
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["not reentrant", "reentrant"])
+def test_activations_that_are_computed_again_are_the_same(again):
+    ends = []
+    for how in (None, again):
+        model, optimizer, scaler = made("fp8-current", how)
+        ends.append((train(model, optimizer, scaler, 2, data()), bits(model)))
+    assert ends[0] == ends[1]
+
+
+def test_one_that_is_written_to_is_rounded_again(apart):
+    def write(x):
+        with torch.no_grad():
+            x.mul_(0.37)
+
+    outputs = []
+    for _ in range(2):
+        model, _, _ = made("fp8-current")
+        model[2].between = write
+        outputs.append(model(data()[0]))
+        apart()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "alike"),
+    [("fp8-current", True), ("nvfp4", True), ("fp8-delayed", False), ("mxfp4-rht", False), ("bf16-mixed", False)],
+)
+def test_histories_noise_and_drawn_signs_are_each_layers_own(name, alike):
+    assert any(rule.linear.rounds_input_alike for rule in get_recipe(name).rules) == alike
+
+
+def test_nothing_outlives_a_call_or_its_input():
+    model, _, _ = made("fp8-current")
+    following, seen = part_of(model).following, []
+    model[2].between = lambda x: seen.append(weakref.ref(following.last_input._last[2][0].values))
+    model(data()[0]).sum().backward()
+    assert following.last_input._last is None
+    gc.collect()
+    assert seen[0]() is None
+    with halfstep.following(model):
+        x = model[2].norm(model[1](model[0](data()[0])))
+        model[2].q(x)
+        assert following.last_input._last is not None
+        del x
+        assert following.last_input._last is None
+
+
+def test_a_copy_begins_with_nothing():
+    model, _, _ = made("fp8-current")
+    copies = []
+
+    def copied(x):
+        copies.append(copy.deepcopy(part_of(model).following.last_input))
+        torch.save(part_of(model).following.last_input, io.BytesIO())
+
+    model[2].between = copied
+    model(data()[0])
+    assert copies[0]._last is None
