@@ -38,7 +38,7 @@ class LastInput:
 
 
 def _place(x: Tensor, key: Any) -> tuple[Any, ...]:
-    if not x.is_cuda or not has_memory(x):
-        return x._version, key
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    return x._version, key, stream, torch.cuda.is_current_stream_capturing()
+    stream = None
+    if x.is_cuda and has_memory(x):
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index), torch.cuda.is_current_stream_capturing()
+    return x._version, key, stream
