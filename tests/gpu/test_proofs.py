@@ -125,7 +125,7 @@ def test_an_offset_of_32_bits_is_seen(file, offset, test, tmp_path):
 )
 def test_native_layers_are_those_that_the_cpus_kernels_round(recipes):
     """Bit for bit: outputs, gradients and scaling states, also with a weight that two micro-batches share, or an
-    input that two layers read, which they round once where they have no scales of their own; and they do go that way."""
+    input that two layers read, rounded once where these have no scales of their own; and they do go that way."""
     found = told("native_layers.py", PINNED, *recipes, TRITON_INTERPRET="1")
     assert tuple(one["recipe"] for one in found) == recipes
     assert [(one["wrong"], one["native"]) for one in found] == [([], 10)] * len(recipes)

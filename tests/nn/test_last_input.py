@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,6 +140,13 @@ def test_one_that_is_written_to_is_rounded_again(apart):
 )
 def test_histories_noise_and_drawn_signs_are_each_layers_own(name, alike):
     assert any(rule.linear.rounds_input_alike for rule in get_recipe(name).rules) == alike
+
+
+def test_an_input_rounded_with_noise_is_each_layers_own():
+    spec = next(rule.linear for rule in get_recipe("fp8-current").rules if rule.linear.rounds)
+    noisy = replace(spec.output, lhs=replace(spec.output.lhs, rounding="stochastic"))
+    assert spec.rounds_input_alike
+    assert not replace(spec, output=noisy).rounds_input_alike
 
 
 def test_nothing_outlives_a_call_or_its_input():
