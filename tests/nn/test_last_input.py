@@ -4,12 +4,16 @@ import copy
 import gc
 import io
 import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -176,3 +180,43 @@ def test_a_copy_begins_with_nothing():
     model[2].between = copied
     model(data()[0])
     assert copies[0]._last is None
+
+
+def rounded_in(step):
+    """How often a graph that torch.compile makes of a step rounds, forward and backward, by operator."""
+    counts = Counter()
+
+    def counted(graph, inputs):
+        counts.update(
+            str(node.target).rpartition(".")[0] for node in graph.graph.nodes if "halfstep" in str(node.target)
+        )
+        return make_boxed_func(graph)
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
+    torch.compile(step, backend=backend, fullgraph=True)()
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_graph_rounds_it_once():
+    model, _, _ = made("fp8-current")
+    x = data()[0]
+    counts = rounded_in(lambda: model(x))
+    inputs, weights = 3, 5  # of the first layer, of q, k and v, of the last one
+    assert counts["halfstep.rounded_scaled"] == inputs + weights, counts
+
+
+@pytest.mark.parametrize(("rounding", "once"), [("nearest_even", True), ("stochastic", False)])
+def test_codes_without_noise_are_made_once_in_a_traced_graph(rounding, once):
+    x, w = torch.randn(4, 64), torch.ones(4, 64, requires_grad=True)
+    quantizer = halfstep.get_quantizer("mxfp8", rounding=rounding)
+    ops.quantize(x, quantizer)  # a traced graph cannot take a cached property's lock
+
+    def step():
+        one, other = (ops.quantize(x, quantizer).codes.float() for _ in range(2))
+        return w * one, w * (one - other)
+
+    counts = rounded_in(step)
+    assert counts["halfstep.quantized"] == once, counts
+    assert bool((torch.compile(step, backend="aot_eager")()[1] == 0).all()) == once

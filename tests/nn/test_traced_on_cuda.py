@@ -52,6 +52,8 @@ CALLS = {
     "quantize": (
         X, [torch.empty_like(part) for part in MADE.values()], list(MADE), MX.format.key, *TILES, "nearest_even", None,
     ),
+    "rounded_scaled": (X, torch.tensor(0.5), torch.bfloat16, E4M3.key, "stochastic", torch.tensor(5)),
+    "quantized": (X, MX.format.key, *TILES, "nearest_even", None),
     "dequantize": (
         list(MADE.values()), list(MADE), torch.empty_like(X), MX.format.key, *TILES, None, "nearest_even",
     ),

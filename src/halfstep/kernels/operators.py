@@ -1,12 +1,14 @@
 """A kernel where one supports the call, else the reference; and the same as torch operators.
 
-Under `torch.compile` an operator is one opaque node that writes to `out`: formats travel by their keys, and what is
-asked of the tensors' memory is asked when it runs, not while it is traced.
+Under `torch.compile` an operator is one opaque node: formats travel by their keys, and what is asked of the tensors'
+memory is asked when it runs, not while it is traced. Where several layers round a tensor alike a graph has one call of
+an operator that gives back its result (ROUNDED_SCALED, QUANTIZED): it is for roundings that draw no seed themselves.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.largest import amax_of
 from halfstep.kernels.operator import Operator
 from halfstep.kernels.seeds import seed_in
-from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile
+from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, layout
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
@@ -229,6 +231,14 @@ def _round_scaled(
     round_scaled_into(x.contiguous(), factor, out, formats.from_key(key), rounding, noise, amax)
 
 
+def _rounded_scaled(
+    x: Tensor, factor: Tensor, dtype: torch.dtype, key: str, rounding: str, seed: Tensor | None
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _round_scaled(x, factor, out, key, rounding, seed, None)
+    return out
+
+
 def _round_tiles(
     x: Tensor, out: Tensor, key: str, rows: int, columns: int, rule: str, outliers: float | None, rounding: str,
     seed: Tensor | None, tensor_scale: Tensor | None,
@@ -254,6 +264,21 @@ def _quantize(
     quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, seed_in(rounding, seed, x.device))
 
 
+def _quantized(
+    x: Tensor, key: str, rows: int, columns: int, rule: str, rounding: str, seed: Tensor | None
+) -> list[Tensor]:
+    tensors = _parts(x, key, rows, columns, rule)
+    _quantize(x, [*tensors.values()], [*tensors], key, rows, columns, rule, rounding, seed)
+    return [*tensors.values()]
+
+
+def _parts(x: Tensor, key: str, rows: int, columns: int, rule: str) -> dict[str, Tensor]:
+    """Memory for what is made of x."""
+    quantizer = Quantizer(formats.from_key(key), scales=_scales(rows, columns, rule))
+    sizes: Any = layout(quantizer, tuple(x.shape), x.dtype)
+    return {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
+
+
 def _accumulate(
     lhs: Tensor, rhs: Tensor, out: Tensor, key: str, block: int, aligned: bool, promote: int | None
 ) -> None:
@@ -274,6 +299,14 @@ ROUND_SCALED = Operator(
     _round_scaled,
     lambda x, factor, out, format, *rest: (x, factor, out, format.key, *rest),
 )
+ROUNDED_SCALED = Operator(
+    "rounded_scaled(Tensor x, Tensor factor, ScalarType dtype, str key, str rounding, Tensor? seed) -> Tensor",
+    round_scaled_into,
+    _rounded_scaled,
+    lambda x, factor, out, format, rounding, seed: (x, factor, out.dtype, format.key, rounding, seed),
+    lambda x, factor, dtype, *_: torch.empty(x.shape, dtype=dtype, device=x.device),
+)
+"""Under torch.compile it gives back its result, and leaves `out` as it is."""
 ROUND_TILES = Operator(
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
     "Tensor? seed, Tensor(b!)? tensor_scale) -> ()",
@@ -292,6 +325,14 @@ QUANTIZE = Operator(
         x, list(tensors.values()), list(tensors), q.format.key, *_terms(q.scales), q.rounding, seed
     ),
 )  # fmt: skip
+QUANTIZED = Operator(
+    "quantized(Tensor x, str key, int rows, int columns, str rule, str rounding, Tensor? seed) -> Tensor[]",
+    quantize_into,
+    _quantized,
+    lambda x, tensors, q, seed: (x, q.format.key, *_terms(q.scales), q.rounding, seed),
+    lambda x, *terms: [*_parts(x, *terms[:4]).values()],
+)
+"""Under torch.compile it gives back its results, and leaves `tensors` as they are."""
 DEQUANTIZE = Operator(
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()",

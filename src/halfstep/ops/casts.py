@@ -156,11 +156,16 @@ def quantize_parts(
 ) -> dict[str, Tensor]:
     """The tensors of `quantize(x, quantizer)`, of a contiguous x and a quantizer that keeps no numbers apart; written
     to those that are given."""
+    given, seed = tensors is not None, seed_of(quantizer.rounding, generator, x.device)
     if tensors is None:
         sizes = layout(quantizer, tuple(x.shape), x.dtype).items()
         tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
-    seed = seed_of(quantizer.rounding, generator, x.device)
-    (operators.QUANTIZE if quantizer.scales else operators.quantize_into)(x, tensors, quantizer, seed)
+    if quantizer.scales is None:
+        operators.quantize_into(x, tensors, quantizer, seed)
+    elif given or (quantizer.rounding == "stochastic" and seed is None):
+        operators.QUANTIZE(x, tensors, quantizer, seed)
+    elif (made := operators.QUANTIZED(x, tensors, quantizer, seed)) is not None:
+        return dict(zip(tensors, made, strict=True))
     return tensors
 
 
@@ -299,7 +304,11 @@ def round_scaled(
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     seed = None if rounding != "stochastic" else seed_of(rounding, generator, x.device)
-    operators.ROUND_SCALED(x.detach().contiguous(), factor, out, format, rounding, seed, amax)
+    given = x.detach().contiguous(), factor, out, format, rounding, seed
+    if amax is not None or (rounding == "stochastic" and seed is None):
+        operators.ROUND_SCALED(*given, amax)
+    elif (made := operators.ROUNDED_SCALED(*given)) is not None:
+        return made  # type: ignore[no-any-return]
     return out
 
 
