@@ -43,7 +43,7 @@ def factor_of(amax: Tensor, element: Format) -> Tensor:
         return torch.scalar_tensor(own, dtype=torch.float32, device="cpu")
     # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
     factor = (element.max / amax.double()).clamp(max=torch.finfo(torch.float32).max).float()
-    # NaN of infinities and NaN. A constant one, which equals nothing, would hide from compilers that layers do the same.
+    # NaN of infinities and NaN. A constant, which equals nothing, would hide from compilers that layers do the same.
     lost = amax - amax
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, factor), lost)
 
