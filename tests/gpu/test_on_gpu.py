@@ -19,6 +19,8 @@ from halfstep import quant
 from halfstep.kernels import selftest
 from halfstep.kernels.selftest.case import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
+from halfstep.ops.last_input import LastInput
+from halfstep.ops.part import part_of
 from halfstep.optim import AdamWFp8, LowBitAdamW, projected, selftest as optim
 
 
@@ -242,6 +244,39 @@ def test_layers_have_the_same_bits_whatever_memory_held(recipe, device):
         filled = [torch.full((1 << size,), turn * 37 % 256, dtype=torch.uint8, device=device) for size in range(9, 22)]
         del filled
         assert_same_bits(two_steps(recipe, device), expected)
+
+
+@anywhere
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_layers_that_round_one_input_once_have_the_bits_of_layers_apart(recipe, device, monkeypatch):
+    ends, taken, find = [], [], LastInput.find
+    for found in (lambda *given: taken.append(find(*given)) or taken[-1], lambda *_: None):
+        monkeypatch.setattr(LastInput, "find", found)
+        model, optimizer, step = setup(recipe, device)
+        for _ in range(2):
+            step()
+        ends.append(everything(model, optimizer))
+    assert any(made is not None for made in taken)
+    assert_same_bits(*ends)
+
+
+@on_gpu
+def test_an_input_is_rounded_on_each_stream_that_reads_it(device):
+    model, x = (
+        torch.nn.Linear(256, 256, bias=False).to(device),
+        torch.randn(256, 256, device=device, requires_grad=True),
+    )
+    halfstep.apply(model, "fp8-current")
+    with halfstep.following(model):
+        read, side = x * 2, torch.cuda.Stream()
+        y, last = model(read), part_of(model).following.last_input
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10**7)
+            before = last._last[2]
+            assert torch.equal(model(read), y)
+            assert last._last[2] is not before
+    torch.cuda.current_stream().wait_stream(side)
 
 
 @anywhere
