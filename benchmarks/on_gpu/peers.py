@@ -45,6 +45,8 @@ def two_kernels(x: Tensor, left: str, right: str) -> Run:
 
 def torchao_linear(bench: Bench, side: int, recipe: str) -> nn.Module:
     """torchao's linear layer for that recipe of ours, compiled."""
+    if not recipe.startswith("fp8"):
+        raise LookupError(f"torchao's float8 layers have no recipe like {recipe}")
     if recipe == "fp8-block":
         kind = found("torchao.prototype.blockwise_fp8_training.linear:Float8BlockwiseLinear")
         return kind(side, side, bias=False, device=bench.device, dtype=torch.bfloat16)  # type: ignore[no-any-return]
@@ -60,6 +62,7 @@ def engine_linear(bench: Bench, side: int, recipe: str) -> tuple[nn.Module, Call
     """Transformer Engine's linear layer, and the context that it runs in."""
     kinds = {
         "fp8-delayed": "DelayedScaling", "fp8-current": "Float8CurrentScaling", "fp8-block": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling",
     }  # fmt: skip
     if recipe not in kinds:
         raise LookupError(f"Transformer Engine has no recipe like {recipe}")

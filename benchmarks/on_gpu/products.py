@@ -21,6 +21,8 @@ from on_gpu.bench import Bench, Row, Run, race
 
 
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
+BLACKWELL = ("mxfp8", "nvfp4")
+"""Recipes whose rows a GPU with tensor cores for them has."""
 _DEEP, _CALLS = 8, 20
 """Layers of the model whose host time is taken, and calls a round."""
 _TILE, _GROUP = 128, 4
@@ -32,9 +34,10 @@ def rows(bench: Bench) -> Iterator[Row]:
     side = bench.sizes.square
     for kind in KINDS:
         yield Row(f"product: {kind}", lambda k=kind: _judged(bench, k))  # type: ignore[misc]
-    for recipe in (*RECIPES, "bf16-mixed"):
+    recipes = RECIPES + tuple(each for each in BLACKWELL if halfstep.is_native_available(each, bench.device))
+    for recipe in (*recipes, "bf16-mixed"):
         yield Row(f"host of a layer: {recipe}", lambda r=recipe: _host(bench, r))  # type: ignore[misc]
-    for recipe in RECIPES:
+    for recipe in recipes:
         yield Row(f"linear: {recipe}", lambda r=recipe: _linear(bench, r))  # type: ignore[misc]
     yield Row("linear: fp8-current, carried", lambda: _carried(bench))
     for m, k, n in bench.sizes.grid:
