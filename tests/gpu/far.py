@@ -13,7 +13,7 @@ import triton
 from triton.runtime import interpreter
 
 from halfstep import formats, get_quantizer, quant
-from halfstep.kernels.gpu import amax, blocks, cast, decode, dequantize, layouts, posit, rotated
+from halfstep.kernels.gpu import amax, blocks, cast, layouts, rotated
 from halfstep.quant import Quantizer, Scales, rotate
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
@@ -56,12 +56,12 @@ def casts():
     out = torch.empty(N, dtype=BF16)
     cast.run(x, out, E4M3, "nearest_even", "saturate", None)
     yield "cast", out[-TAIL:], quant.round_to(tail, E4M3)
-    decode.run(codes, out, E4M3)
+    cast.run_decode(codes, out, E4M3)
     yield "decode", out[-TAIL:], quant.decode(codes[-TAIL:], E4M3, BF16)
     factor = torch.tensor(3.0)
     cast.run(x, out, E4M3, "nearest_even", "saturate", None, factor)
     yield "scaled", out[-TAIL:], quant.round_to(tail.float() * factor, E4M3).to(BF16)
-    posit.run(x, out, formats.get("posit8_2"), "nearest_even")
+    cast.run_posit(x, out, formats.get("posit8_2"), "nearest_even")
     yield "posit", out[-TAIL:], quant.round_to(tail, formats.get("posit8_2"))
     x[-2 * LAST * (1 << 14) :], x[-3] = 0.0, 77.0
     yield "amax", amax.run(x), torch.tensor(77.0)
@@ -91,7 +91,7 @@ def tiles():
         made["codes"].view(ROWS, -1)[-LOWER:] = expected.codes.view(LOWER, -1)
         made["scale"][-len(expected.scale) :] = expected.scale
         out = torch.empty(ROWS, COLUMNS, dtype=BF16)
-        dequantize.run(made, out, quantizer)
+        blocks.run_dequantize(made, out, quantizer)
         yield f"dequantised {name}", out[-1, -128:], expected.dequantize(BF16)[-1, -128:]
 
 

@@ -9,7 +9,7 @@ from halfstep import formats, quant
 from halfstep.formats import Format
 from halfstep.formats.exact import ROUNDINGS
 from halfstep.kernels.cpu import elements
-from halfstep.kernels.gpu import cast, decode
+from halfstep.kernels.gpu import cast
 from halfstep.kernels.selftest.case import Case, KernelTest, hard
 from halfstep.quant.cast import CONTAINERS
 
@@ -55,5 +55,5 @@ def cases(name: str, step: int = STEP) -> Iterator[Case]:
     for target in DTYPES if format.bits <= 16 else ():
         codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
         out = torch.empty(codes.shape, dtype=target)
-        if decode.run(codes, out, format):
+        if cast.run_decode(codes, out, format):
             yield Case(quant.decode(codes, format, target), out, f"decoded to {target}", codes)

@@ -40,7 +40,7 @@ class Core(KernelTest):
 if __name__ == "__main__":
     np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
     torch.set_num_threads(1)
-    assert isinstance(functions("cast").cast, InterpretedFunction), "TRITON_INTERPRET=1 is not set"
+    assert isinstance(functions("elementwise").cast, InterpretedFunction), "TRITON_INTERPRET=1 is not set"
     optimizer.EACH, optimizer.MANY = 3, 4  # programs with all of their blocks, and one with fewer
     tests = [*selftest.GPU, *optim.GPU]
     if "--core" in sys.argv:  # the others are in the slow tests

@@ -6,7 +6,7 @@ from test_proofs import OLDEST, PINNED, equal, told
 
 from families import for_each
 from halfstep import formats
-from halfstep.kernels.gpu import blocks, dequantize, layouts, rotated
+from halfstep.kernels.gpu import blocks, layouts, rotated
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
@@ -37,7 +37,7 @@ def test_what_is_taken_can_be_read_back_too(shape):
         sizes = layout(quantizer, shape, x.dtype).items()
         tensors = {key: torch.empty(size, dtype=dtype, device=META) for key, (dtype, size) in sizes}
         taken = blocks.cut_of(x, quantizer) is not None
-        assert taken == (dequantize.known(tensors, x, quantizer) is not None), name
+        assert taken == (blocks.restored(tensors, x, quantizer) is not None), name
         whole = {4: 2, 6: 4}.get(quantizer.format.bits, 1)
         assert taken == bool(shape and x.numel() and shape[-1] % whole == 0), name
 

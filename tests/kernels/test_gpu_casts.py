@@ -10,7 +10,7 @@ import halfstep
 from families import for_each
 from halfstep import formats
 from halfstep.cli.diagnosis import gpu_path
-from halfstep.kernels.gpu import cast, decode
+from halfstep.kernels.gpu import cast
 from halfstep.kernels.gpu.launch import here, lies_plain
 from halfstep.ops import amax_of, casts
 from halfstep.quant.cast import CONTAINERS
@@ -22,9 +22,8 @@ NEAREST = "nearest_even", "saturate", None
 @pytest.fixture
 def launches(monkeypatch):
     """Launches that compute nothing: what is asked of a call without a GPU is asked."""
-    for module in (cast, decode):
-        monkeypatch.setattr(module, "launch", Mock())
-        monkeypatch.setattr(module, "functions", Mock())
+    monkeypatch.setattr(cast, "launch", Mock())
+    monkeypatch.setattr(cast, "functions", Mock())
 
 
 def of(*shape, dtype=torch.bfloat16):
@@ -36,7 +35,7 @@ def test_kernels_of_a_gpu_take_no_tensor_of_a_cpu(launches):
     codes = torch.zeros(4, dtype=torch.uint8)
     assert cast.run(x, out, e4m3, *NEAREST)
     assert cast.run_codes(x, codes, e4m3, *NEAREST)
-    assert decode.run(codes, out, e4m3)
+    assert cast.run_decode(codes, out, e4m3)
     assert lies_plain(x)
     assert not here(x)
     assert cast.instruction(e4m3, "nearest_even", "saturate", x.device) is None
@@ -55,7 +54,7 @@ def test_packed_rows_are_those_that_fill_their_bytes(launches):
         format = formats.get(name)
         x, codes = of(5, columns), of(5, width, dtype=torch.uint8)
         assert cast.run_codes(x, codes, format, *NEAREST, packed=True)
-        assert decode.run(codes, x, format, packed=True)
+        assert cast.run_decode(codes, x, format, packed=True)
         assert cast.run_codes(of(5, columns - 1), codes, format, *NEAREST, packed=True) is None
     assert cast.run_codes(x, of(5, 8, dtype=torch.uint8), formats.get("e4m3fn"), *NEAREST, packed=True) is None
 
@@ -64,7 +63,7 @@ def test_packed_rows_are_those_that_fill_their_bytes(launches):
 def test_codes_of_sixteen_bits_at_most_are_decoded(name, launches):
     format = formats.get(name)
     stored = of(4, dtype=CONTAINERS[format.storage_bits])
-    assert (decode.run(stored, of(4), format) is not None) == (format.bits <= 16)
+    assert (cast.run_decode(stored, of(4), format) is not None) == (format.bits <= 16)
 
 
 def test_a_tensor_without_values_is_traced_on_a_gpu():

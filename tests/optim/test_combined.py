@@ -191,7 +191,7 @@ def test_a_subspace_is_refused():
 def test_on_a_gpu_the_groups_that_kernels_know_are_launched(monkeypatch):
     """The launches are written down and not made: AdamW's, and none of Muon's, which is stepped by torch."""
     made = []
-    made_up = SimpleNamespace(prepare="prepare", update="update", moving=id, finding=lambda *program: id(program))
+    made_up = SimpleNamespace(prepare="prepare", update="update", made=lambda source, *program: id(program))
     monkeypatch.setattr(on_gpu, "functions", lambda name: made_up)
     monkeypatch.setattr(on_gpu, "prepared", lambda kernel, *_, **__: lambda grid, *rest: made.append((kernel, grid)))
     model, optimizer, _ = combined(nn.Linear(8, 2000))

@@ -147,7 +147,7 @@ def test_on_a_cpu_the_step_runs_as_it_is():
 
 
 def test_a_captured_step_reads_the_learning_rate_of_now_and_refuses_other_betas(monkeypatch):
-    functions = SimpleNamespace(prepare="prepare", update="update", moving=id, finding=lambda *program: id(program))
+    functions = SimpleNamespace(prepare="prepare", update="update", made=lambda source, *program: id(program))
     monkeypatch.setattr(launches, "functions", lambda name: functions)
     monkeypatch.setattr(launches, "prepared", lambda kernel, *_, **__: lambda *rest: None)
     weight = nn.Parameter(torch.ones(2000))

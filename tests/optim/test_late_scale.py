@@ -174,7 +174,7 @@ SOMETIMES = {"projected.py": "GaLore: whether gradients are finite where they ch
 def kernels(monkeypatch):
     """Tensors without values are stepped together, as those on a GPU are, by launches that are not made."""
     launched = []
-    functions = SimpleNamespace(prepare="prepare", update="update", moving=id, finding=lambda *program: id(program))
+    functions = SimpleNamespace(prepare="prepare", update="update", made=lambda source, *program: id(program))
     monkeypatch.setattr(launches, "functions", lambda name: functions)
     monkeypatch.setattr(launches, "prepared", lambda kernel, *_, **__: lambda *rest: launched.append(kernel))
     for module in (together, kinds):

@@ -25,7 +25,7 @@ from halfstep.recipe import get_recipe
 def launches(monkeypatch):
     made = []
     kernels = {name: name for name in ("prepare", "square", "norm", "update")}
-    made_up = SimpleNamespace(**kernels, moving=id, norming=id, finding=lambda *program: id(program))
+    made_up = SimpleNamespace(**kernels, made=lambda source, *program: id(program))
     monkeypatch.setattr(optimizer, "functions", lambda name: made_up)
     monkeypatch.setattr(
         optimizer, "prepared", lambda kernel, *_, **__: lambda grid, *rest: made.append((kernel, grid, *rest))

@@ -342,7 +342,7 @@ def traced(
         raise TypeError(
             "a formula gives numbers that no element has a part in. Expected a weight and moments of elements"
         )
-    after = [_as_traced(trace, new[name]) for name in shared]
+    after = [trace.converted(new[name], "single") for name in shared]
     inputs = [one.place for one in (weight, grad, *each.values())]
     places = [one.place for one in results]
     norms, normed = [one.place for one in trace.norms.values()], list(trace.norms)
@@ -353,10 +353,6 @@ def traced(
         trace.part(first, [*numbers, *(one.place for one in after)]),
         trace.part([*numbers, *norms, *inputs], places), trace.part([*numbers, *inputs], normed),
     )  # fmt: skip
-
-
-def _as_traced(trace: Trace, number: Traced) -> Traced:
-    return trace.converted(number, "single")
 
 
 def _met(trace: Trace, results: Sequence[int]) -> list[int]:

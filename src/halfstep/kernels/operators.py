@@ -29,9 +29,6 @@ from halfstep.kernels.cpu import (
 from halfstep.kernels.gpu import (
     blocks as gpu_blocks,
     cast as gpu_cast,
-    decode as gpu_decode,
-    dequantize as gpu_dequantize,
-    posit as gpu_posit,
 )
 from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.largest import amax_of
@@ -47,15 +44,13 @@ from halfstep.quant.scaling import from_text
 
 def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.round_to` into `out`."""
-    if isinstance(format, Posit) and posit.run(x, out, format, rounding):
-        return
-    if cast.run(x, out, format, rounding, overflow, seed):
-        return
-    if here(x) and isinstance(format, Posit) and gpu_posit.run(x, out, format, rounding):
-        return
-    if here(x) and gpu_cast.run(x, out, format, rounding, overflow, seed):
-        return
-    if not blank(x, out):
+    if not (
+        (isinstance(format, Posit) and posit.run(x, out, format, rounding))
+        or cast.run(x, out, format, rounding, overflow, seed)
+        or (here(x) and isinstance(format, Posit) and gpu_cast.run_posit(x, out, format, rounding))
+        or (here(x) and gpu_cast.run(x, out, format, rounding, overflow, seed))
+        or blank(x, out)
+    ):
         quant.round_to(x, format, rounding, overflow, seed, out)
 
 
@@ -90,11 +85,12 @@ def round_scaled_into(
 
 def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.encode` into `out`."""
-    if isinstance(format, Posit) and posit.run_encode(x, out, format, rounding):
-        return
-    if here(x) and isinstance(format, Posit) and gpu_posit.run(x, out, format, rounding):
-        return
-    if not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
+    if not (
+        (isinstance(format, Posit) and posit.run_encode(x, out, format, rounding))
+        or (here(x) and isinstance(format, Posit) and gpu_cast.run_posit(x, out, format, rounding))
+        or _codes_into(x, out, format, rounding, overflow, seed)
+        or blank(x, out)
+    ):
         out.copy_(quant.encode(x, format, rounding, overflow, seed))
 
 
@@ -120,7 +116,7 @@ def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = Fal
     """Whether a kernel wrote the values of codes."""
     known = codes.run_decode(stored, out, format, packed)
     if known is None and here(out):
-        known = gpu_decode.run(stored, out, format, packed)
+        known = gpu_cast.run_decode(stored, out, format, packed)
     if known is False:
         raise no_such_code(stored, format)
     return bool(known)
@@ -170,11 +166,11 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
             rows = whole.view(matrix_shape(tuple(x.shape)))
             stored.copy_(pack(rows, format.bits, format.high_nibble_first))
         return
-    if blocks.run(x, tensors, quantizer, seed):
-        return
-    if here(x) and gpu_blocks.run(x, tensors, quantizer, seed):
-        return
-    if not blank(x, *tensors.values()):
+    if not (
+        blocks.run(x, tensors, quantizer, seed)
+        or (here(x) and gpu_blocks.run(x, tensors, quantizer, seed))
+        or blank(x, *tensors.values())
+    ):
         for name, tensor in quantizer.quantize(x, seed).tensors.items():
             tensors[name].copy_(tensor)
 
@@ -188,13 +184,12 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         stored = unpack(quantized.codes, format.bits, quantized.matrix_shape[1], format.high_nibble_first)
         decode_into(stored.contiguous().view(out.shape), out, format)
         return
-    if dequantize.run(quantized.tensors, out, quantized.quantizer):
-        return
-    if scales is not None and tiles.run_decode(quantized, out, scales):
-        return
-    if here(out) and gpu_dequantize.run(quantized.tensors, out, quantized.quantizer):
-        return
-    if not blank(quantized.codes, out):
+    if not (
+        dequantize.run(quantized.tensors, out, quantized.quantizer)
+        or (scales is not None and tiles.run_decode(quantized, out, scales))
+        or (here(out) and gpu_blocks.run_dequantize(quantized.tensors, out, quantized.quantizer))
+        or blank(quantized.codes, out)
+    ):
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.constant import constant
+from halfstep.kernels.gpu import launch
 from halfstep.kernels.unit_kinds import (
     BLOCKS,
     FP4,
@@ -140,10 +140,8 @@ def takes(
     `multiplied`, times a number that is no power of two."""
     if not is_there(device) or lhs is None or rhs is None or product_refusal(lhs, rhs, device) is not None:
         return False
-    if multiplied and kind_of(lhs) is MX:  # no scale of it takes the number
-        return False
-    whole = kind_of(lhs) is TENSORS and kind_of(rhs) is TENSORS
-    return dtype in _results(whole) and misfit(lhs, rhs, sizes) is None
+    whole, taken = kind_of(lhs) is TENSORS and kind_of(rhs) is TENSORS, not (multiplied and kind_of(lhs) is MX)
+    return taken and dtype in _results(whole) and misfit(lhs, rhs, sizes) is None  # no scale of MX takes the number
 
 
 def _on_the_right(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -169,11 +167,8 @@ def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-@cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU that may have such tensor cores; (0, 0) of other devices."""
-    there = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
-    return torch.cuda.get_device_capability(device) if there else (0, 0)
+capability = launch.capability
+"""Of a GPU that may have such tensor cores. Tests replace it, to be on another."""
 
 
 def _found(device: torch.device) -> tuple[int, int]:
@@ -214,9 +209,8 @@ def run(
     one, two = (TENSORS if side.scale is not None and side.scale.dim() == 0 else ROWS for side in (lhs, rhs))
     whole = one is TENSORS and two is TENSORS
     (rows, shared), across = lhs.values.shape, rhs.values.shape[1]
-    if dtype not in _results(whole) or unfit(one, two, rows, shared, across) is not None:
-        return None
-    if not whole and rhs.values.dtype not in _on_the_right(rhs.values.device):
+    placed = whole or rhs.values.dtype in _on_the_right(rhs.values.device)
+    if not placed or dtype not in _results(whole) or unfit(one, two, rows, shared, across) is not None:
         return None
     scale, other = (_scale(side) for side in (lhs, rhs))
     if multiplier is not None:

@@ -108,10 +108,9 @@ def kind_of(quantizer: Quantizer) -> Kind | None:
     if scales is None or not scales.rule.linear or "zero_point" in scales.rule.layout((1, 1)):
         return None
     kind = next((kind for kind in KINDS if scales.tile in kind.tiles), None)
-    if kind is TENSORS and quantizer.stateful is None and not quantizer.factors:
-        return None
-    if kind is MX and scales.rule.holds != "float8_e8m0fnu":
-        return None
-    if kind is NV and not ("tensor_scale" in scales.rule.layout((1, 1)) and quantizer.format.key in FP4):
-        return None
-    return kind
+    lacking = (
+        (kind is TENSORS and quantizer.stateful is None and not quantizer.factors)
+        or (kind is MX and scales.rule.holds != "float8_e8m0fnu")
+        or (kind is NV and not ("tensor_scale" in scales.rule.layout((1, 1)) and quantizer.format.key in FP4))
+    )
+    return None if lacking else kind

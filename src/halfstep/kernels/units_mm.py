@@ -99,13 +99,9 @@ def _laid(kind: str, scale: Tensor, whole: Tensor | None, rows: int) -> tuple[An
     return name, scale if lay is None else lay(scale), None
 
 
-def _shape(lhs: Tensor, rhs: Tensor, *rest: Any) -> Tensor:
-    return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
-
-
 _OPERATOR = Operator(
     "units_mm(Tensor lhs, Tensor rhs, Tensor scale, Tensor other, Tensor? whole, Tensor? other_whole, str kind, "
     "str other_kind, Tensor? bias, ScalarType dtype) -> Tensor",
     _units_mm,
-    like=_shape,
+    like=lambda lhs, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1]),
 )

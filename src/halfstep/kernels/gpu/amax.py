@@ -29,4 +29,4 @@ def run(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) ->
 
 @cache
 def _launch(device: torch.device, dtype: torch.dtype, long: int) -> Launch:
-    return Launch(functions("largest").largest, device, as_bits=True, SOURCE=KINDS[dtype], PART=BLOCK, B=_BLOCK)
+    return Launch(functions("elementwise").largest, device, as_bits=True, SOURCE=KINDS[dtype], PART=BLOCK, B=_BLOCK)

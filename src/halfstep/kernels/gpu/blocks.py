@@ -1,4 +1,4 @@
-"""Tiles that share a scale, on a GPU: `quant.Quantizer` of CUDA tensors to codes and scales, or to values, bit for bit.
+"""Tiles that share a scale, on a GPU: `quant.Quantizer` of CUDA tensors, and `Quantized.dequantize`, bit for bit.
 
 One pass: a program reads a block of whole tiles, finds their largest magnitudes, forms the scales, and rounds. The
 scale of a tensor, of a row or a column of it, and the tensor's of two levels take a pass before it.
@@ -8,23 +8,75 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.formats import Format
+from halfstep.formats import Format, ocp
 from halfstep.kernels.cpu.arrays import separate
-from halfstep.kernels.gpu import amax, dequantize, quantizers
-from halfstep.kernels.gpu.cut import WARPS, Cut, cut
+from halfstep.kernels.gpu import amax, quantizers
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, prepared
-from halfstep.quant import Quantizer
+from halfstep.kernels.gpu.quantizers import Meaning, Rule
+from halfstep.quant import Quantizer, Tile
 from halfstep.quant.cast import encode
 from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import absmax
-from halfstep.quant.scaling.double_absmax import DoubleAbsmax
+from halfstep.quant.scaling.double_absmax import MAP, DoubleAbsmax
 from halfstep.quant.tile import ROW
+
+
+_LARGEST = 1 << 14  # elements of a tile
+_BLOCK = 1 << 12  # elements of a block
+WARPS = 8  # of a block of 4096 elements: 16 a thread
+_UNIT = 16  # rows of so many elements start where 16 bytes do
+
+
+_STORED = {"codes", "scale", "tensor_scale", "scale_scale", "scale_offset"}
+
+
+class Cut(NamedTuple):
+    """How a matrix is cut into blocks."""
+
+    rows: int
+    columns: int
+    tile: tuple[int, int]
+    """Rows and columns of a tile; 0 for a whole dimension."""
+    block: tuple[int, int]
+    unit: int
+    """What the number of columns is known to be a multiple of; the block's columns where it is those."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return -(-self.rows // self.block[0]) * -(-self.columns // self.block[1])
+
+    @property
+    def programs(self) -> int:
+        """A program for each block, or for those that tall tiles lie in."""
+        return -(-self.rows // max(self.block[0], self.tile[0])) * -(-self.columns // self.block[1])
+
+
+def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
+    """The blocks of a tensor of that shape in such tiles, of elements of so many bits; None where no kernel does it:
+    tiles of another size than a power of two, or more than a block, and rows whose codes leave bits of a byte over."""
+    rows, columns = matrix_shape(shape)
+    high, wide = tile.rows, tile.columns
+    if (
+        (0 in (high, wide) and high + wide > 1)  # of a whole dimension, only single rows or columns
+        or not shape
+        or any(size & (size - 1) for size in (high, wide))
+        or high * wide > _LARGEST
+        or max(high, wide) > 1024
+    ):
+        return None
+    if (bits == 4 and columns % 2) or (bits == 6 and columns % 4) or (bits in (4, 6) and wide == 1):
+        return None
+    if high == 1 and wide >= _UNIT and columns % wide == 0:
+        return Cut(rows * columns // wide, wide, (1, wide), (_BLOCK // wide, wide), wide)
+    across = max(wide, 128)
+    return Cut(rows, columns, (high, wide), (_BLOCK // across, across), _UNIT if columns % _UNIT == 0 else 1)
 
 
 def cut_of(x: Tensor, quantizer: Quantizer) -> Cut | None:
@@ -77,7 +129,7 @@ def run_values(
         return True
     sizes: Any = layout(quantizer, tuple(x.shape), x.dtype)
     made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
-    return run(x, made, quantizer, seed) and dequantize.run(made, out, quantizer)
+    return run(x, made, quantizer, seed) and run_dequantize(made, out, quantizer)
 
 
 def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
@@ -123,7 +175,7 @@ class Largest:
         self.zeros = self._count + self._across
         self._sizes = made.programs, made.rows, made.columns // made.unit
         self._launch = prepared(
-            functions("maxima").maxima, device, WARPS, as_bits=True, SOURCE=KINDS[dtype], FINITE=two_level,
+            functions("tiles").maxima, device, WARPS, as_bits=True, SOURCE=KINDS[dtype], FINITE=two_level,
             H=made.tile[0], W=made.tile[1], UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
         )  # fmt: skip
 
@@ -191,3 +243,38 @@ def _launch(
         APART=scale is None and whole is not None, NOISY=seed is not None, H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
     )  # fmt: skip
+
+
+def restored(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> tuple[Cut, Rule, Meaning] | None:
+    """What the kernel is compiled for; None where `run` does not write these values, wherever they are."""
+    scales, format = quantizer.scales, quantizer.format
+    if scales is None or tensors.keys() - _STORED or not lies_plain(out) or not out.numel():
+        return None
+    rule, meaning = quantizers.rule(format, scales.rule), quantizers.meaning(format)
+    made = cut(tuple(out.shape), scales.tile, format.bits)
+    if rule is None or meaning is None or made is None or not all(lies_plain(t, t.dtype) for t in tensors.values()):
+        return None
+    return (made, rule, meaning) if rule.kind != "power" or scales.rule.holds == "float8_e8m0fnu" else None
+
+
+def run_dequantize(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
+    """Write the values of `tensors` (`codes`, `scale` ...) to `out`. False where that is not done here: it takes dense
+    contiguous tensors, values in fp32, bf16 or fp16."""
+    found, format = restored(tensors, out, quantizer), quantizer.format
+    if found is None:
+        return False
+    made, rule, meaning = found
+    whole, group = tensors.get("tensor_scale", tensors.get("scale_offset")), tensors.get("scale_scale")
+    coded: Any = quantizers.meaning(ocp.float8_e4m3fn)
+    scale = coded.decoding if rule.kind == "two_level" else None
+    launch(
+        functions("restore").restore, made.blocks,
+        bits(tensors["codes"]), bits(tensors["scale"]), None if whole is None else bits(whole),
+        None if group is None else bits(group), quantizers.table(format, out.device),
+        None if group is None else quantizers.table(MAP, out.device), bits(out), made.rows, made.columns // made.unit,
+        device=out.device, warps=WARPS if made.unit > 1 else 2 * WARPS, R=rule, M=meaning,
+        E=scale, TARGET=KINDS[out.dtype],
+        OUT=None if out.dtype == torch.float32 else quantizers.written(out.dtype), H=made.tile[0], W=made.tile[1],
+        UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
+    )  # fmt: skip
+    return True

@@ -1,17 +1,21 @@
-"""`quant.round_to` and `quant.encode` of CUDA tensors: floats and integers, fp32, bf16 and fp16, in one pass."""
+"""`quant.round_to`, `quant.encode` and `quant.decode` of CUDA tensors of fp32, bf16 and fp16, each in one pass."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.formats import Format
-from halfstep.kernels.cpu import element_codes, elements, packing
+from halfstep.formats import Format, Integer, Posit
+from halfstep.kernels.cpu import element_codes, elements, packing, posit
 from halfstep.kernels.cpu.arrays import separate
-from halfstep.kernels.cpu.element_codes import Coding
+from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY
+from halfstep.kernels.cpu.posit import Cutting
 from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain
 from halfstep.quant.rounding import Seed
 
@@ -98,8 +102,61 @@ def _launch(
 ) -> None:
     n = x.numel()
     launch(
-        functions("cast").cast, -(-n // BLOCK),
+        functions("elementwise").cast, -(-n // BLOCK),
         bits(x), bits(out), None if factor is None else bits(factor), found, n, *halves(seed),
         device=x.device, P=numbers, C=coding, SOURCE=KINDS[x.dtype], TARGET=target,
         NOISY=rounding == "stochastic", INSTRUCTION=instruction, PACKED=packed, B=BLOCK,
     )  # fmt: skip
+
+
+def run_posit(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
+    """Write `x`, rounded to the nearest posit, to `out`: its value, or its code where these are integers. False where
+    that is not done here: it takes dense contiguous tensors of one shape, the same one or apart in memory."""
+    numbers = (
+        posit.scalars(format, rounding, x.dtype, out.dtype) if lies_plain(x) and lies_plain(out, out.dtype) else None
+    )
+    if numbers is None or x.shape != out.shape or not separate(x, out):
+        return False
+    n = x.numel()
+    launch(
+        functions("elementwise").posit, -(-n // BLOCK), bits(x), bits(out), n,
+        device=x.device, P=Cutting(*map(int, numbers)), SOURCE=KINDS[x.dtype],
+        TARGET=KINDS.get(out.dtype, f"uint{8 * out.itemsize}"), B=BLOCK,
+    )  # fmt: skip
+    return True
+
+
+def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool | None:
+    """Write the values of `codes` to `out`. False: there is a code with more bits than the format has; this is asked
+    where a container has such bits, and the host waits for the answer. None where that is not done here: it takes dense
+    contiguous tensors, values in fp32, bf16 or fp16."""
+    known = format.bits <= 16 and lies_plain(out) and lies_plain(codes, codes.dtype)
+    if not known or not packing.lie_in(codes, out, format, packed):
+        return None
+    n, found, table, numbers = out.numel(), None, None, _numbers(format, out.dtype)
+    if not packed and format.bits != format.storage_bits and n:
+        found = torch.zeros((), dtype=torch.int32, device=out.device)
+    if numbers is None:
+        table = bits(_table(format, out.dtype, out.device))
+    launch(
+        functions("elementwise").decode, -(-n // BLOCK),
+        bits(codes), bits(out), table, found, n, (1 << format.bits) - 1,
+        device=out.device, D=numbers, WHOLE=isinstance(format, Integer), TARGET=KINDS[out.dtype],
+        PACKED=tuple(map(int, packing.shifts(format) or ())) if packed else None, B=BLOCK,
+    )  # fmt: skip
+    return found is None or not int(found) >> format.bits
+
+
+@cache
+def _numbers(format: Format, dtype: torch.dtype) -> Any:
+    """What decodes a code by arithmetic; None where its value needs a table, or rounding onto the dtype."""
+    found = element_codes.decoding_scalars(format, dtype)
+    if found is None:
+        return None
+    numbers = tuple(map(int, found))
+    return numbers if isinstance(format, Integer) else Decoding(*numbers)
+
+
+@cache
+def _table(format: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return element_codes.table(format, dtype).to(device)

@@ -19,7 +19,7 @@ def run(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype)
     """
     out = torch.empty(product.shape, dtype=dtype, device=product.device)
     launch(
-        functions("finish").finish, -(-product.numel() // BLOCK),
+        functions("elementwise").finish, -(-product.numel() // BLOCK),
         bits(product), scale.detach(), None if bias is None else bits(bias), bits(out), product.numel(),
         product.shape[1], device=product.device, TARGET=KINDS[dtype], HALF=half(), B=BLOCK,
     )  # fmt: skip

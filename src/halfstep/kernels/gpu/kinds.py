@@ -16,7 +16,7 @@ from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.masters import KEPT
-from halfstep.kernels.gpu import places, quantizers, table
+from halfstep.kernels.gpu import quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
 from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant.scales import Scales
@@ -139,23 +139,17 @@ class Form(NamedTuple):
     """As what kernels load codes under one scale."""
 
 
-def _is_second(moments: Sequence[Tensor | Coded]) -> bool:
-    return len(moments) == 2 and isinstance(moments[1], Tensor)
-
-
-def _is_noisy(tensors: Tensors) -> bool:
-    bf16 = codes_of(tensors.weight).dtype == torch.bfloat16
-    return tensors.rounding == "stochastic" and bf16 and tensors.master == "none"
-
-
 def _form_of(coded: Coded) -> Form | None:
     """How codes are kept. None where kernels do not read and write them: under one float32 scale of the tensor, or in
     tiles of the flat tensor, as `_form` has them."""
     form, codes = _form(_kept(coded)), coded.parts["codes"]
     scales = ("scale", "exponent", "center") if form is not None and form.kind == "expanded" else ("scale",)
-    if form is None or not lies_plain(codes, codes.dtype) or coded.parts.keys() != {"codes", *scales}:
-        return None
-    if not all(lies_plain(coded.parts[part], torch.float32) for part in scales):
+    if (
+        form is None
+        or not lies_plain(codes, codes.dtype)
+        or coded.parts.keys() != {"codes", *scales}
+        or not all(lies_plain(coded.parts[part], torch.float32) for part in scales)
+    ):
         return None
     if form.rule is not None:
         return form if coded.parts["scale"].numel() <= 1 else None
@@ -190,6 +184,7 @@ def _is_dense(t: Tensors) -> bool:
     weight, grad, moments, kept = t.weight, t.grad, t.moments, t.kept.values()
     size, device = codes_of(weight).numel(), codes_of(weight).device
     forms = [_form_of(one) for one in (weight, grad, *kept) if isinstance(one, Coded)]
+    noisy = t.rounding == "stochastic" and codes_of(weight).dtype == torch.bfloat16 and t.master == "none"
     return (
         t.master in (KEPT if isinstance(weight, Tensor) else ("codes",))
         and (isinstance(grad, Tensor) or isinstance(weight, Coded))
@@ -199,9 +194,9 @@ def _is_dense(t: Tensors) -> bool:
         and all(lies_plain(one, *_KEPT) for one in kept if isinstance(one, Tensor))
         and all(one.numel() == size and one.device == device for one in t.all)
         and all(_form_of(one) is not None for one in moments if isinstance(one, Coded))
-        and (t.residual is None or (lies_plain(t.residual) and _is_second(moments)))
-        and (t.rounding == "nearest_even" or _is_noisy(t))
         and len(moments) <= 2
+        and (t.residual is None or (lies_plain(t.residual) and isinstance([*moments, None, None][1], Tensor)))
+        and (t.rounding == "nearest_even" or noisy)
         and all(lies_plain(one, torch.float32) and one.numel() == 1 and one.device == device for one in t.shared)
     )
 
@@ -220,10 +215,7 @@ def _kept(numbers: Tensor | Coded | None) -> Any:
 def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """What a launch of that kind is given beside tables."""
     _, kind, *kept = key
-    looked_up = tuple(
-        places.table(one[0].format, device) if isinstance(one, tuple) and isinstance(one[0].format, Codebook) else None
-        for one in kept[-2:]
-    )
+    looked_up = tuple(quantizers.table(one[0].format, device) if isinstance(one, tuple) else None for one in kept[-2:])
     forms = {name: _told(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
     return looked_up, {"K": kind, **forms, "HALF": quantizers.half()}
 
@@ -278,9 +270,13 @@ def _form(kept: Any) -> Form | None:
 def _under_one(format: Format, scaling: Scaling, container: torch.dtype) -> Form | None:
     """Codes of a float under one scale of the tensor."""
     rule = quantizers.rule(format, scaling)
-    if rule is None or rule.part is not None or rule.kind not in ("power", "reciprocal", "quotient"):
-        return None
-    if not isinstance(format, Float) or container not in (_SCALED if rule.kind == "power" else (torch.uint8,)):
+    if (
+        rule is None
+        or rule.part is not None
+        or rule.kind not in ("power", "reciprocal", "quotient")
+        or not isinstance(format, Float)
+        or container not in (_SCALED if rule.kind == "power" else (torch.uint8,))
+    ):
         return None
     name = KINDS.get(container)
     return Form("codes", rule=rule) if name is None else Form(name, rule=rule, container=name)

@@ -32,8 +32,9 @@ KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU; (0, 0) of what is none."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
+    there = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if there else (0, 0)
 
 
 @cache

@@ -34,7 +34,7 @@ _CONVERTED = {"whole": (32, 8), "square": (64, 8), "along": (32, 4)}
 """The same where the GPU's own conversion makes the codes, of rows that begin at 16 bytes: the fastest of five on an
 H100. A strip is no lower than a tile along a row is wide, or the tile is as wide as a program's square."""
 _PASSES = 64, 8
-"""The same of two passes (`jit.passes`), the one along rows by strips: 64 registers a thread, for 32 warps on each of
+"""The same of two passes (`jit.layouts`), the one along rows by strips: 64 registers a thread, for 32 warps on each of
 Hopper's multiprocessors."""
 _BY_PASSES = ((1, 32), (1, 128), (1, 0))
 """Tiles that these take. Squares of 128 were no faster by them on an H200."""
@@ -181,7 +181,7 @@ class Both:
         others = {"E": quantizers.e4m3() if rule.kind == "two_level" else None, "NOISY": noisy, "H": tile.rows}
         one_byte = element.bits == 8 and form != "whole" and rule.kind != "two_level"
         if plain and one_byte and (tile.rows, tile.columns) in _BY_PASSES:
-            kernel, others, (strip, warps) = functions("passes").both_by_passes, {}, _PASSES
+            kernel, others, (strip, warps) = functions("layouts").both_by_passes, {}, _PASSES
         self._sizes = shape[0] // units[0], shape[1] // units[1]
         self._strides, self._grid = (*strides[0], *strides[1]), -(-shape[0] // _SIDE) * -(-shape[1] // _SIDE)
         self._launch = prepared(

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import OptimizerError
 from halfstep.kernels.arithmetic import SQUARES, Program
 from halfstep.kernels.cpu.coded import Coded
-from halfstep.kernels.gpu import table
+from halfstep.kernels.gpu import source, table
 from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of, has_one_scale, kind_of
 from halfstep.kernels.gpu.launch import Launch, functions, prepared
 
@@ -57,25 +57,24 @@ class Steps:
         self.held = False
         """Whether one reads any of this."""
         kinds: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        programs: dict[Program, list[int]] = {}
         for number, t in enumerate(tensors):
             places = kinds.setdefault(kind_of(t, options[t.group]), [])
             places += [(number, block) for block in range(-(-codes_of(t.weight).numel() // BLOCK))]
+            programs.setdefault(options[t.group].program, []).append(number)
         made = [(key[0], places, *constants_of(key, self._device)) for key, places in kinds.items()]
         self._most = None
         if any(has_one_scale(constants) for *_, constants in made):
             self._most = torch.empty(len(tensors), table.MOST, dtype=torch.int32, device=self._device)
-        programs: dict[Program, list[int]] = {}
-        for number, t in enumerate(tensors):
-            programs.setdefault(options[t.group].program, []).append(number)
         self._prepare: list[tuple[Launch, Tensor]] = []
         for program, numbers in programs.items():
             given = options[tensors[numbers[0]].group].numbers
-            find = functions("generated").finding(program, len(program.names) - 1 - len(given))
+            find = functions("generated").made(source.finding, program, len(program.names) - 1 - len(given))
             launch = prepared(functions("optimizer").prepare, self._device, FIND=find, B=TENSORS)
             self._prepare.append((launch, self._sent(torch.tensor(numbers, dtype=torch.int32, device="cpu"))))
         self._kinds: list[tuple[Launch, int, tuple[Any, ...]]] = []
         for program, places, elements, constants in made:
-            moved = functions("generated").moving(program)
+            moved = functions("generated").made(source.moving, program)
             blocks = self._sent(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2))
             # One scale for a tensor follows from all of what is to be written.
             twice = has_one_scale(constants)
@@ -97,7 +96,7 @@ class Steps:
         sums = torch.empty(len(places), count, dtype=torch.float64, device=self._device)
         begin = [(number, place) for place, (number, block) in enumerate(places) if not block]
         each = self._sent(torch.tensor(begin, dtype=torch.int32, device="cpu").view(-1, 2))
-        normed, first = functions("generated").norming(program), table.TAKEN + program.taken
+        normed, first = functions("generated").made(source.norming, program), table.TAKEN + program.taken
         square = prepared(made.square, self._device, **constants, NORMED=normed, COUNT=count, B=BLOCK)
         norm = prepared(made.norm, self._device, FIRST_NORM=first, COUNT=count, B=BLOCK)
         return [
@@ -207,9 +206,9 @@ def _by_step(options: Sequence[Options]) -> tuple[list[tuple[float, float]], lis
     return places, all_
 
 
-def _given(own: Options, place: tuple[float, float]) -> list[float]:
+def _given(own: Options, place: tuple[float, float]) -> list[Any]:
     """A group's row."""
-    numbers = [0.0 if isinstance(number, Tensor) else number for number in own.numbers]
+    numbers = _without_tensors(own).numbers
     return [own.sign, *place, *numbers, *[0.0] * (table.OPTIONS - table.GIVEN - len(numbers))]
 
 

@@ -16,9 +16,7 @@ from halfstep.kernels.cpu import element_codes, elements
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding, float_bits
 from halfstep.kernels.cpu.scales import power_scalars
-from halfstep.kernels.gpu import places
 from halfstep.kernels.gpu.cast import instruction
-from halfstep.kernels.gpu.places import Bins
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.double_absmax import GROUP, DoubleAbsmax
@@ -59,6 +57,15 @@ class Pair(NamedTuple):
     coding: Coding
 
 
+class Bins(NamedTuple):
+    """A number's bin is its magnitude's bits, shifted to the right: the `most` of them from `first` on; those of
+    negative numbers come after."""
+
+    shift: int
+    first: int
+    most: int
+
+
 class Element(NamedTuple):
     """How elements are rounded and coded: a float or an integer by a `Pair`'s numbers, a codebook by its cut points."""
 
@@ -72,7 +79,7 @@ class Element(NamedTuple):
     order: tuple[int, int] | None = None
     """The codes by place, 4 bits each; None where they count up."""
     bins: Bins | None = None
-    """Of a codebook of 8 bits, which is looked up in `places.table`."""
+    """Of a codebook of 8 bits, which is looked up in its `table`."""
     instruction: str | None = None
     """The GPU's own conversion to these codes (`cast.instruction`)."""
 
@@ -129,8 +136,8 @@ def element(format: Format, rounding: str) -> Element | None:
     if isinstance(format, Codebook):
         if rounding != "nearest_even" or format.ties != "lower":
             return None
-        if format.bits == 8 and (bins := places.bins(format)) is not None:
-            return Element(None, None, 8, first, bins=bins)
+        if format.bits == 8 and (found := bins(format)) is not None:
+            return Element(None, None, 8, first, bins=found)
         if format.bits != 4:
             return None
         values = format.values()
@@ -167,13 +174,16 @@ def meaning(format: Format) -> Meaning | None:
 
 @cache
 def table(format: Format, device: torch.device) -> Tensor | None:
-    """What kernels look up of a codebook, as int32: its values by their codes, and of 8 bits what `places.table` has
-    besides. None for other formats."""
+    """What kernels look up of a codebook, as int32: its values by their codes; and of 8 bits, of every bin its cut and
+    how many cuts lie below the bin. None for other formats."""
     if not isinstance(format, Codebook):
         return None
-    if format.bits == 8 and places.bins(format) is not None:
-        return places.table(format, device)
-    return element_codes.table(format, torch.float32).view(torch.int32).to(device)
+    values = element_codes.table(format, torch.float32).view(torch.int32)
+    if format.bits == 8 and bins(format) is not None:
+        found = _found(format)
+        assert found is not None
+        values = torch.cat([values, torch.from_numpy(found[1]).flatten()])
+    return values.to(device)
 
 
 def _bits(values: Sequence[float]) -> tuple[int, ...]:
@@ -220,8 +230,42 @@ def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
     if scales is None or quantizer.outliers is not None or quantizer.clamp is not None:
         return None
     ruled, coded = rule(quantizer.format, scales.rule), element(quantizer.format, quantizer.rounding)
-    if ruled is None or coded is None or ruled.kind == "double":
-        return None
-    if coded.rounding is None and ruled.kind == "power":
+    if ruled is None or coded is None or ruled.kind == "double" or (coded.rounding is None and ruled.kind == "power"):
         return None
     return ruled, coded
+
+
+# ---- codebooks of 8 bits: where a number's place among 256 rising values is looked up --------------------------------
+
+
+@cache
+def bins(format: Codebook) -> Bins | None:
+    """How the numbers between its values are laid in bins; None where kernels do not read and write its codes."""
+    values = format.values()
+    rising = all(format.decode(code) == value for code, value in enumerate(values))
+    found = _found(format) if len(values) == 256 and rising and format.ties == "lower" else None
+    return None if found is None else found[0]
+
+
+_SHIFTS = range(18, 12, -1)
+"""Bits of a significand that make no difference to bins: fewer and fewer, while some bin has two cuts."""
+
+
+@cache
+def _found(format: Codebook) -> tuple[Bins, np.ndarray] | None:
+    cuts = np.array(element_codes.cut_points(format, with_values=False), np.float32)
+    sizes = np.abs(cuts)[cuts != 0].view(np.uint32)
+    for shift in _SHIFTS:
+        first, last = (int(size) >> shift for size in (sizes.min(), sizes.max()))
+        ends = np.arange(first, last + 2, dtype=np.uint32) << shift
+        smallest, largest = ends[:-1].copy(), ends[1:] - 1
+        smallest[0], largest[-1] = 0, np.float32(np.inf).view(np.uint32)
+        # Of positive numbers from the smallest magnitude to the largest, of negative ones the other way.
+        low = np.concatenate([smallest.view(np.float32), -largest.view(np.float32)])
+        high = np.concatenate([largest.view(np.float32), -smallest.view(np.float32)])
+        below, above = np.searchsorted(cuts, low), np.searchsorted(cuts, high)
+        if (above - below).max() <= 1:
+            cut = np.where(above > below, cuts[np.minimum(below, len(cuts) - 1)], np.float32(np.inf))
+            rows = np.stack([cut.astype(np.float32).view(np.int32), below.astype(np.int32)], 1)
+            return Bins(shift, first, len(smallest)), rows
+    return None

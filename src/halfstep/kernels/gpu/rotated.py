@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.cut import WARPS
+from halfstep.kernels.gpu.blocks import WARPS
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
 from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer

@@ -25,7 +25,7 @@ def run(x: Tensor, key: Tensor, count: int, steps: Sequence[int]) -> Tensor | No
     counts, apart = [1] * fill + counts, [0] * fill + apart
     out = torch.empty(count, dtype=torch.int64, device=x.device)
     launch = prepared(
-        functions("seeds").seeds, x.device, as_bits=True, varying=(0, 1), kinds=(x.dtype, max(apart) >> 31),
+        functions("elementwise").seeds, x.device, as_bits=True, varying=(0, 1), kinds=(x.dtype, max(apart) >> 31),
         COUNT=count, ROOM=1 << (count - 1).bit_length(), B=_BLOCK,
     )  # fmt: skip
     launch(1, x, key, out, prod(counts), *counts[1:], *apart)

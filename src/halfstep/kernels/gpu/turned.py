@@ -39,10 +39,9 @@ def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[Rule, Element]
         return None
     if found is None or scales is None or found[0].second is not None or found[1].bins is not None:
         return None
-    if scales.tile.rows != 1 or scales.tile.columns not in LEVELS or scales.tile.columns > size:
-        return None
+    along = scales.tile.rows == 1 and scales.tile.columns in LEVELS and scales.tile.columns <= size
     whole = size in LEVELS and size <= _LONGEST and x.shape[0] % size == 0 and not any(n % _UNIT for n in x.shape)
-    return found if whole else None
+    return found if along and whole else None
 
 
 def run(
@@ -94,7 +93,7 @@ class BothTurned:
             "R": told[0], "SOURCE": KINDS[dtype], "FORM": form, "FACTOR": float_bits(math.sqrt(1 / size)),
             "LEVELS": LEVELS[size], "W": scales.tile.columns, "UNIT": _UNIT, "ROWS": high, "COLUMNS": _STRIP // high,
         }  # fmt: skip
-        kernel = functions("turned").both_turned
+        kernel = functions("rotated").both_turned
         coded = {"Q": told[1], "E": quantizers.e4m3() if two_level else None, "NOISY": noisy}
         self._write = prepared(kernel, device, 1, as_bits=True, varying=_VARYING, **coded, **constants)
         self._note = None

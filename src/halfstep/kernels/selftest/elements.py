@@ -13,10 +13,8 @@ from halfstep.kernels.cpu import amax, cast, codes, posit
 from halfstep.kernels.gpu import (
     amax as gpu_amax,
     cast as gpu_cast,
-    decode as gpu_decode,
     finish,
     history,
-    posit as gpu_posit,
     seeds,
 )
 from halfstep.kernels.selftest.case import (
@@ -178,10 +176,12 @@ GPU = (
         by_integers=True,
     ),
     *kernel_tests(
-        "packed", _PACKED, _packed, product(DTYPES, _GPU_SIZES), run=gpu_cast.run_codes, decode=gpu_decode.run,
+        "packed", _PACKED, _packed, product(DTYPES, _GPU_SIZES), run=gpu_cast.run_codes, decode=gpu_cast.run_decode,
     ),
-    *kernel_tests("decode", _DECODED, _decode, product(DTYPES), run=gpu_decode.run),
-    *kernel_tests("posit", _POSITS, _posit, product(DTYPES, _GPU_SIZES), run=gpu_posit.run, run_encode=gpu_posit.run),
+    *kernel_tests("decode", _DECODED, _decode, product(DTYPES), run=gpu_cast.run_decode),
+    *kernel_tests(
+        "posit", _POSITS, _posit, product(DTYPES, _GPU_SIZES), run=gpu_cast.run_posit, run_encode=gpu_cast.run_posit,
+    ),
     *kernel_tests(
         "amax", _FLOATS, _amax, product((*_GPU_SIZES, (1 << 14) + 5), _KINDS, (None, -0.0, 1e-45, torch.nan)),
         run=gpu_amax.run,

@@ -13,7 +13,6 @@ from halfstep import formats, quant
 from halfstep.kernels.cpu import blocks, dequantize, panels, rotated, rotated_tiles, tiles
 from halfstep.kernels.gpu import (
     blocks as gpu_blocks,
-    dequantize as gpu_dequantize,
     layouts,
     rotated as gpu_rotated,
     turned,
@@ -95,7 +94,7 @@ def valued(
 
 def dequantised(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], make: Make = hard_matrix,
-    into: torch.dtype | None = None, run: Run = gpu_dequantize.run,
+    into: torch.dtype | None = None, run: Run = gpu_blocks.run_dequantize,
 ) -> Cases:  # fmt: skip
     """Values of codes and scales; and with codes in half of the rows that nothing was rounded to."""
     made, generator = quantizer.quantize(make(shape, dtype, quantizer), SEED), torch.Generator().manual_seed(1)

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from halfstep.kernels.gpu.jit.instruction import converted, numbers_converted, unconverted, words_converted
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, decoded, narrowed, rounded
-from halfstep.kernels.gpu.jit.places import placed, value_at
 
 
 @triton.jit
@@ -29,16 +28,13 @@ def code_with_nan(bits, Q: tl.constexpr):
     P: tl.constexpr = Q.rounding
     C: tl.constexpr = Q.coding
     OWN: tl.constexpr = Q.instruction
-    if Q.instruction is not None:
-        return converted(bits, OWN)
-    else:
-        return coded(bits, None, P, C)
+    return converted(bits, OWN) if Q.instruction is not None else coded(bits, None, P, C)
 
 
 @triton.jit
 def code_of(bits, drawn, known, Q: tl.constexpr):
     """The codes of float32 bits that are no NaN, 32 bits wide or a byte each. What is `known` of a codebook is
-    `places.table`."""
+    its `quantizers.table`."""
     P: tl.constexpr = Q.rounding  # triton 3.6 passes on no tuple of a tuple that is not a constant of its own
     C: tl.constexpr = Q.coding
     T: tl.constexpr = Q.bins
@@ -48,10 +44,8 @@ def code_of(bits, drawn, known, Q: tl.constexpr):
     elif Q.instruction is not None and drawn is None:
         code = converted(bits, OWN)
     elif Q.cuts is None:
-        if drawn is None and Q.coding.complement is None:
-            code = number_coded(bits, P, C)
-        else:
-            code = coded(bits, drawn, P, C)
+        alike: tl.constexpr = drawn is None and Q.coding.complement is None
+        code = number_coded(bits, P, C) if alike else coded(bits, drawn, P, C)
     else:
         code = tl.zeros_like(bits)
         for i in tl.static_range(len(Q.cuts)):
@@ -65,21 +59,17 @@ def code_of(bits, drawn, known, Q: tl.constexpr):
 @triton.jit
 def element_of(code, D: tl.constexpr, OWN: tl.constexpr):
     """The float32s of a float's codes, a byte each: by the GPU's own conversion where OWN names one."""
-    if OWN is not None:
-        return unconverted(code, OWN)
-    else:
-        return as_float(decoded(code.to(tl.uint32), D))
+    return unconverted(code, OWN) if OWN is not None else as_float(decoded(code.to(tl.uint32), D))
 
 
 @triton.jit
 def kept_codes(bits, keep, Q: tl.constexpr):
     """The codes of float32 bits in a byte each, 0 where the mask `keep` is 0: only there may be NaN."""
     OWN: tl.constexpr = Q.instruction
-    if Q.instruction is not None:
-        code = numbers_converted(bits, keep.to(tl.uint8), OWN)
-    else:
-        code = code_of(bits & keep, None, None, Q).to(tl.uint8)
-    return code
+    by_bits: tl.constexpr = Q.instruction is None
+    return (
+        code_of(bits & keep, None, None, Q).to(tl.uint8) if by_bits else numbers_converted(bits, keep.to(tl.uint8), OWN)
+    )
 
 
 @triton.jit
@@ -140,3 +130,23 @@ def written(value, multiplier, R: tl.constexpr, OUT: tl.constexpr, TARGET: tl.co
         return narrowed(rounded(bits, None, OUT), TARGET)
     infinite = (bits & 0x7FFFFFFF) == 0x7F800000
     return narrowed(tl.where(infinite, bits - 1, bits).to(tl.uint32), TARGET)
+
+
+# ---- codebooks of 256 rising values, by the table of `kernels.gpu.quantizers` ----------------------------------------
+
+
+@triton.jit
+def value_at(code, known):
+    """The float32 of a code."""
+    return as_float(tl.load(known + code.to(tl.int32)).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def placed(number, known, T: tl.constexpr):
+    """How many of 255 rising cuts a number is above; no NaN."""
+    bits = as_bits(number)
+    bin = ((bits & 0x7FFFFFFF) >> T.shift).to(tl.int32) - T.first
+    bin = tl.minimum(tl.maximum(bin, 0), T.most - 1) + tl.where(bits > 0x7FFFFFFF, T.most, 0)
+    found = known + 256 + 2 * bin
+    cut = as_float(tl.load(found).to(tl.uint32, bitcast=True))
+    return tl.load(found + 1) + (number > cut).to(tl.int32)

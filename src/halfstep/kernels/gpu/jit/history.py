@@ -22,9 +22,7 @@ def advance(
     # What takes the place of each: its neighbour; of the last, the amax of this step; of the first, the next one's.
     following = tl.load(state + 2 + place, mask=place < H - 1, other=0)
     tl.debug_barrier()  # before any of them is written
-    left_out = False
-    if skipped is not None:
-        left_out = tl.load(skipped).to(tl.float32, bitcast=True) > 0.0
+    left_out = False if skipped is None else tl.load(skipped).to(tl.float32, bitcast=True) > 0.0
     usual = (latest & 0x7FFFFFFF) < 0x7F800000
     current = tl.where(usual, latest, 0)
     history = tl.where((kept & 0x7FFFFFFF) < 0x7F800000, kept, 0)

@@ -66,11 +66,8 @@ def unconverted(code, KIND: tl.constexpr):
 @triton.jit
 def converted(bits, KIND: tl.constexpr):
     """The codes of float32 bits, in a byte each: KIND is e4m3 or e5m2."""
-    if KIND == "e4m3":
-        code = tl.inline_asm_elementwise(_E4M3, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4)
-    else:
-        code = tl.inline_asm_elementwise(_E5M2, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4)
-    return code
+    text: tl.constexpr = _E4M3 if KIND == "e4m3" else _E5M2
+    return tl.inline_asm_elementwise(text, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 # Of numbers that are no NaN; 0 where the mask is.

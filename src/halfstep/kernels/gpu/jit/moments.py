@@ -6,11 +6,9 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit import expansion, one_scale
-from halfstep.kernels.gpu.jit.elements import code_of, element_of
+from halfstep.kernels.gpu.jit.elements import code_of, code_with_nan, element_of, value_at
 from halfstep.kernels.gpu.jit.masters import nearest
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, held, read, widened
-from halfstep.kernels.gpu.jit.places import value_at
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, held, read, widened
 from halfstep.kernels.gpu.jit.scales import scales
 from halfstep.kernels.gpu.jit.tiles import over_scale, tile_maxima
 
@@ -18,16 +16,138 @@ from halfstep.kernels.gpu.jit.tiles import over_scale, tile_maxima
 INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
+# ---- codes under one scale of the whole tensor, which follows from its largest magnitude -----------------------------
+
+
+@triton.jit
+def values(stored, scale, F: tl.constexpr):
+    """The float32 values of codes."""
+    KIND: tl.constexpr = F.kind
+    D: tl.constexpr = F.decoding
+    OWN: tl.constexpr = F.instruction
+    element = element_of(stored, D, OWN) if F.kind == "codes" else as_float(widened(stored, KIND))
+    return element * scale if F.rule.kind == "power" else tl.where(scale == 0.0, 0.0, held(element * scale))
+
+
+@triton.jit
+def note(most, number, inside):
+    """Raise the bits of a largest magnitude to those of a block's."""
+    magnitude = (as_bits(number) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
+    if inside is not None:
+        magnitude = tl.where(inside, magnitude, 0)
+    tl.atomic_max(most, tl.max(magnitude, 0), sem="relaxed")
+
+
+@triton.jit
+def new_scale(most, F: tl.constexpr):
+    """Of a tensor whose largest magnitude has these bits: the scale, and what numbers meet before they are rounded."""
+    R: tl.constexpr = F.rule
+    most = most.to(tl.uint32, bitcast=True)
+    _, scale, meets, keep = scales(most, None, R, None)
+    if F.rule.kind == "power":  # the numbers of a tensor that is lost are NaN, and not 0
+        meets = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, as_bits(meets)).to(tl.uint32))
+        keep = most | 0xFFFFFFFF
+    return scale, meets, keep
+
+
+@triton.jit
+def codes(number, meets, keep, F: tl.constexpr, HALF: tl.constexpr):
+    """What an integer pointer stores of float32 numbers."""
+    KIND: tl.constexpr = F.kind
+    Q: tl.constexpr = F.element
+    if F.rule.kind == "power":
+        number = number * meets
+    else:
+        number = as_float(as_bits(number) & keep)
+        number = number * meets if F.rule.kind == "reciprocal" else tl.div_rn(number, meets + number * 0.0)
+    return code_with_nan(as_bits(number), Q).to(tl.uint8) if F.kind == "codes" else nearest(number, KIND, HALF)
+
+
+# ---- range expansion of groups: `quant.scaling.expansion`, on the polynomials of `quant.logarithm` -------------------
+
+
+@triton.jit
+def logarithm(x):
+    """`quant.logarithm.log2`."""
+    bits = as_bits(x)
+    exponent = (bits - 0x3F3504F3).to(tl.int32, bitcast=True) >> 23
+    t = as_float(bits - (exponent << 23).to(tl.uint32, bitcast=True)) - 1.0
+    total = (t * 0.12926436960697174 - 0.20893390476703644) * t
+    total = (total + 0.21521227061748505) * t
+    total = (total - 0.23867566883563995) * t
+    total = (total + 0.2879391014575958) * t
+    total = (total - 0.3607162535190582) * t
+    total = (total + 0.4809102714061737) * t
+    total = (total - 0.7213472127914429) * t
+    return exponent.to(tl.float32) + (total + 1.4426950216293335) * t
+
+
+@triton.jit
+def power(x):
+    """`quant.logarithm.exp2`."""
+    shifted = x + 12582912.0
+    two = as_float((as_bits(shifted) - (0x4B400000 - 127)) << 23)
+    f = x - (shifted - 12582912.0)
+    total = (f * 0.0001534581242594868 + 0.0013399930903688073) * f
+    total = (total + 0.009618489071726799) * f
+    total = (total + 0.05550328642129898) * f
+    total = (total + 0.24022646248340607) * f
+    total = (total + 0.6931471824645996) * f
+    return (total + 1.0) * two
+
+
+@triton.jit
+def expansion_scales(tiles, F: tl.constexpr):
+    """Scale, exponent and center of each row of float32 bits; the scale of one with an infinity or NaN is NaN."""
+    magnitude = (tiles & 0x7FFFFFFF).to(tl.int32, bitcast=True)
+    most = tl.max(magnitude, 1)
+    least = tl.min(tl.where(magnitude == 0, 0x7FFFFFFF, magnitude), 1)
+    usual = (most > 0) & (most < 0x7F800000)
+    largest = tl.where(usual, most, 0x3F800000).to(tl.float32, bitcast=True)
+    smallest = tl.where(usual, least, 0x3F800000).to(tl.float32, bitcast=True)
+    floor = largest * 1.1754943508222875e-38
+    smallest = tl.where(smallest < floor, floor, smallest)
+    span = logarithm(tl.div_rn(largest, smallest))
+    exponent = tl.div_rn(1.0 + span * 0.0, span) * constant(F.range)
+    exponent = tl.where(exponent > 8.0, 8.0, exponent)
+    if F.sixteenths:
+        exponent = (exponent * 16.0).to(tl.int32).to(tl.float32) * 0.0625
+    exponent = tl.where(exponent < 0.0625, 0.0625, exponent)
+    center = smallest * power(span * 0.5)
+    scale = power(exponent * logarithm(tl.div_rn(largest, center)) - constant(F.top))
+    return as_float(tl.where(most >= 0x7F800000, 0x7FC00000, as_bits(scale))), exponent, center
+
+
+@triton.jit
+def expanded(tiles, scale, exponent, center):
+    """The bits of what is rounded, of each row with its numbers as columns; 0 in rows that are lost."""
+    size = as_float(tiles & 0x7FFFFFFF)
+    ratio = tl.div_rn(size, center + size * 0.0)
+    bits = as_bits(power(exponent * logarithm(ratio) - logarithm(scale)))
+    bits = tl.where(ratio == 0.0, 0, bits) | (tiles & 0x80000000)
+    return tl.where(scale == scale, bits, 0)
+
+
+@triton.jit
+def restored(element, scale, exponent, center):
+    """The numbers that float32 elements stand for, of each row with its numbers as columns."""
+    bits = as_bits(element)
+    size = as_float(bits & 0x7FFFFFFF)
+    root = tl.div_rn(1.0 + exponent * 0.0, exponent)
+    value = power((logarithm(size) + logarithm(scale)) * root) * center
+    value = as_float(as_bits(tl.where(size == 0.0, 0.0, value)) | (bits & 0x80000000))
+    lost = (scale != scale) | (element != element)
+    return tl.where(lost, as_float(tl.full(bits.shape, 0x7FC00000, tl.uint32)), value)
+
+
+# ---- moments ---------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def address(row, COLUMN: tl.constexpr, start, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """The integer pointer to numbers of a dtype, or to bytes, from one of them on, of what a row of the table names."""
-    if KIND == "float32":
-        place = tl.load(row + COLUMN).to(tl.pointer_type(tl.int32))
-    elif KIND == "uint8":
-        place = tl.load(row + COLUMN).to(tl.pointer_type(tl.uint8))
-    else:
-        place = tl.load(row + COLUMN).to(tl.pointer_type(tl.int16))
-    place += start
+    KEPT_AS: tl.constexpr = tl.int32 if KIND == "float32" else tl.uint8 if KIND == "uint8" else tl.int16
+    place = tl.load(row + COLUMN).to(tl.pointer_type(KEPT_AS)) + start
     if ALIGNED:  # and so is the first of every block
         place = tl.multiple_of(place, 16)
     return place
@@ -46,23 +166,18 @@ def opened(
     F: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """The float32 values of a block: under the scale at `old` where there is one. What is `known` of a codebook is
-    `places.table`."""
+    its `quantizers.table`."""
     KIND: tl.constexpr = F.kind
     D: tl.constexpr = F.decoding
     OWN: tl.constexpr = F.instruction
     CONTAINER: tl.constexpr = F.container
     if F.rule is not None:
-        return one_scale.values(
-            read(address(row, COLUMN, block * B, CONTAINER, ALIGNED) + index, inside), tl.load(old), F
-        )
+        return values(read(address(row, COLUMN, block * B, CONTAINER, ALIGNED) + index, inside), tl.load(old), F)
     elif F.tile == 0:
         return as_float(widened(read(address(row, COLUMN, block * B, KIND, ALIGNED) + index, inside), KIND))
     else:
         code = read(address(row, COLUMN, block * B, "uint8", ALIGNED) + index, inside)
-        if F.kind == "places":
-            element = value_at(code, known)
-        else:
-            element = element_of(code, D, OWN)
+        element = value_at(code, known) if F.kind == "places" else element_of(code, D, OWN)
         element = tl.reshape(element, (B // F.tile, F.tile))
         start, group = block * (B // F.tile), tl.arange(0, B // F.tile)
         there = (start + group) * F.tile < size
@@ -70,7 +185,7 @@ def opened(
         if F.kind == "expanded":
             exponent = beside(row, COLUMN + 2, start, group, there)
             center = beside(row, COLUMN + 3, start, group, there)
-            value = held(expansion.values(element, scale, exponent, center))
+            value = held(restored(element, scale, exponent, center))
         else:
             value = tl.where(scale == 0.0, 0.0, held(element * scale))
         return tl.reshape(value, (B,))
@@ -79,10 +194,8 @@ def opened(
 @triton.jit
 def is_lost(number, F: tl.constexpr):
     """Where a moment that is codes would be an infinity or NaN, and take others under its scale with it."""
-    if F.rule is not None or F.tile != 0:
-        return ~(tl.abs(number) < INFINITY)
-    else:
-        return tl.full(number.shape, 0, tl.int1)
+    coded: tl.constexpr = F.rule is not None or F.tile != 0
+    return ~(tl.abs(number) < INFINITY) if coded else tl.full(number.shape, 0, tl.int1)
 
 
 @triton.jit
@@ -111,24 +224,22 @@ def close(
     Q: tl.constexpr = F.element
     CONTAINER: tl.constexpr = F.container
     if F.rule is not None:
-        scale, meets, keep = one_scale.new_scale(tl.load(most + AT), F)
-        code = one_scale.codes(number, meets, keep, F, HALF)
+        scale, meets, keep = new_scale(tl.load(most + AT), F)
+        code = codes(number, meets, keep, F, HALF)
         tl.store(address(row, COLUMN, block * B, CONTAINER, ALIGNED) + index, code, mask=inside)
         keep_scale(row, COLUMN + 1, block, scale)
     elif F.tile == 0:
         tl.store(address(row, COLUMN, block * B, KIND, ALIGNED) + index, nearest(number, KIND, HALF), mask=inside)
     else:
-        bits = as_bits(number)
-        if inside is not None:
-            bits = tl.where(inside, bits, 0)
+        bits = as_bits(number) if inside is None else tl.where(inside, as_bits(number), 0)
         tiles = tl.reshape(bits, (B // F.tile, F.tile))
         start, group = block * (B // F.tile), tl.arange(0, B // F.tile)
         there = (start + group) * F.tile < size
         if F.kind == "expanded":
-            scale, exponent, center = expansion.scales(tiles, F)
+            scale, exponent, center = expansion_scales(tiles, F)
             keep_beside(row, COLUMN + 2, start, group, there, exponent)
             keep_beside(row, COLUMN + 3, start, group, there, center)
-            over = expansion.elements(tiles, scale[:, None], exponent[:, None], center[:, None])
+            over = expanded(tiles, scale[:, None], exponent[:, None], center[:, None])
             keep_beside(row, COLUMN + 1, start, group, there, scale)
         else:
             _, scale, meets, keep = scales(tile_maxima(tiles, 1, F.tile), None, R, None)

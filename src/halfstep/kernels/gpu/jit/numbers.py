@@ -65,10 +65,7 @@ def nearest_bf16(number):
 @triton.jit
 def read(place, inside):
     """What is there, 0 outside; all of it is inside where that is None."""
-    if inside is None:
-        return tl.load(place)
-    else:
-        return tl.load(place, mask=inside, other=0)
+    return tl.load(place, mask=inside, other=None if inside is None else 0)
 
 
 @triton.jit

@@ -3,58 +3,20 @@
 Where elements take norms of their tensors, two launches a kind find these in between.
 """
 
+from types import SimpleNamespace
+
 import triton
 import triton.language as tl
 
 from halfstep.kernels import arithmetic
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
-from halfstep.kernels.gpu.jit.moments import address, close, is_lost, keep_scale, opened
+from halfstep.kernels.gpu.jit.moments import address, close, codes, is_lost, keep_scale, new_scale, note, opened, values
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_anywhere, read, splitmix, widened
-from halfstep.kernels.gpu.jit.one_scale import codes, new_scale, note, values
 
 
-WEIGHT: tl.constexpr = tl.constexpr(table.WEIGHT)
-GRAD: tl.constexpr = tl.constexpr(table.GRAD)
-KEPT: tl.constexpr = tl.constexpr(table.KEPT)
-FIRST: tl.constexpr = tl.constexpr(table.FIRST)
-SECOND: tl.constexpr = tl.constexpr(table.SECOND)
-RESIDUAL: tl.constexpr = tl.constexpr(table.RESIDUAL)
-STEP: tl.constexpr = tl.constexpr(table.STEP)
-SIZE: tl.constexpr = tl.constexpr(table.SIZE)
-START: tl.constexpr = tl.constexpr(table.START)
-RUN: tl.constexpr = tl.constexpr(table.RUN)
-STRIDE: tl.constexpr = tl.constexpr(table.STRIDE)
-SEED: tl.constexpr = tl.constexpr(table.SEED)
-INDEX: tl.constexpr = tl.constexpr(table.INDEX)
-GROUP: tl.constexpr = tl.constexpr(table.GROUP)
-WEIGHT_SCALE: tl.constexpr = tl.constexpr(table.WEIGHT_SCALE)
-GRAD_SCALE: tl.constexpr = tl.constexpr(table.GRAD_SCALE)
-KEPT_SCALE: tl.constexpr = tl.constexpr(table.KEPT_SCALE)
-FIRST_SCALE: tl.constexpr = tl.constexpr(table.FIRST_SCALE)
-SECOND_SCALE: tl.constexpr = tl.constexpr(table.SECOND_SCALE)
-COLUMNS: tl.constexpr = tl.constexpr(table.COLUMNS)
-SHARED: tl.constexpr = tl.constexpr(table.SHARED)
-SIGN: tl.constexpr = tl.constexpr(table.SIGN)
-AT: tl.constexpr = tl.constexpr(table.AT)
-COUNT: tl.constexpr = tl.constexpr(table.COUNT)
-GIVEN: tl.constexpr = tl.constexpr(table.GIVEN)
-OPTIONS: tl.constexpr = tl.constexpr(table.OPTIONS)
-GO: tl.constexpr = tl.constexpr(table.GO)
-LOW: tl.constexpr = tl.constexpr(table.LOW)
-HIGH: tl.constexpr = tl.constexpr(table.HIGH)
-SCALE: tl.constexpr = tl.constexpr(table.SCALE)
-TAKEN: tl.constexpr = tl.constexpr(table.TAKEN)
-WEIGHT_OLD: tl.constexpr = tl.constexpr(table.WEIGHT_OLD)
-GRAD_OLD: tl.constexpr = tl.constexpr(table.GRAD_OLD)
-KEPT_OLD: tl.constexpr = tl.constexpr(table.KEPT_OLD)
-FIRST_OLD: tl.constexpr = tl.constexpr(table.FIRST_OLD)
-SECOND_OLD: tl.constexpr = tl.constexpr(table.SECOND_OLD)
-NUMBERS: tl.constexpr = tl.constexpr(table.NUMBERS)
-FIRST_MOST: tl.constexpr = tl.constexpr(table.FIRST_MOST)
-SECOND_MOST: tl.constexpr = tl.constexpr(table.SECOND_MOST)
-WEIGHT_MOST: tl.constexpr = tl.constexpr(table.WEIGHT_MOST)
-MOST: tl.constexpr = tl.constexpr(table.MOST)
+T: tl.constexpr = tl.constexpr(SimpleNamespace(**{key: at for key, at in vars(table).items() if key.isupper()}))
+"""The places of `kernels.gpu.table`: one constant, on which what Triton keeps of compiled kernels depends."""
 SQUARES: tl.constexpr = tl.constexpr(arithmetic.SQUARES)
 HALVINGS: tl.constexpr = tl.constexpr(arithmetic.SQUARES.bit_length() - 1)
 
@@ -74,42 +36,40 @@ def prepare(
     find the numbers of that step. `most` is None where nothing is codes under one scale."""
     place = tl.program_id(0) * B + tl.arange(0, B)
     inside = place < count
-    go = inside
-    if found_inf is not None:
-        go = place < tl.where(tl.load(found_inf) == 0.0, count, 0)
+    go = inside if found_inf is None else place < tl.where(tl.load(found_inf) == 0.0, count, 0)
     t = tl.load(which + place, mask=inside, other=0).to(tl.int64)
-    row, out = rows + t * COLUMNS, numbers + t * NUMBERS
-    taken = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    row, out = rows + t * T.value.COLUMNS, numbers + t * T.value.NUMBERS
+    taken = tl.load(row + T.value.STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
     steps = tl.load(taken, mask=inside, other=0.0)
     tl.store(taken, steps + 1.0, mask=go)
     number = steps.to(tl.int64) + 1
-    tl.store(out + GO, tl.where(go, 1.0, 0.0), mask=inside)
+    tl.store(out + T.value.GO, tl.where(go, 1.0, 0.0), mask=inside)
 
-    seed = tl.load(row + SEED, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    seed = tl.load(row + T.value.SEED, mask=inside, other=0).to(tl.uint64, bitcast=True)
     seed = splitmix(splitmix(seed ^ seed, seed), number.to(tl.uint64, bitcast=True))
-    seed = splitmix(seed, tl.load(row + INDEX, mask=inside, other=0).to(tl.uint64, bitcast=True))
-    tl.store(out + LOW, as_float(seed.to(tl.uint32)), mask=inside)
-    tl.store(out + HIGH, as_float((seed >> 32).to(tl.uint32)), mask=inside)
+    seed = splitmix(seed, tl.load(row + T.value.INDEX, mask=inside, other=0).to(tl.uint64, bitcast=True))
+    tl.store(out + T.value.LOW, as_float(seed.to(tl.uint32)), mask=inside)
+    tl.store(out + T.value.HIGH, as_float((seed >> 32).to(tl.uint32)), mask=inside)
 
-    group = groups + tl.load(row + GROUP, mask=inside, other=0) * OPTIONS
-    scale = tl.load(group + SIGN, mask=inside, other=1.0).to(tl.float32)
+    group = groups + tl.load(row + T.value.GROUP, mask=inside, other=0) * T.value.OPTIONS
+    scale = tl.load(group + T.value.SIGN, mask=inside, other=1.0).to(tl.float32)
     if grad_scale is not None:
         scale = scale * tl.div_rn(1.0, tl.load(grad_scale))
-    tl.store(out + SCALE, scale, mask=inside)
-    first = tl.load(group + AT, mask=inside, other=0.0).to(tl.int64)
-    rest = tl.load(group + COUNT, mask=inside, other=1.0).to(tl.int64)
+    tl.store(out + T.value.SCALE, scale, mask=inside)
+    first = tl.load(group + T.value.AT, mask=inside, other=0.0).to(tl.int64)
+    rest = tl.load(group + T.value.COUNT, mask=inside, other=1.0).to(tl.int64)
     settled = tl.where(number < rest, number, rest) - 1
-    shared = tl.load(row + SHARED, mask=inside, other=0).to(tl.pointer_type(tl.float32))
-    FIND(group + GIVEN, by_step + first, settled, number, shared, out + TAKEN, inside, go)
+    shared = tl.load(row + T.value.SHARED, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    FIND(group + T.value.GIVEN, by_step + first, settled, number, shared, out + T.value.TAKEN, inside, go)
     if most is not None:
-        put_aside(row, WEIGHT_SCALE, out + WEIGHT_OLD, inside)
-        put_aside(row, GRAD_SCALE, out + GRAD_OLD, inside)
-        put_aside(row, KEPT_SCALE, out + KEPT_OLD, inside)
-        put_aside(row, FIRST_SCALE, out + FIRST_OLD, inside)
-        put_aside(row, SECOND_SCALE, out + SECOND_OLD, inside)
-        tl.store(most + t * MOST + FIRST_MOST, 0, mask=inside)
-        tl.store(most + t * MOST + SECOND_MOST, 0, mask=inside)
-        tl.store(most + t * MOST + WEIGHT_MOST, 0, mask=inside)
+        put_aside(row, T.value.WEIGHT_SCALE, out + T.value.WEIGHT_OLD, inside)
+        put_aside(row, T.value.GRAD_SCALE, out + T.value.GRAD_OLD, inside)
+        put_aside(row, T.value.KEPT_SCALE, out + T.value.KEPT_OLD, inside)
+        put_aside(row, T.value.FIRST_SCALE, out + T.value.FIRST_OLD, inside)
+        put_aside(row, T.value.SECOND_SCALE, out + T.value.SECOND_OLD, inside)
+        tl.store(most + t * T.value.MOST + T.value.FIRST_MOST, 0, mask=inside)
+        tl.store(most + t * T.value.MOST + T.value.SECOND_MOST, 0, mask=inside)
+        tl.store(most + t * T.value.MOST + T.value.WEIGHT_MOST, 0, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -137,11 +97,11 @@ def update_block(
 ):  # fmt: skip
     """Move a block, or foresee it."""
     t, block = tl.load(which).to(tl.int64), tl.load(which + 1).to(tl.int64)
-    row, step = rows + t * COLUMNS, numbers + t * NUMBERS
+    row, step = rows + t * T.value.COLUMNS, numbers + t * T.value.NUMBERS
     if most is not None:
-        most += t * MOST
-    size = tl.load(row + SIZE)
-    if tl.load(step + GO) != 0.0:
+        most += t * T.value.MOST
+    size = tl.load(row + T.value.SIZE)
+    if tl.load(step + T.value.GO) != 0.0:
         if (block + 1) * B <= size:
             advance(
                 row, step, most, block, size, None, elements1, elements2, K, W, X, G, M1, M2, MOVED, HALF, FORESEES, B
@@ -165,37 +125,35 @@ def load_block(
     GRAD_KIND: tl.constexpr = K.grad
     KEPT_KIND: tl.constexpr = K.kept
     MASTER: tl.constexpr = K.master
-    ALIGNED: tl.constexpr = K.aligned
     index = tl.arange(0, B)
-    stored = read(address(row, WEIGHT, block * B, KIND, ALIGNED) + index, inside)
+    stored = read(address(row, T.value.WEIGHT, block * B, KIND, K.aligned) + index, inside)
     kept = stored
     if KEPT_KIND is not None:
-        kept = read(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, inside)
+        kept = read(address(row, T.value.KEPT, block * B, KEPT_KIND, K.aligned) + index, inside)
     if X is not None:
-        full = values(kept, tl.load(step + KEPT_OLD), X)
-    elif W is not None:
-        if KEPT_KIND is not None:
-            full = as_float(widened(kept, KEPT_KIND))
-        else:
-            full = values(stored, tl.load(step + WEIGHT_OLD), W)
-    else:
+        full = values(kept, tl.load(step + T.value.KEPT_OLD), X)
+    elif W is None:
         full = whole(stored, kept, MASTER, KIND, HALF)
-    grad = read(address(row, GRAD, block * B, GRAD_KIND, ALIGNED) + index, inside)
-    if G is not None:
-        grad = values(grad, tl.load(step + GRAD_OLD), G)
+    elif KEPT_KIND is not None:
+        full = as_float(widened(kept, KEPT_KIND))
     else:
-        grad = as_float(widened(grad, GRAD_KIND))
-    first = grad
+        full = values(stored, tl.load(step + T.value.WEIGHT_OLD), W)
+    grad = read(address(row, T.value.GRAD, block * B, GRAD_KIND, K.aligned) + index, inside)
+    grad = as_float(widened(grad, GRAD_KIND)) if G is None else values(grad, tl.load(step + T.value.GRAD_OLD), G)
+    first, second = grad, grad
     if M1 is not None:
-        first = opened(row, FIRST, step + FIRST_OLD, block, index, inside, size, elements1, M1, ALIGNED, B)
-    second = grad
+        first = opened(
+            row, T.value.FIRST, step + T.value.FIRST_OLD, block, index, inside, size, elements1, M1, K.aligned, B
+        )
     if M2 is not None:
-        second = opened(row, SECOND, step + SECOND_OLD, block, index, inside, size, elements2, M2, ALIGNED, B)
+        second = opened(
+            row, T.value.SECOND, step + T.value.SECOND_OLD, block, index, inside, size, elements2, M2, K.aligned, B
+        )
     if K.residual:
         KIND2: tl.constexpr = M2.kind
-        rest = address(row, RESIDUAL, block * B, KIND2, ALIGNED) + index
+        rest = address(row, T.value.RESIDUAL, block * B, KIND2, K.aligned) + index
         second = second + as_float(widened(read(rest, inside), KIND2))
-    return stored, kept, full, grad * tl.load(step + SCALE), first, second
+    return stored, kept, full, grad * tl.load(step + T.value.SCALE), first, second
 
 
 @triton.jit
@@ -208,15 +166,13 @@ def advance(
     KIND: tl.constexpr = K.weight
     KEPT_KIND: tl.constexpr = K.kept
     MASTER: tl.constexpr = K.master
-    ALIGNED: tl.constexpr = K.aligned
-    NOISY: tl.constexpr = K.noisy
     index = tl.arange(0, B)
-    weight = address(row, WEIGHT, block * B, KIND, ALIGNED) + index
+    weight = address(row, T.value.WEIGHT, block * B, KIND, K.aligned) + index
     stored, kept, full, grad, first, second = load_block(
         row, step, block, size, inside, elements1, elements2, K, W, X, G, M1, M2, HALF, B
     )
     first_old, second_old = first, second
-    updated, first, second = MOVED(full, grad, first, second, step + TAKEN)
+    updated, first, second = MOVED(full, grad, first, second, step + T.value.TAKEN)
     if M1 is not None:
         lost = is_lost(first, M1)
         if M2 is not None:
@@ -226,36 +182,66 @@ def advance(
 
     if FORESEES:
         if M1 is not None and M1.rule is not None:
-            note(most + FIRST_MOST, first, inside)
+            note(most + T.value.FIRST_MOST, first, inside)
         if M2 is not None and M2.rule is not None:
-            note(most + SECOND_MOST, second, inside)
+            note(most + T.value.SECOND_MOST, second, inside)
         if W is not None:
-            note(most + WEIGHT_MOST, updated, inside)
+            note(most + T.value.WEIGHT_MOST, updated, inside)
     else:
         if W is not None:
             write_codes(row, most, block, index, inside, updated, weight, K, W, X, HALF, B)
         else:
             drawn = None
-            if NOISY:
-                low = tl.load(step + LOW).to(tl.int32, bitcast=True)
-                high = tl.load(step + HIGH).to(tl.int32, bitcast=True)
+            if K.noisy:
+                low = tl.load(step + T.value.LOW).to(tl.int32, bitcast=True)
+                high = tl.load(step + T.value.HIGH).to(tl.int32, bitcast=True)
                 if K.spread:
-                    run, own = tl.load(row + RUN), block * B + index
-                    place = tl.load(row + START) + own // run * tl.load(row + STRIDE) + own % run
+                    run, own = tl.load(row + T.value.RUN), block * B + index
+                    place = tl.load(row + T.value.START) + own // run * tl.load(row + T.value.STRIDE) + own % run
                     drawn = noise_anywhere(low, high, place)
                 else:
                     drawn = noise(low, high, block * B, index)
-            stored, kept = kept_after(updated, full, stored, kept, drawn, MASTER, KIND, NOISY, HALF)
+            stored, kept = kept_after(updated, full, stored, kept, drawn, MASTER, KIND, K.noisy, HALF)
             tl.store(weight, stored, mask=inside)
             if KEPT_KIND is not None:
-                tl.store(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
+                tl.store(address(row, T.value.KEPT, block * B, KEPT_KIND, K.aligned) + index, kept, mask=inside)
         if M1 is not None:
-            close(row, FIRST, most, FIRST_MOST, block, index, inside, size, elements1, first, M1, HALF, ALIGNED, B)
+            close(
+                row,
+                T.value.FIRST,
+                most,
+                T.value.FIRST_MOST,
+                block,
+                index,
+                inside,
+                size,
+                elements1,
+                first,
+                M1,
+                HALF,
+                K.aligned,
+                B,
+            )
         if M2 is not None:
-            close(row, SECOND, most, SECOND_MOST, block, index, inside, size, elements2, second, M2, HALF, ALIGNED, B)
+            close(
+                row,
+                T.value.SECOND,
+                most,
+                T.value.SECOND_MOST,
+                block,
+                index,
+                inside,
+                size,
+                elements2,
+                second,
+                M2,
+                HALF,
+                K.aligned,
+                B,
+            )
         if K.residual:
             KIND2: tl.constexpr = M2.kind
-            rest = address(row, RESIDUAL, block * B, KIND2, ALIGNED) + index
+            rest = address(row, T.value.RESIDUAL, block * B, KIND2, K.aligned) + index
             # What the first number left over, of what it now is.
             left = second - as_float(widened(nearest(second, KIND2, HALF), KIND2))
             tl.store(rest, nearest(left, KIND2, HALF), mask=inside)
@@ -268,26 +254,25 @@ def write_codes(
 ):  # fmt: skip
     """Write a weight that is codes; where a master takes the update, that, and the weight is its image."""
     KEPT_KIND: tl.constexpr = K.kept
-    ALIGNED: tl.constexpr = K.aligned
-    largest = tl.load(most + WEIGHT_MOST)
+    largest = tl.load(most + T.value.WEIGHT_MOST)
     if KEPT_KIND is not None:
         # Rounding keeps the order of numbers, so that the largest one's image is the largest.
         top = as_float(largest.to(tl.uint32, bitcast=True))
         if X is not None:
             scale, meets, keep = new_scale(largest, X)
             kept = codes(updated, meets, keep, X, HALF)
-            keep_scale(row, KEPT_SCALE, block, scale)
+            keep_scale(row, T.value.KEPT_SCALE, block, scale)
             updated = values(kept, scale, X)
             top = values(codes(top, meets, keep, X, HALF), scale, X)
         else:
             kept = nearest(updated, KEPT_KIND, HALF)
             updated = as_float(widened(kept, KEPT_KIND))
             top = as_float(widened(nearest(top, KEPT_KIND, HALF), KEPT_KIND))
-        tl.store(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
+        tl.store(address(row, T.value.KEPT, block * B, KEPT_KIND, K.aligned) + index, kept, mask=inside)
         largest = as_bits(top).to(tl.int32, bitcast=True)
     scale, meets, keep = new_scale(largest, W)
     tl.store(weight, codes(updated, meets, keep, W, HALF), mask=inside)
-    keep_scale(row, WEIGHT_SCALE, block, scale)
+    keep_scale(row, T.value.WEIGHT_SCALE, block, scale)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
@@ -308,12 +293,12 @@ def square(
     NORMED: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """The sums of the squares of what norms are taken of: each program those of a block."""
-    t = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
-    block = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64)
-    row, step = rows + t * COLUMNS, numbers + t * NUMBERS
+    which = blocks + 2 * tl.program_id(0)
+    t, block = tl.load(which).to(tl.int64), tl.load(which + 1).to(tl.int64)
+    row, step = rows + t * T.value.COLUMNS, numbers + t * T.value.NUMBERS
     sums += tl.program_id(0).to(tl.int64) * COUNT
-    size = tl.load(row + SIZE)
-    if tl.load(step + GO) != 0.0:
+    size = tl.load(row + T.value.SIZE)
+    if tl.load(step + T.value.GO) != 0.0:
         if (block + 1) * B <= size:
             note_squares(row, step, sums, block, size, None, elements1, elements2, K, W, X, G, M1, M2, NORMED, HALF, B)
         else:
@@ -333,11 +318,9 @@ def note_squares(
     _, _, full, grad, first, second = load_block(
         row, step, block, size, inside, elements1, elements2, K, W, X, G, M1, M2, HALF, B
     )
-    results = NORMED(full, grad, first, second, step + TAKEN)
+    results = NORMED(full, grad, first, second, step + T.value.TAKEN)
     for n in tl.static_range(len(results)):
-        number = results[n]
-        if inside is not None:
-            number = tl.where(inside, number, 0.0)
+        number = results[n] if inside is None else tl.where(inside, results[n], 0.0)
         wide = number.to(tl.float64)
         tl.store(sums + n, halved(wide * wide))
 
@@ -347,11 +330,11 @@ def norm(rows, places, sums, numbers, FIRST_NORM: tl.constexpr, COUNT: tl.conste
     """The norms of a tensor, each program those of one: `places` says which, and where the sums of its blocks begin."""
     t = tl.load(places + 2 * tl.program_id(0)).to(tl.int64)
     start = tl.load(places + 2 * tl.program_id(0) + 1).to(tl.int64)
-    blocks = (tl.load(rows + t * COLUMNS + SIZE) + B - 1) // B
+    blocks = (tl.load(rows + t * T.value.COLUMNS + T.value.SIZE) + B - 1) // B
     for n in tl.static_range(COUNT):
         total, first = tl.zeros((B,), tl.float64), blocks * 0
         while first < blocks:  # triton 3.6's interpreter takes no tensor for the end of a range
             block = first + tl.arange(0, B)
             total += tl.load(sums + (start + block) * COUNT + n, mask=block < blocks, other=0.0)
             first += B
-        tl.store(numbers + t * NUMBERS + FIRST_NORM + n, tl.sqrt(halved(total)).to(tl.float32))
+        tl.store(numbers + t * T.value.NUMBERS + FIRST_NORM + n, tl.sqrt(halved(total)).to(tl.float32))

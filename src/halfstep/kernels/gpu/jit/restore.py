@@ -3,11 +3,10 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import written
-from halfstep.kernels.gpu.jit.numbers import as_float, constant, decoded, held
-from halfstep.kernels.gpu.jit.places import value_at
+from halfstep.kernels.gpu.jit.elements import value_at, written
+from halfstep.kernels.gpu.jit.numbers import as_float, constant, decoded, held, read
 from halfstep.kernels.gpu.jit.scales import power_of
-from halfstep.kernels.gpu.jit.tiles import spread
+from halfstep.kernels.gpu.jit.tiles import corner, masked, spread
 
 
 @triton.jit
@@ -34,14 +33,10 @@ def codes_apart(codes, first, row, column, left, rows, columns, M: tl.constexpr,
     BYTES: tl.constexpr = 3 if M.bits == 6 else 1
     across = left // WIDE + tl.arange(0, COLUMNS // WIDE)
     place = first // WIDE + across[None, :]
-    inside = None
-    other = None
-    if MASKED:
-        inside = (row < rows)[:, None] & (across < columns // WIDE)[None, :]
-        other = 0
-    whole = tl.load(codes + place * BYTES, mask=inside, other=other).to(tl.uint32)
+    inside = masked(row, across, rows, columns // WIDE, MASKED)
+    whole = read(codes + place * BYTES, inside).to(tl.uint32)
     for i in tl.static_range(1, BYTES):
-        whole |= tl.load(codes + place * BYTES + i, mask=inside, other=other).to(tl.uint32) << (8 * i)
+        whole |= read(codes + place * BYTES + i, inside).to(tl.uint32) << (8 * i)
     if M.bits == 4:
         one, two = whole & 15, whole >> 4
         whole = tl.reshape(tl.join(two, one) if M.high_first else tl.join(one, two), (ROWS, COLUMNS))
@@ -95,10 +90,7 @@ def values(
     code = codes_apart(codes, first, row, column, left, rows, columns, M, MASKED)
     multiplier = multipliers(scale, tensor, group, scale_known, row, column, top, left, rows, columns, R, E, H, W)
     made = written(meant(code, known, M), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
-    inside = None
-    if MASKED:
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(out + first + column[None, :], made, mask=inside)
+    tl.store(out + first + column[None, :], made, mask=masked(row, column, rows, columns, MASKED))
 
 
 @triton.jit(do_not_specialize=["rows", "units"])
@@ -108,10 +100,8 @@ def restore(
     H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the values of a matrix of `rows` rows and units * UNIT columns; a UNIT of COLUMNS is one block a row."""
-    flat: tl.constexpr = UNIT == COLUMNS
-    columns = COLUMNS if flat else units * UNIT
-    across = 1 if flat else (columns + COLUMNS - 1) // COLUMNS
-    top, left = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLUMNS
+    columns = COLUMNS if UNIT == COLUMNS else units * UNIT
+    top, left = corner(columns, ROWS, COLUMNS)
     row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
     first = (row.to(tl.int64) * columns)[:, None]
     if top + ROWS <= rows and left + COLUMNS <= columns:

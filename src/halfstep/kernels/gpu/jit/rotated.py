@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, seed_of, widened
-from halfstep.kernels.gpu.jit.scales import tensor_scale_of
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, read, seed_of, widened
+from halfstep.kernels.gpu.jit.scales import both_scales_kept, scales, tensor_scale_kept
 from halfstep.kernels.gpu.jit.tiles import (
+    corner,
     keep_scales,
+    loaded,
     noise_of,
     over_scale,
     scales_of,
@@ -46,6 +48,13 @@ def rotated(number, signs, FACTOR: tl.constexpr, PART: tl.constexpr, LEVELS: tl.
 
 
 @triton.jit
+def note(raised, maxima):
+    """Raise a number to the largest magnitude of the tiles without an infinity or NaN."""
+    most = maxima.to(tl.int32, bitcast=True)
+    tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)), sem="relaxed")
+
+
+@triton.jit
 def block(
     x, out, scale, tensor_scale, raised, signs, top, left, rows, columns, given, low, high,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr,
@@ -69,17 +78,13 @@ def block(
         source, within = lies, inside
         if MASKED:
             source, within = (row // each).to(tl.int64)[:, None] * given + column, inside & (column < given)
-    if MASKED:
-        stored = tl.load(x + source, mask=within, other=0)
-    else:
-        stored = tl.load(x + source)
+    stored = read(x + source, within if MASKED else None)
     bits = rotated(as_float(widened(stored, SOURCE)), signs, FACTOR, PART, LEVELS)
     made = bits.to(tl.int32, bitcast=True)
     if R is not None:
         amax = tile_maxima(bits, 1, W)
         if raised is not None:
-            most = amax.to(tl.int32, bitcast=True)
-            tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)), sem="relaxed")
+            note(raised, amax)
         else:
             kept, multiplier, meets, keep = scales_of(bits, amax, tensor_scale, R, E, 1, W)
             drawn = None
@@ -97,10 +102,7 @@ def block(
             else:
                 made = values_of(bits, drawn, None, multiplier, tensor_scale, R, Q, TARGET, OUT, APART)
     if raised is None and (R is None or TARGET is not None):
-        if MASKED:
-            tl.store(out + lies, made, mask=inside)
-        else:
-            tl.store(out + lies, made)
+        tl.store(out + lies, made, mask=inside if MASKED else None)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "low", "high", "held"])
@@ -117,11 +119,7 @@ def rotate(
     columns = units * UNIT
     if NOISE is not None:
         low, high = seed_of(low, high, held)
-    tensor_scale = None
-    if found is not None:
-        tensor_scale = tensor_scale_of(tl.load(found), R)
-        if tensor is not None and tl.program_id(0) == 0:
-            tl.store(tensor, tensor_scale.to(tl.int32, bitcast=True))
+    tensor_scale = tensor_scale_kept(found, tensor, R) if found is not None else None
     if DOWN:
         programs, long = (columns + ROWS - 1) // ROWS, (rows + COLUMNS - 1) // COLUMNS * COLUMNS
         top, left = tl.program_id(0) % programs * ROWS, tl.program_id(0) // programs * COLUMNS
@@ -139,4 +137,92 @@ def rotate(
         block(
             x, out, scale, tensor_scale, raised, signs, top, left, blocks, long, given, low, high,
             R, Q, E, SOURCE, TARGET, OUT, APART, NOISE, FACTOR, PART, LEVELS, DOWN, W, ROWS, COLUMNS, True,
+        )  # fmt: skip
+
+
+# ---- a matrix as it lies, and its columns rotated as its transpose lies ----------------------------------------------
+
+
+@triton.jit
+def copy(
+    codes, scale, bits, amax, tensor_scale, top, left, rows, columns, low, high, strides,
+    R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr, NOISY: tl.constexpr, W: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a block of a matrix (rows, columns), in tiles along its rows."""
+    ROWS: tl.constexpr = bits.shape[0]
+    COLUMNS: tl.constexpr = bits.shape[1]
+    row = top + tl.arange(0, ROWS)
+    first = (row.to(tl.int64) * columns)[:, None]
+    stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+    drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :]) if NOISY else None
+    keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
+    code = code_of(over_scale(bits, meets, keep, R), drawn, None, Q)
+    store_codes(codes, code, first, row, left, rows, columns, Q, MASKED)
+
+
+@triton.jit
+def strip(
+    x, codes, scale, turned, turned_scale, tensor_scale, turned_tensor_scale, raised, signs, top, left, rows, columns,
+    low, high, turned_low, turned_high, strides, turned_strides,
+    R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NOISY: tl.constexpr,
+    FACTOR: tl.constexpr, LEVELS: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Both copies of a strip; or raise the first and the second number of `raised` to what their tiles hold."""
+    row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
+    bits = loaded(x, (row.to(tl.int64) * columns)[:, None], row, column, rows, columns, SOURCE, MASKED)
+    size: tl.constexpr = 1 << LEVELS
+    apart = tl.reshape(tl.trans(as_float(bits)), (COLUMNS * ROWS // size, size))
+    spun = tl.reshape(rotated(apart, signs, FACTOR, None, LEVELS), (COLUMNS, ROWS))
+    amax, turned_amax = tile_maxima(bits, 1, W), tile_maxima(spun, 1, W)
+    if raised is not None:
+        note(raised, amax)
+        note(raised + 1, turned_amax)
+    else:
+        copy(
+            codes, scale, bits, amax, tensor_scale, top, left, rows, columns, low, high, strides,
+            R, Q, E, FORM, NOISY, W, MASKED,
+        )  # fmt: skip
+        copy(
+            turned, turned_scale, spun, turned_amax, turned_tensor_scale, left, top, columns, rows, turned_low,
+            turned_high, turned_strides, R, Q, E, FORM, NOISY, W, MASKED,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_units", "units", "low", "high", "held", "turned_low", "turned_high", "turned_held",
+        "down", "across", "turned_down", "turned_across",
+    ]
+)  # fmt: skip
+def both_turned(
+    x, codes, scale, tensor, turned, turned_scale, turned_tensor, found, raised, signs,
+    row_units, units, low, high, held, turned_low, turned_high, turned_held, down, across, turned_down, turned_across,
+    R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NOISY: tl.constexpr,
+    FACTOR: tl.constexpr, LEVELS: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write codes and scales of a matrix of row_units * UNIT rows, whole blocks of the rotation, and units * UNIT
+    columns, and of its rotated transpose; two levels have found the largest numbers, when `raised` was given."""
+    rows, columns = row_units * UNIT, units * UNIT
+    top, left = corner(columns, ROWS, COLUMNS)
+    if NOISY:
+        low, high = seed_of(low, high, held)
+        turned_low, turned_high = seed_of(turned_low, turned_high, turned_held)
+    tensor_scale, turned_tensor_scale = None, None
+    if found is not None:
+        tensor_scale, turned_tensor_scale = both_scales_kept(found, tensor, found + 1, turned_tensor, R)
+    strides, turned_strides = (down, across), (turned_down, turned_across)
+    if top + ROWS <= rows and left + COLUMNS <= columns:
+        strip(
+            x, codes, scale, turned, turned_scale, tensor_scale, turned_tensor_scale, raised, signs, top, left, rows,
+            columns, low, high, turned_low, turned_high, strides, turned_strides,
+            R, Q, E, SOURCE, FORM, NOISY, FACTOR, LEVELS, W, ROWS, COLUMNS, False,
+        )  # fmt: skip
+    else:
+        strip(
+            x, codes, scale, turned, turned_scale, tensor_scale, turned_tensor_scale, raised, signs, top, left, rows,
+            columns, low, high, turned_low, turned_high, strides, turned_strides,
+            R, Q, E, SOURCE, FORM, NOISY, FACTOR, LEVELS, W, ROWS, COLUMNS, True,
         )  # fmt: skip

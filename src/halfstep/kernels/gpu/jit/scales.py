@@ -51,6 +51,25 @@ def tensor_scale_of(amax, R: tl.constexpr):
 
 
 @triton.jit
+def tensor_scale_kept(found, tensor, R: tl.constexpr):
+    """The same of what was found, which the first program stores where there is a place for it."""
+    scale = tensor_scale_of(tl.load(found), R)
+    if tensor is not None and tl.program_id(0) == 0:
+        tl.store(tensor, scale.to(tl.int32, bitcast=True))
+    return scale
+
+
+@triton.jit
+def both_scales_kept(found, tensor, turned_found, turned_tensor, R: tl.constexpr):
+    """The same of two copies of a matrix."""
+    scale, turned_scale = tensor_scale_of(tl.load(found), R), tensor_scale_of(tl.load(turned_found), R)
+    if tl.program_id(0) == 0:
+        tl.store(tensor, scale.to(tl.int32, bitcast=True))
+        tl.store(turned_tensor, turned_scale.to(tl.int32, bitcast=True))
+    return scale, turned_scale
+
+
+@triton.jit
 def e4m3_scale(number, quotient, tensor_scale, R: tl.constexpr, E: tl.constexpr):
     """The code and the number of a tile's scale of two levels: the next one up where the rule wants none clipped."""
     P: tl.constexpr = E.rounding
@@ -106,8 +125,5 @@ def scales(amax, tensor_scale, R: tl.constexpr, E: tl.constexpr):
 def over(bits, meets, keep, R: tl.constexpr):
     """The bits of elements over their scale."""
     number = as_float(bits) if keep is None else as_float(bits & keep)
-    if R.kind == "power" or R.kind == "reciprocal":
-        number = number * meets
-    else:
-        number = tl.div_rn(number, meets)
-    return as_bits(number)
+    times: tl.constexpr = R.kind == "power" or R.kind == "reciprocal"
+    return as_bits(number * meets if times else tl.div_rn(number, meets))

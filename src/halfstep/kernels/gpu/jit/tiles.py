@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise_by, noise_keys, rounded, seed_of, widened
-from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise_by, noise_keys, read, rounded, seed_of, widened
+from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_kept
 
 
 @triton.jit
@@ -132,14 +132,26 @@ def scale_place(row, column, across, strides, SWIZZLED: tl.constexpr):
 
 
 @triton.jit
-def loaded(x, first, row, column, rows, columns, SOURCE: tl.constexpr, MASKED: tl.constexpr):
-    """The float32 bits of a block of a matrix; 0 beyond its edges."""
+def corner(columns, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """Row and column of the first element of a program's block: blocks lie one beside the other along the rows."""
+    across = (columns + WIDE - 1) // WIDE
+    return tl.program_id(0) // across * TALL, tl.program_id(0) % across * WIDE
+
+
+@triton.jit
+def masked(row, column, rows, columns, MASKED: tl.constexpr):
+    """Which places of a block are in the matrix; None where all are."""
     inside = None
-    other = None
     if MASKED:
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        other = 0
-    return widened(tl.load(x + first + column[None, :], mask=inside, other=other), SOURCE)
+    return inside
+
+
+@triton.jit
+def loaded(x, first, row, column, rows, columns, SOURCE: tl.constexpr, MASKED: tl.constexpr):
+    """The float32 bits of a block of a matrix; 0 beyond its edges."""
+    inside = masked(row, column, rows, columns, MASKED)
+    return widened(read(x + first + column[None, :], inside), SOURCE)
 
 
 @triton.jit
@@ -166,6 +178,12 @@ def found_before(found, row, column, rows, columns, H: tl.constexpr, W: tl.const
     else:
         amax = tl.load(found + row, mask=row < rows, other=0)[:, None]
     return amax.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def largest_in(bits, found, row, column, rows, columns, H: tl.constexpr, W: tl.constexpr):
+    """The largest magnitudes of a block's tiles; of those of a whole dimension, from an earlier pass."""
+    return tile_maxima(bits, H, W) if H and W else found_before(found, row, column, rows, columns, H, W)
 
 
 @triton.jit
@@ -198,11 +216,8 @@ def keep_scales(
         inside = inside & (top == 0)
     if W == 0:
         inside = inside & (left == 0)
-    if DOWN:
-        place = scale_place(across, down, tall, strides, FORM == "swizzled")
-    else:
-        place = scale_place(down, across, long, strides, FORM == "swizzled")
-    tl.store(scale + place, kept, mask=inside)
+    row, column, beside = (across, down, tall) if DOWN else (down, across, long)
+    tl.store(scale + scale_place(row, column, beside, strides, FORM == "swizzled"), kept, mask=inside)
 
 
 @triton.jit
@@ -211,9 +226,7 @@ def store(out, made, first, row, left, rows, columns, WIDE: tl.constexpr, BYTES:
     an entry (None: whole)."""
     across = left // WIDE + tl.arange(0, made.shape[1])
     place = first // WIDE + across[None, :]
-    inside = None
-    if MASKED:
-        inside = (row < rows)[:, None] & (across < columns // WIDE)[None, :]
+    inside = masked(row, across, rows, columns // WIDE, MASKED)
     if BYTES is None:
         tl.store(out + place, made, mask=inside)
     else:
@@ -236,9 +249,7 @@ def values_of(
 ):  # fmt: skip
     """What is stored of elements rounded: times their tile's multiplier, and the tensor's scale where it is not kept
     APART."""
-    times = multiplier
-    if R.kind == "two_level" and not APART:
-        times = multiplier * tensor_scale
+    times = multiplier * tensor_scale if R.kind == "two_level" and not APART else multiplier
     return written(value_of(bits, drawn, known, Q), spread(times, bits.shape[0], bits.shape[1]), R, OUT, TARGET)
 
 
@@ -263,16 +274,11 @@ def block(
         first = (row.to(tl.int64) * columns)[:, None]
         bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
         if strips == 1:
-            if H and W:
-                amax = tile_maxima(bits, H, W)
-            else:
-                amax = found_before(found, row, column, rows, columns, H, W)
+            amax = largest_in(bits, found, row, column, rows, columns, H, W)
             stored, multiplier, meets, keep = scales_of(bits, amax, tensor_scale, R, E, H, W)
             if TARGET is None:
                 keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, "stored", False)
-        drawn = None
-        if NOISY:
-            drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
+        drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :]) if NOISY else None
         bits = over_scale(bits, meets, keep, R)
         if TARGET is None:
             store_codes(out, code_of(bits, drawn, known, Q), first, row, left, rows, columns, Q, MASKED)
@@ -289,18 +295,12 @@ def quantise(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Round a matrix of `rows` rows and units * UNIT columns in tiles; a UNIT of COLUMNS is one block a row."""
-    flat: tl.constexpr = UNIT == COLUMNS
     tall: tl.constexpr = H if H > ROWS else ROWS
-    columns = COLUMNS if flat else units * UNIT
-    across = 1 if flat else (columns + COLUMNS - 1) // COLUMNS
-    top, left = tl.program_id(0) // across * tall, tl.program_id(0) % across * COLUMNS
+    columns = COLUMNS if UNIT == COLUMNS else units * UNIT
+    top, left = corner(columns, tall, COLUMNS)
     if NOISY:
         low, high = seed_of(low, high, held)
-    tensor_scale = None
-    if R.kind == "two_level":
-        tensor_scale = tensor_scale_of(tl.load(found), R)
-        if tensor is not None and tl.program_id(0) == 0:
-            tl.store(tensor, tensor_scale.to(tl.int32, bitcast=True))
+    tensor_scale = tensor_scale_kept(found, tensor, R) if R.kind == "two_level" else None
     if top + tall <= rows and left + COLUMNS <= columns:
         block(
             x, out, scale, tensor_scale, found, known, top, left, rows, columns, low, high,
@@ -311,3 +311,45 @@ def quantise(
             x, out, scale, tensor_scale, found, known, top, left, rows, columns, low, high,
             R, Q, E, SOURCE, TARGET, OUT, APART, NOISY, H, W, ROWS, COLUMNS, True,
         )  # fmt: skip
+
+
+# ---- largest magnitudes, before the pass that rounds -----------------------------------------------------------------
+
+
+@triton.jit
+def raised(
+    x, found, across, top, left, rows, columns, SOURCE: tl.constexpr, FINITE: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Raise what was found to a block's largest magnitudes."""
+    row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
+    if FINITE and H > ROWS:
+        tiles = largest_of(x, top, column, rows, columns, SOURCE, H, W, ROWS, MASKED)
+    else:
+        bits = loaded(x, (row.to(tl.int64) * columns)[:, None], row, column, rows, columns, SOURCE, MASKED)
+        tiles = tile_maxima(bits, H, W) if FINITE else bits & 0x7FFFFFFF
+    tiles = tiles.to(tl.int32, bitcast=True)
+    if FINITE:
+        tl.atomic_max(found, tl.max(tl.where(tiles < 0x7F800000, tiles, 0)), sem="relaxed")
+    elif W == 0:
+        tl.atomic_max(found + row, tl.max(tiles, 1), mask=row < rows, sem="relaxed")
+        if across is not None:
+            tl.atomic_max(across + column, tl.max(tiles, 0), mask=column < columns, sem="relaxed")
+    else:
+        tl.atomic_max(found + column, tl.max(tiles, 0), mask=column < columns, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def maxima(
+    x, found, across, rows, units, SOURCE: tl.constexpr, FINITE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Raise `found`, of zeros: a number a row (W 0) or a column (H 0), or one. FINITE: of the tiles without an infinity
+    or NaN. Beside rows, columns too where there is a place for theirs (`across`)."""
+    tall: tl.constexpr = H if H > ROWS else ROWS
+    columns = COLUMNS if UNIT == COLUMNS else units * UNIT
+    top, left = corner(columns, tall, COLUMNS)
+    if top + tall <= rows and left + COLUMNS <= columns:
+        raised(x, found, across, top, left, rows, columns, SOURCE, FINITE, H, W, ROWS, COLUMNS, False)
+    else:
+        raised(x, found, across, top, left, rows, columns, SOURCE, FINITE, H, W, ROWS, COLUMNS, True)
