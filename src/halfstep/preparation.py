@@ -33,7 +33,7 @@ from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.optim.seeds import are_several, first_ranks
+from halfstep.optim.shards import are_several, first_ranks
 from halfstep.quant import draw_seed
 from halfstep.recipe import Projection, Recipe, get_recipe
 from halfstep.recipe.origin import Origin, check_change

@@ -1,14 +1,12 @@
 """Optimizers that store weights, masters and moments in few bits, and the loss scale."""
 
 from halfstep.optim.checks import check_moments, check_optimizer
-from halfstep.optim.classes import Lamb, Lion
-from halfstep.optim.combined import Combined
+from halfstep.optim.classes import Combined, Lamb, Lion
 from halfstep.optim.conversion import convert
-from halfstep.optim.galore_classes import GaLoreAdamW, GaLoreAdamW8bit
 from halfstep.optim.graphed import GraphedStep
 from halfstep.optim.loss_scale import LossScaler
 from halfstep.optim.lowbit import LowBit
-from halfstep.optim.lowbit_classes import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
+from halfstep.optim.lowbit_classes import AdamW8bit, AdamWFp8, CoatAdamW, GaLoreAdamW, GaLoreAdamW8bit, LowBitAdamW
 from halfstep.optim.per_layer import PerLayer
 from halfstep.optim.rules import rule_of, update_rules
 from halfstep.optim.update import Update

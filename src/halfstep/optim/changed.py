@@ -14,8 +14,7 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.errors import OptimizerError
 from halfstep.optim.checks import check_subspace
-from halfstep.optim.plan import Plan
-from halfstep.optim.states import labels
+from halfstep.optim.states import Plan, labels
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.masters import Master
 from halfstep.quant.scaling import get_scaling

@@ -39,6 +39,8 @@ NO_GRADIENT = (
     "halfstep.apply, shard, build torch's optimizer on what came out, and hand it to halfstep.optimize)"
 )
 
+_params: Any = itemgetter("params")
+
 Namer = Callable[[Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
 
@@ -58,7 +60,7 @@ def check_optimizer(
         OptimizerError: its class, an option, a parameter or a state has no counterpart here.
     """
     rule, known = rule_of(optimizer), names or {}
-    check_parameters(optimizer.param_groups, lambda p, i: f"parameter {i}{_quoted(known.get(p))}")
+    check_parameters(optimizer.param_groups, lambda p, i: f"parameter {i}" + (f" ({known[p]})" if known.get(p) else ""))
     for number, group in enumerate(optimizer.param_groups):
         found = sorted({"rank", "update_proj_gap", "proj_type"} & group.keys())
         if found:
@@ -103,7 +105,7 @@ def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:
     Raises:
         OptimizerError: there is one.
     """
-    for index, parameter in enumerate(chain.from_iterable(map(itemgetter("params"), groups))):
+    for index, parameter in enumerate(chain.from_iterable(map(_params, groups))):
         if parameter.dtype not in DTYPES.values():
             why = _WHY.get(parameter.dtype, "no recipe stores it")
             raise OptimizerError(
@@ -119,16 +121,14 @@ def check_step(groups: Iterable[Mapping[str, Any]], rule: UpdateRule, name: Name
     Raises:
         OptimizerError: a gradient is sparse, or an option was set that has no counterpart.
     """
-    index = 0
     for group in groups:
         rule.check(group)
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise OptimizerError(
-                    f"{name(parameter, index)} has a {parameter.grad.layout} gradient; expected a dense one. "
-                    "Build its embedding with sparse=False. No parameter was moved"
-                )
-            index += 1
+    for index, parameter in enumerate(chain.from_iterable(map(_params, groups))):
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise OptimizerError(
+                f"{name(parameter, index)} has a {parameter.grad.layout} gradient; expected a dense one. "
+                "Build its embedding with sparse=False. No parameter was moved"
+            )
 
 
 def check_new_group(
@@ -213,7 +213,3 @@ def warn_of_late(parameters: Sequence[str]) -> None:
         "hand prepare an optimizer that has them, before they are frozen (requires_grad_(False))",
         stacklevel=6,
     )
-
-
-def _quoted(name: str | None) -> str:
-    return f" ({name})" if name else ""

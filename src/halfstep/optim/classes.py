@@ -1,28 +1,31 @@
-"""Optimizers that torch.optim lacks, to hand to `halfstep.prepare`: groups and options, in torch's manner."""
+"""What is handed to `halfstep.prepare`, in torch's manner: optimizers that torch.optim lacks, and several as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from halfstep.errors import OptimizerError
+from halfstep.optim.rules import rule_of
+from halfstep.optim.rules.base import RULE, UpdateRule
 
 
-class _Described(torch.optim.Optimizer):
+class Described(torch.optim.Optimizer):
     """Says what is to be optimised and how; `halfstep.prepare` makes the optimizer that steps."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         for name in ("lr", "weight_decay", "eps"):
             if options.get(name, 0.0) < 0:
                 raise OptimizerError(f"{name} = {options[name]} given; expected a number of at least 0")
-        if not all(0 <= beta < 1 for beta in options["betas"]):
+        if not all(0 <= beta < 1 for beta in options.get("betas", ())):
             raise OptimizerError(f"betas = {options['betas']} given; expected two numbers in [0, 1)")
         super().__init__(params, options)
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         """Steps are taken by what `halfstep.prepare` returns.
 
         Raises:
@@ -34,7 +37,7 @@ class _Described(torch.optim.Optimizer):
         )
 
 
-class Lion(_Described):
+class Lion(Described):
     """Lion's options (Chen et al. 2023, arXiv 2302.06675)."""
 
     def __init__(
@@ -49,7 +52,7 @@ class Lion(_Described):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
 
 
-class Lamb(_Described):
+class Lamb(Described):
     """LAMB's options (You et al. 2019, arXiv 1904.00962)."""
 
     def __init__(
@@ -63,3 +66,47 @@ class Lamb(_Described):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+
+
+class Combined(Described):
+    """Several of torch's optimizers as one, for `halfstep.prepare`: each goes on to update its own groups by its rule.
+
+        halfstep.optim.Combined(torch.optim.Muon(matrices), torch.optim.AdamW(others))
+
+    The groups are those of the optimizers given, in their order, and stay shared with them: schedulers on either work.
+    Moments and step counts that they have are taken over.
+
+    Raises:
+        OptimizerError: there is none; one has no update rule; or two have the same parameter.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        if not optimizers:
+            raise OptimizerError("Combined() was given no optimizer; expected at least one of torch.optim's")
+        rules = [rule_of(optimizer) for optimizer in optimizers]
+        owners: dict[Tensor, str] = {}
+        for optimizer, rule in zip(optimizers, rules, strict=True):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in owners:
+                        raise OptimizerError(
+                            f"a parameter of shape {tuple(parameter.shape)} is in both {owners[parameter]} and "
+                            f"{type(optimizer).__name__}: give each parameter to one of the optimizers"
+                        )
+                owners |= dict.fromkeys(group["params"], type(optimizer).__name__)
+                group[RULE] = rule.name
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups])
+        self.optimizers = optimizers
+        self.update_rule = combined({rule.name: rule for rule in rules})
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+
+
+def combined(rules: Mapping[str, UpdateRule]) -> UpdateRule:
+    """The rule that is, for each parameter group, the one of these that the group names."""
+
+    return UpdateRule("+".join(rules), Combined, _unused, _unused, elementwise=False, parts=dict(rules))
+
+
+def _unused(*_: Any) -> NoReturn:
+    raise AssertionError("a group's own rule was not asked for")

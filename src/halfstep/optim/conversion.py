@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
 from halfstep.optim.checks import check_optimizer
-from halfstep.optim.classes import Lamb, Lion
-from halfstep.optim.combined import Combined
+from halfstep.optim.classes import Combined, Described
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
@@ -67,7 +66,7 @@ def convert(
         old.state.clear()
         # A scheduler built on it asks whether it has stepped; its steps are the new one's now.
         old._opt_called = True  # type: ignore[attr-defined]
-        if not isinstance(old, (Combined, Lamb, Lion)):  # which never stepped and say so themselves
+        if not isinstance(old, Described):  # which never stepped and says so itself
             old.register_step_pre_hook(_refuse)
         old.register_state_dict_pre_hook(_refuse)
         old.register_load_state_dict_pre_hook(_refuse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from halfstep.optim.checks import NO_GRADIENT, UNSCALED, check_new_group, check_
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.optim.seeds import are_several, first_ranks
+from halfstep.optim.shards import are_several, first_ranks
 from halfstep.optim.stepping import Stepping
 from halfstep.optim.together import Together
 from halfstep.optim.update import Update
@@ -93,9 +93,8 @@ class LowBit(Stepping):
 
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
-        own: dict[str, Any] = {"rule": self.rule, "recipe": self.recipe, "awaits_scaler": self.awaits_scaler}
-        own["origin"] = self.origin
-        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        own = {name: getattr(self, name) for name in ("rule", "recipe", "awaits_scaler", "origin")}
+        held = set(self._parameters())
         own["projections"] = {p: projection for p, projection in self.projections.items() if p in held}
         return {**super().__getstate__(), **own}
 
@@ -130,7 +129,7 @@ class LowBit(Stepping):
         except OptimizerError:
             self.param_groups.pop()
             raise
-        self._known = self._count()
+        self._known = len(self._parameters())
 
     def agree_on_the_seed(self) -> None:
         """Take the seed of stochastic rounding from the first of the processes that train together, once."""
@@ -196,15 +195,13 @@ class LowBit(Stepping):
         Raises:
             OptimizerError: as `step`.
         """
-        stepped: list[Any] = []
-        index = 0
+        stepped, numbers = list[Any](), count()
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for parameter, index in zip(group["params"], numbers, strict=False):
                 if parameter.grad is not None:
                     stepped.append((parameter, parameter.grad, group, index))
-                index += 1
         self.check()
-        if index and not stepped and self.per_layer is None:
+        if not stepped and self.per_layer is None and self._parameters():
             if self.recipe.codes is not None:
                 raise OptimizerError(NO_GRADIENT)
             warnings.warn(NO_GRADIENT, stacklevel=5)
@@ -221,22 +218,21 @@ class LowBit(Stepping):
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
-        count = self._count()
-        if self.check_new is not None and count != self._known:
-            # They came by way of the old optimizer.
-            self.check_new([parameter for group in self.param_groups for parameter in group["params"]])
-            self._known = count
+        held = self._parameters()
+        if self.check_new is not None and len(held) != self._known:
+            self.check_new(held)  # they came by way of the old optimizer
+            self._known = len(held)
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()
 
-    def _count(self) -> int:
-        return sum(map(len, map(_params, self.param_groups)))
+    def _parameters(self) -> list[Tensor]:
+        return list(chain.from_iterable(map(_params, self.param_groups)))
 
     def _start_late(self) -> None:
         """Start the masters of parameters that were frozen, or not here, when the others' were taken; say it, once."""
         late = []
-        for index, parameter in enumerate(chain.from_iterable(map(_params, self.param_groups))):
+        for index, parameter in enumerate(self._parameters()):
             master = self._master(parameter)
             if parameter.grad is None or master.keeps.keys() <= self.state.get(parameter, {}).keys():
                 continue
@@ -285,7 +281,7 @@ class LowBit(Stepping):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
         super().zero_grad(set_to_none)
-        held = {parameter for group in self.param_groups for parameter in group["params"]} if self.reduced else ()
+        held = set(self._parameters()) if self.reduced else ()
         for parameter in self.reduced:
             if parameter not in held:
                 parameter.grad = None

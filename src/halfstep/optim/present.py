@@ -56,7 +56,7 @@ class Present:
         if self._seen is not None and self._seen.stands(held):
             return
         self._seen, modules = None, _modules(model)
-        now = set(map(id, _parameters(modules)))
+        now = set(map(id, chain.from_iterable(map(dict.values, map(_parameters_of, modules)))))
         for parameter in held:
             if parameter.dtype != self._dtypes.get(id(parameter), parameter.dtype) and self._was_known(parameter):
                 was = self._dtypes[id(parameter)]
@@ -132,7 +132,3 @@ def _modules(model: nn.Module) -> list[nn.Module]:
                 found[id(module)] = module
                 waiting.append(module)
     return list(found.values())
-
-
-def _parameters(modules: Iterable[nn.Module]) -> Iterable[Tensor | None]:
-    return chain.from_iterable(map(dict.values, map(_parameters_of, modules)))

@@ -31,7 +31,7 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
     subspace = projection.subspace(shape)
     if subspace is None:
         return rule
-    own = _Projected(rule, projection, subspace)
+    own = _Projected(rule, rule.decay, projection, subspace)
     return replace(
         rule,
         moments=lambda group: (*rule.moments(group), PROJECTOR),
@@ -50,6 +50,7 @@ class _Projected:
     """What a rule does in a subspace."""
 
     rule: UpdateRule
+    decay: Callable[[Group], tuple[float, float]]
     projection: Projection
     subspace: Subspace
 
@@ -134,14 +135,14 @@ class _Projected:
         return True
 
     def _low(self, weight: Tensor, grad: Tensor, projector: Tensor, group: Group) -> Tensor:
-        l2, _ = _decay(self.rule, group)
+        l2, _ = self.decay(group)
         if grad.shape != weight.shape:  # R already
             return grad + self.down(projector, weight * l2) if l2 else grad
         grad = -grad if group.get("maximize") else grad
         return self.down(projector, grad + weight * l2 if l2 else grad)
 
     def _moved(self, weight: Tensor, projector: Tensor, moved: Tensor, group: Group) -> Tensor:
-        _, keep = _decay(self.rule, group)
+        _, keep = self.decay(group)
         return weight * keep + self.up(projector, moved) * self.projection.scale
 
 
@@ -157,11 +158,6 @@ def singular_vectors(grad: Tensor, subspace: Subspace) -> Tensor:
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     signed: Tensor = vectors * torch.where(largest < 0, -1.0, 1.0)
     return signed.contiguous()
-
-
-def _decay(rule: UpdateRule, group: Group) -> tuple[float, float]:
-    assert rule.decay is not None
-    return rule.decay(group)
 
 
 def _bare(group: Group) -> Group:

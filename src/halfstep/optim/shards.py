@@ -1,4 +1,4 @@
-"""Parameters that are spread over ranks (DTensors): this rank's part, and where in the whole it lies."""
+"""Ranks that train together: their one seed, and parameters spread over them (DTensors), of which each has a part."""
 
 from __future__ import annotations
 
@@ -6,9 +6,27 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
+from halfstep.ops import codes
+from halfstep.recipe import Storage
+
+
+def are_several(process_group: Any) -> bool:
+    """Whether several processes train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
+
+
+def first_ranks(seed: int, process_group: Any) -> int:
+    """The seed that the group's first process gave; each of them calls this once."""
+    box = [seed]
+    dist.broadcast_object_list(box, group=process_group, group_src=0)
+    return box[0]
+
+
+# ---- parameters spread over ranks: this one's part, and where in the whole it lies -----------------------------------
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -123,3 +141,54 @@ def _cut(whole: Any) -> tuple[list[int], list[int]]:
         start = min(whole.device_mesh.get_local_rank(axis) * longest, sizes[dim])
         starts[dim], sizes[dim] = starts[dim] + start, min(longest, sizes[dim] - start)
     return starts, sizes
+
+
+# ---- moments that are codes: each rank encodes its own part, in whole tiles ------------------------------------------
+
+
+def fits(kind: Storage, parameter: Tensor) -> bool:
+    """Whether every rank's part is as long as the others' and made of whole tiles: then codes and scales of the parts,
+    laid side by side, are those of the whole, and a checkpoint of one number of ranks is one of every other.
+
+    Raises:
+        OptimizerError: tiles are not pieces of a row, or all of them hang together.
+    """
+    scales = kind.quantizer.scales
+    tile = scales.tile if scales else None
+    if tile is None or scales is None or tile.rows != 1 or not tile.columns or scales.rule.two_level:
+        raise OptimizerError(
+            f"a moment of a sharded parameter of shape {tuple(parameter.shape)} would be kept as {kind}, which needs "
+            "the whole tensor, and no rank has it. Under fully_shard keep moments in tiles along rows ('adamw-8bit', "
+            "'coat'), or in fp32, bf16 or fp16"
+        )
+    parts = _runs(parameter)
+    if parts is None or parameter.shape[0] % parts:
+        return False
+    return parameter.numel() // parts % tile.columns == 0 if kind.flat else parameter.dim() > 1
+
+
+def start_codes(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """The tensors of a moment that is zero, spread as the parameter is."""
+    whole: Any = parameter
+    own = codes.store_zeros(kind, name, tuple(local(parameter).shape), local(parameter).device)
+    dim = 1 if kind.flat else 0
+    placements = [type(placement)(dim) if placement.is_shard() else placement for placement in whole.placements]
+    spread = {}
+    for part, (dtype, shape) in kind.layout(name, tuple(parameter.shape)).items():
+        stride = torch.empty(shape, dtype=dtype, device="meta").stride()
+        given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+        spread[part] = type(whole).from_local(own[part], whole.device_mesh, placements, **given)
+    return spread
+
+
+def _runs(parameter: Tensor) -> int | None:
+    """Into how many runs of rows it is cut; None where it is cut otherwise."""
+    whole: Any = parameter
+    parts = 1
+    for axis, placement in enumerate(whole.placements):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard() or placement.dim % whole.dim() or hasattr(placement, "split_factor") or parts > 1:
+            return None
+        parts = whole.device_mesh.size(axis)
+    return parts

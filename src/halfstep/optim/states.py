@@ -1,9 +1,10 @@
-"""What an optimizer keeps of a parameter: moments begun as their storage says, and saved states taken over."""
+"""How a parameter is updated, and what is kept of it: moments as their storage says, and saved states taken over."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from halfstep.errors import OptimizerError
 from halfstep.ops import codes
-from halfstep.optim import shard_codes
-from halfstep.optim.shards import is_spread, local, spread_like
+from halfstep.optim.projected import projected
+from halfstep.optim.rules.base import Group, UpdateRule
+from halfstep.optim.shards import fits, is_spread, local, spread_like
 from halfstep.quant.description import MALFORMED, from_label, label
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import Recipe, Storage, get_storage, is_master
+from halfstep.recipe import Projection, Recipe, Storage, get_storage, is_master
 
 
 FORMATS = "state_formats"
@@ -32,14 +34,14 @@ def kind_of(recipe: Recipe, name: str | None, shape: tuple[int, ...], parameter:
     one that is spread over ranks are not whole tiles, it is kept in fp32, and a warning says so.
 
     Raises:
-        OptimizerError: as `shard_codes.fits`.
+        OptimizerError: as `shards.fits`.
     """
     kind = get_storage("fp32") if name is None else recipe.moment(name, prod(shape))
     return _as_spread(kind, parameter) if hasattr(parameter, "device_mesh") else kind
 
 
 def _as_spread(kind: Storage, parameter: Tensor) -> Storage:
-    if kind.dtype is not None or shard_codes.fits(kind, parameter):
+    if kind.dtype is not None or fits(kind, parameter):
         return kind
     warnings.warn(
         f"moments of sharded parameters of shape {tuple(parameter.shape)} are kept in fp32, not as {kind}: their rows "
@@ -66,6 +68,50 @@ def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
 def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
     """What `FORMATS` says of states that are codes."""
     return {n: label(k.quantizer) + _FLAT * k.flat for n, k in kinds.items() if k.dtype is None}
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How parameters of one shape are updated."""
+
+    rule: UpdateRule
+    kinds: Mapping[str, Storage]
+    """How the moments are kept, by name."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Their shapes."""
+    parts: tuple[str, ...]
+    """The names of all tensors that they are kept in."""
+    held: frozenset[str]
+    """The names of all that a state holds once it has begun."""
+    coded: bool
+    """Whether any is codes."""
+    master: Master
+    """What takes the update of a weight of this dtype."""
+
+
+def plan_of(
+    rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, projection: Projection | None, master: Master
+) -> Plan:
+    """The plan of a parameter.
+
+    Raises:
+        OptimizerError, RecipeError: as `projected`.
+    """
+    shape, rule = tuple(parameter.shape), rule.of(group)
+    if projection is not None:
+        rule = projected(rule, projection, shape)
+    shapes = {name: rule.shape(name, shape) for name in rule.moments(group)}
+    kinds: dict[str, Storage] = {}
+    parts: list[str] = []
+    coded = False
+    for name, own in shapes.items():
+        kind = kinds[name] = kind_of(recipe, rule.kept_as(name, group), own, parameter)
+        parts += (name,) if kind.dtype is not None and not kind.residual else kind.parts(name)
+        coded |= kind.dtype is None
+    return Plan(rule, kinds, shapes, tuple(parts), frozenset({"step", *kinds}), coded, master)
 
 
 # ---- saved states ---------------------------------------------------------------------------------------------------
@@ -107,7 +153,8 @@ def adopt(
     coded = {name: format for name, format in (formats or {}).items() if isinstance(saved.get(name), Tensor)}
     sources = {name: _source(format, name, saved) for name, format in coded.items()}
     made = [*kinds.items(), *((name, source) for name, source in sources.items() if source is not None)]
-    parts = {part for name, kind in made for part in _every_part(kind, name)}
+    # Of everything that a moment may be made of, with a residual and without.
+    parts = {part for name, kind in made for part in Storage(kind.quantizer, residual=True).parts(name)}
     own = [name for name in kinds if not is_master(name)]
     if _has_stepped(saved) and not all(isinstance(saved.get(name), Tensor) for name in own):
         raise OptimizerError(_of_another(saved, kinds, number))
@@ -151,11 +198,6 @@ def _of_another(saved: Mapping[str, Any], kinds: Iterable[str], number: object) 
         f"the state of parameter {number} holds {found}; expected {expected}: it was saved by another optimizer. "
         "Load it into that one, or load the weights alone and start this one from zero"
     )
-
-
-def _every_part(kind: Storage, name: str) -> tuple[str, ...]:
-    """The names of everything that a moment may be made of, with a residual and without."""
-    return Storage(kind.quantizer, residual=True).parts(name)
 
 
 def _kept(

@@ -17,16 +17,13 @@ from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
 from halfstep.ops.codes import store_zeros
-from halfstep.optim import shard_codes
 from halfstep.optim.changed import Changed, as_ours
 from halfstep.optim.checks import check_state, check_subspace
-from halfstep.optim.coded import CodedWeight
-from halfstep.optim.plan import Plan, plan_of
 from halfstep.optim.rules import moment_names
 from halfstep.optim.rules.base import RULE, UpdateRule
-from halfstep.optim.shards import is_spread, local, placed, spread_like
-from halfstep.optim.states import FORMATS, adopt, foreign, labels, widened
-from halfstep.optim.update import OWN
+from halfstep.optim.shards import is_spread, local, placed, spread_like, start_codes
+from halfstep.optim.states import FORMATS, Plan, adopt, foreign, labels, plan_of, widened
+from halfstep.optim.update import OWN, CodedWeight
 from halfstep.quant.masters import Master, get_master
 from halfstep.recipe import MASTER, PROJECTOR, Projection, Recipe, Storage, is_master
 from halfstep.recipe.origin import RECIPE, Origin
@@ -139,7 +136,7 @@ class Stored(torch.optim.Optimizer):
             if state.get(name) is not None:
                 continue
             if kind.dtype is None and spread:
-                state.update(shard_codes.start(kind, name, parameter))
+                state.update(start_codes(kind, name, parameter))
                 continue
             shape = plan.shapes[name]
             like = parameter if parameter.shape == shape else parameter.detach().new_empty(shape)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import compress, count
 from operator import attrgetter, ne
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, kind_of
 from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.ops import CodeTensor
-from halfstep.optim.coded import CodedWeight
 from halfstep.optim.rules.base import UpdateRule, with_codes
 from halfstep.optim.shards import is_spread, part, run_of
-from halfstep.optim.stepping import Batch, Way, batched
+from halfstep.optim.stepping import Batch, Stepping, Way, batched
 from halfstep.optim.unmoved import Unmoved
+from halfstep.optim.update import CodedWeight
 from halfstep.recipe import MASTER
 
 
@@ -29,31 +29,6 @@ Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
 """A parameter, its gradient, its group and its number."""
 
 _version = attrgetter("_version")
-
-
-class Owner(Protocol):
-    """What is asked of the optimizer."""
-
-    rule: UpdateRule
-    param_groups: list[dict[str, Any]]
-    state: Any
-
-    def way(
-        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, varies: Any, kernels: bool = True
-    ) -> Way:
-        """How a parameter is stepped; `varies` is that of its group."""
-
-    def gradient(self, way: Way, grad: Tensor) -> Tensor:
-        """A gradient as the update takes it."""
-
-    def varies(self, group: Mapping[str, Any]) -> Any:
-        """The options of a group that say more than numbers."""
-
-    def follow(self, parameter: Tensor) -> None:
-        """Update the master of a parameter that may have been written to since the last step."""
-
-    def note_written(self, parameter: Tensor) -> None:
-        """A parameter is as a step left it."""
 
 
 class Together:
@@ -108,7 +83,7 @@ class Together:
 
     # ---- a step like the last one ------------------------------------------------------------------------------
 
-    def again(self, owner: Owner) -> bool:
+    def again(self, owner: Stepping) -> bool:
         """Take gradients and numbers as they are now. False where something else has changed since the last step."""
         if self._unmoved is None or owner.rule is not self._rule:
             return False
@@ -125,7 +100,7 @@ class Together:
             steps.set(options)
         return True
 
-    def run(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, owner: Stepping, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step all that `take` took."""
         written = list(compress(self._followed, map(ne, map(_version, self._followed), self._left)))
         for parameter in written:
@@ -140,7 +115,7 @@ class Together:
         for parameter in written:
             owner.note_written(parameter)
 
-    def follow_options(self, owner: Owner) -> None:
+    def follow_options(self, owner: Stepping) -> None:
         """Let CUDA graphs of steps read the numbers of the groups as they are now, learning rates among them.
 
         Raises:
@@ -160,7 +135,7 @@ class Together:
 
     # ---- a step that is not -------------------------------------------------------------------------------------
 
-    def take(self, owner: Owner, stepped: Iterable[Stepped], kernels: bool) -> None:
+    def take(self, owner: Stepping, stepped: Iterable[Stepped], kernels: bool) -> None:
         """Find how each parameter is stepped; none is yet.
 
         Args:
@@ -211,7 +186,7 @@ class Together:
         if read and kernels and not self._rounded and (self._steps or not hasattr(next(iter(read)), "fake_mode")):
             self._unmoved = Unmoved(owner.param_groups, owner.state, read, launched)
 
-    def _tensors(self, owner: Owner, way: Way, grad: Tensor, number: int, program: Program) -> Tensors | None:
+    def _tensors(self, owner: Stepping, way: Way, grad: Tensor, number: int, program: Program) -> Tensors | None:
         """What is read of a parameter; None where no kernel would."""
         rule, step, parameter, group = way.rule, way.step, way.parameter, way.group
         weight, codes = _numbers(step.weight), _numbers(grad)
@@ -257,7 +232,7 @@ _NOT_CAPTURABLE = (
 )
 
 
-def _options(owner: Owner) -> list[Options]:
+def _options(owner: Stepping) -> list[Options]:
     made = [(owner.rule.of(group).options, group) for group in owner.param_groups]
     return [_STILL if options is None else options(group) for options, group in made]
 

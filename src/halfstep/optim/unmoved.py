@@ -97,22 +97,24 @@ class Unmoved:
     ) -> dict[torch.device, Places] | None:
         """By device, where gradients are now. None where anything else has moved, other parameters have gradients than
         before, or gradients are of another kind."""
-        if list(map(len, map(_params, groups))) != self._sizes or list(map(_seed, groups)) != self._seeds:
-            return None
-        if not all(map(is_, groups, self._groups)):
-            return None
-        if not all(map(is_, chain.from_iterable(map(_params, groups)), self._parameters)):
-            return None
-        if list(map(type, self._parameters)) != self._classes:  # codes became values, as `revert` has it
-            return None
-        if len(state) != len(self._keys) or not all(map(is_, state, self._keys)):
-            return None
-        if not all(map(is_, state.values(), self._states)):
+        if (
+            list(map(len, map(_params, groups))) != self._sizes
+            or list(map(_seed, groups)) != self._seeds
+            or not all(map(is_, groups, self._groups))
+            or not all(map(is_, chain.from_iterable(map(_params, groups)), self._parameters))
+            or list(map(type, self._parameters)) != self._classes  # codes became values, as `revert` has it
+            or len(state) != len(self._keys)
+            or not all(map(is_, state, self._keys))
+            or not all(map(is_, state.values(), self._states))
+        ):
             return None
         kept = list(chain.from_iterable(map(dict.values, self._states)))
-        if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)) or self._now() != self._addresses:
-            return None
-        if self._wrapped and not all(map(is_, self._unwrapped(), self._inner)):
+        if (
+            len(kept) != len(self._kept)
+            or not all(map(is_, kept, self._kept))
+            or self._now() != self._addresses
+            or (self._wrapped and not all(map(is_, self._unwrapped(), self._inner)))
+        ):
             return None
         grads = list(map(_grad, self._parameters))
         if list(map(type, grads)) != self._kinds:
@@ -124,7 +126,7 @@ class Unmoved:
 
     def _places(self, grads: list[Any]) -> dict[torch.device, Places] | None:
         if self._spread:
-            if not self._are_cut_alike(grads):
+            if list(map(placed, grads)) != list(map(placed, self._stepped)):
                 return None
             grads = [part(grad) if is_spread(grad) else grad for grad in grads]
         coded = [grads[place] for place in self._coded]
@@ -132,9 +134,13 @@ class Unmoved:
             return None
         for place, grad in zip(self._coded, coded, strict=True):
             grads[place] = grad.codes
-        if list(map(_dtype, grads)) != self._code_dtypes or not all(map(Tensor.is_contiguous, grads)):
-            return None
-        if any(grads[place].is_neg() for place in self._single):  # imaginary parts of conjugates; longer ones have gaps
+        if (
+            list(map(_dtype, grads)) != self._code_dtypes
+            or not all(map(Tensor.is_contiguous, grads))
+            or any(
+                grads[place].is_neg() for place in self._single
+            )  # imaginary parts of conjugates; longer ones have gaps
+        ):
             return None
         addresses = list(map(Tensor.data_ptr, grads))
         if [address % 16 for address in addresses] != self._offsets:  # kernels are compiled for multiples of 16
@@ -148,9 +154,6 @@ class Unmoved:
         for grad in coded:
             places[grad.device][1].append(grad.scale.data_ptr())
         return places
-
-    def _are_cut_alike(self, grads: list[Tensor]) -> bool:
-        return all(placed(grad) == placed(parameter) for parameter, grad in zip(self._stepped, grads, strict=True))
 
 
 def _within(tensor: Tensor) -> tuple[str, ...]:

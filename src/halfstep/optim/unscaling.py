@@ -53,29 +53,23 @@ class Pending:
         return self.found_inf == 0 if self.waits else not self.found_inf
 
 
-class AllPending:
+class AllPending(weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending]):
     """What is known of every optimizer that a scaler has seen since its last update(). It keeps no optimizer alive."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending] = weakref.WeakKeyDictionary()
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def take(self) -> list[tuple[torch.optim.Optimizer, Pending]]:
         """Everything, which is forgotten with that."""
-        taken = list(self._known.items())
-        self._known.clear()
+        taken = list(self.items())
+        self.clear()
         return taken
 
     @property
     def any_stepped(self) -> bool:
         """Whether a step was taken that no update() has ended."""
-        return any(pending.stage == "stepped" for pending in self._known.values())
+        return any(pending.stage == "stepped" for pending in self.values())
 
     def look_back(self) -> None:
         """Another backward is about to run: find out which gradients have been dropped since they were unscaled."""
-        for optimizer, pending in self._known.items():
+        for optimizer, pending in self.items():
             if pending.stage == "unscaled" and gone(optimizer):
                 pending.stage = "dropped"
 
@@ -85,8 +79,8 @@ class AllPending:
         Raises:
             LossScaleError: its last gradients overflowed, and were dropped before update() heard of it.
         """
-        same = [o for o in self._known if o.param_groups is optimizer.param_groups] if self._known else []
-        pending = self._known[same[0]] if same else None
+        same = [o for o in self if o.param_groups is optimizer.param_groups] if self else []
+        pending = self[same[0]] if same else None
         if pending is not None and pending.stage == "dropped" and treated(optimizer):
             pending.stage = "unscaled"  # they had been put aside
         if pending is not None and pending.stage == "dropped":
@@ -97,7 +91,7 @@ class AllPending:
                 )
             pending = None
         if pending is None:
-            pending = self._known[same[0] if same else optimizer] = Pending(optimizer)
+            pending = self[same[0] if same else optimizer] = Pending(optimizer)
         return pending
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from halfstep import ops
-from halfstep.ops.codes import read, write
+from halfstep.ops import CodeTensor, codes
+from halfstep.ops.dispatch import as_bytes
 from halfstep.optim.rules.base import Moments, Step, UpdateRule
 from halfstep.optim.shards import like, local, spread_like
-from halfstep.quant.masters import Own
-from halfstep.recipe import Storage
+from halfstep.quant.masters import Kept, Master, Own
+from halfstep.recipe import MASTER, Codes, Storage
 
 
 OWN = Own("none", round_to=ops.round_to)
@@ -68,11 +69,13 @@ def move(
     ):
         master.write(weight, kept, full)
         return
-    values = {name: read(kind, name, moments, rule.shape(name, tuple(full.shape))) for name, kind in kinds.items()}
+    values = {
+        name: codes.read(kind, name, moments, rule.shape(name, tuple(full.shape))) for name, kind in kinds.items()
+    }
     made = {name: value.clone() for name, value in values.items()} if step.coded else values
     if watch is None and rule.advance(Step(full, OWN, {}, step.grad, made, step.number, step.group, step.grad_scale)):
         for name, moment in _kept_where_lost(kinds, values, made).items():
-            write(kinds[name], name, moments, moment)
+            codes.write(kinds[name], name, moments, moment)
         master.write(weight, kept, full)
         return
     if not rule.elementwise:
@@ -81,8 +84,73 @@ def move(
     grad = step.grad.float() if step.grad_scale == 1.0 else step.grad.float() * step.grad_scale
     updated, new = rule.update(full, grad, values, step.number, step.group)
     for name, moment in _kept_where_lost(kinds, values, new).items():
-        write(kinds[name], name, moments, local(moment))
+        codes.write(kinds[name], name, moments, local(moment))
     wanted = local(updated - full) if watch is not None else None
     master.write(weight, kept, local(like(parameter, updated)))
     if watch is not None and before is not None and wanted is not None:
         watch(Update(parameter, before, wanted, master.value(weight, kept) - before))
+
+
+@dataclass(frozen=True)
+class CodedWeight(Master):
+    """Codes that take the update: decoded, moved in float32, and encoded with new scales. Where there is a master, it
+    takes the update, in the optimizer's state, and the weight is its image.
+
+    Source: MS-AMP, LBAdamW.
+    """
+
+    codes: Codes
+
+    @property
+    def keeps(self) -> dict[str, torch.dtype]:  # type: ignore[override]
+        """As `Master.keeps`: what the master is made of."""
+        layout = self.codes.master.layout(MASTER, (1, 1)) if self.codes.master else {}
+        return {name: dtype for name, (dtype, _) in layout.items()}
+
+    @property
+    def costly(self) -> bool:  # type: ignore[override]
+        """As `Master.costly`."""
+        return self.codes.master is not None
+
+    def stored(self, weight: Tensor) -> Tensor:
+        return weight.values() if isinstance(weight, CodeTensor) else super().stored(weight)
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        if isinstance(grad, CodeTensor):
+            return grad.values()
+        return self._image(grad.detach().float(), self.codes.grads) if self.codes.grads else grad
+
+    def start(self, weight: Tensor, full: Tensor) -> Kept:
+        kept = codes.store(self.codes.master, MASTER, full) if self.codes.master else {}
+        self._write_weight(weight, kept, full)
+        return kept
+
+    def read(self, weight: Tensor, kept: Kept) -> Tensor:
+        if self.codes.master is None:
+            return self.stored(weight)
+        full = codes.read(self.codes.master, MASTER, kept, tuple(weight.shape))
+        return full.clone() if full is kept[MASTER] else full
+
+    def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
+        if self.codes.master is not None:
+            codes.write(self.codes.master, MASTER, kept, updated)
+        self._write_weight(weight, kept, updated)
+
+    def _write_weight(self, weight: Tensor, kept: Kept, full: Tensor) -> None:
+        assert isinstance(weight, CodeTensor)
+        weight.write(self.read(weight, kept) if self.codes.master else full)
+
+    def follow(self, weight: Tensor, kept: Kept) -> None:
+        if self.codes.master is None:
+            return
+        full, now = self.read(weight, kept), self.stored(weight)
+        changed = self._image(full, self.codes.weights) != now
+        fresh = codes.store(self.codes.master, MASTER, torch.where(changed, now, full))
+        for name, own in kept.items():  # on a GPU the host would wait to hear whether there is anything to do
+            where = torch.where(changed.any(), as_bytes(fresh[name]), as_bytes(own))
+            as_bytes(own).copy_(where)
+
+    def _image(self, values: Tensor, storage: Storage) -> Tensor:
+        """What is left of float32 values that are stored so."""
+        quantizer = storage.quantizer
+        return codes.decode_parts(codes.encode_parts(values, quantizer), quantizer, tuple(values.shape), torch.float32)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.optim.widened import put_back
+from halfstep.optim.gradients import put_back
 
 
 def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:

@@ -58,7 +58,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
             f"It is a {stock.__name__} that overrides {', '.join(overridden)}, and what that does would be left out. "
             f"Hand over a torch.optim.{stock.__name__}"
         )
-    known = ", ".join(_public_name(rule.torch_class) for rule in update_rules().values())
+    classes = [rule.torch_class for rule in update_rules().values()]
+    known = ", ".join(f"{own.__module__.split('.')[0]}.optim.{own.__name__}" for own in classes)
     raise OptimizerError(
         f"{kind.__module__}.{kind.__qualname__} cannot be expressed as an update rule. "
         + (f"{instead}. " if instead else "")
@@ -105,7 +106,3 @@ def _overridden(kind: type, stock: type) -> list[str]:
     return sorted(
         name for name in names if inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(stock, name))
     )
-
-
-def _public_name(kind: type) -> str:
-    return f"{kind.__module__.split('.')[0]}.optim.{kind.__name__}"

@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from halfstep.kernels.arithmetic import root
-from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, UpdateRule, learning_rate
+from halfstep.optim.rules.base import REFUSED, Group, UpdateRule, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 
-REFUSED = {
-    "amsgrad": "its running maximum is a third moment that no recipe has a format for",
-    "differentiable": "the update runs without autograd",
-    CAPTURABLE: ON_HOST,
-}
-REFUSED_STATES = {"max_exp_avg_sq": "it is AMSGrad's running maximum, which no recipe has a format for"}
+_REFUSED = {"amsgrad": "its running maximum is a third moment that no recipe has a format for", **REFUSED}
+_REFUSED_STATES = {"max_exp_avg_sq": "it is AMSGrad's running maximum, which no recipe has a format for"}
 
 
 def element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tuple[Any, dict[str, Any]]:
@@ -39,33 +36,33 @@ def by_step(step: int, group: Group) -> dict[str, float]:
     return {"correction": 1 - beta1**step, "rescale": 1 / math.sqrt(1 - beta2**step)}
 
 
+def decays(group: Group, decoupled: bool = False) -> tuple[float, float]:
+    """What of a weight is added to its gradient, and what times the learning rate is taken from it: of a group that
+    does not say which, `decoupled`."""
+    decay = float(group["weight_decay"])
+    return (0.0, decay) if group.get("decoupled_weight_decay", decoupled) else (decay, 0.0)
+
+
+def options(group: Group, decoupled: bool = False) -> dict[str, Any]:
+    """Adam's options, as formulas are given them."""
+    (beta1, beta2), (l2, taken) = map(float, group["betas"]), decays(group, decoupled)
+    return {
+        "lr": learning_rate(group), "beta1": beta1, "beta2": beta2, "l2": l2 or None, "decay": taken,
+        "eps": float(group["eps"]),
+    }  # fmt: skip
+
+
+def decay(group: Group, decoupled: bool = False) -> tuple[float, float]:
+    """As `UpdateRule.decay`."""
+    l2, taken = decays(group, decoupled)
+    return l2, 1 - float(group["lr"]) * taken
+
+
 def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bool) -> UpdateRule:
     """Adam's rule; `decoupled` makes it AdamW's."""
-
-    def options(group: Group) -> dict[str, Any]:
-        beta1, beta2 = map(float, group["betas"])
-        l2, taken = decays(group)
-        eps = float(group["eps"])
-        return {
-            "lr": learning_rate(group),
-            "beta1": beta1,
-            "beta2": beta2,
-            "l2": l2 or None,
-            "decay": taken,
-            "eps": eps,
-        }
-
-    def decays(group: Group) -> tuple[float, float]:
-        decay = float(group["weight_decay"])
-        return (0.0, decay) if group.get("decoupled_weight_decay", decoupled) else (decay, 0.0)
-
-    def decay(group: Group) -> tuple[float, float]:
-        l2, taken = decays(group)
-        return l2, 1 - float(group["lr"]) * taken
-
     return elementwise(
-        name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), element, options, by_step,
-        refused=REFUSED, refused_states=REFUSED_STATES, decay=decay,
+        name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), element, partial(options, decoupled=decoupled),
+        by_step, refused=_REFUSED, refused_states=_REFUSED_STATES, decay=partial(decay, decoupled=decoupled),
     )  # fmt: skip
 
 

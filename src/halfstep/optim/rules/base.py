@@ -29,6 +29,8 @@ CAPTURABLE = "capturable"
 """torch's option for steps in CUDA graphs: nothing is read on the host."""
 ON_HOST = "on a CPU, and where no kernel does the whole update, it reads its step count on the host"
 """Why it is refused."""
+REFUSED = {"differentiable": "the update runs without autograd", CAPTURABLE: ON_HOST}
+"""Options that torch's optimizers have and rules have no counterpart of."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,6 @@ from halfstep.optim.rules.base import (
     own_shape,
     with_codes,
 )
-
-
-class Numbers:
-    """The options of a formula, as attributes."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.__dict__.update(options)
 
 
 Element = Callable[[Any, Any, Mapping[str, Any], Any], tuple[Any, dict[str, Any]]]
@@ -83,7 +77,7 @@ class Formula:
         """As `UpdateRule.update`."""
         given = {name: float(o) if isinstance(o, Tensor) else o for name, o in self.options(group).items()}
         given |= {"step": float(step), **self.by_step(step, group)}
-        return self.element(weight, -grad if group.get("maximize") else grad, moments, Numbers(given))
+        return self.element(weight, -grad if group.get("maximize") else grad, moments, SimpleNamespace(**given))
 
     def program(self, group: Group, options: Mapping[str, Any], by_step: Mapping[str, float]) -> Program:
         """What kernels do for a group's options."""
@@ -156,6 +150,6 @@ def _program(
     one, each = _named(shape, moments)
 
     def formula(weight: Any, grad: Any, kept: Any, options: Any) -> Any:
-        return element(weight, grad, kept, Numbers(options))
+        return element(weight, grad, kept, SimpleNamespace(**options))
 
     return traced(formula, ["step", *names], one, each, dict(known))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import double, root, single, where
-from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, learning_rate
+from halfstep.optim.rules.adam import decay, options
+from halfstep.optim.rules.base import REFUSED, Group
 from halfstep.optim.rules.elementwise import elementwise
 
 
@@ -34,13 +35,6 @@ def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tupl
     return moved, {MU_PRODUCT: product, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def _options(group: Group) -> dict[str, Any]:
-    beta1, beta2 = map(float, group["betas"])
-    l2, taken = _decays(group)
-    eps = float(group["eps"])
-    return {"lr": learning_rate(group), "beta1": beta1, "beta2": beta2, "l2": l2 or None, "decay": taken, "eps": eps}
-
-
 def _by_step(step: int, group: Group) -> dict[str, float]:
     beta1, beta2 = map(float, group["betas"])
     decay = float(group["momentum_decay"])
@@ -48,23 +42,8 @@ def _by_step(step: int, group: Group) -> dict[str, float]:
     return {"mu": mu, "mu_next": mu_next, "correction": math.sqrt(1 - beta2**step)}
 
 
-def _decays(group: Group) -> tuple[float, float]:
-    decay = float(group["weight_decay"])
-    return (0.0, decay) if group["decoupled_weight_decay"] else (decay, 0.0)
-
-
-def _decay(group: Group) -> tuple[float, float]:
-    l2, taken = _decays(group)
-    return l2, 1 - float(group["lr"]) * taken
-
-
-_REFUSED = {
-    "differentiable": "the update runs without autograd",
-    CAPTURABLE: ON_HOST,
-}
-
 nadam = elementwise(
-    "nadam", torch.optim.NAdam, lambda group: (MU_PRODUCT, "exp_avg", "exp_avg_sq"), _element, _options, _by_step,
-    shape=lambda name, shape: () if name == MU_PRODUCT else shape, refused=_REFUSED,
-    kept_as=lambda name, group: None if name == MU_PRODUCT else name, decay=_decay,
+    "nadam", torch.optim.NAdam, lambda group: (MU_PRODUCT, "exp_avg", "exp_avg_sq"), _element, options, _by_step,
+    shape=lambda name, shape: () if name == MU_PRODUCT else shape, refused=REFUSED,
+    kept_as=lambda name, group: None if name == MU_PRODUCT else name, decay=decay,
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import root, where
-from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, learning_rate
+from halfstep.optim.rules.base import REFUSED, Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 
@@ -54,12 +54,7 @@ def _options(group: Group) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_REFUSED = {
-    "differentiable": "the update runs without autograd",
-    CAPTURABLE: ON_HOST,
-}
-
 rmsprop = elementwise(
-    "rmsprop", torch.optim.RMSprop, _moments, _element, _options, refused=_REFUSED, kept_as=_kept_as,
+    "rmsprop", torch.optim.RMSprop, _moments, _element, _options, refused=REFUSED, kept_as=_kept_as,
     decay=lambda group: (float(group["weight_decay"]), 1.0),
 )  # fmt: skip
