@@ -146,29 +146,33 @@ class _Rounded(Once):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, weight, bias, ctx.window, ctx.spec, ctx.states, ctx.record = inputs
+        x, weight, bias, window, spec, *more = inputs
         _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
-        ctx.dtype = product_dtype(x)
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.layer = window, spec, *more, product_dtype(x), dtypes, (x.shape, weight.shape)
         if aside := [saved for saved in output[2:] if saved is not None]:  # torch 2.11 traces no call without any
             ctx.mark_non_differentiable(*aside)
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
-        estimated = weight if ctx.spec.estimates else None
+        if not weight.requires_grad:  # whose gradient alone takes x
+            x_kept = x_scale = None
+        if not x.requires_grad:
+            weight_kept = weight_scale = None
+        estimated = weight if spec.estimates else None
         ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, estimated)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        options = (ctx.needs_input_grad[:3], ctx.window, ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.dtypes)
-        return *once(_form, grads[0], *ctx.saved_tensors, *options), None, None, None, None
+        found = once(_form, grads[0], *ctx.saved_tensors, ctx.needs_input_grad[:3], *ctx.layer)
+        return *found, None, None, None, None
 
 
 def _form(
     grad: Tensor,
     anchor: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     x_scale: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     weight_scale: Tensor | None,
     estimated: Tensor | None,
     needs: tuple[bool, ...],
@@ -178,6 +182,7 @@ def _form(
     record: bool,
     dtype: torch.dtype,
     dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[torch.Size, torch.Size],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias, as far as they are needed."""
     grad_x = grad_weight = grad_bias = None
@@ -187,25 +192,27 @@ def _form(
     lhs: Operand | None = None
     with torch.autocast(grad.device.type, enabled=False):
         if needs[0]:
+            assert weight is not None
             lhs = rounded(grad, by_place, first.lhs, dtype, state, record, seeds.lhs)
             again = "weight" in spec.rerounded
             turned = by_filter.turned
             rhs = rounded(weight, turned, first.rhs, dtype, seed=seeds.rhs) if again else Operand(weight, weight_scale)
-            rhs = rhs.times(window.multiplier(first, x.shape, weight.shape, "grad_input"), dtype)
-            grad_x = _product(lambda a, b: window.grad_input(a, b, x.shape), lhs, rhs, None, dtype).to(dtypes[0])
+            rhs = rhs.times(window.multiplier(first, *shapes, "grad_input"), dtype)
+            grad_x = _product(lambda a, b: window.grad_input(a, b, shapes[0]), lhs, rhs, None, dtype).to(dtypes[0])
         if needs[1]:
+            assert x is not None
             if lhs is None or "grad_output" in spec.rerounded:
                 lhs = rounded(grad, by_place.turned, second.lhs, dtype, state, record, later.lhs)
             again = "input" in spec.rerounded
             rhs = rounded(x, by_place.turned, second.rhs, dtype, seed=later.rhs) if again else Operand(x, x_scale)
-            multiplier = window.multiplier(second, x.shape, weight.shape, "grad_weight")
-            operation = lambda a, b: window.grad_weight(a, b, weight.shape)  # noqa: E731
+            multiplier = window.multiplier(second, *shapes, "grad_weight")
+            operation = lambda a, b: window.grad_weight(a, b, shapes[1])  # noqa: E731
             grad_weight = _product(operation, lhs, rhs, None, dtype, multiplier).to(dtypes[1])
             if estimated is not None and spec.output.rhs is not None:
                 slope = derivative(estimated, by_filter, spec.output.rhs, states.get("weight"))
                 grad_weight = (grad_weight * slope).to(dtypes[1])
         if needs[2]:
-            multiplier = window.multiplier(second, x.shape, weight.shape, "grad_bias")
+            multiplier = window.multiplier(second, *shapes, "grad_bias")
             grad_bias = bias_gradient(grad, multiplier).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
 

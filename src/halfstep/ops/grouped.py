@@ -100,7 +100,9 @@ class _Grouped(Once):
                 made.append(
                     forward_product(lhs[expert], rhs[expert], own, call.dtype, product, x.shape[1], call.evaluates)
                 )
-            later = x if call.spec.grad_weight.rhs is not None else x.to(call.dtype)
+            later = None
+            if weight.requires_grad:  # whose gradient alone takes x
+                later = x if call.spec.grad_weight.rhs is not None else x.to(call.dtype)
         kept = [] if "weight" in call.spec.rerounded else [rhs[expert].values for expert in call.hit]
         ctx.call, ctx.bias = call, None if bias is None else bias.dtype
         ctx.save_for_backward(later, weight, *kept)
@@ -116,7 +118,7 @@ def _form(
     needs: tuple[bool, ...],
     call: _Call,
     bias: torch.dtype | None,
-    x: Tensor,
+    x: Tensor | None,
     weight: Tensor,
     *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:
@@ -125,7 +127,7 @@ def _form(
     counts, spec, dtype, arrived, _ = call
     first, second, again = spec.grad_input, spec.grad_weight, "grad_output" in spec.rerounded
     grad_x = grad_weight = grad_bias = None
-    rows, inputs = grad.split_with_sizes(counts), x.split_with_sizes(counts)
+    rows = grad.split_with_sizes(counts)
     with no_autocast(grad):
         lhs = _rows(grad, first.lhs, call) if needs[0] or not again else ()
         if needs[0]:
@@ -133,9 +135,12 @@ def _form(
             for place, expert in enumerate(call.hit):
                 rhs = Operand(kept[place]) if kept else _down(weight[expert], first.rhs, dtype)
                 pieces.append(product_of(lhs[expert], rhs, None, dtype, first, weight.shape[1]))
-            grad_x = torch.cat(pieces).to(arrived) if pieces else x.new_zeros(x.shape, dtype=arrived)
+            grad_x = (
+                torch.cat(pieces).to(arrived) if pieces else grad.new_zeros(len(grad), weight.shape[2], dtype=arrived)
+            )
         if needs[1]:
-            grad_weight = torch.zeros_like(weight)
+            assert x is not None
+            grad_weight, inputs = torch.zeros_like(weight), x.split_with_sizes(counts)
             for expert in call.hit:
                 left = _down(rows[expert], second.lhs, dtype) if again else lhs[expert]
                 right = _down(inputs[expert], second.rhs, dtype)

@@ -131,7 +131,8 @@ class Rounded(Once):
         lhs: Side
         rhs: Side
         x_later = weight_later = None
-        found = None if last is None else last.find(x, key := (spec, units, dtype, weight.requires_grad))
+        both = "input" in units.both and weight.requires_grad
+        found = None if last is None else last.find(x, key := (spec, units, dtype, both))
         with no_autocast(x):
             with unseen():
                 if found is not None:
@@ -139,7 +140,7 @@ class Rounded(Once):
                 elif keeping is not None and saved is not None:
                     state = states.get("input")
                     lhs, codes = keeping.operand(x, rows, saved, dtype, state, record, seeds.lhs, units.there)
-                elif "input" in units.both and weight.requires_grad:
+                elif both:
                     later = signs_of(spec.grad_weight, x, weight)
                     twice = seeds.lhs, seeds.lhs
                     lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, twice)
@@ -204,16 +205,18 @@ class Rounded(Once):
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Save what the backward takes."""
         x, weight, bias, spec, states, record, channels, rounded, keeping, _, units, dtype, _ = inputs
-        anchor, x_kept, x_scale, x_whole, weight_kept, *rest = output[1:]
+        anchor, *kept = output[1:]
+        kept[0], kept[3] = x if kept[0] is None else kept[0], weight if kept[3] is None else kept[3]
+        again = (keeping is not None or units.output) and kept[3] is weight
+        if not weight.requires_grad:  # whose gradient alone takes x
+            kept[:3], kept[6:9] = _NOTHING_LEFT
+        if not x.requires_grad:
+            kept[3:6], kept[9:] = _NOTHING_LEFT
         ctx.set_materialize_grads(False)
-        x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
-        if keeping is not None and not weight.requires_grad:
-            x_kept = x_scale = x_whole = None
-        again = (keeping is not None or units.output) and weight_kept is weight
         estimated = weight if spec.estimates else None
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.layer = _Layer(spec, states, record, dtype, x.shape, dtypes, rounded, again, units)
-        ctx.save_for_backward(anchor, channels, estimated, x_kept, x_scale, x_whole, weight_kept, *rest)
+        ctx.save_for_backward(anchor, channels, estimated, *kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
