@@ -1,59 +1,231 @@
-"""A layer whose weight is frozen (beside adapters, in fine-tuning) keeps nothing of its input for the backward pass."""
+"""Adapters train beside frozen codes, as the recipe would train them beside weights of those values."""
+
+import copy
 
 import pytest
 import torch
+from test_paths import Lora
 from torch import nn
 
-from halfstep.ops.part import part_of
-from halfstep.recipe import get_recipe
-from tiny import RECIPES, SCALED, fast_and_every, prepared
+import halfstep
+from families import slow_unless
+from halfstep.errors import ModelError, RecipeError
+from halfstep.ops.noise import ATTRIBUTE
+from halfstep.quant import Hadamard, get_quantizer
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
+from tiny import EVERY, adamw, assert_same, batch, mlp
 
 
-ROUNDS = [name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)]
-ROUNDS = [name for name in ROUNDS if name not in SCALED]  # which store a frozen weight otherwise
-KINDS = {
-    "linear": lambda: (nn.LayerNorm(24), nn.Linear(24, 40), (32, 24)),
-    "convolution": lambda: (nn.GroupNorm(1, 8), nn.Conv2d(8, 12, 3, padding=1), (4, 8, 5, 5)),
+def trainable(name):
+    rules = [rule.linear for rule in get_recipe(name).rules if rule.linear.rounds]
+    turned = any(spec.output.hadamard or spec.grad_input.hadamard for spec in rules)
+    clamped = any(spec.output.rhs is not None and spec.output.rhs.clamp for spec in rules)
+    plain = not (get_recipe(name).smooth_glu or turned or clamped)
+    return plain and any(spec.output.rhs is not None for spec in rules)
+
+
+ABLE = [name for name in EVERY if trainable(name)]
+QUICK = {"nf4", "nf4-double", "fp8-current", "mxfp4", "fp8-block", "fp8-delayed"}
+every_able = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, ABLE))
+
+
+def adapted(model):
+    """With LoRA around each linear layer, of which the factors alone train."""
+    for index in (0, 3):
+        torch.manual_seed(index)
+        model[index] = Lora(model[index])
+        nn.init.normal_(model[index].lora_B, std=0.1)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in path)
+    return model
+
+
+def frozen(name, model=None):
+    model = mlp() if model is None else model
+    halfstep.quantize_model(model, name, adapters=True)
+    return adapted(model).train()
+
+
+def gradients(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@every_able
+def test_gradients_are_those_of_the_recipe_beside_weights_of_the_same_values(name):
+    """A model of the decoded weights follows the recipe; rounding what is rounded changes nothing, but where a format
+    clips or a scale is chosen from values that were clipped."""
+    model = frozen(name)
+    values = copy.deepcopy(model)
+    halfstep.dequantize_model(values)
+    halfstep.apply(values, {"fp8-delayed": "fp8-current", "fp8-delayed-megatron": "fp8-current"}.get(name, name))
+    expected = gradients(values.train(), batch()[0])
+    found = gradients(model, batch()[0])
+    assert all(grad.abs().sum() > 0 for grad in found)
+    exact = name in ("nf4", "fp8-current", "fp8-block", "mxfp8", "fp8-delayed")
+    for one, other in zip(found, expected, strict=True):
+        if exact:
+            assert_same(one, other)
+        else:  # nvfp4's gradients are rounded stochastically
+            assert ((one - other).norm() / other.norm()) < 0.4
+
+
+@pytest.mark.quick("fp8-block", "fp8-current")
+@every_able
+def test_codes_stay_and_adapters_learn(name):
+    model = frozen(name)
+    codes = {n: b.clone() for n, b in model.named_buffers() if not n.endswith(ATTRIBUTE)}
+    optimizer, scaler = halfstep.optimize(model, adamw(model), generator=3)
+    x, y = batch()
+    losses = []
+    for _ in range(8):
+        loss = (model(x) - y).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    buffers = dict(model.named_buffers())
+    assert_same({n: buffers[n] for n in codes}, codes)
+
+
+def test_no_pass_keeps_the_decoded_weights():
+    model, kept = frozen("nf4"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(batch()[0])
+    assert not any(t.shape in ((16, 8), (4, 16)) for t in kept)  # of the two layers; LoRA's factors are narrower
+
+
+def rotating():
+    four = get_quantizer("mxfp4")
+    products = LinearSpec(output=Matmul(rhs=four), grad_input=Matmul(four, four, hadamard=Hadamard()))
+    return Recipe("rotating", "", "", rules=(Rule("*", products),))
+
+
+def test_it_is_asked_for_by_name():
+    model = mlp()
+    halfstep.quantize_model(model, "nf4")
+    model = adapted(model)
+    with pytest.raises(ModelError, match=r"adapters=True"):
+        model.train()(batch()[0])
+    with pytest.raises(ModelError, match=r"adapters=True"):
+        model.eval()(batch()[0].requires_grad_())
+    with pytest.raises(RecipeError, match=r"adapters=True"):
+        halfstep.optimize(model, adamw(model))
+    with pytest.raises(RecipeError, match=r"it is quantised under 'nf4'.*quantise with adapters=True"):
+        halfstep.prepare(model, adamw(model), recipe="nf4")
+    with pytest.raises(RecipeError, match="rotates the product that passes gradients on"):
+        halfstep.quantize_model(mlp(), rotating(), adapters=True)
+
+
+def test_adapters_that_are_there_already_stay_trainable():
+    model = adapted(mlp())
+    report = halfstep.quantize_model(model, "nf4", adapters=True)
+    assert report.quantized == ("0.base_layer", "3.base_layer")
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        f"{index}.{name}" for index in (0, 3) for name in ("lora_A.weight", "lora_B")
+    }
+    assert all(grad.abs().sum() > 0 for grad in gradients(model.train(), batch()[0]))
+
+
+def test_an_evaluation_is_that_of_a_model_without_adapters_in_mind():
+    model, plain = mlp(), mlp()
+    halfstep.quantize_model(model, "nf4", adapters=True)
+    halfstep.quantize_model(plain, "nf4")
+    with torch.no_grad():
+        assert_same(model(batch()[0]), plain(batch()[0]))
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x, y):
+        out = self.attention(x, y, y)[0]
+        return self.cell(out.flatten(0, 1), x.flatten(0, 1))
+
+
+def test_gradients_pass_through_attention_and_cells():
+    x, y = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    stock, model = Attends(), Attends()
+    halfstep.quantize_model(model, "fp8-current", adapters=True)
+    found = []
+    for each in (stock, model.train()):
+        inputs = x.clone().requires_grad_(), y.clone().requires_grad_()
+        each(*inputs).square().sum().backward()
+        found.append([each_.grad for each_ in inputs])
+    for one, other in zip(*found, strict=True):
+        assert ((one - other).norm() / one.norm()) < 0.2
+
+
+def test_a_trained_bias_gets_its_gradient():
+    model = mlp()
+    halfstep.quantize_model(model, "nf4", adapters=True)
+    model[0].bias.requires_grad_()
+    model.train()(batch()[0]).sum().backward()
+    assert model[0].bias.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dim", ["rows", "columns"])
+def test_odd_sizes(dim):
+    """A last block of a row that is short, and rows that are no multiple of anything."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(67, 5) if dim == "columns" else nn.Linear(8, 3))
+    stock = copy.deepcopy(model)
+    halfstep.quantize_model(model, "nf4", adapters=True)
+    x = torch.randn(3, model[0].in_features, requires_grad=True)
+    model.train()(x).sum().backward()
+    other = x.detach().clone().requires_grad_()
+    stock(other).sum().backward()
+    assert ((x.grad - other.grad).norm() / other.grad.norm()) < 0.2
+
+
+# ---- values again ----------------------------------------------------------------------------------------------------
+
+
+WRITES = {
+    "add": lambda w: w.add_(1),
+    "data +=": lambda w: w.data.__iadd__(1),
+    "data =": lambda w: setattr(w, "data", torch.zeros_like(w)),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "copy": lambda w: w.copy_(torch.zeros(16, 8)),
+    "init": lambda w: nn.init.zeros_(w),
+    "out": lambda w: torch.add(w, 1, out=w),
 }
 
 
-def made(kind, name, frozen):
-    torch.default_generator.manual_seed(0)
-    norm, layer, shape = KINDS[kind]()
-    layer.weight.requires_grad_(not frozen)
-    model = nn.Sequential(norm, layer)
-    prepared(name, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
-    return model, torch.randn(shape, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_to_a_weight_of_codes_are_refused(write):
+    model = mlp()
+    halfstep.quantize_model(model, "mxfp8")
+    before = model[0].weight + 0
+    assert type(before) is torch.Tensor
+    with pytest.raises(ModelError, match=r"halfstep\.dequantize_model"), torch.no_grad():
+        WRITES[write](model[0].weight)
+    assert_same(model[0].weight + 0, before)
 
 
-def kept(model, x):
-    """The output, and how many tensors of the size of the layer's input the forward keeps, beside the norm's."""
-    found = {}
-
-    def pack(saved):
-        found[saved.untyped_storage().data_ptr()] = saved
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        y = model(x)
-    return y, sum(saved.numel() == x.numel() for place, saved in found.items() if place != x.data_ptr())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("names", fast_and_every(ROUNDS))
-def test_it_keeps_no_input_and_passes_the_same_gradients_on(kind, names):
-    rounding = 0
-    for name in names:
-        grads, inputs = [], []
-        for frozen in (False, True):
-            model, x = made(kind, name, frozen)
-            (norm, layer), (y, found) = model, kept(model, x)
-            inputs.append(found)
-            y.square().sum().backward()
-            assert (layer.weight.grad is None) == frozen
-            grads.append((norm.weight.grad, layer.bias.grad))
-        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True)), name
-        if (spec := part_of(layer).linear) is not None and spec.rounds:
-            rounding += 1
-            assert inputs[1] == inputs[0] - 1, (name, inputs)
-    assert rounding
+@pytest.mark.parametrize("name", ["nf4", "fp8-delayed", "mxfp4"])
+def test_values_in_the_place_of_codes(name):
+    model, stock = mlp(), mlp()
+    keys = [*stock.state_dict()]
+    halfstep.quantize_model(model, name)
+    weight = model[0].weight + 0
+    with pytest.raises(RecipeError, match=r"halfstep\.dequantize_model"):
+        halfstep.revert(model)
+    halfstep.dequantize_model(model)
+    assert [*model.state_dict()] == keys
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+    assert_same(model[0].weight.detach(), weight)
+    model.load_state_dict(stock.state_dict())
+    with pytest.raises(RecipeError, match="follows no recipe"):
+        halfstep.dequantize_model(model)
+    halfstep.apply(model, "bf16-stochastic")
+    with pytest.raises(RecipeError, match="is not quantised"):
+        halfstep.dequantize_model(model)
