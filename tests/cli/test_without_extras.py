@@ -26,6 +26,7 @@ PROJECT = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"
 FOR_USERS = [name for name in PROJECT["optional-dependencies"] if name not in ("dev", "bench", "site")]
 
 
+@cache
 def distributions(extra):
     """What an extra asks for, itself and by other extras."""
     found = set()
@@ -123,7 +124,14 @@ def test_a_command_that_breaks_is_found():
 
 @cache
 def parsed():
-    return {file: ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")}
+    """The nodes of every file."""
+    return {file: [*ast.walk(ast.parse(file.read_text()))] for file in SOURCE.rglob("*.py")}
+
+
+@cache
+def modules_of(extra):
+    """The modules that an extra brings, and what it needs."""
+    return {module for name in needed(distributions(extra)) for module in modules().get(name, ())}
 
 
 def extras(block):
@@ -134,11 +142,11 @@ def extras(block):
     return {call.args[0].value for call in asked}
 
 
-def imports(tree):
+def imports(nodes):
     """Modules that a file imports from outside, where nothing catches their absence."""
     caught = {
         id(node)
-        for block in ast.walk(tree)
+        for block in nodes
         if extras(block)
         or (
             isinstance(block, ast.Try)
@@ -147,7 +155,7 @@ def imports(tree):
         for statement in block.body
         for node in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "import_module"
@@ -157,11 +165,11 @@ def imports(tree):
 
 def test_what_is_imported_is_a_dependency_or_named_with_its_extra():
     known = {*sys.stdlib_module_names, *own(), "halfstep", "llvmlite"}  # which is a part of numba, and has its version
-    for file, tree in parsed().items():
+    for file, nodes in parsed().items():
         asked = (
             {"triton"} if file.parent.match("kernels/gpu/jit") else set()
         )  # `kernels.gpu.launch.missing` says why not
-        for module, caught in imports(tree):
+        for module, caught in imports(nodes):
             assert caught or module in known | asked or module in _EXTRAS, f"{file}: {module}"
 
 
@@ -175,12 +183,12 @@ def test_the_commands_extras_bring_what_they_are_named_for():
 def test_integrations_name_the_extra_of_the_library_that_they_import():
     """`with MissingLibraryError.of(EXTRA)` stands around the import of a library of that extra."""
     named = set()
-    for file, tree in parsed().items():
-        for block in ast.walk(tree):
+    for file, nodes in parsed().items():
+        for block in nodes:
             named |= extras(block)
             for extra in (e for e in extras(block) if distributions(e) <= {*modules()}):
-                brought = {module for name in needed(distributions(extra)) for module in modules().get(name, ())}
-                wanted = {name for statement in block.body for name, _ in imports(ast.Module([statement], []))}
+                brought = modules_of(extra)
+                wanted = {name for statement in block.body for name, _ in imports([*ast.walk(statement)])}
                 assert wanted, f"{file}: nothing is imported"
                 assert wanted <= brought, f"{file}: the extra {extra} brings no {', '.join(wanted - brought)}"
     assert named

@@ -258,27 +258,20 @@ def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding)
     """x * factor, rounded, and its codes where there are `codes`. The factor is that of the state, or else largest /
     amax of x; the state takes in the amax where it is to `record`. Returns 1 / factor."""
     nothing, chunks, used = np.zeros(1, x.dtype)[0], (x.size + CHUNK - 1) // CHUNK, _in_use(state)
-    found = np.zeros(chunks, np.uint32)
+    found, note = np.zeros(chunks, np.uint32), record and used != 0
     if used == 0:
         for chunk in numba.prange(chunks):
             found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)
         used = stored_bits(_factor(np.float64(_number(_largest(found))), largest))
-        for chunk in numba.prange(chunks):
-            a = chunk * CHUNK
-            b = min(a + CHUNK, x.size)
+    for chunk in numba.prange(chunks):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        if note:
+            found[chunk] = _noting(x[a:b], out[a:b], numbers, None, used, nothing)
+        else:
             _piece(x[a:b], out[a:b], numbers, None, used)
-            if codes is not None:
-                encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
-    else:
-        for chunk in numba.prange(chunks):
-            a = chunk * CHUNK
-            b = min(a + CHUNK, x.size)
-            if record:
-                found[chunk] = _noting(x[a:b], out[a:b], numbers, None, used, nothing)
-            else:
-                _piece(x[a:b], out[a:b], numbers, None, used)
-            if codes is not None:
-                encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
+        if codes is not None:
+            encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
     if state is not None and record:
         state[1] = max(state[1], _largest(found))  # the bits of magnitudes are in their order, and NaN's above all
     return np.float32(1) / _number(used)
