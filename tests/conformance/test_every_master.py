@@ -77,7 +77,10 @@ WRITES = [through_data, in_place, by_foreach]
 
 @pytest.mark.parametrize(
     ("name", "kind", "apply"),
-    slow_unless([(*turn, write) for turn, write in in_turn(TURNS, WRITES)].__contains__, itertools.product(BESIDE, KINDS, WRITES)),
+    slow_unless(
+        [(*turn, write) for turn, write in in_turn(TURNS, WRITES)].__contains__,
+        itertools.product(BESIDE, KINDS, WRITES),
+    ),
 )
 def test_a_mask_after_every_step_keeps_all_of_the_others(name, kind, apply):
     """Beside a run without the mask, bit for bit; of what is masked nothing is left."""
