@@ -102,7 +102,7 @@ def test_sizes_and_threads(size, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.quick("2-fp32-e4m3fn-moved", "1-bf16-e5m2-none", "1-fp32-e4m3fn-first")
+@pytest.mark.quick("1-fp32-e4m3fn-moved", "1-bf16-e5m2-none", "2-fp32-e4m3fn-first")
 @pytest.mark.parametrize("state", ["none", "first", "moved"])
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "int8"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
