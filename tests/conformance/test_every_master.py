@@ -109,6 +109,13 @@ def test_zeros_written_are_zeros_and_move_on(name, kind):
     assert (weight != 0).float().mean() > 0.99
 
 
+def test_a_split_weight_half_way_between_two_is_the_one_away_from_zero():
+    value = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8])
+    weight, optimizer = start("bf16-split", value=value)
+    assert weight.tolist() == [1 + 2.0**-7, -1 - 2.0**-7]
+    assert torch.equal(optimizer.full(weight), value)
+
+
 def new_storage(weight, value):
     weight.data = value.to(weight.dtype)
 
