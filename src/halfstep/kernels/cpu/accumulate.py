@@ -5,13 +5,13 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep import formats
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
-from halfstep.kernels.cpu.lanes import SIGN, Lane, lanes, nearest_bf16
+from halfstep.kernels.cpu.lanes import SIGN, Lane, nearest_bf16
+from halfstep.kernels.cpu.runs import add, elementwise
 from halfstep.quant.accumulator import LEAST, Accumulator, accumulate, exponent, unless_finite
 
 
@@ -47,19 +47,19 @@ def run(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> bool
 # ---- sums that are rounded ------------------------------------------------------------------------------------------
 
 
-@lanes(types.float32)
-def _plus_product(total: Lane, a: Lane, b: Lane) -> Lane:
-    return total + a * b
+@elementwise
+def _add_product(out: Lane, a: Lane, b: Lane) -> Lane:
+    return out + a * b
 
 
-@lanes(types.float32)
-def _sum_in_half(running: Lane, block: Lane) -> Lane:
-    return _odd_sum(running, block).float_to_half().half_to_float()
+@elementwise
+def _add_in_half(out: Lane, block: Lane) -> Lane:
+    return _odd_sum(out, block).float_to_half().half_to_float()
 
 
-@lanes(types.float32)
-def _sum_in_bfloat16(running: Lane, block: Lane) -> Lane:
-    return (nearest_bf16(_odd_sum(running, block).bits()).to(32) << 16).float()
+@elementwise
+def _add_in_bfloat16(out: Lane, block: Lane) -> Lane:
+    return (nearest_bf16(_odd_sum(out, block).bits()).to(32) << 16).float()
 
 
 def _odd_sum(a: Lane, b: Lane) -> Lane:
@@ -74,46 +74,21 @@ def _odd_sum(a: Lane, b: Lane) -> Lane:
 
 
 @inner
-def _add_products(total, a, b):
-    for j in range(total.size):
-        total[j] = _plus_product(total[j], a, b[j])
-
-
-@inner
-def _add_blocks_in_half(running, block):
-    for j in range(running.size):
-        running[j] = _sum_in_half(running[j], block[j])
-        block[j] = np.float32(0)
-
-
-@inner
-def _add_blocks_in_bfloat16(running, block):
-    for j in range(running.size):
-        running[j] = _sum_in_bfloat16(running[j], block[j])
-        block[j] = np.float32(0)
-
-
-@inner
-def _promote(total, running):
-    for j in range(total.size):
-        total[j] += running[j]
-        running[j] = np.float32(0)
-
-
-@inner
 def _rounded_row(a, rhs, out, size, promote, half):
     running, block = np.zeros(out.size, np.float32), np.zeros(out.size, np.float32)
     for start in range(0, a.size, size):
         stop = min(start + size, a.size)
         for k in range(start, stop):
-            _add_products(block, a[k], rhs[k])
+            _add_product(block, a[k], rhs[k])
         if half:
-            _add_blocks_in_half(running, block)
+            _add_in_half(running, block)
         else:
-            _add_blocks_in_bfloat16(running, block)
+            _add_in_bfloat16(running, block)
+        block[:] = 0
         if promote and stop % promote == 0:
-            _promote(out, running)
-    _promote(out, running)
+            add(out, running)
+            running[:] = 0
+    add(out, running)
 
 
 @Kernel
@@ -128,25 +103,25 @@ def _rounded(lhs, rhs, out, block, promote, half):
 # ---- sums that are aligned and cut ----------------------------------------------------------------------------------
 
 
-@lanes(types.uint32)
-def _higher(largest: Lane, a: Lane, b: Lane) -> Lane:
+@elementwise
+def _raise_exponents(out: Lane, a: Lane, b: Lane) -> Lane:
     """Exponents plus `_ABOVE`, so that none is negative."""
-    return largest.max(a + b)
+    return out.max(a + b)
 
 
-@lanes(types.uint32)
-def _with_running(largest: Lane, running: Lane) -> Lane:
-    return largest.max(((running.bits() >> 23) & 0xFF) + (_ABOVE - 127)).max(LEAST + _ABOVE)
+@elementwise
+def _raise_to_running(out: Lane, running: Lane) -> Lane:
+    return out.max(((running.bits() >> 23) & 0xFF) + (_ABOVE - 127)).max(LEAST + _ABOVE)
 
 
-@lanes(types.uint32)
-def _plus_term(total: Lane, a: Lane, b: Lane, exponent: Lane, fraction: Lane) -> Lane:
-    return total + (a * b * _power(fraction - exponent + _ABOVE)).truncated()
+@elementwise
+def _add_terms(out: Lane, a: Lane, b: Lane, exponent: Lane, fraction: Lane) -> Lane:
+    return out + (a * b * _power(fraction - exponent + _ABOVE)).truncated()
 
 
-@lanes(types.float32)
-def _cut_sum(terms: Lane, running: Lane, exponent: Lane, fraction: Lane) -> Lane:
-    total = terms + (running * _power(fraction - exponent + _ABOVE)).truncated()
+@elementwise
+def _add_cut(out: Lane, terms: Lane, exponent: Lane, fraction: Lane) -> Lane:
+    total = terms + (out * _power(fraction - exponent + _ABOVE)).truncated()
     value = total.value_as_float() * _power(exponent - fraction - _ABOVE)
     mask = (fraction.constant(0xFFFFFFFF) << 23) | ~(fraction.constant(0x7FFFFF) >> fraction)
     return (value.bits() & mask).float()
@@ -158,37 +133,12 @@ def _power(exponent: Lane) -> Lane:
 
 
 @inner
-def _raise_exponents(largest, a, b):
-    for j in range(largest.size):
-        largest[j] = _higher(largest[j], a, b[j])
-
-
-@inner
-def _raise_to_running(largest, running):
-    for j in range(largest.size):
-        largest[j] = _with_running(largest[j], running[j])
-
-
-@inner
-def _add_terms(total, a, b, exponents, fraction):
-    for j in range(total.size):
-        total[j] = _plus_term(total[j], a, b[j], exponents[j], fraction)
-
-
-@inner
-def _add_cut(running, terms, exponents, fraction):
-    for j in range(running.size):
-        running[j] = _cut_sum(terms[j], running[j], exponents[j], fraction)
-        terms[j] = np.uint32(0)
-        exponents[j] = np.uint32(0)
-
-
-@inner
 def _aligned_row(a, rhs, of_a, of_rhs, out, size, promote, fraction):
-    running, terms = np.zeros(out.size, np.float32), np.zeros(out.size, np.uint32)
-    exponents = np.zeros(out.size, np.uint32)
+    running = np.zeros(out.size, np.float32)
+    exponents, terms = np.empty(out.size, np.uint32), np.empty(out.size, np.uint32)
     for start in range(0, a.size, size):
         stop = min(start + size, a.size)
+        exponents[:] = terms[:] = 0
         for k in range(start, stop):
             _raise_exponents(exponents, of_a[k], of_rhs[k])
         _raise_to_running(exponents, running)
@@ -196,8 +146,9 @@ def _aligned_row(a, rhs, of_a, of_rhs, out, size, promote, fraction):
             _add_terms(terms, a[k], rhs[k], exponents, fraction)
         _add_cut(running, terms, exponents, fraction)
         if promote and stop % promote == 0:
-            _promote(out, running)
-    _promote(out, running)
+            add(out, running)
+            running[:] = 0
+    add(out, running)
 
 
 @Kernel

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
-from halfstep.kernels.cpu.lanes import MAGNITUDE, lanes
-from halfstep.kernels.cpu.scales import stored_bits
+from halfstep.kernels.cpu.scales import raised_by, stored_bits
 
 
 def run(x: Tensor) -> Tensor | None:
@@ -34,22 +33,13 @@ def number(x: NDArray[Any]) -> float:
     return float(found.max().view(np.float32))
 
 
-@lanes("one")
-def larger(one, two):
-    return one.max(two & (MAGNITUDE >> 32 - two.type.width))  # NaN's bits are above infinity's
-
-
 @inner
-def largest_magnitude(x, nothing):
-    """The bits, as a float32's, of the largest magnitude in a chunk of an `array`; `nothing` is its zero."""
-    largest = nothing
-    for i in range(x.size):
-        largest = larger(largest, x[i])
-    return stored_bits(largest)
+def largest_magnitude(x):
+    """The bits, as a float32's, of the largest magnitude in a chunk of an `array`."""
+    return stored_bits(raised_by(x.dtype.type(0), x))
 
 
 @Kernel
 def _amax(x, found):
-    nothing = np.zeros(1, x.dtype)[0]
     for chunk in numba.prange(found.size):
-        found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)
+        found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)])

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from numba import types
 from numpy.typing import NDArray
 
 from halfstep.kernels.cpu.compiled import Kernel, inner
-from halfstep.kernels.cpu.lanes import MAGNITUDE, Lane, lanes
+from halfstep.kernels.cpu.lanes import MAGNITUDE, Lane
+from halfstep.kernels.cpu.runs import elementwise
 
 
 Counts = NDArray[np.int64]
@@ -126,8 +126,8 @@ def _parts(size: int) -> int:
     return max(1, min(size >> 18, torch.get_num_threads()))
 
 
-@lanes(types.uint16)
-def _bin(value: Lane) -> Lane:
+@elementwise
+def _bins(value: Lane) -> Lane:
     magnitude = value & MAGNITUDE
     below = magnitude < 0x00800000
     spread = below.pick(magnitude.value_as_float().bits(), magnitude)  # a subnormal number's leading bit, found
@@ -140,45 +140,21 @@ def _bin(value: Lane) -> Lane:
     return ((row << 5) | column).to(16)
 
 
-@lanes(types.uint32)
-def _smaller(value: Lane, least: Lane) -> Lane:
+@elementwise
+def _least(out: Lane, value: Lane) -> Lane:
     """Magnitudes less one, so that zero is the largest of all."""
-    return ((value & MAGNITUDE) - 1).min(least)
+    return ((value & MAGNITUDE) - 1).min(out)
 
 
-@lanes("largest")
-def _larger(value: Lane, largest: Lane, mask: Lane, infinity: Lane) -> Lane:
+@elementwise
+def _most(out: Lane, value: Lane, mask: Lane, infinity: Lane) -> Lane:
     magnitude = value & mask
-    return (magnitude < infinity).pick(magnitude, 0).max(largest)
+    return (magnitude < infinity).pick(magnitude, 0).max(out)
 
 
-@lanes("seen")
-def _also(value: Lane, seen: Lane, mask: Lane, smallest: Lane) -> Lane:
-    return ((value & mask) < smallest).pick(seen, value | seen)
-
-
-@inner
-def _bins(x, out):
-    for i in range(x.size):
-        out[i] = _bin(x[i])
-
-
-@inner
-def _least(x, least):
-    for i in range(x.size):
-        least[i] = _smaller(x[i], least[i])
-
-
-@inner
-def _most(x, most, mask, infinity):
-    for i in range(x.size):
-        most[i] = _larger(x[i], most[i], mask, infinity)
-
-
-@inner
-def _seen(x, seen, mask, smallest):
-    for i in range(x.size):
-        seen[i] = _also(x[i], seen[i], mask, smallest)
+@elementwise
+def _seen(out: Lane, value: Lane, mask: Lane, smallest: Lane) -> Lane:
+    return ((value & mask) < smallest).pick(out, value | out)
 
 
 @inner
@@ -197,9 +173,9 @@ def _float32_part(x, counts, least):
     bins = np.empty(_PIECE, np.uint16)
     for a in range(0, x.size, _PIECE):
         piece = x[a : a + _PIECE]
-        _bins(piece, bins)
+        _bins(bins[: piece.size], piece)
         _tally(bins[: piece.size], counts)
-        _least(piece, least)
+        _least(least[: piece.size], piece)
 
 
 @Kernel
@@ -210,7 +186,7 @@ def _sorted(keys, starts):
     magnitudes, bins = np.empty(keys.size, np.uint32), np.empty(keys.size, np.uint16)
     for i in range(keys.size):
         magnitudes[i] = keys[i] >> 1
-    _bins(magnitudes, bins)
+    _bins(bins, magnitudes)
     for t in range(tensors):
         first, stop = starts[t], starts[t + 1]
         while first < stop and keys[first] < 2:
@@ -247,14 +223,15 @@ def _amax_part(x, column, most, mask, infinity):
     a = 0
     while a < x.size:
         b = min(x.size, a + most.size - column)
-        _most(x[a:b], most[column:], mask, infinity)
+        _most(most[column : column + b - a], x[a:b], mask, infinity)
         a, column = b, 0
 
 
 @inner
 def _any_part(x, seen, mask, smallest):
     for a in range(0, x.size, _PIECE):
-        _seen(x[a : a + _PIECE], seen, mask, smallest)
+        piece = x[a : a + _PIECE]
+        _seen(seen[: piece.size], piece, mask, smallest)
 
 
 @Kernel

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import element_codes, elements
-from halfstep.kernels.cpu.amax import larger, largest_magnitude
+from halfstep.kernels.cpu.amax import largest_magnitude
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.codes import encode_piece
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload, none, piece
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, none, piece, specialized
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
-from halfstep.kernels.cpu.scales import stored_bits
+from halfstep.kernels.cpu.runs import elementwise
+from halfstep.kernels.cpu.scales import raised, stored_bits
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, StatefulScaling
 
@@ -126,10 +127,10 @@ def run(
         return True
     if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16 and factor is None:
         numbers = narrow_scalars(format, overflow)
-    target = None if x.data_ptr() == out.data_ptr() and amax is None else array(out)
+    source = None if x.data_ptr() == out.data_ptr() and amax is None else array(x)
     times = None if factor is None else array(factor)[0]
     found = None if amax is None else np.empty(-(-x.numel() // CHUNK), np.uint32)
-    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times, found)
+    _values(x.numel(), source, array(out), numbers, seed_keys(seed) if rounding == "stochastic" else None, times, found)
     if amax is not None and found is not None:
         noted = array(amax)
         noted[0] = max(noted[0], found.max())  # the bits of magnitudes are in their order, and NaN's above all
@@ -179,8 +180,8 @@ def round_whole(x: NDArray[Any], format: Format, out: NDArray[Any], numbers: Any
     return _whole(x.size, x, out, numbers, format.max, None, False, None, None, None)
 
 
-@lanes("like")
-def _rounded(value, numbers, keys, index, like, factor):
+def _rounded_value(out, value, numbers, keys, index, like, factor):
+    value = out if value is None else value
     if numbers[0].stored == types.uint16:
         return rounded_narrow(value, Narrow(*numbers))
     bits = bits_of(value)
@@ -189,35 +190,26 @@ def _rounded(value, numbers, keys, index, like, factor):
     return stored_as(elements.rounded(bits, Rounding(*numbers), noise(keys, index)), like)
 
 
+_rounded, _piece = lanes("like")(_rounded_value), elementwise(_rounded_value)
+
+
 @inner
-def _noting(x, out, numbers, keys, factor, nothing):
-    largest = nothing
+def _noting(x, out, numbers, keys, factor):
+    largest = x.dtype.type(0)
     for i in range(x.size):
-        largest = larger(largest, x[i])
-        out[i] = _rounded(x[i], numbers, keys, i, out[i], factor)
+        largest = raised(largest, x[i])
+        out[i] = _rounded(None, x[i], numbers, keys, i, out[i], factor)
     return stored_bits(largest)
-
-
-@inner
-def _piece(x, out, numbers, keys, factor):
-    if out is None:  # in place; with `out`, the loop is compiled for arrays that do not overlap
-        for i in range(x.size):
-            x[i] = _rounded(x[i], numbers, keys, i, x[i], factor)
-    else:
-        for i in range(x.size):
-            out[i] = _rounded(x[i], numbers, keys, i, out[i], factor)
 
 
 @Kernel
 def _values(x, out, numbers, seed, factor, found):
-    nothing = np.zeros(1, x.dtype)[0]
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        if found is None:
-            _piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor)
+    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
+        a, b = ends(chunk, out.size)
+        if found is None:  # in place without x: with it, the loop is compiled for arrays that do not overlap
+            _piece(out[a:b], piece(x, a, b), numbers, chunk_keys(seed, chunk), factor)
         else:
-            found[chunk] = _noting(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor, nothing)
+            found[chunk] = _noting(x[a:b], out[a:b], numbers, chunk_keys(seed, chunk), factor)
 
 
 @lanes(types.float32)
@@ -241,13 +233,9 @@ def _factor(amax, largest):
     return np.float32(min(largest / amax, _FINITE) if amax <= _FINITE else np.nan)
 
 
+@specialized
 def _in_use(state):
     """In kernels: the bits of the factor that a state has in use; 0 where there is none."""
-    raise NotImplementedError
-
-
-@inner_overload(_in_use)
-def _in_use_overload(state):
     if none(state):
         return lambda state: np.uint32(0)
     return lambda state: state[0]
@@ -257,19 +245,18 @@ def _in_use_overload(state):
 def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding):
     """x * factor, rounded, and its codes where there are `codes`. The factor is that of the state, or else largest /
     amax of x; the state takes in the amax where it is to `record`. Returns 1 / factor."""
-    nothing, chunks, used = np.zeros(1, x.dtype)[0], (x.size + CHUNK - 1) // CHUNK, _in_use(state)
-    found, note = np.zeros(chunks, np.uint32), record and used != 0
+    chunks, used = (x.size + CHUNK - 1) // CHUNK, _in_use(state)
+    found, noting = np.zeros(chunks, np.uint32), record and used != 0
     if used == 0:
         for chunk in numba.prange(chunks):
-            found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)
+            found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)])
         used = stored_bits(_factor(np.float64(_number(_largest(found))), largest))
     for chunk in numba.prange(chunks):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        if note:
-            found[chunk] = _noting(x[a:b], out[a:b], numbers, None, used, nothing)
+        a, b = ends(chunk, x.size)
+        if noting:
+            found[chunk] = _noting(x[a:b], out[a:b], numbers, None, used)
         else:
-            _piece(x[a:b], out[a:b], numbers, None, used)
+            _piece(out[a:b], x[a:b], numbers, None, used)
         if codes is not None:
             encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
     if state is not None and record:

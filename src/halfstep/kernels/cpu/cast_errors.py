@@ -17,7 +17,7 @@ from halfstep.formats import Codebook, Format, Integer
 from halfstep.kernels.cpu import element_codes, elements, scales, two_level
 from halfstep.kernels.cpu.cast_error_loops import sum_plain_errors, sum_scaled_errors, sum_squares
 from halfstep.kernels.cpu.comparison import Errors, unit
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.scales import absmax_scales, note_block_maxima, power_scales
@@ -175,8 +175,7 @@ def _saturating(format: Format) -> tuple[np.uint32, ...]:
 @Kernel
 def _maxima(x, found):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
+        a, b = ends(chunk, x.size)
         note_block_maxima(x[a:b], 4, found[a >> 4 : b >> 4])
 
 
@@ -191,17 +190,15 @@ def _to_divide(amax, scale):
 @Kernel
 def _absmax(amax, largest, scale):
     for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, amax.size)
-        absmax_scales(amax[a:b], scale[a:b], largest)
+        a, b = ends(chunk, amax.size)
+        absmax_scales(scale[a:b], amax[a:b], largest)
         _to_divide(amax[a:b], scale[a:b])
 
 
 @Kernel
 def _two_level(amax, whole, rule, up, scale):
     for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, amax.size)
+        a, b = ends(chunk, amax.size)
         tile_scales(amax[a:b], scale[a:b], np.empty(b - a, np.float32), whole, rule, up)
         _to_divide(amax[a:b], scale[a:b])
 
@@ -209,7 +206,6 @@ def _two_level(amax, whole, rule, up, scale):
 @Kernel
 def _power(amax, rule, scale):
     for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, amax.size)
+        a, b = ends(chunk, amax.size)
         power_scales(amax[a:b], np.empty(b - a, np.uint8), scale[a:b].view(np.uint32), rule)
         _to_divide(amax[a:b], scale[a:b])

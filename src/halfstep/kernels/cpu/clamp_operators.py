@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.formats import Format
 from halfstep.kernels.blank import blank
-from halfstep.kernels.cpu import folded, quantiles, rows, slopes, sparse as products
+from halfstep.kernels.cpu import quantiles, rows, slopes, sparse as products
 from halfstep.kernels.operator import Operator
 from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile
@@ -90,7 +90,7 @@ def clamped(x: Tensor, bounds: Tensor | None) -> Tensor:
 def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype) -> FoldedOrNone:
     """x times scale (a row's or a column's), rounded as one tensor by a rule, in `dtype`, and the scale of that; None
     where no kernel does it."""
-    return folded.run(x, scale, format, rounding, rule, dtype) if has_memory(x) else None
+    return rows.run_folded(x, scale, format, rounding, rule, dtype) if has_memory(x) else None
 
 
 def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from halfstep.formats import Codebook, Float
 from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion, whole
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
-from halfstep.kernels.cpu.dequantize import meaning, powers_piece, values_piece
+from halfstep.kernels.cpu.compiled import CHUNK, inner, specialized
+from halfstep.kernels.cpu.dequantize import meaning, values_piece
 from halfstep.kernels.cpu.divided import divided
 from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
 from halfstep.kernels.cpu.rules import note, room
@@ -131,20 +131,9 @@ PLAIN = (None,) * 6
 """What stands beside an array of numbers."""
 
 
-def opened(kept: Any, stored: Any, levels: Any, decoding: Any, a: Any, b: Any) -> Any:
+@specialized
+def opened(kept, stored, levels, decoding, a, b):
     """In kernels: the numbers a to b: part of the array itself; of codes, their values in float32."""
-    raise NotImplementedError
-
-
-def closed(
-    kept: Any, stored: Any, levels: Any, scale_of: Any, numbers: Any, codes: Any, values: Any, a: Any, b: Any
-) -> Any:
-    """In kernels: what `opened` gave, changed since, encoded again where it is codes."""
-    raise NotImplementedError
-
-
-@inner_overload(opened)
-def _opened(kept, stored, levels, decoding, a, b):
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, decoding, a, b: kept[a:b]
     if isinstance(levels, types.NoneType):
@@ -156,13 +145,14 @@ def _opened(kept, stored, levels, decoding, a, b):
     )
 
 
-@inner_overload(closed)
-def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
+@specialized
+def closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
+    """In kernels: what `opened` gave, changed since, encoded again where it is codes."""
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: None
     if isinstance(levels, types.NoneType):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: close_whole(
-            kept[a:b], scale_of, numbers, codes, values
+            kept[a:b], values, scale_of, numbers, codes
         )
     if isinstance(stored, types.BaseTuple):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: _closed_groups(
@@ -181,19 +171,15 @@ def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
     )
 
 
+@specialized
 def _scales(stored):
     """In kernels: the scales as float32 numbers."""
-    raise NotImplementedError
-
-
-@inner_overload(_scales)
-def _scales_overload(stored):
     if stored.dtype == types.float32:
         return lambda stored: stored
 
     def powers(stored):
         scale = np.empty(stored.size, np.uint32)
-        powers_piece(stored, scale)
+        powers(scale, stored)
         return scale.view(np.float32)
 
     return powers

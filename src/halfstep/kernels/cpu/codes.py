@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu import element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece
 from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes, stored_as
+from halfstep.kernels.cpu.lanes import INFINITY, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
+from halfstep.kernels.cpu.runs import elementwise, reduction
+from halfstep.kernels.cpu.scales import larger
 from halfstep.quant.rounding import Seed
 
 
@@ -58,39 +59,26 @@ def _code(value, numbers, codes, keys, index, like):
     return code.to(like.bitwidth)
 
 
-@lanes("like")
-def _decoded(code, numbers, like):
+@elementwise
+def _decode_piece(code, numbers, like):
     return stored_as(element_codes.decoded(code.to(32), numbers), like)
 
 
-@lanes(types.uint32)
-def _larger_magnitude(worst, value):
-    return worst.max(bits_of(value) & MAGNITUDE)
-
-
-@lanes(types.uint32)
-def _larger_code(worst, code):
-    return worst.max(code.to(32))
+@reduction
+def _largest_code(most, code):
+    return most.max(code.to(32))
 
 
 @inner
 def encode_piece(x, out, numbers, codes, keys, worst):
     """The codes of a chunk. worst[0] becomes the largest magnitude's bits, where there is a `worst`."""
-    if worst is None:
-        for i in range(x.size):
-            out[i] = _code(x[i], numbers, codes, keys, i, out[i])
-    else:
-        largest = worst[0]
-        for i in range(x.size):
-            out[i] = _code(x[i], numbers, codes, keys, i, out[i])
-            largest = _larger_magnitude(largest, x[i])
+    largest = np.uint32(0)
+    for i in range(x.size):
+        out[i] = _code(x[i], numbers, codes, keys, i, out[i])
+        if worst is not None:
+            largest = larger(largest, x[i])
+    if worst is not None:
         worst[0] = largest
-
-
-@inner
-def _decode_piece(codes, out, numbers):
-    for i in range(codes.size):
-        out[i] = _decoded(codes[i], numbers, out[i])
 
 
 @inner
@@ -103,17 +91,13 @@ def _look_up_piece(codes, out, table):
 @inner
 def _note_code(codes, worst):
     if worst is not None:
-        largest = worst[0]
-        for i in range(codes.size):
-            largest = _larger_code(largest, codes[i])
-        worst[0] = largest
+        worst[0] = _largest_code(worst[0], codes)
 
 
 @Kernel
 def _encode(x, out, numbers, codes, worst, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
+        a, b = ends(chunk, x.size)
         part = packing.place(out, a, b, shifts)
         encode_piece(x[a:b], part, numbers, codes, chunk_keys(seed, chunk), piece(worst, chunk, chunk + 1))
         packing.pack(part, out, a, b, shifts)
@@ -122,18 +106,16 @@ def _encode(x, out, numbers, codes, worst, shifts, seed):
 @Kernel
 def _decode(codes, out, numbers, worst, shifts):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, out.size)
+        a, b = ends(chunk, out.size)
         part = packing.unpack(codes, a, b, shifts)
-        _decode_piece(part, out[a:b], numbers)
+        _decode_piece(out[a:b], part, numbers)
         _note_code(part, piece(worst, chunk, chunk + 1))
 
 
 @Kernel
 def _look_up(codes, out, table, worst, shifts):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, out.size)
+        a, b = ends(chunk, out.size)
         part = packing.unpack(codes, a, b, shifts)
         _look_up_piece(part, out[a:b], table)
         _note_code(part, piece(worst, chunk, chunk + 1))

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,26 @@ def inner_overload(function: Callable[..., Any], inlined: bool = False) -> Any:
     return overload(function, jit_options=_INLINED if inlined else _PART)
 
 
+def specialized(choose: Callable[..., Any], inlined: bool = False) -> Any:
+    """Make `choose`, which returns a function for the numba types of its arguments, one that kernels call."""
+
+    def stub(*arguments: Any) -> Any:
+        raise NotImplementedError(f"{choose.__name__} is for kernels")
+
+    inner_overload(stub, inlined)(choose)
+    return stub
+
+
+specialized_inlined = partial(specialized, inlined=True)
+"""The same, inlined wherever it is called."""
+
+
+@inner_inlined
+def ends(chunk, size):
+    """Where a chunk of so many elements begins, and where it stops."""
+    return chunk * CHUNK, min(chunk * CHUNK + CHUNK, size)
+
+
 @inner_inlined
 def whole_lines(count):
     """Room for so many float32 numbers from the beginning of a line of the cache: numba aligns to half of one, and
@@ -109,30 +129,22 @@ def whole_lines(count):
     return found[skip : skip + count]
 
 
-def piece(array, start, stop):
-    """In kernels: array[start:stop], or None for None, decided when the kernel is compiled."""
-    return None if array is None else array[start:stop]
-
-
-@inner_overload(piece)
-def _piece_overload(array, start, stop):
-    if isinstance(array, types.NoneType):
-        return lambda array, start, stop: None
-    return lambda array, start, stop: array[start:stop]
-
-
 def none(numba_type: Any) -> bool:
     """Whether an argument is None."""
     return isinstance(numba_type, types.NoneType)
 
 
-def each(numbers: Any, i: Any) -> Any:
+@specialized
+def piece(array, start, stop):
+    """In kernels: array[start:stop], or None for None, decided when the kernel is compiled."""
+    if none(array):
+        return lambda array, start, stop: None
+    return lambda array, start, stop: array[start:stop]
+
+
+@specialized_inlined
+def each(numbers, i):
     """In kernels: number i of an array, numbers i of two; None of None, and one number whatever i is."""
-    raise NotImplementedError
-
-
-@inner_overload(each, inlined=True)
-def _each(numbers, i):
     if isinstance(numbers, types.BaseTuple):
         return lambda numbers, i: (numbers[0][i], numbers[1][i])
     if isinstance(numbers, types.NoneType | types.Number):
@@ -140,14 +152,10 @@ def _each(numbers, i):
     return lambda numbers, i: numbers[i]
 
 
-def of_row(numbers: Any, row: Any) -> Any:
+@specialized_inlined
+def of_row(numbers, row):
     """In kernels: what a row of a matrix takes of numbers by row (an array), by column (a matrix of one row: all of
     them), or for all of it (one number, or None)."""
-    raise NotImplementedError
-
-
-@inner_overload(of_row, inlined=True)
-def _of_row(numbers, row):
     if isinstance(numbers, types.Array):
         return (lambda numbers, row: numbers[row]) if numbers.ndim == 1 else (lambda numbers, row: numbers[0])
     return lambda numbers, row: numbers

@@ -14,12 +14,12 @@ from torch import Tensor
 from halfstep.formats import Float, Format, Integer, ocp
 from halfstep.kernels.cpu import blocks, element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, specialized
 from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
-from halfstep.kernels.cpu.scales import larger, power_bits
+from halfstep.kernels.cpu.scales import larger, powers
 from halfstep.quant.quantizer import Quantizer
 
 
@@ -147,13 +147,9 @@ def _table_piece(codes, scale, levels, out, table):
             out[j] = _scaled(table[codes[j] & mask], s, out[j])
 
 
+@specialized
 def values_piece(codes, scale, levels, out, meaning):
     """In kernels: the values of a chunk's blocks, from codes one a byte and their scales in float32."""
-    raise NotImplementedError
-
-
-@inner_overload(values_piece)
-def _piece_overload(codes, scale, levels, out, meaning):
     if isinstance(meaning, types.Array):
         return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)
     if len(meaning) > 2:
@@ -164,8 +160,7 @@ def _piece_overload(codes, scale, levels, out, meaning):
 @Kernel
 def _values(codes, scale, levels, out, meaning, shifts):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, out.size)
+        a, b = ends(chunk, out.size)
         part = scale[a >> len(levels) : b >> len(levels)]
         values_piece(unpack(codes, a, b, shifts), part, levels, out[a:b], meaning)
 
@@ -173,12 +168,5 @@ def _values(codes, scale, levels, out, meaning, shifts):
 @Kernel
 def _powers(stored, out):
     for chunk in numba.prange((stored.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, stored.size)
-        powers_piece(stored[a:b], out[a:b])
-
-
-@inner
-def powers_piece(stored, out):
-    for i in range(stored.size):
-        out[i] = power_bits(stored[i])
+        a, b = ends(chunk, stored.size)
+        powers(out[a:b], stored[a:b])

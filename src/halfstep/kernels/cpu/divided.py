@@ -10,7 +10,7 @@ from numba import types
 
 from halfstep.kernels.cpu import element_codes, elements
 from halfstep.kernels.cpu.codebook import encode_piece
-from halfstep.kernels.cpu.compiled import each, inner, inner_optimised, inner_overload, none
+from halfstep.kernels.cpu.compiled import each, inner, inner_optimised, none, specialized_inlined
 from halfstep.kernels.cpu.element_codes import Coding, looked_up, searched
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, nearest_as, stored_as
@@ -101,10 +101,8 @@ def _rows(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys
             to[i] = rounded(row[i], d, s, steps, numbers, codes, cuts, keys, b * run + i, to[i])
 
 
-def divided(
-    x: Any, divisor: Any, scale: Any, steps: Any, run: Any, levels: Any, out: Any, numbers: Any, codes: Any, cuts: Any,
-    keys: Any, place: Any,
-) -> None:  # fmt: skip
+@specialized_inlined
+def divided(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
     """In kernels: every element of some tiles of a row, each with its numbers: as `rounded`.
 
     Args:
@@ -113,11 +111,7 @@ def divided(
         keys: `noise.keys_at` the first element; or `column_keys`.
         place: of columns that are written `tall` elements apart, from `to` on: (to, tall, their size). Or None.
     """
-    raise NotImplementedError
 
-
-@inner_overload(divided, inlined=True)
-def _divided(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
     def places(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
         encode_piece(x, divisor, levels, out, cuts)
 

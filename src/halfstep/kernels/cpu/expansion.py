@@ -19,7 +19,7 @@ from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes
-from halfstep.kernels.cpu.runs import length, runs
+from halfstep.kernels.cpu.runs import elementwise, length, runs
 from halfstep.kernels.cpu.scales import larger
 from halfstep.quant.logarithm import EXP2, HALF_ROOT, LOG2, MAGIC, MAGIC_BITS, log2_fraction, polynomial
 from halfstep.quant.quantizer import Quantizer
@@ -135,13 +135,13 @@ def _ends(amax: Lane, least: Lane) -> tuple[Lane, Lane]:
     return largest, usual.pick(least + 1, one).float().max(largest * SPAN)
 
 
-@lanes(types.float32)
+@elementwise
 def _span(amax, least):
     largest, smallest = _ends(amax, least)
     return log2(largest / smallest)
 
 
-@lanes(types.float32)
+@elementwise
 def _exponent(span, rule):
     exponent = (span.constant(1.0) / span * rule[0]).min(LARGEST)
     if rule[2] is not None:
@@ -149,45 +149,34 @@ def _exponent(span, rule):
     return exponent.max(SMALLEST)
 
 
-@lanes(types.float32)
+@elementwise
 def _center(amax, least, span):
     return _ends(amax, least)[1] * exp2(span * 0.5)
 
 
-@lanes(types.float32)
+@elementwise
 def _scale(amax, least, exponent, center, rule):
     scale = exp2(exponent * log2(_ends(amax, least)[0] / center) - rule[1])
     return (amax >= INFINITY).pick(amax.constant(NAN), scale.bits()).float()
 
 
-@lanes(types.float32)
+@elementwise
 def _log_scale(scale):
     """log2 of a scale; NaN of one that is NaN."""
     return scale.is_nan().pick(scale, log2(scale))
 
 
-@lanes(types.float32)
+@elementwise
 def _reciprocal(exponent):
     return exponent.constant(1.0) / exponent
 
 
-@lanes(types.float32)
+@elementwise
 def _center_or_nan(scale, center):
     return scale.is_nan().pick(scale, center)
 
 
 # ---- many groups ---------------------------------------------------------------------------------------------------
-
-
-@inner
-def _prepared(scale, exponent, center, log_scale, root, middle):
-    """What `_value` needs of each group."""
-    for i in range(scale.size):
-        log_scale[i] = _log_scale(scale[i])
-    for i in range(scale.size):
-        root[i] = _reciprocal(exponent[i])
-    for i in range(scale.size):
-        middle[i] = _center_or_nan(scale[i], center[i])
 
 
 @inner
@@ -207,7 +196,9 @@ def decode_groups(codes, scale, exponent, center, levels, out, meaning):
         np.empty(scale.size, np.float32),
         np.empty(scale.size, np.float32),
     )
-    _prepared(scale, exponent, center, log_scale, root, middle)
+    _log_scale(log_scale, scale)
+    _reciprocal(root, exponent)
+    _center_or_nan(middle, scale, center)
     _values(codes, log_scale, root, middle, levels, out, meaning)
 
 
@@ -221,20 +212,6 @@ def _note_ends(x, levels, amax, least):
             most = larger(most, part[i])
             fewest = _less(fewest, part[i])
         amax[b], least[b] = most, fewest
-
-
-@inner
-def _group_scales(amax, least, scale, exponent, center, span, rule):
-    for i in range(scale.size):
-        span[i] = _span(amax[i], least[i])
-    for i in range(scale.size):
-        exponent[i] = _exponent(span[i], rule)
-    for i in range(scale.size):
-        center[i] = _center(amax[i], least[i], span[i])
-    for i in range(scale.size):
-        scale[i] = _scale(amax[i], least[i], exponent[i], center[i], rule)
-    for i in range(scale.size):
-        span[i] = _log_scale(scale[i])
 
 
 @inner
@@ -252,5 +229,9 @@ def encode_groups(x, scale, exponent, center, levels, out, rule, numbers, codes)
     amax, least = np.empty(scale.size, np.uint32), np.empty(scale.size, np.uint32)
     span = np.empty(scale.size, np.float32)
     _note_ends(x, levels, amax, least)
-    _group_scales(amax, least, scale, exponent, center, span, rule)
+    _span(span, amax, least)
+    _exponent(exponent, span, rule)
+    _center(center, amax, least, span)
+    _scale(scale, amax, least, exponent, center, rule)
+    _log_scale(span, scale)
     _groups(x, span, exponent, center, levels, out, numbers, codes)

@@ -21,7 +21,7 @@ from torch import Tensor
 from halfstep.formats import Float, Format, Integer, ieee754, ocp
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.arrays import array, borrowed, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload
+from halfstep.kernels.cpu.compiled import Kernel, inner, specialized
 from halfstep.kernels.cpu.dots import dots
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.readers import STEP, in_pairs
@@ -200,25 +200,17 @@ def _largest(scales, largest):
     return largest
 
 
-def tiles_of(stored: Any, table: Any, row: Any, across: Any, down: Any, right: Any) -> Any:
+@specialized
+def tiles_of(stored, table, row, across, down, right):
     """In kernels: what `dots` takes of the scales, from a row on."""
-    raise NotImplementedError
-
-
-@inner_overload(tiles_of)
-def _tiles_of(stored, table, row, across, down, right):
     if isinstance(stored, types.NoneType):
         return lambda stored, table, row, across, down, right: None
     return lambda stored, table, row, across, down, right: (stored, table, row, across, down, right)
 
 
-def are_usual(stored: Any, most: Any, across: Any, down: Any, first: Any, last: Any) -> Any:
+@specialized
+def are_usual(stored, most, across, down, first, last):
     """In kernels: whether the scales of some rows are numbers, and none is so large that a value may be infinite."""
-    raise NotImplementedError
-
-
-@inner_overload(are_usual)
-def _are_usual(stored, most, across, down, first, last):
     if isinstance(stored, types.NoneType):
         return lambda stored, most, across, down, first, last: True
 

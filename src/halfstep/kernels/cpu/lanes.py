@@ -233,7 +233,9 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
         definition.__signature__ = inspect.Signature(parameters)
         definition.__name__ = body.__name__
         definition.__doc__ = body.__doc__
-        return intrinsic(definition)
+        made = intrinsic(definition)
+        made.body = body
+        return made
 
     return decorate
 

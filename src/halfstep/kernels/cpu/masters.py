@@ -15,8 +15,9 @@ from numba import types
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, rounded_up_half
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece
+from halfstep.kernels.cpu.lanes import Lane, bits_of, rounded_up_half
+from halfstep.kernels.cpu.runs import elementwise, reduction
 
 
 KEPT = {
@@ -55,7 +56,7 @@ def _magnitude(value: Lane) -> Lane:
     return value & 0x7FFF
 
 
-@lanes(types.uint16)
+@reduction
 def _strange_rest(found, weight, rest):
     """`found`, with a bit set where 2^7 |rest| may be more than |weight|, by the exponents: a first look."""
     limit = _magnitude(weight).max(0x3C0) - 0x380
@@ -73,10 +74,17 @@ def followed_master(weight: Lane, master: Lane) -> Lane:
     return _is_image(weight, master).pick(master, bits_of(weight).float())
 
 
-beside, image_or_own = lanes(types.uint16)(followed_rest), lanes(types.float32)(followed_master)
+@elementwise
+def _keep_rest(out, weight):
+    return followed_rest(weight, out)
 
 
-@lanes(types.uint16)
+@elementwise
+def _keep_image(out, weight):
+    return followed_master(weight, out)
+
+
+@reduction
 def _strange_image(found, weight, master):
     """`found`, with a bit set where the weight is not the master's rounded image."""
     return found | (~_is_image(weight, master)).to(16)
@@ -87,16 +95,16 @@ def _is_image(weight: Lane, master: Lane) -> Lane:
     return ~master.is_nan() & image.equals(weight)
 
 
-@lanes(types.uint16)
+@reduction
 def _strange_half(found, weight, low):
     """`found`, with a bit set where the upper half and the lower bits are together NaN, or about to be."""
     return found | _joins_to_nan(weight, low).to(16)
 
 
-@lanes("low")
-def _half(weight, low):
+@elementwise
+def _keep_half(out, weight):
     """The lower bits, or 0 where they make a NaN."""
-    return _joins_to_nan(weight, low).pick(low.constant(0), low)
+    return _joins_to_nan(weight, out).pick(out.constant(0), out)
 
 
 def joined(weight: Lane, low: Lane) -> Lane:
@@ -113,32 +121,20 @@ def _joins_to_nan(weight: Lane, low: Lane) -> Lane:
 
 @inner
 def _follow_rest(weight, rest):
-    found = np.uint16(0)
-    for i in range(weight.size):
-        found = _strange_rest(found, weight[i], rest[i])
-    if found:
-        for i in range(weight.size):
-            rest[i] = beside(weight[i], rest[i])
+    if _strange_rest(np.uint16(0), weight, rest):
+        _keep_rest(rest, weight)
 
 
 @inner
 def _follow_image(weight, master):
-    found = np.uint16(0)
-    for i in range(weight.size):
-        found = _strange_image(found, weight[i], master[i])
-    if found:
-        for i in range(weight.size):
-            master[i] = image_or_own(weight[i], master[i])
+    if _strange_image(np.uint16(0), weight, master):
+        _keep_image(master, weight)
 
 
 @inner
 def _follow_half(weight, low):
-    found = np.uint16(0)
-    for i in range(weight.size):
-        found = _strange_half(found, weight[i], low[i])
-    if found:
-        for i in range(weight.size):
-            low[i] = _half(weight[i], low[i])
+    if _strange_half(np.uint16(0), weight, low):
+        _keep_half(low, weight)
 
 
 @inner
@@ -160,7 +156,6 @@ def follow(weight, master, low, compensation, residual, residue):
 def _follow(weight, kept):
     master, low, compensation, residual, residue = kept
     for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, weight.size)
+        a, b = ends(chunk, weight.size)
         one, two = (piece(master, a, b), piece(low, a, b)), (piece(compensation, a, b), piece(residual, a, b))
         follow(weight[a:b], *one, *two, piece(residue, a, b))

@@ -5,8 +5,6 @@ They are decoded, added up in order, divided and encoded a piece at a time, whic
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 from numba import types
@@ -15,10 +13,11 @@ from torch import Tensor
 from halfstep.kernels.cpu import blocks, dequantize, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import round_piece
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
-from halfstep.kernels.cpu.dequantize import powers_piece, values_piece
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, specialized
+from halfstep.kernels.cpu.dequantize import values_piece
 from halfstep.kernels.cpu.packing import pack, place, unpack
-from halfstep.kernels.cpu.scales import power_scalars
+from halfstep.kernels.cpu.runs import add, elementwise, multiply
+from halfstep.kernels.cpu.scales import power_scalars, powers
 from halfstep.quant.quantizer import Quantizer
 
 
@@ -46,38 +45,17 @@ def run(
     return True
 
 
-@inner
-def _add(total, part):
-    for i in range(total.size):
-        total[i] += part[i]
+@elementwise
+def _divide(out, count):
+    return out / count
 
 
-@inner
-def _divide(total, count, inverse):
-    if inverse > 0:
-        for i in range(total.size):
-            total[i] *= inverse
-    else:
-        for i in range(total.size):
-            total[i] /= count
-
-
-def _place(total: Any, a: Any, b: Any) -> Any:
+@specialized
+def _place(total, a, b):
     """In kernels: where the float32 bits of the elements a to b are summed."""
-    raise NotImplementedError
-
-
-@inner_overload(_place)
-def _place_overload(total, a, b):
     if isinstance(total, types.NoneType):
         return lambda total, a, b: np.empty(b - a, np.uint32)
     return lambda total, a, b: total[a:b]
-
-
-def _encode(values: Any, out: Any, a: Any, b: Any, scales: Any, levels: Any, rule: Any, numbers: Any, codes: Any,
-            shifts: Any) -> Any:  # fmt: skip
-    """In kernels: write the values of the elements a to b into a message, where there is one."""
-    raise NotImplementedError
 
 
 @inner
@@ -88,8 +66,9 @@ def _into_message(values, out, a, b, scales, levels, rule, numbers, codes, shift
     pack(part, out, a, b, shifts)
 
 
-@inner_overload(_encode)
-def _encode_overload(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
+@specialized
+def _encode(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
+    """In kernels: write the values of the elements a to b into a message, where there is one."""
     if isinstance(out, types.NoneType):
         return lambda values, out, a, b, scales, levels, rule, numbers, codes, shifts: None
     return lambda values, out, a, b, scales, levels, rule, numbers, codes, shifts: _into_message(
@@ -101,17 +80,19 @@ def _encode_overload(values, out, a, b, scales, levels, rule, numbers, codes, sh
 def _mean(messages, size, scales, count, inverse, meaning, shifts, levels, rule, numbers, codes, out, total):
     stride = messages.size // int(count)
     for chunk in numba.prange((size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, size)
+        a, b = ends(chunk, size)
         summed, part = _place(total, a, b), np.empty(b - a, np.uint32)
         bits = np.empty((b - a) >> len(levels), np.uint32)
         first = scales + (a >> len(levels))
         for start in range(0, messages.size, stride):
             message = messages[start : start + stride]
-            powers_piece(message[first : first + bits.size], bits)
+            powers(bits, message[first : first + bits.size])
             into = part if start else summed
             values_piece(unpack(message, a, b, shifts), bits.view(np.float32), levels, into, meaning)
             if start:
-                _add(summed.view(np.float32), part.view(np.float32))
-        _divide(summed.view(np.float32), count, inverse)
+                add(summed.view(np.float32), part.view(np.float32))
+        if inverse > 0:
+            multiply(summed.view(np.float32), inverse)
+        else:
+            _divide(summed.view(np.float32), count)
         _encode(summed, out, a, b, scales, levels, rule, numbers, codes, shifts)

@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu.compiled import CHUNK, inner_overload, none
+from halfstep.kernels.cpu.compiled import CHUNK, inner_overload, none, specialized
 from halfstep.kernels.cpu.lanes import Lane, lanes
 from halfstep.quant.rounding import Seed
 
@@ -67,13 +67,10 @@ def _chunk_keys_overload(seed, chunk):
     return lambda seed, chunk: _chunk_keys(seed, np.int64(chunk))
 
 
-def keys_at(seed: Any, place: Any) -> Any:
+@specialized
+def keys_at(seed, place):
     """In kernels: the keys of an element's chunk, of which the first counts from that element; None without a seed."""
-    raise NotImplementedError
 
-
-@inner_overload(keys_at)
-def _keys_at(seed, place):
     def drawn(seed, place):
         keys = _chunk_keys(seed, np.int64(place // CHUNK))
         return np.uint32(keys[0] + place % CHUNK), keys[1]
@@ -81,13 +78,10 @@ def _keys_at(seed, place):
     return (lambda seed, place: None) if none(seed) else drawn
 
 
-def column_keys(seed: Any, to: Any, tall: Any, count: Any) -> Any:
+@specialized
+def column_keys(seed, to, tall, count):
     """In kernels: `keys_at` of columns that are written `tall` elements apart, each within a chunk, from `to` on."""
-    raise NotImplementedError
 
-
-@inner_overload(column_keys)
-def _column_keys(seed, to, tall, count):
     def drawn(seed, to, tall, count):
         first, second = np.empty(count, np.uint32), np.empty(count, np.uint32)
         for i in range(count):

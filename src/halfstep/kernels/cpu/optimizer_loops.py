@@ -8,8 +8,6 @@ leaves memory idle in two of three loops and waits for it in the other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 from numba import types
@@ -17,7 +15,7 @@ from numba import types
 from halfstep.kernels.arithmetic import SQUARES
 from halfstep.kernels.cpu.codebook import encode_block
 from halfstep.kernels.cpu.coded import closed, opened
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload, none
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, none, specialized, specialized_inlined
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
 from halfstep.kernels.cpu.divided import rounded, scaled
 from halfstep.kernels.cpu.lanes import lanes
@@ -25,21 +23,6 @@ from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results
 from halfstep.kernels.cpu.optimizer_types import bare, held, nothing, parts, placed, readable, zeros
 from halfstep.kernels.cpu.scales import absmax_scale
-
-
-def multiplier(kept: Any, start: Any, tile: Any, scale: Any, decoding: Any) -> Any:
-    """In kernels: what the codes of a tile are multiplied by; NaN where that would not give their values."""
-    raise NotImplementedError
-
-
-def open_tile(kept: Any, start: Any, tile: Any, times: Any, decoding: Any, values: Any, place: Any) -> Any:
-    """In kernels: what is looked up is so here, in a loop of its own, to values from `place` on."""
-    raise NotImplementedError
-
-
-def encode_tile(values: Any, place: Any, scale: Any, kept: Any, start: Any, tile: Any, numbers: Any, codes: Any) -> Any:
-    """In kernels: the values of a tile, from `place` on, to codes, from `start` on. Values before them may be lost."""
-    raise NotImplementedError
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
@@ -50,8 +33,9 @@ def _from_table(value, scale):
     return scaled(value, scale, types.uint32)
 
 
-@inner_overload(open_tile, inlined=True)
-def _open_tile(kept, start, tile, times, decoding, values, place):
+@specialized_inlined
+def open_tile(kept, start, tile, times, decoding, values, place):
+    """In kernels: what is looked up is so here, in a loop of its own, to values from `place` on."""
     size = 1 << len(tile)
 
     def looked_up(kept, start, tile, times, decoding, values, place):
@@ -66,8 +50,9 @@ def _open_tile(kept, start, tile, times, decoding, values, place):
     return nothing if isinstance(decoding, types.BaseTuple) else looked_up
 
 
-@inner_overload(multiplier, inlined=True)
-def _multiplier(kept, start, tile, scale, decoding):
+@specialized_inlined
+def multiplier(kept, start, tile, scale, decoding):
+    """In kernels: what the codes of a tile are multiplied by; NaN where that would not give their values."""
     size = 1 << len(tile)
 
     def of_halves(kept, start, tile, scale, decoding):
@@ -86,8 +71,9 @@ def _multiplier(kept, start, tile, scale, decoding):
 # ---- encoding ------------------------------------------------------------------------------------------------------
 
 
-@inner_overload(encode_tile, inlined=True)
-def _encode_tile(values, place, scale, kept, start, tile, numbers, codes):
+@specialized_inlined
+def encode_tile(values, place, scale, kept, start, tile, numbers, codes):
+    """In kernels: the values of a tile, from `place` on, to codes, from `start` on. Values before them may be lost."""
     size = 1 << len(tile)
 
     def floats(values, place, scale, kept, start, tile, numbers, codes):
@@ -110,28 +96,9 @@ def _encode_tile(values, place, scale, kept, start, tile, numbers, codes):
 # A moment is (numbers or codes, scale, levels, decoding, scale_of, numbers, codes, what the numbers left over).
 
 
-def open_chunk(moments: Any, a: Any, b: Any) -> Any:
+@specialized_inlined
+def open_chunk(moments, a, b):
     """In kernels: the numbers a to b of each moment."""
-    raise NotImplementedError
-
-
-def close_chunk(moments: Any, chunk: Any, a: Any, b: Any) -> Any:
-    """In kernels: what `open_chunk` gave, changed since, encoded again where it is codes."""
-    raise NotImplementedError
-
-
-def open_tiles(moments: Any, t: Any, tile: Any, values: Any, place: Any) -> Any:
-    """In kernels: of each moment tile `t`, with `values` from `place` on."""
-    raise NotImplementedError
-
-
-def close_tiles(moments: Any, t: Any, tile: Any, values: Any, place: Any, most: Any) -> Any:
-    """In kernels: the values of each moment to codes, with scales for these largest magnitudes."""
-    raise NotImplementedError
-
-
-@inner_overload(open_chunk, inlined=True)
-def _open_chunk(moments, a, b):
     if not len(moments):
         return lambda moments, a, b: ()
     others = open_chunk if len(moments) > 1 else nothing
@@ -146,8 +113,9 @@ def _open_chunk(moments, a, b):
     return numbers if isinstance(moments[0][1], types.NoneType) else codes
 
 
-@inner_overload(close_chunk, inlined=True)
-def _close_chunk(moments, chunk, a, b):
+@specialized_inlined
+def close_chunk(moments, chunk, a, b):
+    """In kernels: what `open_chunk` gave, changed since, encoded again where it is codes."""
     if not len(moments):
         return lambda moments, chunk, a, b: None
     others = close_chunk if len(moments) > 1 else nothing
@@ -163,8 +131,9 @@ def _close_chunk(moments, chunk, a, b):
     return numbers if isinstance(moments[0][1], types.NoneType) else codes
 
 
-@inner_overload(open_tiles, inlined=True)
-def _open_tiles(moments, t, tile, values, place):
+@specialized_inlined
+def open_tiles(moments, t, tile, values, place):
+    """In kernels: of each moment tile `t`, with `values` from `place` on."""
     size, others = 1 << len(tile), open_tiles if len(moments) > 1 else nothing
 
     def each(moments, t, tile, values, place):
@@ -176,8 +145,9 @@ def _open_tiles(moments, t, tile, values, place):
     return each
 
 
-@inner_overload(close_tiles, inlined=True)
-def _close_tiles(moments, t, tile, values, place, most):
+@specialized_inlined
+def close_tiles(moments, t, tile, values, place, most):
+    """In kernels: the values of each moment to codes, with scales for these largest magnitudes."""
     size, others = 1 << len(tile), close_tiles if len(moments) > 1 else nothing
 
     def each(moments, t, tile, values, place, most):
@@ -217,13 +187,9 @@ def _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, ti
     return end
 
 
-def _seed_at(seeds: Any, n: Any) -> Any:
+@specialized
+def _seed_at(seeds, n):
     """In kernels: the seed of a tensor, or None."""
-    raise NotImplementedError
-
-
-@inner_overload(_seed_at)
-def _seed_at_overload(seeds, n):
     if none(seeds):
         return lambda seeds, n: None
     return lambda seeds, n: (seeds[n, 0], seeds[n, 1])
@@ -237,8 +203,7 @@ def step(starts, rows, rule, like, numbers, seeds, tile):
     for place in numba.prange(starts[-1]):
         n = np.searchsorted(starts, place, "right") - 1
         chunk = place - starts[n]
-        begin = chunk * CHUNK
-        end = min(begin + CHUNK, rows[n, 1])
+        begin, end = ends(chunk, rows[n, 1])
         keys = chunk_keys(_seed_at(seeds, n), chunk)
         grad, weight, kept, moments = placed(parts(all_), rows, n)
         at = begin
@@ -263,8 +228,7 @@ def _largest(rule, weight, grad, chunk, numbers, at, size):
 def note_largest(rule, weight, grad, moments, numbers, found):
     all_ = held(moments)
     for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, weight.size)
+        a, b = ends(chunk, weight.size)
         most = _largest(rule, weight, grad, open_chunk(parts(all_), a, b), numbers, a, b - a)
         for n in range(len(most)):
             found[chunk, n] = most[n]
@@ -306,8 +270,7 @@ def find_norms(rule, weight, kept, grad, moments, numbers, found):
     all_, count = held(moments), found.size
     sums = np.empty((count, (weight.size + SQUARES - 1) // SQUARES))
     for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
-        begin = chunk * CHUNK
-        end = min(begin + CHUNK, weight.size)
+        begin, end = ends(chunk, weight.size)
         numbers_of = open_chunk(parts(all_), begin, end)
         results, squares = np.zeros(count * SQUARES, np.float32), np.empty(SQUARES // 2)
         for a in range(begin, end, SQUARES):

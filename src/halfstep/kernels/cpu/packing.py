@@ -7,14 +7,12 @@ compiled.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
+from halfstep.kernels.cpu.compiled import CHUNK, inner, specialized
 from halfstep.kernels.cpu.lanes import lanes
 from halfstep.quant.cast import CONTAINERS
 
@@ -96,25 +94,17 @@ def _unpack_sixths(packed, out):
         out[4 * i + 3] = _sixth_of(c, c, np.uint8(2), np.uint8(7))
 
 
-def place(out: Any, a: Any, b: Any, shifts: Any) -> Any:
+@specialized
+def place(out, a, b, shifts):
     """In kernels: where the codes a to b are written, one each."""
-    raise NotImplementedError
-
-
-@inner_overload(place)
-def _place(out, a, b, shifts):
     if isinstance(shifts, types.NoneType):
         return lambda out, a, b, shifts: out[a:b]
     return lambda out, a, b, shifts: np.empty(CHUNK, np.uint8)[: b - a]
 
 
-def pack(codes: Any, out: Any, a: Any, b: Any, shifts: Any) -> Any:
+@specialized
+def pack(codes, out, a, b, shifts):
     """In kernels: the codes a to b, written to their `place`, to where they belong in `out`."""
-    raise NotImplementedError
-
-
-@inner_overload(pack)
-def _pack(codes, out, a, b, shifts):
     if isinstance(shifts, types.NoneType):
         return lambda codes, out, a, b, shifts: None
     if len(shifts) == 2:
@@ -122,13 +112,9 @@ def _pack(codes, out, a, b, shifts):
     return lambda codes, out, a, b, shifts: _pack_sixths(codes, out[a // 4 * 3 : b // 4 * 3], shifts)
 
 
-def unpack(packed: Any, a: Any, b: Any, shifts: Any) -> Any:
+@specialized
+def unpack(packed, a, b, shifts):
     """In kernels: the codes a to b, one each."""
-    raise NotImplementedError
-
-
-@inner_overload(unpack)
-def _unpack(packed, a, b, shifts):
     if isinstance(shifts, types.NoneType):
         return lambda packed, a, b, shifts: packed[a:b]
     if len(shifts) == 2:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from halfstep.formats import Format, Posit
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, piece
 from halfstep.kernels.cpu.elements import float_bits
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes, stored_as
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, stored_as
+from halfstep.kernels.cpu.runs import elementwise
 
 
 _ONE = 127 << 23  # the bits of 1.0: what d is less than the bits
@@ -46,7 +47,7 @@ def run(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
     numbers = scalars(format, rounding, x.dtype, out.dtype) if plain(x) and plain(out) else None
     if numbers is None or x.shape != out.shape or not separate(x, out):
         return False
-    _values(x.numel(), array(x), None if x.data_ptr() == out.data_ptr() else array(out), numbers)
+    _values(x.numel(), None if x.data_ptr() == out.data_ptr() else array(x), array(out), numbers)
     return True
 
 
@@ -105,17 +106,17 @@ def _rounded(bits: Lane, p: Cutting) -> Lane:
     return (d + (one >> 1) + odd - 1) & (one.constant(0) - one)
 
 
-@lanes("like")
-def _value(value, numbers, like):
-    bits = bits_of(value)
+@elementwise
+def _values_piece(out, value, numbers, like):
+    bits = bits_of(out if value is None else value)
     magnitude = bits & MAGNITUDE
     rounded = (_rounded(bits, Cutting(*numbers)) + _ONE) | (bits & SIGN)
     rounded = magnitude.equals(0).pick(magnitude, rounded)
     return stored_as((magnitude >= INFINITY).pick(bits.constant(NAN), rounded), like)
 
 
-@lanes("like")
-def _code(value, numbers, like):
+@elementwise
+def _codes_piece(value, numbers, like):
     p = Cutting(*numbers)
     bits = bits_of(value)
     magnitude = bits & MAGNITUDE
@@ -130,33 +131,15 @@ def _code(value, numbers, like):
     return (magnitude >= INFINITY).pick(d.constant(1) << (p.bits - 1), code).to(like.bitwidth)
 
 
-@inner
-def _values_piece(x, out, numbers):
-    if out is None:
-        for i in range(x.size):
-            x[i] = _value(x[i], numbers, x[i])
-    else:
-        for i in range(x.size):
-            out[i] = _value(x[i], numbers, out[i])
-
-
-@inner
-def _codes_piece(x, out, numbers):
-    for i in range(x.size):
-        out[i] = _code(x[i], numbers, out[i])
-
-
 @Kernel
 def _values(x, out, numbers):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _values_piece(x[a:b], piece(out, a, b), numbers)
+    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
+        a, b = ends(chunk, out.size)
+        _values_piece(out[a:b], piece(x, a, b), numbers)
 
 
 @Kernel
 def _codes(x, out, numbers):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _codes_piece(x[a:b], out[a:b], numbers)
+        a, b = ends(chunk, x.size)
+        _codes_piece(out[a:b], x[a:b], numbers)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, bits_of, lanes
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, UPPER, bits_of, lanes
+from halfstep.kernels.cpu.runs import elementwise
+from halfstep.kernels.cpu.scales import larger_of
 from halfstep.quant import Clamp
 
 
@@ -52,30 +54,20 @@ def _ordered(value):
     return (bits > MAGNITUDE).pick(bits ^ 0xFFFFFFFF, bits | SIGN)
 
 
-@lanes(types.uint32)
-def _magnitude(value):
-    return bits_of(value) & MAGNITUDE
+_order = elementwise(_ordered)
 
 
 @lanes(types.float32)
-def _number(ordered):
-    """The number whose bits stand there in order."""
-    return (ordered > MAGNITUDE).pick(ordered ^ SIGN, ordered ^ 0xFFFFFFFF).float()
-
-
-@lanes(types.float32)
-def _cut_number(ordered):
+def _number(ordered, cut):
+    """The number whose bits stand there in order, or their upper half."""
     bits = (ordered > MAGNITUDE).pick(ordered ^ SIGN, ordered ^ 0xFFFFFFFF)
-    return (bits & 0xFFFF0000).float()
+    return cut.pick(bits & UPPER, bits).float()
 
 
 @inner
 def _quantile(ordered, place, share, cut):
     """Between two places, given the bits that stand there."""
-    if cut:
-        low, high = np.float64(_cut_number(ordered[place])), np.float64(_cut_number(ordered[place + 1]))
-    else:
-        low, high = np.float64(_number(ordered[place])), np.float64(_number(ordered[place + 1]))
+    low, high = np.float64(_number(ordered[place], cut)), np.float64(_number(ordered[place + 1], cut))
     return np.float32(low + (high - low) * share)
 
 
@@ -87,8 +79,7 @@ def _note_buckets(x, counts):
     ordered = np.empty(CHUNK, np.uint32)
     for start in range(0, x.size, CHUNK):
         part = x[start : start + CHUNK]
-        for i in range(part.size):
-            ordered[i] = _ordered(part[i])
+        _order(ordered[: part.size], part)
         for i in range(part.size):
             counts[ordered[i] >> 16] += 1
 
@@ -171,12 +162,8 @@ def _keep_largest(ordered, kept, flip):
 
 @inner
 def _row(x, places, shares, cut, ordered, kept, found, row):
-    largest = np.uint32(0)
-    for i in range(x.size):
-        ordered[i] = _ordered(x[i])
-    for i in range(x.size):
-        largest = max(largest, _magnitude(x[i]))
-    if largest >= INFINITY:
+    _order(ordered, x)
+    if larger_of(np.uint32(0), x) >= INFINITY:
         found[0, row] = found[1, row] = np.nan
         return
     bits = np.empty(4, np.uint32)

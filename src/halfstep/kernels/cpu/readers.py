@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from halfstep.kernels.cpu.compiled import inner, inner_overload
+from halfstep.kernels.cpu.compiled import inner, specialized
 from halfstep.kernels.cpu.lanes import MAGNITUDE, UPPER, WIDTHS, Lane, bits_of
 from halfstep.kernels.cpu.runs import Run, spread
 
@@ -37,14 +37,10 @@ def _paired(x, first, out):
             out[start + i + PAIRS - first * PAIRS] = x[start + 2 * i + 1]
 
 
-def in_pairs(x: Any, meaning: Any, first: Any) -> Any:
+@specialized
+def in_pairs(x, meaning, first):
     """In kernels: x as `dots` takes it: in every step the first of each pair, then the second; or the other way round,
     where `first` is 1, as the first of two codes lies in the upper bits of their byte."""
-    raise NotImplementedError
-
-
-@inner_overload(in_pairs)
-def _in_pairs(x, meaning, first):
     if not reads_pairs(meaning):
         return lambda x, meaning, first: x
 

@@ -14,8 +14,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload, none, whole_lines
+from halfstep.kernels.cpu.compiled import Kernel, inner, none, specialized_inlined, whole_lines
 from halfstep.kernels.cpu.lanes import SIGN, bits_of, lanes, vectorise_fully
+from halfstep.kernels.cpu.runs import multiply
 from halfstep.quant.quantizer import matrix_shape
 
 
@@ -145,24 +146,10 @@ def _signed_blocks(x, signs, levels, out):
             out[block * size + i] = _signed(x[block * size + i], signs[i])
 
 
-@lanes(types.float32)
-def _share(value, part):
-    return value * part
-
-
-@inner
-def multiply(x, part):
-    for i in range(x.size):
-        x[i] = _share(x[i], part)
-
-
-def opened_piece(x: Any, signs: Any, scale: Any, levels: Any, part: Any) -> Any:
+@specialized_inlined
+def opened_piece(x, signs, scale, levels, part):
     """In kernels: whole blocks; where there are signs that part of them, rotated, in memory of their own."""
-    raise NotImplementedError
 
-
-@inner_overload(opened_piece, inlined=True)
-def _opened_piece(x, signs, scale, levels, part):
     def turned(x, signs, scale, levels, part):
         held = np.empty(x.size, np.float32)
         _signed_blocks(x, signs, levels, held)
@@ -210,17 +197,11 @@ def rotated_panel(x, rows, columns, row, a, width, signs, scale, levels):
     return held
 
 
-def opened(
-    x: Any, rows: Any, columns: Any, row: Any, a: Any, tall: Any, width: Any, signs: Any, scale: Any, levels: Any,
-    part: Any,
-) -> Any:  # fmt: skip
+@specialized_inlined
+def opened(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
     """In kernels: `tall` rows from `row` and column `a` on, where there are signs that part of them, rotated: an array,
     where they begin in it, how far the rows are apart, and how many there are."""
-    raise NotImplementedError
 
-
-@inner_overload(opened, inlined=True)
-def _opened(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
     def upright(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
         return x, row * columns + a, columns, min(tall, rows - row)
 

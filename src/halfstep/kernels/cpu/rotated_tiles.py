@@ -11,17 +11,17 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep.kernels.cpu import blocks, panels, rotated, two_level
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import LEVELS, round_piece, ruled_by, sides_of
-from halfstep.kernels.cpu.compiled import Kernel, inner, whole_lines
-from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes
+from halfstep.kernels.cpu.compiled import Kernel, whole_lines
 from halfstep.kernels.cpu.noise import column_keys, seed_keys
 from halfstep.kernels.cpu.powers import TINY
-from halfstep.kernels.cpu.rotated import WIDTH, in_blocks, multiply, rotated_panel
+from halfstep.kernels.cpu.rotated import WIDTH, in_blocks, rotated_panel
+from halfstep.kernels.cpu.runs import multiply
+from halfstep.kernels.cpu.scales import larger_of
 from halfstep.kernels.cpu.turn import transpose
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -114,23 +114,10 @@ def _down(x, rows, columns, signs, norm, levels, part, run, tile, rule, steps, f
         )
 
 
-@lanes(types.uint32)
-def _magnitude(most, value):
-    return most.max(bits_of(value) & MAGNITUDE)
-
-
-@inner
-def _largest_of(x):
-    most = np.uint32(0)
-    for i in range(x.size):
-        most = _magnitude(most, x[i])
-    return most
-
-
 @Kernel
 def _largest(x, rows, columns, signs, scale, levels, found):
     across = (columns + WIDTH - 1) // WIDTH
     for piece in numba.prange(found.size):
         row, a = piece // across << len(levels), piece % across * WIDTH
         held = rotated_panel(x, rows, columns, row, a, min(WIDTH, columns - a), signs, scale, levels)
-        found[piece] = _largest_of(held)
+        found[piece] = larger_of(np.uint32(0), held)

@@ -13,9 +13,11 @@ from torch import Tensor
 from halfstep.formats import Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.compiled import Kernel, each, inner, of_row
+from halfstep.kernels.cpu.compiled import Kernel, inner, of_row
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as
+from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as, stored_as
+from halfstep.kernels.cpu.runs import elementwise, reduction
+from halfstep.quant.scaling import Scaling
 
 
 _TALL = 256  # rows that a thread takes at a time, for the columns' maxima
@@ -80,6 +82,26 @@ def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor] | Non
     return values, columns, starts
 
 
+def run_folded(
+    x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """x times scale, (rows, 1) or (1, columns), times the rule's factor of the largest of these, each product rounded
+    to float32; rounded and saturated, in `dtype`; and the factor's inverse. None where that is not done here: it takes
+    a contiguous CPU matrix, and a dtype that holds the format's values."""
+    numbers = elements.scalars(format, rounding, "saturate", dtype, torch.float32)
+    if not _is_read(x, scale) or numbers is None or rounding == "stochastic":
+        return None
+    given = x.numel(), matrix(x), scales_of(scale, x)
+    found = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
+    _scaled_amax(*given, array(found))
+    factor = rule.factor(found.max(), format)
+    if factor is None:
+        return None
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
+    _fold(*given, np.float32(factor), numbers, matrix(out))
+    return out, factor.reciprocal()
+
+
 def matrix(x: Tensor) -> Any:
     """The memory of a matrix, in its shape."""
     return array(x).reshape(x.shape)
@@ -99,7 +121,6 @@ def _limits(bounds: Tensor | None, rows: int) -> tuple[Any, Any]:
     return low, high
 
 
-@lanes(types.uint32)
 def _larger_between(most, value, low, high):
     number = bits_of(value).float()
     if low is not None:
@@ -109,35 +130,29 @@ def _larger_between(most, value, low, high):
     return most.max(number.bits() & MAGNITUDE)
 
 
-@inner
-def _amax_of(x, low, high):
-    most = np.uint32(0)
-    for i in range(x.size):
-        most = _larger_between(most, x[i], low, high)
-    return most
+_amax_of = reduction(_larger_between)
 
 
-@inner
-def _amax_each(x, low, high, most):
-    for i in range(x.size):
-        most[i] = _larger_between(most[i], x[i], low, high)
+@elementwise
+def _raise(out, value, low, high):
+    return _larger_between(out, value, low, high)
 
 
 @Kernel
 def _row_amax(x, low, high, out):
     for r in numba.prange(x.shape[0]):
-        out[r] = _amax_of(x[r], of_row(low, r), of_row(high, r))
+        out[r] = _amax_of(np.uint32(0), x[r], of_row(low, r), of_row(high, r))
 
 
 @Kernel
 def _column_amax(x, low, high, found, tall):
     for part in numba.prange(found.shape[0]):
         for r in range(part * tall, min((part + 1) * tall, x.shape[0])):
-            _amax_each(x[r], of_row(low, r), of_row(high, r), found[part])
+            _raise(found[part], x[r], of_row(low, r), of_row(high, r))
 
 
-@lanes("like")
-def _rounded(value, low, high, factor, back, steps, numbers, like):
+@elementwise
+def _row(value, low, high, factor, back, steps, numbers, like):
     number = bits_of(value).float()
     if low is not None:
         number = (number > high).pick(high, number)
@@ -149,30 +164,47 @@ def _rounded(value, low, high, factor, back, steps, numbers, like):
     return nearest_as(rounded * back, like)
 
 
-@inner
-def _row(x, low, high, factor, back, steps, numbers, out):
-    for i in range(x.size):
-        out[i] = _rounded(x[i], low, high, each(factor, i), each(back, i), steps, numbers, out[i])
-
-
 @Kernel
 def _rows(x, low, high, factor, back, steps, numbers, out):
     for r in numba.prange(x.shape[0]):
         scale, again = of_row(factor, r), of_row(back, r)
-        _row(x[r], of_row(low, r), of_row(high, r), scale, again, steps, numbers, out[r])
+        _row(out[r], x[r], of_row(low, r), of_row(high, r), scale, again, steps, numbers)
+
+
+@reduction
+def _larger_product(most, value, scale):
+    return most.max((bits_of(value).float() * scale).bits() & MAGNITUDE)
+
+
+@elementwise
+def _folded(value, scale, factor, numbers, like):
+    bits = ((bits_of(value).float() * scale) * factor).bits()
+    return stored_as(elements.rounded(bits, Rounding(*numbers)), like)
+
+
+@Kernel
+def _scaled_amax(x, scale, found):
+    for r in numba.prange(x.shape[0]):
+        found[r] = _larger_product(np.uint32(0), x[r], of_row(scale, r))
+
+
+@Kernel
+def _fold(x, scale, factor, numbers, out):
+    for r in numba.prange(x.shape[0]):
+        _folded(out[r], x[r], of_row(scale, r), factor, numbers)
 
 
 # ---- what is beyond -------------------------------------------------------------------------------------------------
 
 
-@lanes(types.uint32)
-def _is_beyond(value, low, high):
+@reduction
+def _count_row(count, value, low, high):
     number = bits_of(value).float()
-    return (number > high).to(32) | (number < low).to(32)
+    return count + ((number > high).to(32) | (number < low).to(32))
 
 
-@lanes(types.uint8)
-def _flag(value, low, high):
+@elementwise
+def _flag_row(value, low, high):
     number = bits_of(value).float()
     return (number > high).to(8) | (number < low).to(8)
 
@@ -181,20 +213,6 @@ def _flag(value, low, high):
 def _less(value, low, high):
     number = bits_of(value).float()
     return number - (number > high).pick(high, low)
-
-
-@inner
-def _count_row(x, low, high):
-    count = np.uint32(0)
-    for i in range(x.size):
-        count += _is_beyond(x[i], low, high)
-    return count
-
-
-@inner
-def _flag_row(x, low, high, flags):
-    for i in range(x.size):
-        flags[i] = _flag(x[i], low, high)
 
 
 @inner
@@ -212,7 +230,7 @@ def _take_row(x, low, high, flags, values, columns):
 @Kernel
 def _count_beyond(x, low, high, counts):
     for r in numba.prange(x.shape[0]):
-        counts[r] = _count_row(x[r], low[r], high[r])
+        counts[r] = _count_row(np.uint32(0), x[r], low[r], high[r])
 
 
 @Kernel
@@ -221,5 +239,5 @@ def _take_beyond(x, low, high, starts, values, columns):
         flags = np.zeros((x.shape[1] + 7) // 8 * 8, np.uint8)
         for r in range(part * 16, min(part * 16 + 16, x.shape[0])):
             a, b = starts[r], starts[r + 1]
-            _flag_row(x[r], low[r], high[r], flags)
+            _flag_row(flags[: x.shape[1]], x[r], low[r], high[r])
             _take_row(x[r], low[r], high[r], flags, values[a:b], columns[a:b])

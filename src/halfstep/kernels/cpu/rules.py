@@ -9,45 +9,24 @@ A rule travels as (rule, whole, up, steps), known by which of them are None:
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 
-from halfstep.kernels.cpu.compiled import inner_overload, none
+from halfstep.kernels.cpu.compiled import none, specialized_inlined
 from halfstep.kernels.cpu.powers import note_scales
 from halfstep.kernels.cpu.scales import absmax_scales, narrow_scales, power_scales
 from halfstep.kernels.cpu.two_level import note_codes, tile_scales
 
 
-def room(count: Any, whole: Any, stored: Any) -> Any:
-    """In kernels: arrays for what elements of so many tiles are divided by, and for what stands beside that."""
-    raise NotImplementedError
-
-
-def note(
-    largest: Any, rule: Any, whole: Any, up: Any, steps: Any, coding: Any, stored: Any, divisor: Any, beside: Any
-) -> Any:
-    """In kernels: from largest magnitudes, as stored, what elements are divided by. Beside it: the shifts of powers of
-    two, for values; of two levels the numbers of E4M3. What is kept of either goes to `stored`, unless that is None.
-
-    Returns what `powers.note_scales` does, of powers of two for values; else 0.
-    """
-    raise NotImplementedError
-
-
-def steps_of(apart: Any) -> Any:
+@specialized_inlined
+def steps_of(apart):
     """In kernels: the steps that `two_level.apart` says; None where it says none."""
-    raise NotImplementedError
-
-
-@inner_overload(steps_of, inlined=True)
-def _steps_of(apart):
     return (lambda apart: apart) if isinstance(apart, types.BaseTuple) else lambda apart: None
 
 
-@inner_overload(room, inlined=True)
-def _room(count, whole, stored):
+@specialized_inlined
+def room(count, whole, stored):
+    """In kernels: arrays for what elements of so many tiles are divided by, and for what stands beside that."""
     if none(whole):
         return lambda count, whole, stored: (np.empty(count, np.uint32), np.empty(count, np.uint32))
     if isinstance(whole, types.Float) and stored.dtype == types.float32:
@@ -55,8 +34,14 @@ def _room(count, whole, stored):
     return lambda count, whole, stored: (np.empty(count, np.float32), np.empty(count, np.float32))
 
 
-@inner_overload(note, inlined=True)
-def _note(largest, rule, whole, up, steps, coding, stored, divisor, beside):
+@specialized_inlined
+def note(largest, rule, whole, up, steps, coding, stored, divisor, beside):
+    """In kernels: from largest magnitudes, as stored, what elements are divided by. Beside it: the shifts of powers of
+    two, for values; of two levels the numbers of E4M3. What is kept of either goes to `stored`, unless that is None.
+
+    Returns what `powers.note_scales` does, of powers of two for values; else 0.
+    """
+
     def to_step(largest, rule, whole, up, steps, coding, stored, divisor, beside):
         return note_scales(largest, rule, steps, divisor, beside)
 
@@ -65,7 +50,7 @@ def _note(largest, rule, whole, up, steps, coding, stored, divisor, beside):
         return np.uint32(0)
 
     def absmax(largest, rule, whole, up, steps, coding, stored, divisor, beside):
-        absmax_scales(largest, stored, whole)
+        absmax_scales(stored, largest, whole)
         return np.uint32(0)
 
     def narrow(largest, rule, whole, up, steps, coding, stored, divisor, beside):
@@ -75,7 +60,7 @@ def _note(largest, rule, whole, up, steps, coding, stored, divisor, beside):
     def two_levels(largest, rule, whole, up, steps, coding, stored, divisor, beside):
         tile_scales(largest, divisor, beside, whole, rule, up)
         if coding is not None:
-            note_codes(beside, stored, rule, coding)
+            note_codes(stored, beside, rule, coding)
         return np.uint32(0)
 
     if none(whole):

@@ -1,4 +1,4 @@
-"""Runs of lanes: what is done to many neighbours of an array at a time, each step of it written once for all of them.
+"""Loops over elements, in lanes; and runs of lanes: what is done to many neighbours at a time, step by step.
 
 A loop that is left to LLVM does one register after the other, and where every operation waits for the one before, so
 does the processor. A run is several registers, whose operations stand side by side and are under way together.
@@ -12,14 +12,105 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from halfstep.kernels.cpu.compiled import inner_overload
-from halfstep.kernels.cpu.lanes import WIDTHS, Lane, vectorise_fully
+from halfstep.kernels.cpu.compiled import inner, specialized
+from halfstep.kernels.cpu.lanes import WIDTHS, Lane, trace, vectorise_fully
 
 
 LONGEST = 128
 """Elements: of float32 numbers, eight of the widest registers that there are."""
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+
+
+def elementwise(body: Callable[..., Lane]) -> Any:
+    """Make a function on lanes a loop that kernels call with (out, ...): for each element of `out`, what it gives.
+
+    Arrays among its arguments arrive as lanes of their elements, arrays in tuples too; other arguments as
+    `lanes.lanes` has them. Where it names them it also gets `out`, the number that stands there now, and `index`, the
+    element's place; and `like`, the numba type that it is to return.
+    """
+    body = getattr(body, "body", body)  # of one that is under `lanes.lanes`
+    names = list(inspect.signature(body).parameters)
+
+    def definition(typing: Any, out: Any, i: Any, arguments: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            vectorise_fully(builder.function)
+            place = _spot(context, builder, out, values[0], values[1])
+            given = {"index": Lane(builder, values[1], i), "like": out.dtype}
+            if "out" in names:
+                given["out"] = Lane(builder, builder.load(place), out.dtype)
+            rest = iter(_elements(context, builder, arguments, values[2], values[1]))
+            traced = {name: given[name] if name in given else next(rest) for name in names}
+            builder.store(body(**traced).value, place)
+            return context.get_dummy_value()
+
+        return types.void(out, i, arguments), code
+
+    element: Any = intrinsic(definition)
+
+    @inner
+    def loop(out, *arguments):
+        for i in range(out.size):
+            element(out, i, arguments)
+
+    return loop
+
+
+def reduction(body: Callable[..., Lane]) -> Any:
+    """Make a function on lanes a loop that kernels call with (total, array, ...): it is given the total so far and what
+    else there is as `elementwise` has it, and returns the next total."""
+    body = getattr(body, "body", body)
+
+    def definition(typing: Any, total: Any, i: Any, arguments: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            vectorise_fully(builder.function)
+            given = _elements(context, builder, arguments, values[2], values[1])
+            return body(Lane(builder, values[0], total), *given).value
+
+        return total(total, i, arguments), code
+
+    element: Any = intrinsic(definition)
+
+    @inner
+    def loop(total, *arguments):
+        for i in range(arguments[0].size):
+            total = element(total, i, arguments)
+        return total
+
+    return loop
+
+
+def _elements(context: Any, builder: Any, numba_type: Any, value: Any, i: Any) -> Any:
+    """An element of an array, or of those in a tuple, as a lane; others as `lanes.lanes` has them."""
+    if isinstance(numba_type, types.BaseTuple):
+        parts: Any = numba_type
+        return [_elements(context, builder, part, builder.extract_value(value, n), i) for n, part in enumerate(parts)]
+    if not isinstance(numba_type, types.Array):
+        return trace(builder, "", numba_type, value)
+    return Lane(builder, builder.load(_spot(context, builder, numba_type, value, i)), numba_type.dtype)
+
+
+def _spot(context: Any, builder: Any, array: Any, value: Any, i: Any) -> Any:
+    return cgutils.get_item_pointer(context, builder, array, context.make_array(array)(context, builder, value), [i])
+
+
+@elementwise
+def add(out, other):
+    """In kernels: float32 numbers plus others."""
+    return out + other
+
+
+@elementwise
+def multiply(out, factor):
+    """In kernels: float32 numbers times a number, or each times its own."""
+    return out * factor
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 class Run(Lane):
@@ -43,13 +134,9 @@ def _length(levels: Any) -> int:
     return min(LONGEST, 1 << len(levels))
 
 
-def length(levels: Any) -> Any:
+@specialized
+def length(levels):
     """In kernels: how many elements of blocks of 2^len(levels) a run takes."""
-    raise NotImplementedError
-
-
-@inner_overload(length)
-def _length_overload(levels):
     count = _length(levels)
     return lambda levels: count
 

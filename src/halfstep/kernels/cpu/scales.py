@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil
-from typing import Any
 
 import numpy as np
 from numba import types
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu.compiled import inner, inner_overload, none
+from halfstep.kernels.cpu.compiled import inner, none, specialized
 from halfstep.kernels.cpu.elements import Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, Lane, bits_of, lanes, nearest_bf16
+from halfstep.kernels.cpu.runs import elementwise, reduction
 from halfstep.quant.scaling import Scaling
 
 
@@ -52,10 +52,7 @@ def _halving(x, out):
         out[i] = larger_stored(x[2 * i], x[2 * i + 1])
 
 
-@inner
-def _to_bits(stored, out):
-    for i in range(stored.size):
-        out[i] = stored_bits(stored[i])
+_to_bits = elementwise(stored_bits)
 
 
 @inner
@@ -81,31 +78,26 @@ def larger(bits, stored):
 
 
 @lanes("most")
-def _raised(most, stored):
+def raised(most, stored):
     """The larger of a magnitude and that of a stored number: nothing is done to `most`, so that loops vectorise."""
     return most.max(stored & MAGNITUDE >> 32 - stored.type.width)
+
+
+raised_by, larger_of = reduction(raised), reduction(larger)
 
 
 @inner
 def _largest_of_rows(x, run, levels):
     found = np.zeros(x.size // run, x.dtype)
     for b in range(found.size):
-        row = x[b * run : (b + 1) * run]
-        largest = found[b]
-        for i in range(row.size):
-            largest = _raised(largest, row[i])
-        found[b] = largest
+        found[b] = raised_by(found[b], x[b * run : (b + 1) * run])
     return found
 
 
-def largest_of(x: Any, run: Any, levels: Any) -> Any:
+@specialized
+def largest_of(x, run, levels):
     """In kernels: the same of tiles of `run` elements; where there are levels, 2^len(levels) of them. Of tiles long
     enough, one maximum across a register, at the end of each, counts for little."""
-    raise NotImplementedError
-
-
-@inner_overload(largest_of)
-def _largest_of(x, run, levels):
     if none(levels):
         return lambda x, run, levels: _largest_of_rows(x, run, levels)
     count, size = len(levels), 1 << len(levels)
@@ -115,7 +107,7 @@ def _largest_of(x, run, levels):
         for b in range(found.size):
             largest, start = found[b], b * size
             for i in range(size):
-                largest = _raised(largest, x[start + i])
+                largest = raised(largest, x[start + i])
             found[b] = largest
         return found
 
@@ -125,7 +117,7 @@ def _largest_of(x, run, levels):
 @inner
 def note_block_maxima(x, levels, found):
     """Those of 2^levels elements as float32 bits, to `found`."""
-    _to_bits(largest_stored(x, levels), found)
+    _to_bits(found, largest_stored(x, levels))
 
 
 # ---- scales --------------------------------------------------------------------------------------------------------
@@ -158,16 +150,16 @@ def absmax_scale(amax, largest):
     return ((amax >= INFINITY).pick(amax.constant(NAN), amax)).float() / largest
 
 
-@lanes(types.uint16)
-def narrow_scale(amax, largest):
+@elementwise
+def _narrow(amax, largest):
     """amax / largest as the nearest bfloat16; NaN for a block with an infinity or NaN."""
     amax = bits_of(amax)
     quotient = (amax >= INFINITY).pick(amax.constant(NAN), amax).float() / largest
     return nearest_bf16(quotient.bits())
 
 
-@lanes(types.float32)
-def narrow_multiplier(stored):
+@elementwise
+def _widened(stored):
     """A scale in bfloat16 as a float32."""
     return bits_of(stored).float()
 
@@ -185,23 +177,16 @@ def quotient(bits: Lane, scale: Lane) -> Lane:
 # ---- the scales of many blocks ----
 
 
+_power_bytes, powers, absmax_scales = elementwise(power_byte), elementwise(power_bits), elementwise(absmax_scale)
+
+
 @inner
 def power_scales(amax, stored, bits, rule):
-    for i in range(amax.size):
-        stored[i] = power_byte(amax[i], rule)
-    for i in range(amax.size):
-        bits[i] = power_bits(stored[i])
-
-
-@inner
-def absmax_scales(amax, stored, largest):
-    for i in range(amax.size):
-        stored[i] = absmax_scale(amax[i], largest)
+    _power_bytes(stored, amax, rule)
+    powers(bits, stored)
 
 
 @inner
 def narrow_scales(amax, stored, multiplier, largest):
-    for i in range(amax.size):
-        stored[i] = narrow_scale(amax[i], largest)
-    for i in range(amax.size):
-        multiplier[i] = narrow_multiplier(stored[i])
+    _narrow(stored, amax, largest)
+    _widened(multiplier, stored)

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import Kernel, each, inner
+from halfstep.kernels.cpu.compiled import Kernel
 from halfstep.kernels.cpu.expansion import exp2, log2
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of
+from halfstep.kernels.cpu.runs import elementwise
 from halfstep.quant import Estimator
 from halfstep.quant.estimator import SMALLEST
 
@@ -60,8 +60,8 @@ def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: F
     return True
 
 
-@lanes(types.float32)
-def _times(grad, value, factor, grid, numbers):
+@elementwise
+def _run_of(out, value, factor, grid, numbers):
     g, (exponent, share, cap, smallest) = Grid(*grid), numbers
     scaled = factor.is_nan().pick(factor.constant(0.0), bits_of(value).float() * factor).bits()  # of a lost tile
     magnitude = scaled & MAGNITUDE
@@ -77,13 +77,7 @@ def _times(grad, value, factor, grid, numbers):
     slope = exp2(log2(away) * exponent) * share
     slope = (slope > cap).pick(cap, slope)
     slope = (magnitude > INFINITY).pick(scaled.float(), slope)
-    return grad * slope
-
-
-@inner
-def _run_of(grad, x, factor, grid, numbers):
-    for i in range(x.size):
-        grad[i] = _times(grad[i], x[i], each(factor, i), grid, numbers)
+    return out * slope
 
 
 @Kernel

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner
-from halfstep.kernels.cpu.lanes import bits_of, lanes
+from halfstep.kernels.cpu.compiled import Kernel
+from halfstep.kernels.cpu.lanes import bits_of
+from halfstep.kernels.cpu.runs import elementwise, multiply
 
 
 def run(
@@ -33,39 +33,11 @@ def run(
     return True
 
 
-@lanes(types.float32)
-def _plus(total, value, other):
-    return total + value * bits_of(other).float()
-
-
-@lanes(types.float32)
-def _plus_four(total, values, one, two, three, four):
-    for value, other in zip(values, (one, two, three, four), strict=True):
-        total = total + value * bits_of(other).float()
-    return total
-
-
-@lanes(types.float32)
-def _product_of(total, scale):
-    return total * scale
-
-
-@inner
-def _add(out, value, other):
-    for j in range(out.size):
-        out[j] = _plus(out[j], value, other[j])
-
-
-@inner
-def _add_four(out, values, one, two, three, four):
-    for j in range(out.size):
-        out[j] = _plus_four(out[j], values, one[j], two[j], three[j], four[j])
-
-
-@inner
-def _multiply(out, scale):
-    for j in range(out.size):
-        out[j] = _product_of(out[j], scale[j])
+@elementwise
+def _add(out, values, others):
+    for value, other in zip(values, others, strict=True):
+        out = out + value * bits_of(other).float()
+    return out
 
 
 @Kernel
@@ -78,11 +50,11 @@ def _product(values, columns, starts, other, scale, out):
         for i in range(starts[r], rest, 4):  # the sum stays in registers meanwhile
             four = values[i], values[i + 1], values[i + 2], values[i + 3]
             one, two, three = other[columns[i]], other[columns[i + 1]], other[columns[i + 2]]
-            _add_four(row, four, one, two, three, other[columns[i + 3]])
+            _add(row, four, (one, two, three, other[columns[i + 3]]))
         for i in range(rest, last):
-            _add(row, values[i], other[columns[i]])
+            _add(row, (values[i],), (other[columns[i]],))
         if scale is not None:
-            _multiply(row, scale)
+            multiply(row, scale)
 
 
 @Kernel

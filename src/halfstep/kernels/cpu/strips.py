@@ -7,11 +7,9 @@ that an index does not count from the end, makes no array for each row, and the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from halfstep.kernels.cpu.compiled import CHUNK, each, inner, inner_inlined, inner_overload, none
+from halfstep.kernels.cpu.compiled import CHUNK, each, inner, inner_inlined, none, specialized_inlined
 from halfstep.kernels.cpu.divided import rounded
 from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.powers import FAR
@@ -97,13 +95,9 @@ def _spread(numbers, wide):
     return spread
 
 
-def _held(turn: Any, count: Any, out: Any) -> Any:
+@specialized_inlined
+def _held(turn, count, out):
     """In kernels: room for columns before they are turned; None where they are not."""
-    raise NotImplementedError
-
-
-@inner_overload(_held, inlined=True)
-def _held_overload(turn, count, out):
     return (lambda turn, count, out: None) if none(turn) else lambda turn, count, out: np.empty(count, out.dtype)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format, ocp
@@ -16,7 +15,8 @@ from halfstep.kernels.cpu import amax, element_codes, elements, powers
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding, Scalars
-from halfstep.kernels.cpu.lanes import INFINITY, NAN, bits_of, lanes
+from halfstep.kernels.cpu.lanes import INFINITY, NAN, bits_of
+from halfstep.kernels.cpu.runs import elementwise
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scales import Scales
@@ -29,7 +29,7 @@ E4M3_BITS = 4  # significant ones
 
 @cache
 def scalars() -> tuple[Scalars, Scalars]:
-    """What `tile_scale` and `scale_code` need of E4M3."""
+    """What `tile_scales` and `note_codes` need of E4M3."""
     return element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
 
 
@@ -75,8 +75,8 @@ def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -
 # ---- lanes ---------------------------------------------------------------------------------------------------------
 
 
-@lanes(types.float32)
-def tile_scale(amax, largest, tensor_scale, numbers, up):
+@elementwise
+def _tile_scale(amax, largest, tensor_scale, numbers, up):
     """amax / largest / tensor_scale as a number of E4M3; unless `up` is 0 the next one, where amax is still beyond."""
     p, amax = Rounding(*numbers), bits_of(amax)
     known = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
@@ -86,15 +86,14 @@ def tile_scale(amax, largest, tensor_scale, numbers, up):
     return clipped.pick(scale.float() + step, scale.float())
 
 
-@lanes(types.uint8)
-def scale_code(scale, numbers, codes):
-    """The code of a number of E4M3."""
+@elementwise
+def note_codes(scale, numbers, codes):
+    """In kernels: the codes of numbers of E4M3."""
     return element_codes.encoded(scale.bits(), Rounding(*numbers), Coding(*codes)).to(8)
 
 
-@lanes(types.float32)
-def times(one, other):
-    """The product."""
+@elementwise
+def _times(one, other):
     return one * other
 
 
@@ -104,14 +103,5 @@ def times(one, other):
 @inner
 def tile_scales(amax, divisor, scale, whole, numbers, up):
     """Of tiles with these maxima: their numbers of E4M3, and these times the tensor's scale."""
-    for i in range(amax.size):
-        scale[i] = tile_scale(amax[i], whole[0], whole[1], numbers, up)
-    for i in range(amax.size):
-        divisor[i] = times(scale[i], whole[1])
-
-
-@inner
-def note_codes(scale, stored, numbers, codes):
-    """The codes of numbers of E4M3."""
-    for i in range(scale.size):
-        stored[i] = scale_code(scale[i], numbers, codes)
+    _tile_scale(scale, amax, whole[0], whole[1], numbers, up)
+    _times(divisor, scale, whole[1])

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep.formats import Float
@@ -18,18 +17,13 @@ from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.compiled import CHUNK, inner
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN, lanes
+from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN
+from halfstep.kernels.cpu.runs import elementwise
 from halfstep.quant.quantizer import Quantizer
-from halfstep.quant.tile import TENSOR
 
 
 _ROOM = 2.0**100  # for scales: a value times one of them stays below infinity
 _CODES = {torch.float16: torch.int16}
-
-
-def is_whole(quantizer: Quantizer) -> bool:
-    """Whether one scale multiplies all of the tensor."""
-    return quantizer.scales is not None and quantizer.scales.tile == TENSOR
 
 
 @cache
@@ -73,8 +67,8 @@ def numpy_type(codes: torch.dtype) -> torch.dtype:
 # ---- lanes ---------------------------------------------------------------------------------------------------------
 
 
-@lanes(types.float32)
-def _value(code, scale, decoding):
+@elementwise
+def _values(code, scale, decoding):
     if decoding is None:
         return code.half_to_float() * scale
     d = Decoding(*decoding)
@@ -84,31 +78,18 @@ def _value(code, scale, decoding):
     return (magnitude.to(32) > d.half).pick(nan, value).float() * scale
 
 
-@lanes("like")
-def _code(value, factor, numbers, codes, like):
+@elementwise
+def close_whole(value, factor, numbers, codes):
+    """In kernels: the codes of values, which are first multiplied by the factor."""
     product = value * factor
     if numbers is None:
         return product.float_to_half()
     return element_codes.encoded_number(product.bits(), Rounding(*numbers), Coding(*codes)).to(8)
 
 
-@lanes(types.uint32)
-def larger(most, value):
-    """The larger of a magnitude's bits and those of another number's."""
-    return most.max(value.bits() & MAGNITUDE)
-
-
 @inner
 def open_whole(codes, scale, decoding):
     """In kernels: the values of codes."""
     values = np.empty(CHUNK, np.float32)[: codes.size]
-    for i in range(codes.size):
-        values[i] = _value(codes[i], scale, decoding)
+    _values(values, codes, scale, decoding)
     return values
-
-
-@inner
-def close_whole(codes, factor, numbers, coding, values):
-    """In kernels: values as codes."""
-    for i in range(codes.size):
-        codes[i] = _code(values[i], factor, numbers, coding, codes[i])

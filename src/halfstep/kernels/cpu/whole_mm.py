@@ -10,8 +10,9 @@ from torch import Tensor
 
 from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner
-from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.cpu.compiled import Kernel, each
+from halfstep.kernels.cpu.lanes import nearest_as
+from halfstep.kernels.cpu.runs import elementwise
 from halfstep.kernels.operator import Operator
 from halfstep.kernels.watched import plus, times
 
@@ -81,49 +82,17 @@ def _flat(row: Tensor) -> Any:
     return array(row.contiguous(), torch.float32)
 
 
-@lanes("like")
-def _finished(total, first, second, more, bias, like):
+@elementwise
+def _row(total, first, second, more, bias, like):
     y = total.value_as_float() * (first * second)
     y = y if more is None else y + more
     return nearest_as(y if bias is None else y + bias, like)
 
 
-@inner
-def _row(sums, first, second, out):
-    for j in range(sums.size):
-        out[j] = _finished(sums[j], first, second[j], None, None, out[j])
-
-
-@inner
-def _row_bias(sums, first, second, bias, out):
-    for j in range(sums.size):
-        out[j] = _finished(sums[j], first, second[j], None, bias[j], out[j])
-
-
-@inner
-def _row_more(sums, first, second, more, out):
-    for j in range(sums.size):
-        out[j] = _finished(sums[j], first, second[j], more[j], None, out[j])
-
-
-@inner
-def _row_both(sums, first, second, more, bias, out):
-    for j in range(sums.size):
-        out[j] = _finished(sums[j], first, second[j], more[j], bias[j], out[j])
-
-
 @Kernel
 def _finish(sums, first, second, more, bias, out):
     for r in numba.prange(sums.shape[0]):
-        if more is None:
-            if bias is None:
-                _row(sums[r], first[r], second, out[r])
-            else:
-                _row_bias(sums[r], first[r], second, bias, out[r])
-        elif bias is None:
-            _row_more(sums[r], first[r], second, more[r], out[r])
-        else:
-            _row_both(sums[r], first[r], second, more[r], bias, out[r])
+        _row(out[r], sums[r], first[r], second, each(more, r), bias)
 
 
 _WHOLE_MM = Operator(

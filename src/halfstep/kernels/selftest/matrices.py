@@ -15,7 +15,6 @@ from halfstep.kernels.cpu import (
     accumulate,
     clamp_operators,
     few_rows,
-    folded,
     quantiles,
     rows,
     slopes,
@@ -73,7 +72,7 @@ def _rows(
 def _folded(format: formats.Format, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Cases:
     """Times a factor a row or a column, and rounded as one tensor."""
     x, scale, rule = bounded(_SHAPE, dtype), _factors(shape), current.current
-    wide, made = x.float() * scale, folded.run(x, scale, format, "nearest_even", rule, torch.bfloat16)
+    wide, made = x.float() * scale, rows.run_folded(x, scale, format, "nearest_even", rule, torch.bfloat16)
     factor = current.factor_of(wide.abs().max(), format)
     yield Case(factor.reciprocal(), made and made[1], "the scale of the largest")
     yield Case(quant.round_to(wide * factor, format).bfloat16(), made and made[0], "rounded", x)
