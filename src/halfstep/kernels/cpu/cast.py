@@ -127,10 +127,10 @@ def run(
         return True
     if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16 and factor is None:
         numbers = narrow_scalars(format, overflow)
-    source = None if x.data_ptr() == out.data_ptr() and amax is None else array(x)
+    given = None if x.data_ptr() == out.data_ptr() and amax is None else array(x)
     times = None if factor is None else array(factor)[0]
     found = None if amax is None else np.empty(-(-x.numel() // CHUNK), np.uint32)
-    _values(x.numel(), source, array(out), numbers, seed_keys(seed) if rounding == "stochastic" else None, times, found)
+    _values(x.numel(), given, array(out), numbers, seed_keys(seed) if rounding == "stochastic" else None, times, found)
     if amax is not None and found is not None:
         noted = array(amax)
         noted[0] = max(noted[0], found.max())  # the bits of magnitudes are in their order, and NaN's above all

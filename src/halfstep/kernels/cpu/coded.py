@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -18,16 +18,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.formats import Codebook, Float
-from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion, whole
+from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import CHUNK, inner, specialized
 from halfstep.kernels.cpu.dequantize import meaning, values_piece
 from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.element_codes import Coding, Decoding
+from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
+from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN
 from halfstep.kernels.cpu.rules import note, room
+from halfstep.kernels.cpu.runs import elementwise
 from halfstep.kernels.cpu.scales import largest_of, power_scalars
-from halfstep.kernels.cpu.whole import close_whole, open_whole
-from halfstep.quant import Quantizer
+from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.expansion import Expansion
 from halfstep.quant.tile import TENSOR, Tile
 
@@ -72,7 +75,7 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> BlockCo
     if scales is None:
         return None
     if scales.tile == TENSOR:
-        if not whole.knows(quantizer, dtype):
+        if not knows_whole(quantizer, dtype):
             return None
         if dtype == torch.float16:
             return BlockCoding(quantizer, True, None, ("scale",), None, None, None, None, None)
@@ -108,7 +111,7 @@ def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
 
 def usual(coding: BlockCoding, parts: Mapping[str, Tensor]) -> bool:
     """Whether a kernel may read codes under the scale that they have now. On a GPU the host would wait for it."""
-    return not coding.whole or (parts["scale"].numel() == 1 and whole.usual(parts["scale"]))
+    return not coding.whole or (parts["scale"].numel() == 1 and usual_scale(parts["scale"]))
 
 
 def arguments(coding: BlockCoding, parts: Mapping[str, Tensor], factor: float = 1.0) -> tuple[Any, ...]:
@@ -119,7 +122,7 @@ def arguments(coding: BlockCoding, parts: Mapping[str, Tensor], factor: float = 
     """
     codes, scale = parts["codes"], parts["scale"]
     if coding.whole:
-        kind, scale_of = whole.numpy_type(codes.dtype), np.float32(factor)
+        kind, scale_of = numpy_type(codes.dtype), np.float32(factor)
         return array(codes, kind), np.float32(scale.item()), None, coding.decoding, scale_of, *coding[-2:]
     if len(coding.scales) == 1:
         return array(codes), array(scale, scale.dtype), *coding[4:]
@@ -214,3 +217,79 @@ def _closed_groups(kept, stored, levels, rule, numbers, codes, values, a, b):
     c, d = a >> len(levels), b >> len(levels)
     x = values.view(np.uint32)
     encode_groups(x, stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, kept[a:b], rule, numbers, codes)
+
+
+# ---- one scale a tensor ----------------------------------------------------------------------------------------------
+
+
+_ROOM = 2.0**100  # for scales: a value times one of them stays below infinity
+_CODES = {torch.float16: torch.int16}
+
+
+@cache
+def knows_whole(quantizer: Quantizer, codes: torch.dtype) -> bool:
+    """Whether kernels do what this quantizer does to a tensor whose codes lie in that dtype."""
+    scales, format = quantizer.scales, quantizer.format
+    if (
+        scales is None
+        or quantizer.rounding != "nearest_even"
+        or quantizer.outliers is not None
+        or not scales.rule.reads
+    ):
+        return False
+    if not scales.rule.linear or scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), format) is None:
+        return False
+    return codes == torch.float16 or (isinstance(format, Float) and _is_byte(format) and codes.itemsize == 1)
+
+
+def _is_byte(format: Float) -> bool:
+    known = format.bits == 8 and element_codes.scalars(format, "nearest_even", "saturate") is not None
+    return known and Decoding(*element_codes.decoding_scalars(format)).half > 0
+
+
+def usual_scale(scale: Tensor) -> bool:
+    """Whether a stored scale is one that values may be multiplied by without a look at what comes of it."""
+    return 0.0 <= float(scale) <= _ROOM
+
+
+def whole_factor(quantizer: Quantizer, amax: Any) -> Tensor | None:
+    """What a tensor of that amax is multiplied by; None where that is for the reference to say."""
+    assert quantizer.scales is not None
+    found = quantizer.scales.rule.factor(torch.tensor(float(amax), dtype=torch.float32, device="cpu"), quantizer.format)
+    return found if found is not None and bool(found.isfinite()) and usual_scale(found.reciprocal()) else None
+
+
+def numpy_type(codes: torch.dtype) -> torch.dtype:
+    """The type in which codes of that dtype travel."""
+    return _CODES.get(codes, torch.uint8)
+
+
+# ---- lanes ---------------------------------------------------------------------------------------------------------
+
+
+@elementwise
+def _values(code, scale, decoding):
+    if decoding is None:
+        return code.half_to_float() * scale
+    d = Decoding(*decoding)
+    magnitude = code & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift).to(8)
+    value = (element_codes.half_of(code, d) * (d.offset + (15 << 23)).float()).bits()
+    nan = value.constant(NAN) | (value & SIGN)
+    return (magnitude.to(32) > d.half).pick(nan, value).float() * scale
+
+
+@elementwise
+def close_whole(value, factor, numbers, codes):
+    """In kernels: the codes of values, which are first multiplied by the factor."""
+    product = value * factor
+    if numbers is None:
+        return product.float_to_half()
+    return element_codes.encoded_number(product.bits(), Rounding(*numbers), Coding(*codes)).to(8)
+
+
+@inner
+def open_whole(codes, scale, decoding):
+    """In kernels: the values of codes."""
+    values = np.empty(CHUNK, np.float32)[: codes.size]
+    _values(values, codes, scale, decoding)
+    return values

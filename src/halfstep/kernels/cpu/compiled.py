@@ -210,7 +210,7 @@ def _folder() -> str:
 def _compile(function: Callable[..., Any], parallel: bool) -> Any:
     dispatcher: Any = numba.njit(function, parallel=parallel, error_model="numpy", **_NO_CALLS_FROM_C)
     try:
-        dispatcher._cache = (_ParallelCache if parallel else _SerialCache)(function)
+        dispatcher._cache = _Cache(function, "parallel" if parallel else "serial")
     except RuntimeError:  # no folder can be written to: every process compiles for itself
         return dispatcher
     return dispatcher
@@ -219,17 +219,12 @@ def _compile(function: Callable[..., Any], parallel: bool) -> Any:
 class _BesideTheSources(InTreeCacheLocator):
     """A folder named after the hash of the sources, which is its only stamp."""
 
-    name = "serial"
-
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
         self._cache_path = os.path.join(self._cache_path, _folder())
 
     def get_source_stamp(self) -> str:
         return _sources()
-
-    def get_disambiguator(self) -> str:
-        return self.name
 
 
 class _InTheUsersCache(_BesideTheSources):
@@ -273,20 +268,8 @@ def forget_old(place: Path, kept: int = _KEPT) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-class _ParallelInTheUsersCache(_InTheUsersCache):
-    name = "parallel"
-
-
-class _ParallelBesideTheSources(_BesideTheSources):
-    name = "parallel"
-
-
-class _SerialFiles(CompileResultCacheImpl):
+class _Places(CompileResultCacheImpl):
     _locator_classes = [_InTheUsersCache, _BesideTheSources]  # noqa: RUF012
-
-
-class _ParallelFiles(CompileResultCacheImpl):
-    _locator_classes = [_ParallelInTheUsersCache, _ParallelBesideTheSources]  # noqa: RUF012
 
 
 class _Files(IndexDataCacheFile):
@@ -299,14 +282,9 @@ class _Files(IndexDataCacheFile):
 
 
 class _Cache(FunctionCache):
-    def __init__(self, function: Callable[..., Any]) -> None:
+    _impl_class: Any = _Places
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function)
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
-
-
-class _SerialCache(_Cache):
-    _impl_class: Any = _SerialFiles
-
-
-class _ParallelCache(_Cache):
-    _impl_class: Any = _ParallelFiles
+        base, stamp = f"{self._impl.filename_base}.{name}", self._impl.locator.get_source_stamp()
+        self._cache_file = _Files(self._cache_path, base, stamp)

@@ -22,9 +22,8 @@ from halfstep.formats import Float, Format, Integer, ieee754, ocp
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.arrays import array, borrowed, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, specialized
-from halfstep.kernels.cpu.dots import dots
+from halfstep.kernels.cpu.dots import STEP, dots, in_pairs
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
-from halfstep.kernels.cpu.readers import STEP, in_pairs
 from halfstep.kernels.operator import Operator
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling

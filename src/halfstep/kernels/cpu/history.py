@@ -8,11 +8,11 @@ import numba
 import numpy as np
 import torch
 from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.lanes import intrinsic
 from halfstep.quant.scaling.delayed import Delayed
 
 
@@ -34,7 +34,8 @@ def run(places: Any, scaling: Delayed, element: Format, skipped: Tensor | None) 
     )  # fmt: skip
 
 
-def _pointer(context, address):
+@intrinsic
+def _at(context, address):
     """In kernels: a pointer to the float32 numbers at an address."""
     signature = types.CPointer(types.float32)(address)
 
@@ -42,9 +43,6 @@ def _pointer(context, address):
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
     return signature, code
-
-
-_at: Any = intrinsic(_pointer)
 
 
 @inner

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
 
 
+intrinsic: Any = extending.intrinsic
+"""numba's own, whose types would say that nothing comes back from what it makes."""
 WIDTHS = {8: ir.IntType(8), 16: ir.IntType(16), 32: ir.IntType(32), 64: ir.IntType(64)}
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 

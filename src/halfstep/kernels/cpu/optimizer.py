@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfstep.kernels.arithmetic import Part, Program
 from halfstep.kernels.blank import blank
-from halfstep.kernels.cpu import coded, whole
+from halfstep.kernels.cpu import coded
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.coded import BlockCoding, Coded, arguments, coding_of, usual
 from halfstep.kernels.cpu.compiled import CHUNK
@@ -186,7 +186,7 @@ class Update:
             if name in codes and not np.isfinite(amax):
                 return None
             if name in codes and codes[name].coding.whole:
-                factor = whole.factor(codes[name].coding.quantizer, amax)
+                factor = coded.whole_factor(codes[name].coding.quantizer, amax)
                 if factor is None:
                     return None
                 factors[name] = factor

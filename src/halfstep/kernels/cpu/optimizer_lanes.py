@@ -13,7 +13,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from halfstep.kernels.arithmetic import SQUARES, Part
 from halfstep.kernels.cpu import element_codes
@@ -25,6 +24,7 @@ from halfstep.kernels.cpu.lanes import (
     UPPER,
     Lane,
     bits_of,
+    intrinsic,
     rounded_up_half,
     stored_as,
     trace,
@@ -264,7 +264,8 @@ class _Element:
         return found
 
 
-def _advance(
+@intrinsic
+def advance(
     typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, keys: Any,
     begin: Any, at: Any, k: Any, most: Any,
 ) -> Any:  # fmt: skip
@@ -291,7 +292,8 @@ def _advance(
 _ADVANCED = ("rule", "weight", "kept", "grad", "moments", "values", "numbers", "keys", "begin", "at", "k", "most")
 
 
-def _foresee(
+@intrinsic
+def foresee(
     typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, at: Any, k: Any,
     most: Any,
 ) -> Any:  # fmt: skip
@@ -307,7 +309,8 @@ def _foresee(
     return most(rule, weight, kept, grad, moments, values, numbers, at, k, most), code
 
 
-def _note_results(
+@intrinsic
+def note_results(
     typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, at: Any, k: Any,
     results: Any, place: Any,
 ) -> Any:  # fmt: skip
@@ -322,8 +325,3 @@ def _note_results(
         return context.get_dummy_value()
 
     return types.none(rule, weight, kept, grad, moments, values, numbers, at, k, results, place), code
-
-
-advance: Any = intrinsic(_advance)
-foresee: Any = intrinsic(_foresee)
-note_results: Any = intrinsic(_note_results)

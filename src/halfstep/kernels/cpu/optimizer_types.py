@@ -11,11 +11,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed
-from numba.extending import NativeValue, intrinsic, models, register_model, unbox
+from numba.extending import NativeValue, models, register_model, unbox
 from numba.np.arrayobj import populate_array
 
 from halfstep.kernels.arithmetic import Part
-from halfstep.kernels.cpu.lanes import WIDTHS
+from halfstep.kernels.cpu.lanes import WIDTHS, intrinsic
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -53,7 +53,8 @@ def _unboxed(numba_type: Any, rule: Any, c: Any) -> Any:
 # ---- tuples of moments -----------------------------------------------------------------------------------------------
 
 
-def _to_zeros(typing: Any, moments: Any) -> Any:
+@intrinsic
+def zeros(typing: Any, moments: Any) -> Any:
     """In kernels: for each moment the bits of 0."""
     returned = types.UniTuple(types.uint32, len(moments))
 
@@ -63,7 +64,8 @@ def _to_zeros(typing: Any, moments: Any) -> Any:
     return returned(moments), code
 
 
-def _to_nothing(typing: Any, *given: Any) -> Any:
+@intrinsic
+def nothing(typing: Any, *given: Any) -> Any:
     """In kernels: ()."""
     returned = types.Tuple(())
 
@@ -73,7 +75,8 @@ def _to_nothing(typing: Any, *given: Any) -> Any:
     return returned(*given), code
 
 
-def _to_readable(typing: Any, tiles: Any) -> Any:
+@intrinsic
+def readable(typing: Any, tiles: Any) -> Any:
     """In kernels: whether what the codes of all these tiles are multiplied by is no NaN."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -86,7 +89,8 @@ def _to_readable(typing: Any, tiles: Any) -> Any:
     return types.boolean(tiles), code
 
 
-def _to_bare(typing: Any, given: Any) -> Any:
+@intrinsic
+def bare(typing: Any, given: Any) -> Any:
     """In kernels: a tuple, tuples within it too, with pointers in the place of arrays."""
     returned = _bare_type(given)
 
@@ -115,7 +119,8 @@ def _bare(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
     return value
 
 
-def _to_placed(typing: Any, like: Any, rows: Any, row: Any) -> Any:
+@intrinsic
+def placed(typing: Any, like: Any, rows: Any, row: Any) -> Any:
     """In kernels: a tuple like this one, tuples within it too, whose arrays lie where a row of `rows` says: the
     address and the size of each. What is written to them counts no references."""
 
@@ -161,7 +166,8 @@ class _HeldModel(models.StructModel):
         super().__init__(manager, numba_type, [("parts", numba_type.parts)])
 
 
-def _to_held(typing: Any, parts: Any) -> Any:
+@intrinsic
+def held(typing: Any, parts: Any) -> Any:
     """In kernels: a tuple as one value."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -172,19 +178,11 @@ def _to_held(typing: Any, parts: Any) -> Any:
     return Held(parts)(parts), code
 
 
-def _to_parts(typing: Any, held: Any) -> Any:
+@intrinsic
+def parts(typing: Any, held: Any) -> Any:
     """In kernels: the tuple again."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return impl_ret_borrowed(context, builder, held.parts, builder.extract_value(values[0], 0))
 
     return held.parts(held), code
-
-
-zeros: Any = intrinsic(_to_zeros)
-nothing: Any = intrinsic(_to_nothing)
-readable: Any = intrinsic(_to_readable)
-bare: Any = intrinsic(_to_bare)
-placed: Any = intrinsic(_to_placed)
-held: Any = intrinsic(_to_held)
-parts: Any = intrinsic(_to_parts)

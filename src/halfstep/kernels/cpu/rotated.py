@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, none, specialized_inlined, whole_lines
-from halfstep.kernels.cpu.lanes import SIGN, bits_of, lanes, vectorise_fully
+from halfstep.kernels.cpu.lanes import SIGN, bits_of, intrinsic, lanes, vectorise_fully
 from halfstep.kernels.cpu.runs import multiply
 from halfstep.quant.quantizer import matrix_shape
 
@@ -176,7 +175,7 @@ def _along(x, rows, columns, signs, scale, out, levels):
 def signed_panel(x, first, columns, tall, size, width, signs, part):
     """`size` rows of `width` columns, of which `tall` are there: in rows of `part` that are whole registers long.
 
-    Loops over columns stand beside those over rows, with unsigned indices: see `strips`."""
+    Loops over columns stand beside those over rows, with unsigned indices: see `panels`."""
     for r in range(np.uintp(tall)):
         row, here = np.uintp(first) + r * np.uintp(columns), r * np.uintp(WIDTH)
         for i in range(np.uintp(width)):

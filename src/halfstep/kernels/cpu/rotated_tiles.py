@@ -20,9 +20,8 @@ from halfstep.kernels.cpu.compiled import Kernel, whole_lines
 from halfstep.kernels.cpu.noise import column_keys, seed_keys
 from halfstep.kernels.cpu.powers import TINY
 from halfstep.kernels.cpu.rotated import WIDTH, in_blocks, rotated_panel
-from halfstep.kernels.cpu.runs import multiply
+from halfstep.kernels.cpu.runs import multiply, transpose
 from halfstep.kernels.cpu.scales import larger_of
-from halfstep.kernels.cpu.turn import transpose
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.two_level import TwoLevel
 
