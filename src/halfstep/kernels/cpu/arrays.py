@@ -35,26 +35,22 @@ def separate(x: Tensor, out: Tensor) -> bool:
     return x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
 
 
-def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
+def array(tensor: Tensor, dtype: torch.dtype | None = None, kept: bool = True) -> Any:
     """The memory of a plain tensor as a flat array: float32 as uint32, bfloat16 as uint16, float16 as int16, others as
     they are; or of a `dtype` that has the same size an element.
 
     It does not use `Tensor.numpy`, which marks the storage as one that cannot be resized: FSDP2, which frees a
     layer's whole weights after each use by resizing their storage to nothing, would then fail.
+
+    Args:
+        kept: whether the array keeps the tensor; not for a caller that asks each time whether its memory is still
+            there.
     """
     assert dtype is None or dtype.itemsize == tensor.itemsize, f"{tensor.dtype} taken for {dtype}"
     kind = _BITS[tensor.dtype] if dtype is None else _TYPES[dtype]
     place = (tensor.data_ptr() or _nowhere(tensor), False)
     interface = {"version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": place}
-    return np.asarray(SimpleNamespace(__array_interface__=interface, tensor=tensor))
-
-
-def borrowed(tensor: Tensor) -> Any:
-    """The same array, which does not keep the tensor: for a caller that asks each time whether its memory is still
-    there."""
-    place = (tensor.data_ptr() or _nowhere(tensor), False)
-    interface = {"version": 3, "typestr": _BITS[tensor.dtype], "shape": (tensor.numel(),), "data": place}
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
+    return np.asarray(SimpleNamespace(__array_interface__=interface, tensor=tensor if kept else None))
 
 
 def _nowhere(tensor: Tensor) -> int:

@@ -173,9 +173,9 @@ def _float32_part(x, counts, least):
     bins = np.empty(_PIECE, np.uint16)
     for a in range(0, x.size, _PIECE):
         piece = x[a : a + _PIECE]
-        _bins(bins[: piece.size], piece)
+        _bins(bins, piece)
         _tally(bins[: piece.size], counts)
-        _least(least[: piece.size], piece)
+        _least(least, piece)
 
 
 @Kernel
@@ -223,15 +223,14 @@ def _amax_part(x, column, most, mask, infinity):
     a = 0
     while a < x.size:
         b = min(x.size, a + most.size - column)
-        _most(most[column : column + b - a], x[a:b], mask, infinity)
+        _most(most[column:], x[a:b], mask, infinity)
         a, column = b, 0
 
 
 @inner
 def _any_part(x, seen, mask, smallest):
     for a in range(0, x.size, _PIECE):
-        piece = x[a : a + _PIECE]
-        _seen(seen[: piece.size], piece, mask, smallest)
+        _seen(seen, x[a : a + _PIECE], mask, smallest)
 
 
 @Kernel

@@ -74,8 +74,7 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
     stored = array(scale) if rule.narrow else scale.view(-1).numpy()
     coding = None
     if rule.two_level:
-        whole = two_level.rule_of(x, format, scales, tensors.get("tensor_scale"))
-        ruled, coding = (whole[1], whole[0], whole[2], None), two_level.scalars()[1]
+        ruled, coding = two_level.rule_of(x, format, scales, tensors.get("tensor_scale")), two_level.scalars()[1]
     else:
         ruled = ruled_by(format, rule)
     target = codes, *numbers, cuts_of(format), packing.shifts(format)
@@ -100,23 +99,16 @@ def run_values(
     here: it takes contiguous CPU tensors of one shape, apart in memory. Of two levels of scales, a `tensor_scale`
     (float32 scalar) becomes the tensor's, and is left out of the values.
     """
-    format, scales = quantizer.format, quantizer.scales
-    numbers = values_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
+    scales, numbers = quantizer.scales, values_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
     if numbers is None or x.shape != out.shape or not takes_values(x, out):
         return None
     assert scales is not None
-    tile, rule, apart = scales.tile, scales.rule, None
-    if rule.two_level:
-        whole = two_level.rule_of(x, format, scales, tensor_scale)
-        apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
-        ruled = whole[1], whole[0], whole[2], None
-    else:
-        ruled = ruled_by(format, rule, values=True)
+    tile, rule = scales.tile, scales.rule
     stored: Any = None if rule.exact or rule.two_level else np.empty(
         x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16
     )  # fmt: skip
     sides = sides_of(tile, matrix_shape(tuple(x.shape))[1])
-    how = ruled, apart, stored, *numbers
+    how = *ruled_of(x, out, quantizer, seed, tensor_scale), stored, *numbers
     return round_values(array(x), array(out), sides, *how, seed_keys(seed)) or not rule.exact
 
 
@@ -143,6 +135,18 @@ def ruled_by(format: Format, rule: Scaling, values: bool = False) -> Any:
     if rule.exact:
         return power_scalars(format, rule), None, None, powers.scalars(format) if values else None
     return None, np.float32(format.max), None, None
+
+
+def ruled_of(
+    x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None
+) -> tuple[Any, Any]:
+    """What `rules` takes for values of x in `out`, and `two_level.apart` of them."""
+    format, scales = quantizer.format, quantizer.scales
+    assert scales is not None
+    if not scales.rule.two_level:
+        return ruled_by(format, scales.rule, values=True), None
+    apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
+    return two_level.rule_of(x, format, scales, tensor_scale), apart
 
 
 def cuts_of(format: Format) -> Any:

@@ -22,12 +22,12 @@ from halfstep.kernels.cpu import element_codes, elements
 from halfstep.kernels.cpu.amax import largest_magnitude
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.codes import encode_piece
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, none, piece, specialized
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 from halfstep.kernels.cpu.runs import elementwise
-from halfstep.kernels.cpu.scales import raised, stored_bits
+from halfstep.kernels.cpu.scales import raised, raised_by, stored_bits
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, StatefulScaling
 
@@ -218,14 +218,6 @@ def _number(bits):
 
 
 @inner
-def _largest(found):
-    largest = found[0]
-    for i in range(1, found.size):
-        largest = max(largest, found[i])
-    return largest
-
-
-@inner
 def _factor(amax, largest):
     """`quant.scaling.current.number_of`, as a float32."""
     if amax == 0:
@@ -233,24 +225,16 @@ def _factor(amax, largest):
     return np.float32(min(largest / amax, _FINITE) if amax <= _FINITE else np.nan)
 
 
-@specialized
-def _in_use(state):
-    """In kernels: the bits of the factor that a state has in use; 0 where there is none."""
-    if none(state):
-        return lambda state: np.uint32(0)
-    return lambda state: state[0]
-
-
 @Kernel
 def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding):
     """x * factor, rounded, and its codes where there are `codes`. The factor is that of the state, or else largest /
     amax of x; the state takes in the amax where it is to `record`. Returns 1 / factor."""
-    chunks, used = (x.size + CHUNK - 1) // CHUNK, _in_use(state)
+    chunks, used = (x.size + CHUNK - 1) // CHUNK, np.uint32(0) if state is None else state[0]
     found, noting = np.zeros(chunks, np.uint32), record and used != 0
     if used == 0:
         for chunk in numba.prange(chunks):
             found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)])
-        used = stored_bits(_factor(np.float64(_number(_largest(found))), largest))
+        used = stored_bits(_factor(np.float64(_number(raised_by(np.uint32(0), found))), largest))
     for chunk in numba.prange(chunks):
         a, b = ends(chunk, x.size)
         if noting:
@@ -260,5 +244,5 @@ def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding)
         if codes is not None:
             encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
     if state is not None and record:
-        state[1] = max(state[1], _largest(found))  # the bits of magnitudes are in their order, and NaN's above all
+        state[1] = raised_by(state[1], found)  # the bits of magnitudes are in their order, and NaN's above all
     return np.float32(1) / _number(used)

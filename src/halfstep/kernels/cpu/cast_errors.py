@@ -22,9 +22,9 @@ from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
 from halfstep.kernels.cpu.element_codes import cut_points, looked_up
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes
-from halfstep.kernels.cpu.runs import fill
-from halfstep.kernels.cpu.scales import absmax_scales, note_block_maxima, power_scales
-from halfstep.kernels.cpu.two_level import tile_scales
+from halfstep.kernels.cpu.rules import note, room
+from halfstep.kernels.cpu.runs import elementwise, fill
+from halfstep.kernels.cpu.scales import note_block_maxima
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -132,16 +132,15 @@ class CastErrors:
                 amax = _in_bands(amax.reshape(-1, rows.columns // run), tile.rows or len(amax))
         else:
             run, amax = rows.x.size, np.full(1, self._amax).view(np.uint32)
-        scale, largest = np.empty(amax.size, np.float32), np.float32(self._quantizer.format.max)
-        if rule.quotient:
-            _absmax(amax.size, amax, largest, scale)
-        elif isinstance(rule, TwoLevel):
-            whole = rule.tensor_scale(
-                torch.tensor(float(self._amax), dtype=torch.float32, device="cpu"), self._quantizer.format
-            )
-            _two_level(amax.size, amax, *two_level.given(self._quantizer.format, rule, whole), scale)
-        else:
-            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule), scale)
+        format, scale = self._quantizer.format, np.empty(amax.size, np.float32)
+        ruled: Any = None, np.float32(format.max), None
+        stored: Any = scale
+        if isinstance(rule, TwoLevel):
+            largest = torch.tensor(float(self._amax), dtype=torch.float32, device="cpu")
+            ruled = two_level.given(format, rule, rule.tensor_scale(largest, format))[:3]
+        elif not rule.quotient:
+            ruled, stored = (scales.power_scalars(format, rule), None, None), np.empty(amax.size, np.uint8)
+        _note_scales(amax.size, amax, *ruled, stored, scale)
         if run in _LEVELS:
             return run, scale
         part = max(length for length in _LEVELS if run % length == 0)
@@ -182,36 +181,21 @@ def _maxima(x, found):
         note_block_maxima(x[a:b], 4, found[a >> 4 : b >> 4])
 
 
-@inner
-def _to_divide(amax, scale):
+@elementwise
+def _to_divide(out, amax):
     """Where a tile is zero, or its scale is, any value over the scale shall be zero."""
-    for i in range(amax.size):
-        if amax[i] == 0 or scale[i] == 0:
-            scale[i] = _HUGE
+    return (amax.equals(0) | out.equals(0.0)).pick(out.constant(_HUGE), out)
 
 
 @Kernel
-def _absmax(amax, largest, scale):
+def _note_scales(amax, rule, whole, up, stored, scale):
     for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, amax.size)
-        absmax_scales(scale[a:b], amax[a:b], largest)
-        _to_divide(amax[a:b], scale[a:b])
-
-
-@Kernel
-def _two_level(amax, whole, rule, up, scale):
-    for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
-        a, b = ends(chunk, amax.size)
-        tile_scales(amax[a:b], scale[a:b], np.empty(b - a, np.float32), whole, rule, up)
-        _to_divide(amax[a:b], scale[a:b])
-
-
-@Kernel
-def _power(amax, rule, scale):
-    for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
-        a, b = ends(chunk, amax.size)
-        power_scales(amax[a:b], np.empty(b - a, np.uint8), scale[a:b].view(np.uint32), rule)
-        _to_divide(amax[a:b], scale[a:b])
+        kept = stored[a:b]
+        divisor, beside = room(b - a, whole, kept)
+        note(amax[a:b], rule, whole, up, None, None, kept, divisor, beside)
+        scale[a:b] = divisor.view(np.float32)
+        _to_divide(scale[a:b], amax[a:b])
 
 
 # ---- loops: the rounded values in registers only ---------------------------------------------------------------------

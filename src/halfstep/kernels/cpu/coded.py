@@ -29,7 +29,7 @@ from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
 from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN
 from halfstep.kernels.cpu.rules import note, room
 from halfstep.kernels.cpu.runs import elementwise
-from halfstep.kernels.cpu.scales import largest_of, power_scalars
+from halfstep.kernels.cpu.scales import largest_of, power_scalars, powers
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.expansion import Expansion
 from halfstep.quant.tile import TENSOR, Tile
@@ -180,12 +180,12 @@ def _scales(stored):
     if stored.dtype == types.float32:
         return lambda stored: stored
 
-    def powers(stored):
+    def of_bytes(stored):
         scale = np.empty(stored.size, np.uint32)
         powers(scale, stored)
         return scale.view(np.float32)
 
-    return powers
+    return of_bytes
 
 
 @inner

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numba
 import numpy as np
+from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu import element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece, specialized
 from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, bits_of, lanes, stored_as
@@ -46,10 +47,10 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
     size = out.numel()
     shifts = packing.shifts(format) if packed else None
     worst = None if packed or format.bits == format.storage_bits else np.zeros(-(-size // CHUNK), np.uint32)
-    if (numbers := element_codes.decoding_scalars(format, out.dtype)) is not None:
-        _decode(size, array(codes), array(out), numbers, worst, shifts)
-    else:
-        _look_up(size, array(codes), array(out), array(element_codes.table(format, out.dtype)), worst, shifts)
+    meaning = element_codes.decoding_scalars(format, out.dtype)
+    if meaning is None:
+        meaning = array(element_codes.table(format, out.dtype))
+    _decode(size, array(codes), array(out), meaning, worst, shifts)
     return worst is None or not (worst >> np.uint32(format.bits)).any()
 
 
@@ -60,7 +61,7 @@ def _code(value, numbers, codes, keys, index, like):
 
 
 @elementwise
-def _decode_piece(code, numbers, like):
+def _decoded(code, numbers, like):
     return stored_as(element_codes.decoded(code.to(32), numbers), like)
 
 
@@ -81,11 +82,10 @@ def encode_piece(x, out, numbers, codes, keys, worst):
         worst[0] = largest
 
 
-@inner
-def _look_up_piece(codes, out, table):
-    last = table.size - 1
+def _look_up(out, codes, meaning):
+    last = meaning.size - 1
     for i in range(codes.size):
-        out[i] = table[min(np.int64(codes[i]), last)]
+        out[i] = meaning[min(np.int64(codes[i]), last)]
 
 
 @inner
@@ -103,19 +103,16 @@ def _encode(x, out, numbers, codes, worst, shifts, seed):
         packing.pack(part, out, a, b, shifts)
 
 
-@Kernel
-def _decode(codes, out, numbers, worst, shifts):
-    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
-        a, b = ends(chunk, out.size)
-        part = packing.unpack(codes, a, b, shifts)
-        _decode_piece(out[a:b], part, numbers)
-        _note_code(part, piece(worst, chunk, chunk + 1))
+@specialized
+def _values_piece(out, codes, meaning):
+    """In kernels: the values of codes, by arithmetic or from a table."""
+    return _look_up if isinstance(meaning, types.Array) else lambda out, codes, meaning: _decoded(out, codes, meaning)
 
 
 @Kernel
-def _look_up(codes, out, table, worst, shifts):
+def _decode(codes, out, meaning, worst, shifts):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
         part = packing.unpack(codes, a, b, shifts)
-        _look_up_piece(part, out[a:b], table)
+        _values_piece(out[a:b], part, meaning)
         _note_code(part, piece(worst, chunk, chunk + 1))

@@ -209,10 +209,8 @@ def _folder() -> str:
 
 def _compile(function: Callable[..., Any], parallel: bool) -> Any:
     dispatcher: Any = numba.njit(function, parallel=parallel, error_model="numpy", **_NO_CALLS_FROM_C)
-    try:
+    with contextlib.suppress(RuntimeError):  # no folder can be written to: every process compiles for itself
         dispatcher._cache = _Cache(function, "parallel" if parallel else "serial")
-    except RuntimeError:  # no folder can be written to: every process compiles for itself
-        return dispatcher
     return dispatcher
 
 

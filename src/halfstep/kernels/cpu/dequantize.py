@@ -19,7 +19,8 @@ from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
-from halfstep.kernels.cpu.scales import larger, powers
+from halfstep.kernels.cpu.runs import elementwise, reduction
+from halfstep.kernels.cpu.scales import larger_of, powers
 from halfstep.quant.quantizer import Quantizer
 
 
@@ -100,17 +101,14 @@ def half_scale(scale, most, meaning):
     return known.pick(bits.equals(0).pick(bits, times), NAN).float()
 
 
+_largest_code, _to_half_scales = reduction(larger_code), elementwise(half_scale)
+
+
 @inner
 def _half_scales(codes, scale, meaning, times):
     """`half_scale` of many blocks. Whether none is NaN."""
-    most = np.uint8(0)
-    for i in range(codes.size):
-        most = larger_code(most, codes[i], meaning)
-    largest = np.uint32(0)
-    for b in range(scale.size):
-        times[b] = half_scale(scale[b], most, meaning)
-        largest = larger(largest, times[b])
-    return largest < INFINITY
+    _to_half_scales(times, scale, _largest_code(np.uint8(0), codes, meaning), meaning)
+    return larger_of(np.uint32(0), times) < INFINITY
 
 
 @inner

@@ -209,8 +209,7 @@ def _note_ends(x, levels, amax, least):
         part = x[b * run : (b + 1) * run]
         most, fewest = np.uint32(0), np.uint32(0xFFFFFFFF)
         for i in range(part.size):
-            most = larger(most, part[i])
-            fewest = _less(fewest, part[i])
+            most, fewest = larger(most, part[i]), _less(fewest, part[i])
         amax[b], least[b] = most, fewest
 
 

@@ -14,16 +14,16 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.formats import Float, Format, Integer, ieee754, ocp
+from halfstep.formats import Float, Format, Integer, ieee754, lookup, ocp
 from halfstep.kernels.cpu import element_codes
-from halfstep.kernels.cpu.arrays import array, borrowed, plain
-from halfstep.kernels.cpu.compiled import Kernel, inner, specialized
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import Kernel, inner, none, specialized
 from halfstep.kernels.cpu.dots import STEP, dots, in_pairs
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.cpu.runs import reduction
 from halfstep.kernels.operator import Operator
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
@@ -91,13 +91,13 @@ def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
     if scale is not None:
         assert quantizer.scales is not None
         tile = quantizer.scales.tile
-        stored = borrowed(scale).view(np.float32 if scale.dtype == torch.float32 else np.uint8)
+        stored = array(scale, kept=False).view(np.float32 if scale.dtype == torch.float32 else np.uint8)
         scales = stored, *_table(quantizer.scales.rule), np.int64(scale.shape[1])
     rights = (np.int64(_shift(tile.columns) or 0),)
     shifts = np.int64(_shift(tile.rows) or 0), rights if tile.columns % STEP == 0 else rights * 2
     mask = np.uint8(0x7F) if half < 0x7F else None
     second_first = np.int64(format.bits == 4 and format.high_nibble_first)
-    numbers = borrowed(codes).view(np.int16) if format.key == ieee754.fp16.key else borrowed(codes)
+    numbers = array(codes, torch.int16 if format.key == ieee754.fp16.key else None, kept=False)
     return numbers, meaning, second_first, mask, half, *scales, *shifts
 
 
@@ -163,26 +163,14 @@ def _meaning(format: Format) -> tuple[Any, np.uint8]:
 def _table(rule: Scaling) -> tuple[NDArray[np.float32] | None, Any]:
     """The values of bytes that are scales, where they are; and the largest stored number that is usual."""
     if rule.exact:
-        return _powers(), np.uint8(127 + 100)
+        return element_codes.table(lookup.float8_e8m0fnu, torch.float32).numpy(), np.uint8(127 + 100)
     if rule.two_level:
-        return _e4m3(), np.uint8(0x7E)
+        return element_codes.table(ocp.float8_e4m3fn, torch.float32).numpy(), np.uint8(0x7E)
     return None, _LARGEST
 
 
-@cache
-def _powers() -> NDArray[np.float32]:
-    table = np.ldexp(1.0, np.arange(-127, 129))
-    table[255] = np.nan
-    return table.astype(np.float32)
-
-
-@cache
-def _e4m3() -> NDArray[np.float32]:
-    return element_codes.table(ocp.float8_e4m3fn, torch.float32).numpy()
-
-
-@lanes("largest")
-def _larger(largest, scale):
+@reduction
+def _largest(largest, scale):
     """Of bytes, or of the bits of float32 numbers: a sign is larger than all of them."""
     return largest.max(scale.bits() if scale.is_float else scale)
 
@@ -192,32 +180,18 @@ def _finished(total, times, bias, like):
     return nearest_as(total * times + bias, like)
 
 
-@inner
-def _largest(scales, largest):
-    for i in range(scales.size):
-        largest = _larger(largest, scales[i])
-    return largest
-
-
 @specialized
-def tiles_of(stored, table, row, across, down, right):
+def _tiles_of(stored, *rest):
     """In kernels: what `dots` takes of the scales, from a row on."""
-    if isinstance(stored, types.NoneType):
-        return lambda stored, table, row, across, down, right: None
-    return lambda stored, table, row, across, down, right: (stored, table, row, across, down, right)
+    return (lambda stored, *rest: None) if none(stored) else lambda stored, *rest: (stored, *rest)
 
 
-@specialized
-def are_usual(stored, most, across, down, first, last):
-    """In kernels: whether the scales of some rows are numbers, and none is so large that a value may be infinite."""
-    if isinstance(stored, types.NoneType):
-        return lambda stored, most, across, down, first, last: True
-
-    def usual(stored, most, across, down, first, last):
-        part = stored[(first >> down) * across : ((last >> down) + 1) * across]
-        return _largest(part, most) == most
-
-    return usual
+@inner
+def _are_usual(stored, most, across, down, first, last):
+    """Whether the scales of some rows are numbers, and none is so large that a value may be infinite."""
+    if stored is None:
+        return True
+    return _largest(most, stored[(first >> down) * across : ((last >> down) + 1) * across]) == most
 
 
 @inner
@@ -249,10 +223,10 @@ def _products(
         most = np.uint8(0)
         for j in range(start, stop, len(js)):
             first = min(j, out.shape[1] - len(js))  # the last rows may be computed twice, to the same end
-            tiles = tiles_of(stored, table, first, across, down, right)
+            tiles = _tiles_of(stored, table, first, across, down, right)
             worst = _rows(weight, meaning, mask, tiles, ordered, columns, first, js, ms, times, bias, out, found)
             most = max(most, worst)
-        if most > half or not are_usual(stored, usual, across, down, start, stop - 1):
+        if most > half or not _are_usual(stored, usual, across, down, start, stop - 1):
             strange[group] = 1
 
 

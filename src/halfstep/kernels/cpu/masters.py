@@ -15,7 +15,7 @@ from numba import types
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
 from halfstep.kernels.cpu.lanes import Lane, bits_of, rounded_up_half
 from halfstep.kernels.cpu.runs import elementwise, reduction
 
@@ -40,8 +40,9 @@ def run(weight: Tensor, master: str, kept: Mapping[str, Tensor]) -> bool:
         return False
     if not all(plain(t, torch.float32, torch.bfloat16, torch.int16, torch.int8) for t in kept.values()):
         return False
-    beside = tuple(_array(kept[name]) if name in kept else None for name in KEPT.values() if name)
-    _follow(weight.numel(), _array(weight), beside)
+    low, rest = kept.get("low", kept.get("residue")), kept.get("compensation", kept.get("residual"))
+    beside = [None if tensor is None else _array(tensor) for tensor in (kept.get("master"), low, rest)]
+    _follow(weight.numel(), _array(weight), *beside)
     return True
 
 
@@ -137,25 +138,13 @@ def _follow_half(weight, low):
         _keep_half(low, weight)
 
 
-@inner
-def follow(weight, master, low, compensation, residual, residue):
-    """One chunk, for kernels: whichever is not None, in place."""
-    if master is not None:
-        _follow_image(weight, master)
-    if low is not None:
-        _follow_half(weight, low)
-    if residue is not None:
-        _follow_half(weight, residue)
-    if compensation is not None:
-        _follow_rest(weight, compensation)
-    if residual is not None:
-        _follow_rest(weight, residual)
-
-
 @Kernel
-def _follow(weight, kept):
-    master, low, compensation, residual, residue = kept
+def _follow(weight, master, low, rest):
     for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, weight.size)
-        one, two = (piece(master, a, b), piece(low, a, b)), (piece(compensation, a, b), piece(residual, a, b))
-        follow(weight[a:b], *one, *two, piece(residue, a, b))
+        if master is not None:
+            _follow_image(weight[a:b], master[a:b])
+        if low is not None:
+            _follow_half(weight[a:b], low[a:b])
+        if rest is not None:
+            _follow_rest(weight[a:b], rest[a:b])

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-from numba import types
 from torch import Tensor
 
 from halfstep.kernels.cpu import blocks, dequantize, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import round_piece
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, specialized
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
 from halfstep.kernels.cpu.dequantize import values_piece
 from halfstep.kernels.cpu.packing import pack, place, unpack
 from halfstep.kernels.cpu.runs import add, elementwise, multiply
@@ -50,14 +49,6 @@ def _divide(out, count):
     return out / count
 
 
-@specialized
-def _place(total, a, b):
-    """In kernels: where the float32 bits of the elements a to b are summed."""
-    if isinstance(total, types.NoneType):
-        return lambda total, a, b: np.empty(b - a, np.uint32)
-    return lambda total, a, b: total[a:b]
-
-
 @inner
 def _into_message(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
     first, part = scales + (a >> len(levels)), place(out, a, b, shifts)
@@ -66,22 +57,12 @@ def _into_message(values, out, a, b, scales, levels, rule, numbers, codes, shift
     pack(part, out, a, b, shifts)
 
 
-@specialized
-def _encode(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
-    """In kernels: write the values of the elements a to b into a message, where there is one."""
-    if isinstance(out, types.NoneType):
-        return lambda values, out, a, b, scales, levels, rule, numbers, codes, shifts: None
-    return lambda values, out, a, b, scales, levels, rule, numbers, codes, shifts: _into_message(
-        values, out, a, b, scales, levels, rule, numbers, codes, shifts
-    )
-
-
 @Kernel
 def _mean(messages, size, scales, count, inverse, meaning, shifts, levels, rule, numbers, codes, out, total):
     stride = messages.size // int(count)
     for chunk in numba.prange((size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, size)
-        summed, part = _place(total, a, b), np.empty(b - a, np.uint32)
+        summed, part = np.empty(b - a, np.uint32) if total is None else total[a:b], np.empty(b - a, np.uint32)
         bits = np.empty((b - a) >> len(levels), np.uint32)
         first = scales + (a >> len(levels))
         for start in range(0, messages.size, stride):
@@ -95,4 +76,5 @@ def _mean(messages, size, scales, count, inverse, meaning, shifts, levels, rule,
             multiply(summed.view(np.float32), inverse)
         else:
             _divide(summed.view(np.float32), count)
-        _encode(summed, out, a, b, scales, levels, rule, numbers, codes, shifts)
+        if out is not None:
+            _into_message(summed, out, a, b, scales, levels, rule, numbers, codes, shifts)

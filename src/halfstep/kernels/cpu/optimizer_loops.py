@@ -190,9 +190,7 @@ def _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, ti
 @specialized
 def _seed_at(seeds, n):
     """In kernels: the seed of a tensor, or None."""
-    if none(seeds):
-        return lambda seeds, n: None
-    return lambda seeds, n: (seeds[n, 0], seeds[n, 1])
+    return (lambda seeds, n: None) if none(seeds) else lambda seeds, n: (seeds[n, 0], seeds[n, 1])
 
 
 @Kernel

@@ -14,9 +14,9 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from halfstep.kernels.cpu import blocks, rows, two_level
+from halfstep.kernels.cpu import blocks, rows
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.blocks import UPRIGHT, ruled_by, takes_values
+from halfstep.kernels.cpu.blocks import UPRIGHT, ruled_by, ruled_of, takes_values
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, inner, inner_inlined, none, piece, specialized_inlined
 from halfstep.kernels.cpu.divided import rounded
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
@@ -54,20 +54,15 @@ def run_values(
 ) -> bool | None:
     """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`. None where it is not done
     here: it takes contiguous CPU tensors of one shape, apart in memory, that are not empty."""
-    numbers, scales, format = numbers_of(quantizer), quantizer.scales, quantizer.format
+    numbers, scales = numbers_of(quantizer), quantizer.scales
     dense = x.dim() and x.numel() and x.shape == out.shape and takes_values(x, out)
     if numbers is None or scales is None or not dense:
         return None
-    (_, columns), tile, rule, apart = matrix_shape(tuple(x.shape)), scales.tile, scales.rule, None
-    if rule.two_level:
-        whole = two_level.rule_of(x, format, scales, tensor_scale)
-        apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
-        ruled = whole[1], whole[0], whole[2], None
-    else:
-        ruled = ruled_by(format, rule, values=True)
+    (_, columns), tile = matrix_shape(tuple(x.shape)), scales.tile
+    ruled, apart = ruled_of(x, out, quantizer, seed, tensor_scale)
     sides = (max(_DEEP // tile.rows, 1) * tile.rows, _WIDTH), (tile.rows, tile.columns)
     small = round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed)
-    return small or rule.two_level
+    return small or scales.rule.two_level
 
 
 def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:

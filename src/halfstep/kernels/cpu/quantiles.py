@@ -18,7 +18,7 @@ from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, UPPER, bits_of, lanes
 from halfstep.kernels.cpu.runs import elementwise
-from halfstep.kernels.cpu.scales import larger_of
+from halfstep.kernels.cpu.scales import larger
 from halfstep.quant import Clamp
 
 
@@ -79,7 +79,7 @@ def _note_buckets(x, counts):
     ordered = np.empty(CHUNK, np.uint32)
     for start in range(0, x.size, CHUNK):
         part = x[start : start + CHUNK]
-        _order(ordered[: part.size], part)
+        _order(ordered, part)
         for i in range(part.size):
             counts[ordered[i] >> 16] += 1
 
@@ -162,8 +162,12 @@ def _keep_largest(ordered, kept, flip):
 
 @inner
 def _row(x, places, shares, cut, ordered, kept, found, row):
-    _order(ordered, x)
-    if larger_of(np.uint32(0), x) >= INFINITY:
+    largest = np.uint32(0)
+    for i in range(x.size):
+        ordered[i] = _ordered(x[i])
+    for i in range(x.size):
+        largest = larger(largest, x[i])
+    if largest >= INFINITY:
         found[0, row] = found[1, row] = np.nan
         return
     bits = np.empty(4, np.uint32)

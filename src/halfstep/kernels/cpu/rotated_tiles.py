@@ -86,9 +86,9 @@ def run_two_levels(
     assert scales is not None
     assert isinstance(scales.rule, TwoLevel)
     out = torch.empty(-(-rows // size) * size, columns, dtype=dtype, device="cpu")
-    whole, rule, up = two_level.given(quantizer.format, scales.rule, scale)
+    ruled = two_level.given(quantizer.format, scales.rule, scale)
     apart = two_level.apart(quantizer.format, seed, dtype, True)
-    ruled, sides = (rule, whole, up, None), ((size, WIDTH), (scales.tile.rows, 1))
+    sides = (size, WIDTH), (scales.tile.rows, 1)
     panels.round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed, rotated.rotation(signs))
     return out
 

@@ -239,5 +239,5 @@ def _take_beyond(x, low, high, starts, values, columns):
         flags = np.zeros((x.shape[1] + 7) // 8 * 8, np.uint8)
         for r in range(part * 16, min(part * 16 + 16, x.shape[0])):
             a, b = starts[r], starts[r + 1]
-            _flag_row(flags[: x.shape[1]], x[r], low[r], high[r])
+            _flag_row(flags, x[r], low[r], high[r])
             _take_row(x[r], low[r], high[r], flags, values[a:b], columns[a:b])

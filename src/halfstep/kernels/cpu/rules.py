@@ -4,7 +4,7 @@ A rule travels as (rule, whole, up, steps), known by which of them are None:
 
 - a power of two: `scales.power_scalars`, None, None, and for values `powers.scalars`, None for codes.
 - the largest magnitude over the largest element: None, that element, None, None; in the dtype of what is stored.
-- two levels: what `two_level.rule_of` says of them, and None.
+- two levels: what `two_level.rule_of` says of them.
 """
 
 from __future__ import annotations

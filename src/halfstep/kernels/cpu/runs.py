@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from halfstep.kernels.cpu.compiled import inner, specialized
+from halfstep.kernels.cpu.compiled import inner, specialized, specialized_inlined
 from halfstep.kernels.cpu.lanes import WIDTHS, Lane, intrinsic, trace, vectorise_fully
 
 
@@ -26,7 +26,8 @@ LONGEST = 128
 
 
 def elementwise(body: Callable[..., Lane]) -> Any:
-    """Make a function on lanes a loop that kernels call with (out, ...): for each element of `out`, what it gives.
+    """Make a function on lanes a loop that kernels call with (out, ...): what it gives for each element goes to `out`,
+    for as many as that has and the first array among the arguments.
 
     Arrays among its arguments arrive as lanes of their elements, arrays in tuples too; other arguments as
     `lanes.lanes` has them. Where it names them it also gets `out`, the number that stands there now, and `index`, the
@@ -53,7 +54,7 @@ def elementwise(body: Callable[..., Lane]) -> Any:
 
     @inner
     def loop(out, *arguments):
-        for i in range(out.size):
+        for i in range(_fewest(out, arguments)):
             element(out, i, arguments)
 
     return loop
@@ -81,6 +82,15 @@ def reduction(body: Callable[..., Lane]) -> Any:
         return total
 
     return loop
+
+
+@specialized_inlined
+def _fewest(out, arguments):
+    """In kernels: how many elements `out` has, or the first array among the arguments where it has fewer."""
+    first = next((n for n, kind in enumerate(arguments) if isinstance(kind, types.Array)), None)
+    if first is None:
+        return lambda out, arguments: out.size
+    return lambda out, arguments: min(out.size, arguments[first].size)
 
 
 def _elements(context: Any, builder: Any, numba_type: Any, value: Any, i: Any) -> Any:

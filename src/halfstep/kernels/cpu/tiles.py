@@ -10,6 +10,7 @@ from typing import Any
 
 import numba
 import torch
+from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
@@ -17,8 +18,7 @@ from halfstep.kernels.cpu import cast, codes, elements
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane
-from halfstep.kernels.cpu.runs import elementwise
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
 from halfstep.quant.quantizer import Quantized, Quantizer, as_rows
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scales import Scales
@@ -104,7 +104,7 @@ def _fused(x: Tensor, out: Tensor, rounding: str) -> bool:
     return x.dtype == out.dtype == torch.float32 and rounding == "nearest_even" and not x.requires_grad
 
 
-@elementwise
+@lanes(types.float32)
 def _times(value: Lane, scale: Lane, numbers: list[Lane]) -> Lane:
     """value / scale, rounded, times scale; no larger than float32's largest number."""
     product = elements.rounded((value / scale).bits(), Rounding(*numbers)).float() * scale
@@ -116,7 +116,8 @@ def _times(value: Lane, scale: Lane, numbers: list[Lane]) -> Lane:
 @inner
 def _tile_row(x, out, scale, numbers):
     if scale > 0:
-        _times(out, x, scale, numbers)
+        for i in range(x.size):
+            out[i] = _times(x[i], scale, numbers)
     else:  # a tile of zeros, or a lost one, whose scale is NaN
         out[:] = scale
 

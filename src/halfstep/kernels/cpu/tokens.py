@@ -82,8 +82,7 @@ def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype, how
         if not isfinite(largest):
             return None
         scale, out = two_level.tensor_scale_of(largest, format), empty(x.size, dtype)
-        whole, ruled, up = two_level.given(format, rule, scale)
-        blocks.round_values(x, out, sides, (ruled, whole, up, None), apart, None, *how)
+        blocks.round_values(x, out, sides, two_level.given(format, rule, scale), apart, None, *how)
         return widened(out), float(scale)
 
     return rounded

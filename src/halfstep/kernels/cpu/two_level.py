@@ -34,8 +34,8 @@ def scalars() -> tuple[Scalars, Scalars]:
 
 
 def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | None) -> Any:
-    """What `tile_scales` takes of a tensor that is empty or one that `amax` reads: the format's largest value, the
-    tensor's scale, which is also written to `tensor_scale`; E4M3's numbers, and whether scales go up."""
+    """What `rules` takes of a tensor that is empty or one that `amax` reads: E4M3's numbers; the format's largest value
+    and the tensor's scale, which is also written to `tensor_scale`; and whether scales go up."""
     rule = scales.rule
     assert isinstance(rule, TwoLevel)
     largest = amax.run(x)
@@ -60,7 +60,7 @@ def tensor_scale_of(amax: float, format: Format) -> np.float32:
 
 def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
     """The same for a tensor whose scale is known."""
-    return (np.float32(format.max), np.float32(scale)), scalars()[0], np.uint32(not rule.clips)
+    return scalars()[0], (np.float32(format.max), np.float32(scale)), np.uint32(not rule.clips), None
 
 
 def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -> Any:
