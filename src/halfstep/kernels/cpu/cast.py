@@ -57,11 +57,8 @@ class Narrow(NamedTuple):
     zero_sign: Any = None
 
 
-NarrowScalars = tuple[np.uint16, ...]
-
-
 @cache
-def narrow_scalars(format: Format, overflow: str) -> NarrowScalars:
+def narrow_scalars(format: Format, overflow: str) -> tuple[np.uint16, ...]:
     """The `Narrow` of a format that `elements.scalars` describes."""
     wide = elements.scalars(format, "nearest_even", overflow, torch.bfloat16)
     p = Rounding(*(int(number) >> 16 for number in wide))  # only fields that bfloat16 holds exactly are used

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from halfstep.formats import Codebook, Format, Integer
 from halfstep.kernels.cpu import element_codes, elements, scales, two_level
 from halfstep.kernels.cpu.comparison import PIECE, Errors, unit
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, ends, inner, none, specialized
 from halfstep.kernels.cpu.element_codes import cut_points, looked_up
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes
 from halfstep.kernels.cpu.rules import note, room
 from halfstep.kernels.cpu.runs import elementwise, fill
-from halfstep.kernels.cpu.scales import note_block_maxima
+from halfstep.kernels.cpu.scales import as_bits, largest_stored
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -107,12 +107,11 @@ class CastErrors:
         found = np.zeros((_parts(rows.x.size), 4), np.float64)
         found[:, 3] = self._largest
         chosen = self._quantizer.scales
-        if chosen is None:
-            sum_plain_errors(rows.x.size, rows.x, self._numbers, self._factor, found)
-        else:
+        by: Any = None, None
+        if chosen is not None:
             run, scale = self._scales(rows, chosen.tile, chosen.rule)
-            levels = (np.uint32(0),) * _LEVELS[run]
-            sum_scaled_errors(rows.x.size, rows.x, scale, levels, self._numbers, self._cuts, self._factor, found)
+            by = scale, (np.uint32(0),) * _LEVELS[run]
+        sum_errors(rows.x.size, rows.x, *by, self._numbers, self._cuts, self._factor, found)
         noise, nonzero, infinite, _ = found.sum(0)
         self._noise += float(noise)
         self._nonzero += int(nonzero)
@@ -178,7 +177,7 @@ def _saturating(format: Format) -> tuple[np.uint32, ...]:
 def _maxima(x, found):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, x.size)
-        note_block_maxima(x[a:b], 4, found[a >> 4 : b >> 4])
+        as_bits(found[a >> 4 : b >> 4], largest_stored(x[a:b], 4))
 
 
 @elementwise
@@ -210,8 +209,10 @@ def _value(x: Lane) -> Lane:
 
 
 @lanes(types.float32)
-def _scaled_value(x, scale, numbers, cuts):
-    """x / scale, rounded, times scale."""
+def _made(x, scale, numbers, cuts):
+    """x rounded; where there is a scale x / scale, rounded, times scale."""
+    if scale is None:
+        return elements.rounded(bits_of(x), Rounding(*numbers)).float()
     quotient = bits_of(x).float() / scale
     if cuts is not None:
         return looked_up(quotient, cuts) * scale
@@ -230,18 +231,10 @@ def _nearest(bits: Lane, least: Lane, above: Lane, largest: Lane) -> Lane:
 
 
 @lanes(types.float32)
-def _rounded(x, numbers):
-    return elements.rounded(bits_of(x), Rounding(*numbers)).float()
-
-
-@lanes(types.float32)
-def _difference(y, x):
-    return y - x
-
-
-@lanes(types.float32)
-def _finite_difference(y, x):
-    """y - x, or 0 where y is infinite."""
+def _difference(y, x, scale):
+    """y - x, or 0 where y is infinite; under a scale it never is."""
+    if scale is not None:
+        return y - x
     return (y.bits() & MAGNITUDE).equals(INFINITY).pick(y.constant(0.0), y - x)
 
 
@@ -256,8 +249,8 @@ def _plus_nonzero(count, y):
 
 
 @lanes(types.uint32)
-def _plus_infinite(count, y):
-    return count + (y.bits() & MAGNITUDE).equals(INFINITY).to(32)
+def _plus_infinite(count, y, scale):
+    return count + (y.bits() & MAGNITUDE).equals(INFINITY).to(32) if scale is None else count
 
 
 @lanes(types.uint32)
@@ -271,26 +264,15 @@ def _or_worse(seen, error, y, x, worst):
 
 
 @inner
-def _scaled(x, scale, numbers, cuts, factor, worst):
-    noise, nonzero, worse = np.float32(0), np.uint32(0), np.uint32(0)
-    for i in range(x.size):
-        value, y = _value(x[i]), _scaled_value(x[i], scale[i], numbers, cuts)
-        error = _difference(y, value)
-        noise = _plus_square(noise, error, factor)
-        nonzero = _plus_nonzero(nonzero, y)
-        worse = _or_worse(worse, error, y, value, worst)
-    return noise, nonzero, worse
-
-
-@inner
-def _plain(x, numbers, factor, worst):
+def _sums(x, scale, numbers, cuts, factor, worst):
     noise, nonzero, infinite, worse = np.float32(0), np.uint32(0), np.uint32(0), np.uint32(0)
     for i in range(x.size):
-        value, y = _value(x[i]), _rounded(x[i], numbers)
-        error = _finite_difference(y, value)
+        s = each(scale, i)
+        value, y = _value(x[i]), _made(x[i], s, numbers, cuts)
+        error = _difference(y, value, s)
         noise = _plus_square(noise, error, factor)
         nonzero = _plus_nonzero(nonzero, y)
-        infinite = _plus_infinite(infinite, y)
+        infinite = _plus_infinite(infinite, y, s)
         worse = _or_worse(worse, error, y, value, worst)
     return noise, nonzero, infinite, worse
 
@@ -310,25 +292,23 @@ def _share(y, x):
 
 
 @inner
-def _largest_scaled(x, scale, numbers, cuts):
+def _largest(x, scale, numbers, cuts):
     found = np.float32(0)
     for i in range(x.size):
-        found = max(found, _share(_scaled_value(x[i], scale[i], numbers, cuts), _value(x[i])))
+        found = max(found, _share(_made(x[i], each(scale, i), numbers, cuts), _value(x[i])))
     return found
 
 
-@inner
-def _largest_plain(x, numbers):
-    found = np.float32(0)
-    for i in range(x.size):
-        found = max(found, _share(_rounded(x[i], numbers), _value(x[i])))
-    return found
+@specialized
+def _spread(scale, levels, a, b, by):
+    """In kernels: the scale of each element from a to b, in `by`; None where there is none."""
 
+    def spread(scale, levels, a, b, by):
+        for i in range((b - a) >> len(levels)):
+            fill(by, i << len(levels), scale[(a >> len(levels)) + i], levels)
+        return by
 
-@inner
-def _spread(scale, levels, out):
-    for i in range(scale.size):
-        fill(out, i << len(levels), scale[i], levels)
+    return (lambda scale, levels, a, b, by: None) if none(scale) else spread
 
 
 @inner
@@ -338,33 +318,19 @@ def _above(share):
 
 
 @Kernel
-def sum_scaled_errors(x, scale, levels, numbers, cuts, factor, found):
+def sum_errors(x, scale, levels, numbers, cuts, factor, found):
     parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
     for part in numba.prange(parts):
-        by, mine = np.empty(PIECE, np.float32), found[part]
+        room_for, mine = np.empty(PIECE, np.float32), found[part]
         for p in range(pieces * part // parts, pieces * (part + 1) // parts):
             a, b = p * PIECE, min(x.size, (p + 1) * PIECE)
-            _spread(scale[a >> len(levels) : b >> len(levels)], levels, by)
-            noise, nonzero, worse = _scaled(x[a:b], by, numbers, cuts, factor, _above(mine[3]))
-            mine[0] += noise
-            mine[1] += nonzero
-            if worse >> np.uint32(31):
-                mine[3] = max(mine[3], _largest_scaled(x[a:b], by, numbers, cuts))
-
-
-@Kernel
-def sum_plain_errors(x, numbers, factor, found):
-    parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
-    for part in numba.prange(parts):
-        mine = found[part]
-        for p in range(pieces * part // parts, pieces * (part + 1) // parts):
-            piece = x[p * PIECE : min(x.size, (p + 1) * PIECE)]
-            noise, nonzero, infinite, worse = _plain(piece, numbers, factor, _above(mine[3]))
+            by = _spread(scale, levels, a, b, room_for)
+            noise, nonzero, infinite, worse = _sums(x[a:b], by, numbers, cuts, factor, _above(mine[3]))
             mine[0] += noise
             mine[1] += nonzero
             mine[2] += infinite
             if worse >> np.uint32(31):
-                mine[3] = max(mine[3], _largest_plain(piece, numbers))
+                mine[3] = max(mine[3], _largest(x[a:b], by, numbers, cuts))
 
 
 @Kernel

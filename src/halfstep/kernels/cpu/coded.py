@@ -122,7 +122,7 @@ def arguments(coding: BlockCoding, parts: Mapping[str, Tensor], factor: float = 
     """
     codes, scale = parts["codes"], parts["scale"]
     if coding.whole:
-        kind, scale_of = numpy_type(codes.dtype), np.float32(factor)
+        kind, scale_of = _CODES.get(codes.dtype, torch.uint8), np.float32(factor)
         return array(codes, kind), np.float32(scale.item()), None, coding.decoding, scale_of, *coding[-2:]
     if len(coding.scales) == 1:
         return array(codes), array(scale, scale.dtype), *coding[4:]
@@ -223,7 +223,7 @@ def _closed_groups(kept, stored, levels, rule, numbers, codes, values, a, b):
 
 
 _ROOM = 2.0**100  # for scales: a value times one of them stays below infinity
-_CODES = {torch.float16: torch.int16}
+_CODES = {torch.float16: torch.int16}  # the types in which codes travel that are no bytes
 
 
 @cache
@@ -257,11 +257,6 @@ def whole_factor(quantizer: Quantizer, amax: Any) -> Tensor | None:
     assert quantizer.scales is not None
     found = quantizer.scales.rule.factor(torch.tensor(float(amax), dtype=torch.float32, device="cpu"), quantizer.format)
     return found if found is not None and bool(found.isfinite()) and usual_scale(found.reciprocal()) else None
-
-
-def numpy_type(codes: torch.dtype) -> torch.dtype:
-    """The type in which codes of that dtype travel."""
-    return _CODES.get(codes, torch.uint8)
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------

@@ -88,12 +88,6 @@ def _look_up(out, codes, meaning):
         out[i] = meaning[min(np.int64(codes[i]), last)]
 
 
-@inner
-def _note_code(codes, worst):
-    if worst is not None:
-        worst[0] = _largest_code(worst[0], codes)
-
-
 @Kernel
 def _encode(x, out, numbers, codes, worst, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
@@ -115,4 +109,5 @@ def _decode(codes, out, meaning, worst, shifts):
         a, b = ends(chunk, out.size)
         part = packing.unpack(codes, a, b, shifts)
         _values_piece(out[a:b], part, meaning)
-        _note_code(part, piece(worst, chunk, chunk + 1))
+        if worst is not None:
+            worst[chunk] = _largest_code(np.uint32(0), part)

@@ -52,7 +52,8 @@ def _halving(x, out):
         out[i] = larger_stored(x[2 * i], x[2 * i + 1])
 
 
-_to_bits = elementwise(stored_bits)
+as_bits = elementwise(stored_bits)
+"""In kernels: stored numbers as float32 bits."""
 
 
 @inner
@@ -112,12 +113,6 @@ def largest_of(x, run, levels):
         return found
 
     return runs if count >= 7 else lambda x, run, levels: largest_stored(x, count)
-
-
-@inner
-def note_block_maxima(x, levels, found):
-    """Those of 2^levels elements as float32 bits, to `found`."""
-    _to_bits(found, largest_stored(x, levels))
 
 
 # ---- scales --------------------------------------------------------------------------------------------------------
