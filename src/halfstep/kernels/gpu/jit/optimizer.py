@@ -207,38 +207,14 @@ def advance(
                 tl.store(address(row, T.value.KEPT, block * B, KEPT_KIND, K.aligned) + index, kept, mask=inside)
         if M1 is not None:
             close(
-                row,
-                T.value.FIRST,
-                most,
-                T.value.FIRST_MOST,
-                block,
-                index,
-                inside,
-                size,
-                elements1,
-                first,
-                M1,
-                HALF,
-                K.aligned,
-                B,
-            )
+                row, T.value.FIRST, most, T.value.FIRST_MOST, block, index, inside, size, elements1, first, M1, HALF,
+                K.aligned, B,
+            )  # fmt: skip
         if M2 is not None:
             close(
-                row,
-                T.value.SECOND,
-                most,
-                T.value.SECOND_MOST,
-                block,
-                index,
-                inside,
-                size,
-                elements2,
-                second,
-                M2,
-                HALF,
-                K.aligned,
-                B,
-            )
+                row, T.value.SECOND, most, T.value.SECOND_MOST, block, index, inside, size, elements2, second, M2, HALF,
+                K.aligned, B,
+            )  # fmt: skip
         if K.residual:
             KIND2: tl.constexpr = M2.kind
             rest = address(row, T.value.RESIDUAL, block * B, KIND2, K.aligned) + index
