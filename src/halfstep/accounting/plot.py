@@ -1,7 +1,5 @@
 """Bytes by role, a bar for each recipe, before the memory of a device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from halfstep.accounting.sharing import Share

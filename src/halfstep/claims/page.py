@@ -1,7 +1,5 @@
 """The ledger in words: one claim for the terminal, all of it as data, and as the page docs/claims.md."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Measure a claim again, or read what its benchmark keeps, and compare with what the ledger records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

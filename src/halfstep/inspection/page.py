@@ -1,7 +1,5 @@
 """A report as one HTML page that needs no network, and runs nothing."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """What a tensor is for, by its name: embedding, norm, attention ... The table below is all there is to it."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

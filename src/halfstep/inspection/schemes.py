@@ -1,7 +1,5 @@
 """The layouts in which quantised weights are published: one entry each, by names, types and shapes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

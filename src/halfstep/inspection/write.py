@@ -1,7 +1,5 @@
 """Write a checkpoint cast to another format: one safetensors file, streamed, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write a new entry into the user's own folder, in the form of a pull request; the rules that all entries keep."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

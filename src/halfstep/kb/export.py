@@ -1,7 +1,5 @@
 """The knowledge base as JSON, CSV or Markdown, and a model's entry as a field of a model card."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """What names a model: a name as people write and derive it, taken apart; or a local Hugging Face folder's origin."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A new folder of a model: weights in one safetensors file or several with an index; whole, or not there at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Copies of a model, run on a batch, with random generators left as they were; and a loss to send back."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The ranges of every tensor of a model over some batches, in float32, forward and backward."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

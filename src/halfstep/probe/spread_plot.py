@@ -1,7 +1,5 @@
 """Standard deviations of every tensor of a step, in the order of execution, against the ranges of formats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantizers in files: as data for JSON, which says everything, and as a line of text, which tells them apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

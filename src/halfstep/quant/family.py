@@ -10,8 +10,6 @@ Each class offers
 floor(remainder * 2^32) + noise >= 2^32, the remainder measured in gaps between neighbours.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Protocol, cast

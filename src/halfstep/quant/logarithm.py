@@ -3,8 +3,6 @@
 What computes them elsewhere (`kernels.cpu.expansion`) takes the numbers from here, and contracts nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Whether a tensor's numbers can be read where they are."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter

@@ -1,7 +1,5 @@
 """4- and 6-bit codes in bytes and back; each row of a tensor packs on its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

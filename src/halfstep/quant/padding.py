@@ -1,7 +1,5 @@
 """Tensors made larger by a constant, those without elements too."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Functions that torch.compile leaves out of its graphs, and functions that it traces only within their callers."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar

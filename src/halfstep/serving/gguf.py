@@ -4,8 +4,6 @@ Source: llama.cpp, convert_hf_to_gguf.py (names, transposes, the order of rows t
 gguf-py (types of blocks).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Source: llama.cpp, conversion/base.py (tokens and their types), src/llama-vocab.
 gguf-py reads merges, special tokens and the chat template.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from importlib import import_module

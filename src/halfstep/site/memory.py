@@ -5,8 +5,6 @@ Blocks of a model are alike, and every byte here is some parameter's or buffer's
 more takes. Recipes that count blocks from an end are measured on the whole model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

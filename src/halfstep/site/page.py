@@ -1,7 +1,5 @@
 """The page: three tabs in one file that opens from a folder and asks no network; two tabs' facts, memory's apart."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

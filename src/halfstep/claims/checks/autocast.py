@@ -1,7 +1,5 @@
 """Check of what torch.autocast does on the CPU to operations that it runs in float32 on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

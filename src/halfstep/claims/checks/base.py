@@ -1,7 +1,5 @@
 """What a check is: a name, which is its claim's id, and a function that measures; the check of a name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

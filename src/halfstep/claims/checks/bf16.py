@@ -1,7 +1,5 @@
 """Checks of bf16 training: what a forum's thread says of it, and Collage, Kahan summation and stochastic rounding."""
 
-from __future__ import annotations
-
 from functools import partial
 from statistics import fmean
 

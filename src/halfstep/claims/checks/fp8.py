@@ -1,7 +1,5 @@
 """Checks of training in 8 bits: how scales are chosen, and what weight decay does to a gated MLP."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

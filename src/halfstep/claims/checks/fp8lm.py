@@ -1,7 +1,5 @@
 """Checks of FP8-LM: what 8 bits do to moments, to gradients summed over ranks, and to the bytes of a parameter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of scaling laws: what published constants say, computed again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import fmean
 

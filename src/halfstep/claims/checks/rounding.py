@@ -1,7 +1,5 @@
 """Checks of rounding: ranges, bias, small gradients, accumulation, additions and masters, and rotary positions."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

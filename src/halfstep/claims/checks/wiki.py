@@ -1,7 +1,5 @@
 """Checks of a forum's wiki on models' precision: ranges of bf16 and fp16, TPUs, models of fp32 in fp16."""
 
-from __future__ import annotations
-
 import copy
 import pydoc_data.topics
 import tempfile

@@ -3,8 +3,6 @@
 Source: compressed-tensors 0.20, `quant_scheme` presets and `compressors`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Source: deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers 5.23, integrations/finegrained_fp8.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

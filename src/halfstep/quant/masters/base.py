@@ -1,7 +1,5 @@
 """What a master is; and none: the stored weight takes the update itself."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

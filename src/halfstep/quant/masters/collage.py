@@ -1,7 +1,5 @@
 """Collage: a weight is the sum of two bfloat16 numbers, and an update grows the pair."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

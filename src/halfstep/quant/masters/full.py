@@ -1,7 +1,5 @@
 """A float32 copy of the weight takes the update."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

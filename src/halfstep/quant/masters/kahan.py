@@ -1,7 +1,5 @@
 """Kahan summation: what an addition to the weight rounded away is added again at the next."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

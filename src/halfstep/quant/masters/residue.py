@@ -1,7 +1,5 @@
 """Eight more bits of the weight than bfloat16 holds: a master of 24 bits in one byte beside it."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

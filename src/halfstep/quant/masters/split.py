@@ -1,7 +1,5 @@
 """The lower 16 bits of the float32 weight, kept apart: an exact master in half its bytes."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

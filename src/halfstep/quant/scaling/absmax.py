@@ -1,7 +1,5 @@
 """The tile's largest magnitude lands on the element format's largest value."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from halfstep.formats import Format

@@ -1,7 +1,5 @@
 """One scale a tile from the tile itself, kept in bfloat16: 2 bytes beside small groups."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A scale and a zero point: the tile's range, zero included, is laid over all of an unsigned integer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

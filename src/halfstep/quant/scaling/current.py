@@ -1,7 +1,5 @@
 """One scale a tile from the tile itself, as FP8 libraries compute it: its amax lands on the largest value."""
 
-from __future__ import annotations
-
 from math import isfinite, nan
 
 import torch

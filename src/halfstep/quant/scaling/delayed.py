@@ -1,7 +1,5 @@
 """One scale a tensor from the largest magnitudes of earlier steps, so that a tensor is read once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

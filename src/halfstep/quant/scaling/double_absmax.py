@@ -1,7 +1,5 @@
 """Double quantisation: the float32 scales of blocks are themselves kept in 8 bits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

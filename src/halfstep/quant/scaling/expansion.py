@@ -1,7 +1,5 @@
 """Dynamic range expansion: the magnitudes of a tile are raised to the power that fills the element format's range."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

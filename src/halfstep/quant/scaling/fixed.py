@@ -1,7 +1,5 @@
 """One power of two for every tensor, chosen beforehand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

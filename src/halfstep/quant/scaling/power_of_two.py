@@ -1,7 +1,5 @@
 """Scales that are powers of two, kept as a bare exponent (E8M0): the rules of the MX formats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import frexp, isfinite, nan, nextafter

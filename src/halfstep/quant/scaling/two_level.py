@@ -1,7 +1,5 @@
 """NVFP4's scales: an E4M3 scale a block, and one float32 scale for the tensor."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch
