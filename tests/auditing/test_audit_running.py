@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 import halfstep
 from families import in_turn
 from halfstep.auditing import Watch, running
-from halfstep.auditing.running import MEASURED
+from halfstep.auditing.watch import MEASURED
 from halfstep.errors import RunError
 from tiny import adamw, batch, mlp
 

@@ -2,8 +2,7 @@
 
 from halfstep.auditing.audit import audit
 from halfstep.auditing.report import Audit, Finding, Item, Row
-from halfstep.auditing.running import Running, Updates, running
-from halfstep.auditing.watch import Watch
+from halfstep.auditing.watch import Running, Updates, Watch, running
 
 
 __all__ = ["Audit", "Finding", "Item", "Row", "Running", "Updates", "Watch", "audit", "running"]

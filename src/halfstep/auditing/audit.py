@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -10,10 +13,11 @@ from torch import Tensor, nn
 
 from halfstep import formats
 from halfstep.auditing.report import Audit, Finding, Item
-from halfstep.auditing.setup import Setup, leaves, name_of, place, rounds_to, scanned, set_up, size, values
-from halfstep.auditing.updates import Unmoved, find_updates, unmoved_by
+from halfstep.auditing.setup import Setup, kept_as, leaves, name_of, place, rounds_to, scanned, set_up, size, values
 from halfstep.bits.origin import narrowed, origin, progression, stored_format
 from halfstep.bits.scan import Scan
+from halfstep.bits.sentences import percent
+from halfstep.bits.table import Table
 from halfstep.grouping import grouped
 from halfstep.nn.dtypes import RECOMPUTE
 from halfstep.nn.stages import applied_in
@@ -131,8 +135,14 @@ def find(
     loss_scale: float | None,
 ) -> tuple[Finding, ...]:
     """All findings, warnings first; `rounded` has the buffers whose values were rounded to a type of 16 bits."""
-    looked = (
-        find_updates(setup, items, unmoved, loss_scale),
+    looked = chain(
+        _no_master(setup, unmoved),
+        _too_small(unmoved),
+        _still(setup, items),
+        _squares(setup, items),
+        _zero_gradients(setup, items),
+        _scale(loss_scale),
+        _outside(setup, items),
         _lost(setup, items),
         _rounded(setup, items, rounded),
         (one for one in _of_tensors(setup, items) if one.tensors),
@@ -140,25 +150,26 @@ def find(
         _shared(items),
         _projected(setup),
     )
-    return tuple(sorted((one for found in looked for one in found), key=lambda one: one.level != "warning"))
+    return tuple(sorted(looked, key=lambda one: one.level != "warning"))
 
 
 def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
     """Trained in float32, yet on a narrower grid."""
-    found: dict[tuple[bool, bool, str], list[str]] = {}
-    for item in items:
-        master = item.kind == "master"
-        full = item.dtype == "float32" and (master or (item.kind == "parameters" and item.name in setup.trained))
-        if full and item.effective not in (None, "full", "unknown") and not str(item.effective).startswith("partly"):
-            stepped = setup.steps.get(item.name, 0) > 0
-            found.setdefault((master, stepped, str(item.effective)), []).append(item.name)
-    for (master, stepped, kind), names in found.items():
-        what = f"{'master copies' if master else 'trained parameters'} in float32, every value exactly {kind}"
+    found = grouped(
+        ((item.kind, setup.steps.get(item.name, 0) > 0, str(item.effective)), item.name)
+        for item in items
+        if item.dtype == "float32"
+        and (item.kind == "master" or (item.kind == "parameters" and item.name in setup.trained))
+        and item.effective not in (None, "full", "unknown")
+        and not str(item.effective).startswith("partly")
+    )
+    for (kind, stepped, said), names in found.items():
+        what = f"{'master copies' if kind == 'master' else 'trained parameters'} in float32, every value exactly {said}"
         if stepped:
             text = f"{what} after optimizer steps: a resume or a cast lost their float32 values (or lr was 0 so far)"
             yield Finding("warning", "float32 lost", text, tuple(names))
         else:
-            text = f"{what}, no step counted: loaded from {kind}. If this is a resume, their float32 values were lost"
+            text = f"{what}, no step counted: loaded from {said}. If this is a resume, their float32 values were lost"
             yield Finding("note", "started narrow", text, tuple(names))
 
 
@@ -167,63 +178,66 @@ def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) ->
     stored = {item.name: item.dtype for item in items if item.kind == "buffers" and item.name in rounded}
     found = grouped(((stored[name], type, setup.saved[name]), name) for name, type in rounded.items())
     wide = bool(setup.masters) or any(p.dtype == torch.float32 for p in setup.trained.values())
+    beside = " beside weights kept in float32" if wide else ""
     for (dtype, type, saved), names in found.items():
-        if dtype == "float32":
-            text = (
-                f"buffers in float32, every value exactly {type}: a cast, or the file that they came from, rounded them"
-            )
-            noted = saved
-        else:
-            text = f"buffers in {dtype}" + (" beside weights kept in float32" if wide else "") + ": a cast rounded them"
-            noted = not wide
-        yield Finding("note" if noted else "warning", "rounded buffers", f"{text}; {RECOMPUTE}", tuple(names))
+        again = dtype == "float32"
+        how = (
+            f", every value exactly {type}: a cast, or the file that they came from," if again else f"{beside}: a cast"
+        )
+        noted = saved if again else not wide
+        text = f"buffers in {dtype}{how} rounded them; {RECOMPUTE}"
+        yield Finding("note" if noted else "warning", "rounded buffers", text, tuple(names))
 
 
-def _of_tensors(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
+def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
     """The findings that say the same of all their tensors; one without tensors is none."""
     missing = tuple(name for name, parameter in setup.trained.items() if parameter.grad is None)
     broken = [item for item in items if item.nonfinite]
-    yield Finding(
-        "note", "frozen norm", "norms that do not train, where all other parameters of their blocks do",
-        setup.frozen_norms,
-    )  # fmt: skip
-    yield Finding(
-        "warning",
-        "stray master",
-        "master copies that do not round to their parameters: one was loaded or written without the other",
-        tuple(name for name, master in setup.masters.items() if _apart(master, setup.parameters.get(name))),
-    )
-    yield Finding(
-        "note",
-        "master by hand",
-        "float32 parameters of the optimizer that round to the model's, as master copies do: unless your loop copies "
-        "them back after each step, the optimizer is stale",
-        tuple(setup.by_hand),
-    )
-    yield Finding(
-        "warning",
-        "stale optimizer",
-        "parameters of the optimizer that do not belong to the model, so its steps on them do nothing: build the "
-        "optimizer after the model was copied or sharded, or its parameters replaced",
-        tuple(setup.foreign),
-    )
-    yield Finding(
-        "warning",
-        "not in the optimizer",
-        "parameters that require a gradient and are in no group of the optimizer, so never updated",
-        tuple(name for name in setup.trained if setup.groups is not None and name not in setup.groups),
-    )
-    yield Finding(
-        "warning",
-        "no gradient",
-        "parameters that require a gradient and have none, where others have one",
-        missing if len(missing) < len(setup.trained) else (),
-    )
-    yield Finding(
-        "warning",
-        "not finite",
-        f"tensors with infinities or NaN, {sum(item.nonfinite for item in broken):,} in all",
-        tuple(item.label for item in broken),
+    return (
+        Finding(
+            "note",
+            "frozen norm",
+            "norms that do not train, where all other parameters of their blocks do",
+            setup.frozen_norms,
+        ),
+        Finding(
+            "warning",
+            "stray master",
+            "master copies that do not round to their parameters: one was loaded or written without the other",
+            tuple(name for name, master in setup.masters.items() if _apart(master, setup.parameters.get(name))),
+        ),
+        Finding(
+            "note",
+            "master by hand",
+            "float32 parameters of the optimizer that round to the model's, as master copies do: unless your loop "
+            "copies them back after each step, the optimizer is stale",
+            tuple(setup.by_hand),
+        ),
+        Finding(
+            "warning",
+            "stale optimizer",
+            "parameters of the optimizer that do not belong to the model, so its steps on them do nothing: build the "
+            "optimizer after the model was copied or sharded, or its parameters replaced",
+            tuple(setup.foreign),
+        ),
+        Finding(
+            "warning",
+            "not in the optimizer",
+            "parameters that require a gradient and are in no group of the optimizer, so never updated",
+            tuple(name for name in setup.trained if setup.groups is not None and name not in setup.groups),
+        ),
+        Finding(
+            "warning",
+            "no gradient",
+            "parameters that require a gradient and have none, where others have one",
+            missing if len(missing) < len(setup.trained) else (),
+        ),
+        Finding(
+            "warning",
+            "not finite",
+            f"tensors with infinities or NaN, {sum(item.nonfinite for item in broken):,} in all",
+            tuple(item.label for item in broken),
+        ),
     )
 
 
@@ -261,3 +275,142 @@ def _shared(items: Iterable[Item]) -> Iterator[Finding]:
         first = f"{found[0].label} is {found[0].shared_with}"
         text = f"{kind} in the memory of another tensor, counted once: {first}"
         yield Finding("note", "shared", text, tuple(item.name for item in found))
+
+
+SMALLEST_SCALE = 1e-6
+"""Loss scales below it have been halved 36 times from 65536: no step of a working setup overflows so."""
+
+_SQUARES = ("exp_avg_sq", "square_avg")
+_MOST = 0.5  # of a tensor's values, from which on it is the tensor that does not move
+
+
+@dataclass(frozen=True)
+class Unmoved:
+    """Of the values of one parameter: those that an update as large as the learning rate leaves as they are."""
+
+    dtype: str
+    rate: float
+    role: str
+    lost: int
+    nonzero: int
+
+
+def unmoved_by(setup: Setup, name: str, dtype: str, table: Table) -> Unmoved | None:
+    """What Adam's steps, which are about as large as the learning rate, leave as it is; None of other optimizers."""
+    stored, group = stored_format(dtype), (setup.groups or {})[name]
+    rate = float(group.get("lr", 0.0))
+    if "betas" not in group or not rate or stored is None:
+        return None
+    if dtype == "float32":  # a schedule that begins or ends near zero is no fault
+        rate = max(rate, *(float(group.get(peak, 0.0)) for peak in ("initial_lr", "max_lr")))
+    return Unmoved(dtype, rate, setup.roles[name], table.unmoved(stored, rate), table.nonzero)
+
+
+def _no_master(setup: Setup, unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
+    by_dtype = grouped((name_of(kept_as(parameter)), name) for name, parameter in setup.narrow.items())
+    for dtype, names in by_dtype.items():
+        share = _shares([unmoved[name] for name in names if name in unmoved])
+        text = f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}"
+        yield Finding("warning", "no master", text, tuple(names))
+
+
+def _too_small(unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
+    found = {name: one for name, one in unmoved.items() if one.dtype == "float32" and one.lost > _MOST * one.nonzero}
+    if found:
+        shares = _shares(found.values())
+        text = f"learning rate too small for parameters in float32: an update below half their spacing is lost{shares}"
+        yield Finding("warning", "learning rate too small", text, tuple(found))
+
+
+def _shares(found: Iterable[Unmoved]) -> str:
+    """The shares that are lost, by role, and the learning rates."""
+    gone, all_values, rates = Counter[str](), Counter[str](), set[float]()
+    for one in found:
+        gone[one.role] += one.lost
+        all_values[one.role] += one.nonzero
+        rates.add(one.rate)
+    if not all_values.total():
+        return ""
+    shares = ", ".join(f"{role} {percent(gone[role] / count)}" for role, count in all_values.items() if count)
+    ends = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
+    return f", as one of lr = {ends} (Adam's size) is for these shares of the values: {shares}"
+
+
+def _still(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
+    """Averages a <- d a + (1 - d) x in a type in which d a rounds back to a."""
+    # Values of [2^k, 2^(k+1)) have a spacing of 2^(k+1-p); below 2^k itself it is half of that.
+    found = grouped(
+        ((item.kind, item.dtype, decay), item.name)
+        for item in items
+        if item.dtype in _SIXTEEN
+        and (decay := setup.decay(item.kind, item.name)) is not None
+        and 0 < 1 - decay < 2.0 ** -(_SIXTEEN[item.dtype] + 1)
+    )
+    for (kind, dtype, decay), names in found.items():
+        what = "averages of weights or activations" if kind in ("parameters", "buffers") else f"averages ({kind})"
+        text = (
+            f"{what} in {dtype} that cannot decay: {decay:g} times a value rounds back to it, as 1 - {decay:g} = "
+            f"{1 - decay:.1g} is below 2^-{_SIXTEEN[dtype] + 1}, half of the finest spacing; keep them in float32"
+        )
+        yield Finding("warning", "average stands still", text, tuple(names))
+
+
+_SIXTEEN = {"bfloat16": formats.get("bf16").significant_bits, "float16": formats.get("fp16").significant_bits}
+"""Significant bits of the types of 16."""
+
+
+def _squares(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
+    """Second moments that are zero where the first ones, or gradients, are not."""
+    named = {(item.kind, item.name): item for item in items if item.dtype in (*_SIXTEEN, "float32")}
+    gone: dict[str, dict[str, float]] = {}
+    for (kind, name), item in named.items():
+        beside = named.get(("exp_avg", name), named.get(("gradients", name)))
+        if kind in _SQUARES and beside is not None and setup.steps.get(name, 1) > 0:
+            alive, expected = item.numel - item.zeros, beside.numel - beside.zeros
+            if expected and alive < (1 - _MOST) * expected:
+                gone.setdefault(item.dtype, {})[name] = 1 - alive / expected
+    for dtype, shares in gone.items():
+        ends = " to ".join(dict.fromkeys(map(percent, (min(shares.values()), max(shares.values())))))
+        text = (
+            f"second moments in {dtype} that are zero where the gradients were not, {ends} of them: their "
+            "squares underflowed, and the update is divided by eps alone"
+        )
+        yield Finding("warning", "second moments vanished", text, tuple(shares))
+
+
+def _zero_gradients(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
+    grads = [item for item in items if item.kind == "gradients" and item.effective is not None and item.numel]
+    if not grads or any(item.zeros < item.numel for item in grads):
+        return
+    moments = [item for item in items if item.kind in ("exp_avg", "momentum_buffer") and item.effective is not None]
+    remembers = any("betas" in group or group.get("momentum") for group in (setup.groups or {}).values())
+    never = remembers and all(item.zeros == item.numel for item in moments)
+    why = (
+        ", and none was another before: they underflowed, or the loss does not depend on the parameters"
+        if never
+        else ": by zero_grad(set_to_none=False), or they underflowed in this step"
+    )
+    text = f"every gradient is zero, all {sum(item.numel for item in grads):,} values{why}"
+    yield Finding("warning" if never else "note", "gradients are zero", text, tuple(item.name for item in grads))
+
+
+def _scale(scale: float | None) -> Iterator[Finding]:
+    if scale is not None and scale < SMALLEST_SCALE:
+        text = (
+            f"the loss scale is {scale:.1e}, below {SMALLEST_SCALE:g}: step after step was skipped, for gradients that "
+            "are finite at no scale. Look for the first infinity or NaN (halfstep.tracking), in float32 too"
+        )
+        yield Finding("warning", "loss scale too small", text, ())
+
+
+def _outside(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
+    """Weights of products whose gradients use all of float32 where those of most are 16-bit values: autocast's."""
+    grads = [item for item in items if item.kind == "gradients" and item.name in setup.products]
+    cast = Counter(item.effective for item in grads if item.effective in ("bf16", "fp16", "bf16+fp16"))
+    wide = [item.name for item in grads if item.dtype == "float32" and item.effective == "full"]
+    if wide and cast.total() > len(wide):
+        text = (
+            f"weights whose gradients use all of float32, where those of {cast.total()} others are exactly "
+            f"{max(cast, key=cast.__getitem__)}: their products are computed outside autocast"
+        )
+        yield Finding("note", "outside autocast", text, tuple(wide))

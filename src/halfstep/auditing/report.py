@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
@@ -117,18 +117,27 @@ class Audit:
         """The table: by kind, within one by what is stored and what the bits say, the most values first."""
         kinds = grouped((item.kind, item) for item in self.items if item.shared_with is None)
         alike = {kind: grouped(((item.dtype, item.effective), item) for item in items) for kind, items in kinds.items()}
-        return tuple(
-            _row(kind, *key, items)
+        rows = [
+            Row(
+                kind,
+                *key,
+                tuple(dict.fromkeys(item.role for item in items)),
+                len(items),
+                sum(item.numel for item in items),
+                sum(item.nbytes for item in items),
+            )
             for kind, groups in alike.items()
-            for key, items in sorted(groups.items(), key=lambda pair: -_numel(pair[1]))
-        )
+            for key, items in groups.items()
+        ]
+        places = {kind: place for place, kind in enumerate(kinds)}
+        return tuple(sorted(rows, key=lambda row: (places[row.kind], -row.numel)))
 
     def differences(self, before: Audit) -> tuple[str, ...]:
         """What has changed since an earlier audit, such as one from before a resume, in one sentence each.
 
         Gradients count only where both have some, and a tensor that told nothing before may tell something now.
         """
-        now, then = _named(self.items), _named(before.items)
+        now, then = ({(item.kind, item.name): item for item in one.items} for one in (self, before))
         both = all(any(kind == "gradients" for kind, _ in named) for named in (now, then))
         compared = [key for key in then | now if both or key[0] != "gradients"]
         changed = {key: change for key in compared if (change := _change(then.get(key), now.get(key)))}
@@ -181,7 +190,8 @@ class Audit:
         return shortened([self._title(), *plan, *_table(self), *map(str, self.findings)])
 
     def _title(self) -> str:
-        steps = "" if self.steps is None else f", {_range(self.steps)} step{'s' * (self.steps != (1, 1))}"
+        ends = " to ".join(f"{step:,}" for step in sorted({*(self.steps or ())}))
+        steps = "" if self.steps is None else f", {ends} step{'s' * (self.steps != (1, 1))}"
         scale = "" if self.loss_scale in (None, 1.0) else f", loss scale {self.loss_scale:g}"
         stage = "" if self.stage is None else f"; {self.stage}"
         trained = f"{self.trained:,} trained parameters"
@@ -191,19 +201,6 @@ class Audit:
 def folded(text: str) -> str:
     """A text in lines of `COLUMNS` characters."""
     return fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _row(kind: str, dtype: str, effective: str | None, items: Sequence[Item]) -> Row:
-    roles = tuple(dict.fromkeys(item.role for item in items))
-    return Row(kind, dtype, effective, roles, len(items), _numel(items), sum(item.nbytes for item in items))
-
-
-def _numel(items: Iterable[Item]) -> int:
-    return sum(item.numel for item in items)
-
-
-def _named(items: Iterable[Item]) -> dict[tuple[str, str], Item]:
-    return {(item.kind, item.name): item for item in items}
 
 
 def _change(before: Item | None, now: Item | None) -> str | None:
@@ -223,18 +220,14 @@ def _said(item: Item | None) -> str:
     return item.dtype if said is None else f"{item.dtype} ({said})"
 
 
-def _range(ends: tuple[int, int]) -> str:
-    return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
-
-
 _HEADER = ("", "stored", "bits say", "tensors", "values", "MB", "B/param")
 _LEFT = ("", "stored", "bits say")
 
 
 def _table(report: Audit) -> list[str]:
     """The rows as aligned text, and a total."""
-    per = report.trained or 1
-    rows, alone = report.rows, [row.kind for row in report.rows]
+    per, rows = report.trained or 1, report.rows
+    total = Row("total", "", "", (), sum(row.tensors for row in rows), sum(row.numel for row in rows), report.nbytes)
     cells = [
         (
             row.kind,
@@ -245,20 +238,18 @@ def _table(report: Audit) -> list[str]:
             _megabytes(row.nbytes),
             _decimals(row.nbytes / per),
         )
-        for row in rows
+        for row in (*rows, total)
     ]
-    count, values = sum(row.tensors for row in rows), sum(row.numel for row in rows)
-    total = ("total", "", "", f"{count:,}", f"{values:,}", _megabytes(report.nbytes), _decimals(report.nbytes / per))
-    widths = [max(map(len, column)) for column in zip(_HEADER, *cells, total, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
     lines = [
         "  ".join(
             f"{cell:{'<' if name in _LEFT else '>'}{wide}}"
             for cell, wide, name in zip(line, widths, _HEADER, strict=True)
         )
-        for line in (_HEADER, *cells, total)
+        for line in (_HEADER, *cells)
     ]
     held = [f"their storages hold {_megabytes(report.held)} MB"] if report.held != report.nbytes else []
-    room = COLUMNS - len(lines[0]) - 2
+    alone, room = [row.kind for row in rows], COLUMNS - len(lines[0]) - 2
     roles = ["" if alone.count(row.kind) == 1 else _fitting(row.roles, room) for row in rows]
     said = ["roles" if any(roles) else "", *roles, ""]
     return [f"{line}  {last}".rstrip() for line, last in zip(lines, said, strict=True)] + held
@@ -266,12 +257,9 @@ def _table(report: Audit) -> list[str]:
 
 def _fitting(names: Sequence[str], room: int) -> str:
     """As many of the names as there is room for, and how many more there are."""
-    for shown in range(len(names), 0, -1):
-        rest = len(names) - shown
-        text = ", ".join(names[:shown]) + (f" and {rest} more" if rest else "")
-        if len(text) <= room:
-            return text
-    return f"{len(names)} roles" if len(names) > 1 else names[0]
+    texts = (some(names, shown) for shown in range(len(names), 0, -1))
+    none = f"{len(names)} roles" if len(names) > 1 else names[0]
+    return next((text for text in texts if len(text) <= room), none)
 
 
 def _megabytes(nbytes: int) -> str:

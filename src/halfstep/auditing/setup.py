@@ -1,7 +1,5 @@
 """The plain tensors of a setup, and what they are: parameters that are stepped on, masters, averages, frozen norms."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -207,8 +205,10 @@ def set_up(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Setup:
         for number, (parameter, state) in enumerate(chain.from_iterable(one.state.items() for one in optimizers))
         for key, value in state.items()
     ]
-    counted = [*((name, value) for name, key, value in states if key == "step")]
-    counted += [(name, group["step"]) for name, group in groups.items() if "step" in group]
+    counted = [
+        *((name, value) for name, key, value in states if key == "step"),
+        *((name, group["step"]) for name, group in groups.items() if "step" in group),
+    ]
     by_chance = [p for one in optimizers if _stochastic(one) for group in one.param_groups for p in group["params"]]
     return Setup(
         every=tuple(model.named_parameters(remove_duplicate=False)),
@@ -248,11 +248,8 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None:
     """The first of the parameters that holds the values of `full` in a narrower dtype."""
-    for name, parameter in candidates.items():
-        narrower = parameter.is_floating_point() and parameter.itemsize < full.itemsize
-        if narrower and parameter.shape == full.shape and rounds_to(full, parameter):
-            return name
-    return None
+    narrower = {name: p for name, p in candidates.items() if p.is_floating_point() and p.itemsize < full.itemsize}
+    return next((name for name, p in narrower.items() if p.shape == full.shape and rounds_to(full, p)), None)
 
 
 def _kind(key: str) -> str:
@@ -319,14 +316,12 @@ def frozen_norms(model: nn.Module) -> Iterator[str]:
         if beside and all(p.requires_grad for p in beside):
             for name, norm in own.items():
                 if not any(p.requires_grad for p in norm.parameters()):
-                    place = f"{path}.{name}" if path else name
-                    yield from (f"{place}.{last}" for last, _ in norm.named_parameters())
+                    yield from (name for name, _ in norm.named_parameters(f"{path}.{name}" if path else name))
 
 
 def _outside(module: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Parameter]:
-    for part in module.modules():
-        if part not in norms:
-            yield from (p for p in part._parameters.values() if p is not None)
+    parts = (part for part in module.modules() if part not in norms)
+    return (p for part in parts for p in part._parameters.values() if p is not None)
 
 
 def _is_norm(module: nn.Module) -> bool:
