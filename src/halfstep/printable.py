@@ -1,7 +1,7 @@
 """Text from untrusted files, made safe to print."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 # Control characters move the cursor and change colours; direction marks make text read otherwise than it is.
@@ -36,3 +36,12 @@ def some(names: Sequence[str], shown: int = 3) -> str:
     'a and 2 more'
     """
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown, of cells that are Markdown already.
+
+    >>> markdown_table(["a", "b"], [["1", "2"]])
+    ['| a | b |', '| --- | --- |', '| 1 | 2 |']
+    """
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from families import for_each
 from halfstep.accounting import architectures, bytes_from, largest, load_subject
-from halfstep.accounting.models import _check_config
+from halfstep.accounting.subject import _check_config
 from halfstep.errors import AccountError, ModelError
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from families import for_each
 from halfstep.kb import check, lookup
-from halfstep.kb.spelling import spelling
+from halfstep.kb.resolve import spelling
 from halfstep.kb.verdict import describe_verdict
 
 

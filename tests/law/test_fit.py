@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from halfstep.errors import LawError
-from halfstep.law import KUMAR, Cell, Damage, fit_damage, fit_loss
-from halfstep.law.fit import least_squares
+from halfstep.law import KUMAR, Cell, Damage, fit_damage, fit_loss, least_squares
 
 
 SIZES, TOKENS, BITS = (30e6, 60e6, 110e6, 220e6), (1.5e9, 3e9, 6e9, 13e9, 26e9), (3, 4, 5, 6, 8, 12, None)

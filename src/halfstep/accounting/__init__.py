@@ -1,11 +1,21 @@
 """What a training setup takes before it exists, on tensors without memory: bytes by role, and its products."""
 
-from halfstep.accounting.account import CHECKPOINTING, OPTIMIZERS, Account, InferenceBytes, account, inference
-from halfstep.accounting.cost import cost
-from halfstep.accounting.models import architectures, load_subject, named
-from halfstep.accounting.products import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, speeds_from
-from halfstep.accounting.sharing import Share, bytes_from, check_ranks, largest, sent_a_parameter, share
-from halfstep.accounting.subject import Batch, Subject
+from halfstep.accounting.account import (
+    CHECKPOINTING,
+    OPTIMIZERS,
+    Account,
+    InferenceBytes,
+    Share,
+    account,
+    bytes_from,
+    check_ranks,
+    inference,
+    largest,
+    sent_a_parameter,
+    share,
+)
+from halfstep.accounting.products import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Work, cost, speeds_from
+from halfstep.accounting.subject import Batch, Subject, architectures, load_subject, named
 
 
 __all__ = [

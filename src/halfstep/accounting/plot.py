@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from halfstep.accounting.sharing import Share
+from halfstep.accounting.account import Share
 from halfstep.drawing import FAINT, INK, Figure, drawing
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from halfstep.claims.claim import READ, RESULTS, VERDICTS, Claim
 from halfstep.grouping import grouped
+from halfstep.printable import markdown_table
 
 
 _INTRODUCTION = """\
@@ -29,8 +30,7 @@ rewrites this page, and the tests hold every row to the rules in `tests/claims/c
 
 def as_data(claim: Claim) -> dict[str, Any]:
     """A claim as plain data, with its figure in words."""
-    data = asdict(claim)
-    del data["template"]
+    data = {key: value for key, value in asdict(claim).items() if key != "template"}
     return {**data, "figure": claim.figure, "short": claim.short}
 
 
@@ -53,11 +53,12 @@ def describe(claim: Claim, width: int = 105) -> str:
 def markdown(claims: Sequence[Claim]) -> str:
     """The page."""
     counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in VERDICTS}
-    verdicts = _table(("verdict", "claims", "meaning"), ((v, str(counts[v]), VERDICTS[v]) for v in VERDICTS))
-    parts = [_INTRODUCTION, verdicts, *(_link(subject) for subject in by_subject(claims)), ""]
+    verdicts = markdown_table(("verdict", "claims", "meaning"), ((v, str(counts[v]), VERDICTS[v]) for v in VERDICTS))
+    parts = [_INTRODUCTION, *verdicts, "", *map(_link, by_subject(claims)), ""]
     for subject, rows in by_subject(claims).items():
         cells = ((f"[`{claim.id}`](#{claim.id})", claim.verdict, claim.claim) for claim in rows)
-        parts += [f"## {subject}\n", _table(("id", "verdict", "claim"), cells), *(_section(claim) for claim in rows)]
+        table = markdown_table(("id", "verdict", "claim"), cells)
+        parts += [f"## {subject}\n", *table, "", *map(_section, rows)]
     return "\n".join(parts)
 
 
@@ -92,11 +93,6 @@ def _section(claim: Claim) -> str:
         for label, text in _fields(claim)
     )
     return f"### {claim.id}\n\n**{claim.verdict}**\n\n{items}\n"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _plain(text: str) -> str:

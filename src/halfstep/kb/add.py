@@ -98,8 +98,8 @@ def rule_problems(base: KnowledgeBase, others: tuple[Entry, ...] = ()) -> Iterat
     """What the entries of a knowledge base violate, `others` being entries that they may refer to."""
     known = {entry.id: entry for entry in (*others, *base.entries)}
     for entry in base.entries:
-        yield from (f"{entry.origin}: entry {entry.id!r}: {message}" for message in _alone(entry))
-        yield from (f"{entry.origin}: entry {entry.id!r}: {message}" for message in _conflict(entry, known, others))
+        for message in (*_alone(entry), *_conflict(entry, known, others)):
+            yield f"{entry.origin}: entry {entry.id!r}: {message}"
     for one, other in combinations(base.entries, 2):
         yield from pair_problems(one, other)
     for number, report in enumerate(base.failures):
@@ -111,33 +111,51 @@ def rule_problems(base: KnowledgeBase, others: tuple[Entry, ...] = ()) -> Iterat
                 yield f"{place}: {unknown('entry', name, known)}"
 
 
-def _alone(entry: Entry) -> Iterator[str]:
-    if not entry.model_ids and not entry.aliases:
-        yield "names no model; expected model_ids or aliases"
-    if not entry.official and not any(reference.kind in _OFFICIAL for reference in entry.references):
-        yield (
-            "nothing shows that this is an official model: expected a reference of kind "
-            f"{', '.join(sorted(_OFFICIAL))}, or `official`, the address of its paper, report or official repository"
-        )
-    if entry.tier == "definitive" and entry.evidence_kind in _WEAK:
-        yield (
-            f'evidence of kind {entry.evidence_kind!r} cannot be definitive; expected tier = "inferred", or a '
-            "first-hand source that states the precision"
-        )
-    if (entry.train_precision == "mixed_by_part") != bool(entry.parts):
-        yield 'train_precision = "mixed_by_part" and [entry.parts] go together; give both or neither'
-    for use in entry.safe.keys() & entry.risky.keys():
-        yield f"{use} stands in both [entry.safe] and [entry.risky]; keep the one that the references bear out"
-    for reference in entry.references:
-        if reference.commit and "github.com" in reference.url and reference.commit not in reference.url:
-            yield f"reference {reference.url!r} does not contain its commit {reference.commit!r}; link to that commit"
+def _alone(entry: Entry) -> list[str]:
     covered = {name.casefold() for name in entry.model_ids}
-    for name in entry.id_confirmed:
-        if name.casefold() not in covered or "*" in name:
-            yield f"id_confirmed has {name!r}, which is not one of model_ids; confirm only ids that stand there in full"
-    for name in entry.except_ids:
-        if not any(matches(glob, name) for glob in entry.globs):
-            yield f"except_ids has {name!r}, which no glob of model_ids would match; take it out"
+    rules = [
+        (not entry.model_ids and not entry.aliases, "names no model; expected model_ids or aliases"),
+        (
+            not entry.official and not any(reference.kind in _OFFICIAL for reference in entry.references),
+            "nothing shows that this is an official model: expected a reference of kind "
+            f"{', '.join(sorted(_OFFICIAL))}, or `official`, the address of its paper, report or official repository",
+        ),
+        (
+            entry.tier == "definitive" and entry.evidence_kind in _WEAK,
+            f'evidence of kind {entry.evidence_kind!r} cannot be definitive; expected tier = "inferred", or a '
+            "first-hand source that states the precision",
+        ),
+        (
+            (entry.train_precision == "mixed_by_part") != bool(entry.parts),
+            'train_precision = "mixed_by_part" and [entry.parts] go together; give both or neither',
+        ),
+        *(
+            (True, f"{use} stands in both [entry.safe] and [entry.risky]; keep the one that the references bear out")
+            for use in entry.safe.keys() & entry.risky.keys()
+        ),
+        *(
+            (
+                reference.commit and "github.com" in reference.url and reference.commit not in reference.url,
+                f"reference {reference.url!r} does not contain its commit {reference.commit!r}; link to that commit",
+            )
+            for reference in entry.references
+        ),
+        *(
+            (
+                name.casefold() not in covered or "*" in name,
+                f"id_confirmed has {name!r}, which is not one of model_ids; confirm only ids that stand there in full",
+            )
+            for name in entry.id_confirmed
+        ),
+        *(
+            (
+                not any(matches(glob, name) for glob in entry.globs),
+                f"except_ids has {name!r}, which no glob of model_ids would match; take it out",
+            )
+            for name in entry.except_ids
+        ),
+    ]
+    return [message for broken, message in rules if broken]
 
 
 def _conflict(entry: Entry, known: dict[str, Entry], others: tuple[Entry, ...]) -> Iterator[str]:
@@ -174,12 +192,12 @@ def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
             "Join them, or say in `reason` why they stand apart"
         )
     for wide, narrow in ((one, other), (other, one)):
-        for name in narrow.model_ids:
-            for glob in wide.globs_over(name):
-                yield (
-                    f"{wide.origin}: entry {wide.id!r}: the glob {glob!r} swallows {name!r} of entry "
-                    f"{narrow.id!r} ({narrow.origin}); narrow the glob, or list the id in except_ids"
-                )
+        yield from (
+            f"{wide.origin}: entry {wide.id!r}: the glob {glob!r} swallows {name!r} of entry "
+            f"{narrow.id!r} ({narrow.origin}); narrow the glob, or list the id in except_ids"
+            for name in narrow.model_ids
+            for glob in wide.globs_over(name)
+        )
 
 
 def _claims(entry: Entry) -> set[str]:

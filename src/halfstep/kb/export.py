@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -12,6 +11,7 @@ from halfstep.errors import KnowledgeBaseError
 from halfstep.kb.reader import Entry, KnowledgeBase
 from halfstep.kb.resolve import Answer
 from halfstep.kb.verdict import casts
+from halfstep.printable import markdown_table
 
 
 _COLUMNS = [*(each.name for each in fields(Entry) if each.name not in ("origin", "overlay")), "compute", "regime"]
@@ -85,11 +85,11 @@ def to_markdown(base: KnowledgeBase) -> str:
             "",
             f"{counts['definitive']} definitive entries; {counts['inferred']} inferred ones, which are weaker.",
             "",
-            *_table(head, entries),
+            *markdown_table(head, entries),
             "",
             "## Failure reports",
             "",
-            *_table(("model", "trained in", "tried", "symptom", "reference"), failures),
+            *markdown_table(("model", "trained in", "tried", "symptom", "reference"), failures),
             "",
         ]
     )
@@ -102,11 +102,6 @@ def escaped(text: str) -> str:
     a \| \<b\> \*c\*
     """
     return re.sub(r"([\\`*_\[\]<>|#&~!])", r"\\\1", text)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _cell(value: Any) -> Any:
@@ -140,15 +135,15 @@ def model_card(answer: Answer) -> str:
 
 
 def _lines(entry: Entry, tier: str) -> list[str]:
-    if entry.parts:
-        lines = ["trained_precision:", *(f"  {json.dumps(part)}: {word}" for part, word in entry.parts.items())]
-    else:
-        lines = [f"trained_precision: {entry.train_precision}"]
-    lines.append(f"trained_precision_tier: {tier}")
-    kept = entry.higher_precision_parts
-    if kept:
-        lines += ["trained_precision_kept_higher:", *(f"  - {json.dumps(part)}" for part in kept)]
-    if entry.master_weight_dtype:
-        lines.append(f"trained_precision_master_weights: {json.dumps(entry.master_weight_dtype)}")
+    parts = [f"  {json.dumps(part)}: {word}" for part, word in entry.parts.items()]
+    kept = [f"  - {json.dumps(part)}" for part in entry.higher_precision_parts]
+    master = entry.master_weight_dtype
     urls = dict.fromkeys(reference.url for reference in entry.references)
-    return [*lines, "trained_precision_references:", *(f"  - {json.dumps(url)}" for url in urls)]
+    return [
+        *(["trained_precision:", *parts] if parts else [f"trained_precision: {entry.train_precision}"]),
+        f"trained_precision_tier: {tier}",
+        *(["trained_precision_kept_higher:", *kept] if kept else []),
+        *([f"trained_precision_master_weights: {json.dumps(master)}"] if master else []),
+        "trained_precision_references:",
+        *(f"  - {json.dumps(url)}" for url in urls),
+    ]

@@ -58,9 +58,9 @@ def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tu
     return weight, optimizer
 
 
-def stepped(recipe: str, values: Tensor, choose: Choose, grad: float, steps: int) -> tuple[nn.Parameter, LowBit]:
-    """`one_weight` after so many steps with a gradient that is the same number everywhere."""
-    weight, optimizer = one_weight(recipe, values, choose)
+def stepped(recipe: str, count: int, choose: Choose, grad: float, steps: int) -> tuple[nn.Parameter, LowBit]:
+    """`one_weight` of so many ones after so many steps with a gradient that is the same number everywhere."""
+    weight, optimizer = one_weight(recipe, torch.ones(count, dtype=torch.float32, device="cpu"), choose)
     weight.grad = torch.full_like(weight, grad)
     for _ in range(steps):
         optimizer.step()
@@ -72,6 +72,11 @@ def update(optimizer: LowBit, scaler: LossScaler) -> None:
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Float32 numbers N(0, 1), the same every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def grad_dtype(recipe: str) -> torch.dtype:

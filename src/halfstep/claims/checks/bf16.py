@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 import halfstep
 from halfstep import formats
-from halfstep.claims.checks.base import Numbers, check, grad_dtype, one_weight, stepped, update
+from halfstep.claims.checks.base import Numbers, check, grad_dtype, normal, one_weight, stepped, update
 from halfstep.memory import measure
 from halfstep.quant.masters import get_master
 from halfstep.tracking import Arrival, arrivals, share_lost, share_zeroed
@@ -28,14 +28,13 @@ def bytes_per_parameter(recipe: str) -> float:
 
 def weights(count: int) -> Tensor:
     """Weights as a transformer starts with them: N(0, 0.02)."""
-    return torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu") * 0.02
+    return normal(count) * 0.02
 
 
 def descent(recipe: str, lr: float, steps: int = 5) -> Arrival:
     """What arrives of AdamW's update of N(0, 0.02) weights, at the last of a few steps with N(0, 1) gradients."""
     values = weights(20_000)
-    choose = partial(torch.optim.AdamW, lr=lr, weight_decay=0.0)
-    weight, optimizer = one_weight(recipe, values, choose)
+    weight, optimizer = one_weight(recipe, values, partial(torch.optim.AdamW, lr=lr, weight_decay=0.0))
     generator = torch.Generator().manual_seed(1)
     found = Arrival()
     for _ in range(steps):
@@ -137,8 +136,7 @@ def second_moment() -> Numbers:
     """Adam's v under a constant gradient of 0.5 and beta2 = 0.999 after 8000 steps, over its limit of 0.25."""
     found: Numbers = {}
     for recipe in ("bf16-collage-light", "bf16-collage-plus"):
-        ones = torch.ones(4, dtype=torch.float32, device="cpu")
-        weight, optimizer = stepped(recipe, ones, partial(torch.optim.AdamW, lr=0.0), 0.5, 8000)
+        weight, optimizer = stepped(recipe, 4, partial(torch.optim.AdamW, lr=0.0), 0.5, 8000)
         state = optimizer.state[weight]
         rest: Tensor = state.get("exp_avg_sq_residual", torch.zeros(4, dtype=torch.float32, device="cpu"))
         found[recipe.rpartition("-")[2]] = float((state["exp_avg_sq"].float() + rest.float()).mean() / 0.25)
@@ -187,8 +185,7 @@ def both_betas() -> Numbers:
 @check("zamirai-walk")
 def walk() -> Numbers:
     """Where 2000 updates of -1e-4 take a weight of 1: to nearest, stochastically, and with Kahan's compensation."""
-    ones = torch.ones(10_000, dtype=torch.float32, device="cpu")
-    weight, _ = stepped("bf16-stochastic", ones, partial(torch.optim.SGD, lr=1e-4), 1.0, 2000)
+    weight, _ = stepped("bf16-stochastic", 10_000, partial(torch.optim.SGD, lr=1e-4), 1.0, 2000)
     ends = weight.detach().double()
     kahan, both = _walk("kahan", 1.0, -1e-4, 2000)
     return {
@@ -225,6 +222,6 @@ def decay() -> Numbers:
     for _ in range(1000):
         plain.mul_(1 - 1e-4)
     choose = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
-    weight, optimizer = stepped("bf16-kahan", torch.ones(1, dtype=torch.float32, device="cpu"), choose, 0.0, 1000)
+    weight, optimizer = stepped("bf16-kahan", 1, choose, 0.0, 1000)
     stored = get_master(optimizer.recipe.master).value(weight.detach(), optimizer.state[weight])
     return {"theirs": plain.item(), "ours": weight.item(), "ours_both": stored.item(), "exact": (1 - 1e-4) ** 1000}

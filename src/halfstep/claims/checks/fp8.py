@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep import formats, get_quantizer
-from halfstep.claims.checks.base import Numbers, check
+from halfstep.claims.checks.base import Numbers, check, normal
 from halfstep.ops.casts import round_scaled
 from halfstep.ops.operand import operand
 from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
@@ -13,14 +13,10 @@ from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.scaling.delayed import Delayed
 
 
-def _normal(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
-
-
 @check("te-mx-roundup")
 def mx_roundup() -> Numbers:
     """MXFP8 blocks of 32 normal numbers whose largest saturates, and the relative error, by the scale's rounding."""
-    x = _normal(32768, 32)
+    x = normal(32768, 32)
     found: Numbers = {}
     for rule in ("rceil", "floor"):
         quantizer = get_quantizer("mxfp8_e4m3", scale=rule)
@@ -55,7 +51,7 @@ _FP16 = formats.get("fp16").max
 def _largest_sum(pair: tuple[str, str], margin: int) -> float:
     """The largest sum over 512 products of normal numbers, scaled with that margin and rounded to the formats."""
     scales = Scales(TENSOR, get_scaling("rceil", margin=margin))
-    x, w = _normal(64, 512), _normal(512, 64, seed=1)
+    x, w = normal(64, 512), normal(512, 64, seed=1)
     lhs, rhs = (
         operand(t, Quantizer(formats.get(name), scales=scales), torch.float32).values
         for t, name in zip((x, w), pair, strict=True)
@@ -77,7 +73,7 @@ def margin() -> Numbers:
 @check("perez-window")
 def window() -> Numbers:
     """The relative error of a product when every tensor has the constant bias c."""
-    x, w = _normal(64, 512), _normal(512, 64, seed=1) / 8
+    x, w = normal(64, 512), normal(512, 64, seed=1) / 8
     exact, found = x.double() @ w.double(), Numbers()
     for bias in (-8, -4, 0, 4, 8):
         quantizer = Quantizer(formats.get("e4m3fnuz"), scales=Scales(TENSOR, get_scaling("fixed", bias=bias)))
@@ -99,12 +95,12 @@ def _trained(decay: float) -> Numbers:
     """A gated MLP fitted by AdamW to a small ReLU network; of its channels that contribute, and of its product."""
     generator = torch.Generator().manual_seed(0)
 
-    def normal(rows: int, columns: int, size: float) -> Tensor:
+    def drawn(rows: int, columns: int, size: float) -> Tensor:
         return torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu") * size
 
-    x = normal(2048, _WIDTH, 1.0)
-    y = torch.relu(x @ normal(_WIDTH, 8, 0.25)) @ normal(8, _OUT, 0.5)
-    weights = [normal(_CHANNELS, _WIDTH, 0.25), normal(_CHANNELS, _WIDTH, 0.25), normal(_OUT, _CHANNELS, 1 / 6)]
+    x = drawn(2048, _WIDTH, 1.0)
+    y = torch.relu(x @ drawn(_WIDTH, 8, 0.25)) @ drawn(8, _OUT, 0.5)
+    weights = [drawn(_CHANNELS, _WIDTH, 0.25), drawn(_CHANNELS, _WIDTH, 0.25), drawn(_OUT, _CHANNELS, 1 / 6)]
     linear, gate, down = (weight.requires_grad_() for weight in weights)
     optimizer = torch.optim.AdamW([linear, gate, down], lr=3e-3, betas=(0.9, 0.95), weight_decay=decay)
     halfway = torch.ones((), dtype=torch.float32, device="cpu")
@@ -112,8 +108,7 @@ def _trained(decay: float) -> Numbers:
         if step == _STEPS // 2:
             halfway = _product(x, linear, gate).detach().abs().max()
         rows = torch.randint(len(x), (256,), generator=generator, dtype=torch.int64, device="cpu")
-        loss = F.mse_loss(_product(x[rows], linear, gate) @ down.t(), y[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
+        F.mse_loss(_product(x[rows], linear, gate) @ down.t(), y[rows]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():

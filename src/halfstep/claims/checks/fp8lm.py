@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 import halfstep
 from halfstep import formats, memory, tracking
-from halfstep.claims.checks.base import Numbers, check
+from halfstep.claims.checks.base import Numbers, check, normal, update
 from halfstep.distributed.fp8lm import fp8lm_steps
 from halfstep.distributed.mean import Simulated, Steps, mean_steps, run
 from halfstep.distributed.message import Message
@@ -26,21 +26,17 @@ def _quantizer(format: str, margin: int = 0) -> Quantizer:
 @check("fp8lm-second-moment")
 def second_moment() -> Numbers:
     """The share of log-normal second moments (-18, 3) that one power of two a tensor makes zero, by format."""
-    generator = torch.Generator().manual_seed(0)
-    v = torch.exp(-18 + 3 * torch.randn(10**6, generator=generator, dtype=torch.float32, device="cpu"))
+    v = torch.exp(-18 + 3 * normal(10**6))
     return {format: float((_quantizer(format)(v) == 0).double().mean()) for format in ("e4m3fn", "e5m2", "fp16")}
 
 
 @check("fp8lm-mu-position")
 def mu_position() -> Numbers:
     """The share of E4M3 codes that a factor of 1/4 changes, multiplied before the scale is found or into its target."""
-    g = torch.randn(2**16, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    g = normal(2**16)
     codes = _quantizer("e4m3fn").quantize(g).codes
-    before, target = (
-        _quantizer("e4m3fn").quantize(g / 4).codes,
-        _quantizer("e4m3fn", margin=2).quantize(g).codes,
-    )
-    return {name: float((codes != other).double().mean()) for name, other in (("before", before), ("target", target))}
+    others = {"before": _quantizer("e4m3fn").quantize(g / 4), "target": _quantizer("e4m3fn", margin=2).quantize(g)}
+    return {name: float((codes != other.codes).double().mean()) for name, other in others.items()}
 
 
 def shards(ranks: int, size: int = 2**13) -> Tensor:
@@ -49,8 +45,7 @@ def shards(ranks: int, size: int = 2**13) -> Tensor:
     common, own = (
         torch.randn(n, size, generator=generator, dtype=torch.float32, device="cpu").double() for n in (1, ranks)
     )
-    both: Tensor = (common + own) / 2**0.5
-    return both
+    return (common + own) / 2**0.5
 
 
 def summed(g: Tensor, mu: float) -> tuple[Tensor, float]:
@@ -120,8 +115,7 @@ def traffic() -> Numbers:
 @check("fp8lm-pre-and-post")
 def pre_and_post() -> Numbers:
     """Log-normal gradients (0, 2), one scale: what 64 ranks make zero by dividing first, and clip by dividing last."""
-    generator = torch.Generator().manual_seed(0)
-    g = torch.exp(2 * torch.randn(2**16, generator=generator, dtype=torch.float32, device="cpu"))
+    g = torch.exp(2 * normal(2**16))
     codes = g * float(get_scaling("rceil").factor(g.amax(), _E4M3))  # type: ignore[arg-type]
     zeroed = {f"zeroed_{n}": float((round_to(codes / n, _E4M3) == 0).double().mean()) for n in (1, 64)}
     return {**zeroed, "clipped_64": float((round_to(codes, _E4M3) * 64 > _E4M3.max).double().mean())}
@@ -156,10 +150,8 @@ def stored() -> Numbers:
         _, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
         x = torch.randn(8, 64, dtype=torch.float32, device="cpu")
         for _ in range(2):
-            optimizer.zero_grad()
             mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
             size = memory.measure(model, optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            update(optimizer, scaler)
         found |= {name: size.total, "grads": size.grads}
     return found

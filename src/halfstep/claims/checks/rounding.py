@@ -1,14 +1,19 @@
-"""Checks of rounding: ranges, bias, small gradients, accumulation, additions and masters, and rotary positions."""
+"""Checks of rounding: ranges, bias, small gradients, accumulation, additions and masters, and rotary positions.
+
+And of what torch.autocast does on the CPU to operations that it runs in float32 on CUDA.
+"""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import halfstep
 from halfstep import formats, round_to
-from halfstep.claims.checks.base import Numbers, check, stepped
+from halfstep.claims.checks.base import Numbers, check, normal, stepped
 from halfstep.recipe import DTYPES
 from halfstep.tracking import share_zeroed
 
@@ -42,7 +47,7 @@ def bfloat16_range() -> Numbers:
 @check("kalamkar-rounding")
 def rounding() -> Numbers:
     """What a cast to bf16 does to the magnitude of a million N(0, 1) values: mean and largest relative change."""
-    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    x = normal(1_000_000)
     found: Numbers = {}
     for short, mode in (("nearest", "nearest_even"), ("truncated", "toward_zero")):
         change = (round_to(x, "bf16", mode).double() / x.double()) - 1
@@ -88,8 +93,7 @@ def _rotated(x: Tensor, start: int) -> Tensor:
 
 def _moved(tokens: int, shift: int, format: str) -> float:
     """How far logits q k / sqrt(d) of normal q and k move, root mean square, where the text begins `shift` later."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, tokens, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
+    q, k = normal(2, tokens, _SIZE)
 
     def logits(start: int) -> Tensor:
         lhs, rhs = (_rotated(x, start).float().to(DTYPES[format]).double() for x in (q, k))
@@ -151,9 +155,47 @@ def exponents() -> Numbers:
 @check("micikevicius-master")
 def stall() -> Numbers:
     """Where 4096 updates of -2^-12 take a weight of 1, by recipe."""
-    ends: Numbers = {}
-    for recipe in ("fp16-nomaster", "fp16-master", "bf16-nomaster", "bf16-master", "fp32"):
-        ones = torch.ones(16, dtype=torch.float32, device="cpu")
-        weight, _ = stepped(recipe, ones, partial(torch.optim.SGD, lr=1.0), 2.0**-12, 4096)
-        ends[recipe.replace("-", "_")] = float(weight.detach().double().mean())
-    return ends
+    recipes = ("fp16-nomaster", "fp16-master", "bf16-nomaster", "bf16-master", "fp32")
+    weights = {name: stepped(name, 16, partial(torch.optim.SGD, lr=1.0), 2.0**-12, 4096)[0] for name in recipes}
+    return {name.replace("-", "_"): float(weight.detach().double().mean()) for name, weight in weights.items()}
+
+
+# Each is on torch.autocast's float32 lists for CUDA (cross_entropy by way of log_softmax and nll_loss).
+_OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "softplus": F.softplus,
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "pow": lambda x: torch.pow(x, 3),
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "tan": torch.tan,
+    "sum": torch.sum,
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "cumsum": lambda x: torch.cumsum(x, -1),
+    "cumprod": lambda x: torch.cumprod(x, -1),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x),
+    "prod": torch.prod,
+    "cdist": lambda x: torch.cdist(x, x),
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long, device="cpu")),
+}
+_NAMED = {"prod", "cdist", "mse_loss", "binary_cross_entropy_with_logits", "cross_entropy"}
+
+
+@check("autocast-cpu")
+def autocast() -> Numbers:
+    """How many operations, fed bf16, return float32 under CPU autocast, and how many of those the row names."""
+    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
+        torch.bfloat16
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        widened = {name for name, op in _OPS.items() if op(x).dtype == torch.float32}
+    return {"operations": len(_OPS), "float32": len(widened), "named": len(widened & _NAMED)}
