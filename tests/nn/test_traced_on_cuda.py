@@ -5,8 +5,7 @@ import torch
 
 from fake_cuda import fake_cuda, wants_mm_out_dtype
 from halfstep import formats, get_quantizer
-from halfstep.quant.clamp import Clamp
-from halfstep.quant.estimator import Estimator
+from halfstep.quant.estimator import Clamp, Estimator
 from tiny import EVERY, model_for, prepared
 
 

@@ -13,7 +13,7 @@ from halfstep.ops.casts import round_scaled
 from halfstep.ops.operand import operand
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
-from halfstep.quant.scaling.fixed import Fixed
+from halfstep.quant.scaling.power_of_two import Fixed
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import linear_spec
 from tiny import assert_same

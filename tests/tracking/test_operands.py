@@ -8,7 +8,7 @@ from halfstep.ops.operand import operand
 from halfstep.quant import Clamp, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.delayed import Delayed
-from halfstep.quant.scaling.fixed import Fixed
+from halfstep.quant.scaling.power_of_two import Fixed
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.tracking import operand_error, operand_errors
 from tiny import batch, prepared, train

@@ -44,14 +44,12 @@ def _blocks() -> dict[str, BlockFormat]:
 
 def names() -> list[str]:
     """The scalar formats' own names, widest first (aliases left out)."""
-    distinct = set(_scalars().values())
-    return [f.name for f in sorted(distinct, key=lambda f: (-f.bytes, -f.bits, f.name))]
+    return [f.name for f in sorted({*_scalars().values()}, key=lambda f: (-f.bytes, -f.bits, f.name))]
 
 
 def block_names() -> list[str]:
     """The block formats' own names, widest first (aliases left out)."""
-    distinct = set(_blocks().values())
-    return [f.name for f in sorted(distinct, key=lambda f: (-f.bits, f.name))]
+    return [f.name for f in sorted({*_blocks().values()}, key=lambda f: (-f.bits, f.name))]
 
 
 @overload

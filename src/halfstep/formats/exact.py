@@ -41,8 +41,7 @@ class _Mirrored(Line):
 
     def __init__(self, format: Float | Posit) -> None:
         self._format = format
-        positive = range(1 << format.bits - 1)
-        top = bisect_left(positive, format.max, key=lambda code: _finite_or_inf(format.decode(code)))
+        top = bisect_left(range(1 << format.bits - 1), format.max, key=lambda code: _finite_or_inf(format.decode(code)))
         self.numbers = range(-top, top + 1)
 
     def value(self, number: int) -> float:

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from math import frexp, inf, isfinite, ldexp, nan, prod
 from typing import ClassVar
 
-from halfstep.errors import FormatError, one_of
+from halfstep.errors import FormatError, one_of, refuse
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ class Format(ABC):
 
     def boundaries(self) -> tuple[float, ...]:
         """Where rounding to nearest turns from `values()[i]` to `values()[i + 1]`: half way (at most 16 bits)."""
-        values = self.values()
-        return tuple((low + high) / 2 for low, high in itertools.pairwise(values))
+        return tuple((low + high) / 2 for low, high in itertools.pairwise(self.values()))
 
     def check_code(self, code: int) -> None:
         """Raise FormatError unless `code` is in [0, 2^bits)."""
@@ -186,15 +185,18 @@ class Float(Format):
 
     def __post_init__(self) -> None:
         one_of("specials", self.specials, SPECIALS, FormatError)
-        if not 2 <= self.exponent_bits <= 10 or self.mantissa_bits < 0 or self.bits > 32:
-            raise FormatError(
-                f"format {self.name!r}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits given; "
-                "a float format has 2 to 10 exponent bits and at most 32 bits in all"
-            )
-        if self.specials == "fn" and self.mantissa_bits == 0:
-            raise FormatError(f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'")
-        if not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100:
-            raise FormatError(f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one")
+        refuse(FormatError, {
+            f"format {self.name!r}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits given; "
+            "a float format has 2 to 10 exponent bits and at most 32 bits in all": (
+                not 2 <= self.exponent_bits <= 10 or self.mantissa_bits < 0 or self.bits > 32
+            ),
+            f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'": (
+                self.specials == "fn" and self.mantissa_bits == 0
+            ),
+            f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one": (
+                not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100
+            ),
+        })  # fmt: skip
         # Asked at every product, in traced graphs too.
         _ = self.key, self.significant_bits, self.max, self.smallest, self.storage_bits
 

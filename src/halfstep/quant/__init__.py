@@ -3,8 +3,7 @@
 from halfstep.quant.accumulator import Accumulator, get_accumulator
 from halfstep.quant.captured import CUDAGraph
 from halfstep.quant.cast import decode, encode, round_at, round_to
-from halfstep.quant.clamp import Clamp
-from halfstep.quant.estimator import Estimator
+from halfstep.quant.estimator import Clamp, Estimator
 from halfstep.quant.hadamard import Hadamard, rotate
 from halfstep.quant.quantizer import Quantized, Quantizer, get_quantizer, layout
 from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits

@@ -1,7 +1,5 @@
 """What is drawn for CUDA graphs: a captured step reads it from the GPU's memory, where each replay puts its own."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
@@ -75,7 +73,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
 
     _draws: Draws | None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> CUDAGraph:
+    def __new__(cls, *args: Any, **kwargs: Any) -> "CUDAGraph":
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             raise QuantizationError(
                 f"torch {torch.__version__} was built without CUDA, whose graphs these are; expected a torch for CUDA "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.errors import QuantizationError, unknown
+from halfstep.errors import QuantizationError, one_of
 from halfstep.formats import Format
 from halfstep.formats.exact import OVERFLOWS
 from halfstep.quant import family
@@ -48,14 +48,10 @@ def round_at(x: Tensor, format: torch.dtype, seed: int, index: Tensor) -> Tensor
     Args:
         index: of each element of x in the whole tensor laid out flat.
     """
-    flat, places, written = (
-        x.contiguous().view(-1),
-        index.view(-1),
-        torch.empty(x.numel(), dtype=format, device=x.device),
-    )
+    flat, written = x.contiguous().view(-1), torch.empty(x.numel(), dtype=format, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
         piece = slice(start, start + _CHUNK)
-        noise = noise_at(seed, places[piece])
+        noise = noise_at(seed, index.view(-1)[piece])
         written[piece] = round_values(flat[piece], formats.get(format), "stochastic", "ieee", noise, format)
     return written.view(x.shape)
 
@@ -139,8 +135,7 @@ def no_such_code(codes: Tensor, format: Format) -> QuantizationError:
 def check_input(verb: str, x: Tensor, rounding: str, overflow: str) -> None:
     """Raise QuantizationError unless x can be rounded so."""
     check_rounding(rounding)
-    if overflow not in OVERFLOWS:
-        raise QuantizationError(unknown("overflow", overflow, OVERFLOWS))
+    one_of("overflow", overflow, OVERFLOWS, QuantizationError)
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise QuantizationError(
             f"{verb} got {x.dtype}; it takes float32, bfloat16, float16 and float64. Convert with x.float()"

@@ -11,7 +11,7 @@ import torch
 from halfstep import formats
 from halfstep.errors import HalfstepError
 from halfstep.formats import Format
-from halfstep.quant.clamp import Clamp
+from halfstep.quant.estimator import Clamp
 from halfstep.quant.quantizer import Quantizer, layout
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling, get_scaling, named

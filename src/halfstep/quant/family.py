@@ -121,8 +121,7 @@ class Posits:
         top = (1 << format.bits - 1) - 1
         if rounding.startswith("nearest"):
             outward = {"nearest_even": low & 1 == 1, "nearest_away": torch.ones_like(negative), "nearest_up": ~negative}
-            tie_up = outward[rounding]
-            code = (low + ((rest > half) | ((rest == half) & tie_up)).long()).clamp(1, top)
+            code = (low + ((rest > half) | ((rest == half) & outward[rounding])).long()).clamp(1, top)
         else:
             low = torch.where(magnitude < format.smallest, 0, low)
             below, above = self.decode(low, format), self.decode((low + 1).clamp(max=top), format)
@@ -185,10 +184,8 @@ class Listed:
         result = torch.where(rises, high, low)
         lost = x.isnan() if format.min <= 0 else x.isnan() | (x <= 0)
         if overflow == "ieee" and format.has_nan:
-            inward = rounding in ("toward_zero", "down")
-            lost = lost | (
-                x.isposinf() if inward else x > format.max if rounding == "up" else x >= format.overflow_from
-            )
+            end = x > format.max if rounding == "up" else x >= format.overflow_from
+            lost = lost | (x.isposinf() if rounding in ("toward_zero", "down") else end)
         return torch.where(lost, math.nan, result)
 
     def encode(self, values: Tensor, format: Format) -> Tensor:

@@ -19,8 +19,7 @@ def pack(codes: Tensor, bits: int, high_nibble_first: bool = False) -> Tensor:
     """
     if bits not in (4, 6):
         return codes
-    group = 2 if bits == 4 else 4
-    padded = _groups(codes, group)
+    padded = _groups(codes, 2 if bits == 4 else 4)
     if bits == 4:
         first, second = (1, 0) if high_nibble_first else (0, 1)
         whole = (padded[..., first] | padded[..., second] << 4).to(torch.uint8)

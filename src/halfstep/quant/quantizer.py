@@ -23,8 +23,7 @@ from halfstep.quant.cast import (
     round_to,
     round_values,
 )  # fmt: skip
-from halfstep.quant.clamp import Clamp
-from halfstep.quant.estimator import Estimator
+from halfstep.quant.estimator import Clamp, Estimator
 from halfstep.quant.memory import has_memory
 from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import Seed, check_rounding, draw_seed, noise_bits
@@ -161,9 +160,8 @@ class Quantizer:
             quotient = rule.elements(wide, stored, tile, self.format).flatten()
         else:
             quotient = _quotient(wide, tile.spread(multiplier, *wide.shape), rule).flatten()
-        noise = None
-        if self.rounding == "stochastic":
-            noise = noise_bits(draw_seed(generator, x.device), 0, x.numel(), x.device)
+        draws = self.rounding == "stochastic"
+        noise = noise_bits(draw_seed(generator, x.device), 0, x.numel(), x.device) if draws else None
         if "zero_point" in stored:
             shift = tile.spread(stored["zero_point"], *wide.shape).flatten()
             quotient = round_values(quotient, _WHOLE, self.rounding, "saturate", noise, torch.float64) + shift
@@ -264,8 +262,7 @@ class Quantized:
         result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
         rows, columns = self.matrix_shape
         format, wide = self.quantizer.format, torch.float64 if result.dtype == torch.float64 else torch.float32
-        codes = unpack(self.codes, format.bits, columns, format.high_nibble_first)
-        values = decode(codes, format, wide)
+        values = decode(unpack(self.codes, format.bits, columns, format.high_nibble_first), format, wide)
         if self.quantizer.scales is not None:
             tile, rule = self.quantizer.scales.tile, self.quantizer.scales.rule
             if "zero_point" in self.tensors:
@@ -296,9 +293,8 @@ def layout(
 ) -> dict[str, tuple[torch.dtype, tuple[int | None, ...]]]:
     """Name, dtype and shape of every tensor that a quantizer makes of one of that shape and dtype (None: any size)."""
     rows, columns = matrix_shape(shape)
-    format = quantizer.format
     tensors: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
-        "codes": (quantizer.container, (rows, packed_columns(columns, format.bits)))
+        "codes": (quantizer.container, (rows, packed_columns(columns, quantizer.format.bits)))
     }
     if quantizer.scales is not None:
         tensors |= quantizer.scales.rule.layout(quantizer.scales.tile.grid(rows, columns))

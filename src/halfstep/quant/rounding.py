@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from halfstep.errors import QuantizationError, unknown
+from halfstep.errors import QuantizationError, one_of
 from halfstep.formats.exact import ROUNDINGS
 from halfstep.quant.captured import drawn
 
@@ -172,5 +172,4 @@ def carries_to_infinity(rounding: str, negative: Tensor) -> Tensor:
 
 def check_rounding(name: str) -> None:
     """Raise QuantizationError, with the nearest names, unless `name` is a rounding mode."""
-    if name not in ROUNDINGS:
-        raise QuantizationError(unknown("rounding", name, ROUNDINGS))
+    one_of("rounding", name, ROUNDINGS, QuantizationError)

@@ -45,8 +45,7 @@ class Tile:
         """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). A short tile is filled with `fill`."""
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
-        beyond = (0, across * wide - x.shape[1], 0, down * high - x.shape[0])
-        padded = pad(x, beyond, fill)
+        padded = pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]), fill)
         return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))  # type: ignore[no-any-return]
 
     def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What takes the update: the weight itself, or a master kept beside it; one way a file."""
+"""What takes the update: the weight itself, or a master kept beside it; found by name."""
 
 from functools import cache
 

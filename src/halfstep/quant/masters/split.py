@@ -1,4 +1,4 @@
-"""The lower 16 bits of the float32 weight, kept apart: an exact master in half its bytes."""
+"""Masters that hold the float32 weight: a copy of it, or, in an integer beside the weight, its lower bits."""
 
 from typing import ClassVar
 
@@ -8,7 +8,47 @@ from torch import Tensor
 from halfstep.quant.masters.base import Kept, Master
 
 
-class Split(Master):
+class Full(Master):
+    """4 bytes a parameter; the stored weight is the copy rounded to nearest-even. Where it is not, the weight is newer.
+
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
+    """
+
+    keeps: ClassVar = {"master": torch.float32}
+    weights: ClassVar = ("bf16", "fp16")
+
+    def start(self, weight: Tensor, full: Tensor) -> Kept:
+        weight.copy_(full)
+        return {"master": full}
+
+    def read(self, weight: Tensor, kept: Kept) -> Tensor:
+        return kept["master"].clone()
+
+    def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
+        kept["master"].copy_(updated)
+        weight.copy_(updated)
+
+    def follow(self, weight: Tensor, kept: Kept) -> None:
+        master = kept["master"]
+        same = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+        master.copy_(torch.where(same, master, weight.float()))
+
+
+full = Full("fp32")
+
+
+class _Lower(Master):
+    def start(self, weight: Tensor, full: Tensor) -> Kept:
+        kept = {name: torch.empty_like(weight, dtype=dtype) for name, dtype in self.keeps.items()}
+        self.write(weight, kept, full)
+        return kept
+
+    def follow(self, weight: Tensor, kept: Kept) -> None:
+        for name in self.keeps:
+            kept[name].masked_fill_(self.read(weight, kept).isnan(), 0)
+
+
+class Split(_Lower):
     """2 bytes a parameter: float32 bits = (bfloat16 bits << 16) + low, with low in [-2^15, 2^15).
 
     The bfloat16 half is therefore the float32 weight rounded to nearest with ties away from zero (to nearest-even, a
@@ -21,11 +61,6 @@ class Split(Master):
 
     keeps: ClassVar = {"low": torch.int16}
 
-    def start(self, weight: Tensor, full: Tensor) -> Kept:
-        kept = {"low": torch.empty_like(weight, dtype=torch.int16)}
-        self.write(weight, kept, full)
-        return kept
-
     def read(self, weight: Tensor, kept: Kept) -> Tensor:
         return ((weight.view(torch.int16).int() << 16) + kept["low"].int()).view(torch.float32)
 
@@ -35,8 +70,33 @@ class Split(Master):
         weight.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
         weight.masked_fill_(updated.isnan(), torch.nan)  # whose payload may have carried
 
-    def follow(self, weight: Tensor, kept: Kept) -> None:
-        kept["low"].masked_fill_(self.read(weight, kept).isnan(), 0)
-
 
 split = Split("split")
+
+
+class Residue(_Lower):
+    """1 byte a parameter: bits of the master = (bfloat16 bits << 16) + (residue << 8), with residue in [-128, 128).
+
+    The master is the float32 weight rounded to 16 significant bits, ties to even, so an update is lost below 2^-17 of
+    its weight where bfloat16 alone loses it below 2^-9. The bfloat16 half is the master rounded to nearest, ties away
+    from zero. As under `Split`, a residue beside a weight written from outside is at most half an ulp of it and stays,
+    but where it would make a NaN.
+
+    Source: FlashOptim (Gonzalez Ortiz et al. 2026, arXiv 2602.23349, algorithm 1) keeps what rounding to bfloat16 left
+    over as so many 127ths of half an ulp; here weight and residue are the bits of one number.
+    """
+
+    keeps: ClassVar = {"residue": torch.int8}
+
+    def read(self, weight: Tensor, kept: Kept) -> Tensor:
+        return ((weight.view(torch.int16).int() << 16) + (kept["residue"].int() << 8)).view(torch.float32)
+
+    def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
+        bits = updated.float().contiguous().view(torch.int32)
+        upper = (bits + 0x7F + ((bits >> 8) & 1)).bitwise_right_shift_(8)
+        kept["residue"].copy_(upper)  # the lower 8 bits, as torch converts
+        weight.view(torch.int16).copy_((upper + 0x80).bitwise_right_shift_(8))
+        weight.masked_fill_(updated.isnan(), torch.nan)  # whose payload may have carried
+
+
+residue = Residue("residue")

@@ -1,4 +1,4 @@
-"""How the scale of a tile is chosen: one rule a file, found by name.
+"""How the scale of a tile is chosen: a kind of rule a file, found by name.
 
 A scale is multiplied to get back, but for a `NonlinearScaling`, which says how it gets back.
 """
@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from halfstep.errors import QuantizationError, unknown
+from halfstep.errors import QuantizationError, one_of, unknown
 from halfstep.quant.scaling.base import NonlinearScaling, Scaling, StatefulScaling
 from halfstep.registry import collect
 
@@ -39,8 +39,7 @@ def get_scaling(name: str | Scaling, **options: Any) -> Scaling:
         raise QuantizationError(unknown("scale rule", name, _by_name()) + said)
     rule = name if isinstance(name, Scaling) else _by_name()[name]
     for option, value in options.items():
-        if option not in rule.options:
-            raise QuantizationError(unknown(f"option of scale rule {rule.name}", option, rule.options))
+        one_of(f"option of scale rule {rule.name}", option, rule.options, QuantizationError)
         kind = type(rule.options[option])
         if type(value) is not kind and (type(value), kind) != (int, float):
             wanted = _WORDS.get(kind, kind.__name__)

@@ -83,14 +83,13 @@ class Scaling(ABC):
     def __str__(self) -> str:
         """The name, and the options that are not the usual ones: `rceil margin=3`."""
         usual = {field.name: field.default for field in fields(self)}
-        changed = [f" {option}={value}" for option, value in self.options.items() if value != usual[option]]
-        return "".join([self.name, *changed])
+        return self.name + "".join(f" {key}={value}" for key, value in self.options.items() if value != usual[key])
 
     @property
     def options(self) -> dict[str, Any]:
         """What the rule takes beside its name, such as a history or a margin: its fields whose default is a number or
         a word."""
-        kept = [field.name for field in fields(self) if isinstance(field.default, (int, float, str))]
+        kept = (field.name for field in fields(self) if isinstance(field.default, (int, float, str)))
         return {name: getattr(self, name) for name in kept}
 
     @cached_property
@@ -103,9 +102,9 @@ class Scaling(ABC):
         """What is stored for a (rows, columns) matrix, and what the elements of each tile are divided by (multiplied,
         where the rule `multiplies`)."""
 
-    @abstractmethod
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
         """What the elements of each tile are multiplied by: (tile rows, tile columns), float32."""
+        return stored["scale"]
 
     def factor(self, amax: Tensor, element: Format) -> Tensor | None:
         """What elements are multiplied by before they are rounded, given the amax of their tile, in float32; None for

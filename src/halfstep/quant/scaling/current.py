@@ -30,9 +30,6 @@ class Current(Scaling):
     def factor(self, amax: Tensor, element: Format) -> Tensor:
         return factor_of(amax, element)
 
-    def multiplier(self, stored: Stored, element: Format) -> Tensor:
-        return stored["scale"]
-
 
 def factor_of(amax: Tensor, element: Format) -> Tensor:
     """max / amax in float32: 1 for an amax of 0, NaN for one that is not finite, at most the largest float32."""

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from halfstep.errors import QuantizationError
+from halfstep.errors import QuantizationError, refuse
 from halfstep.formats import Format
 from halfstep.quant.family import power_of_two
 from halfstep.quant.memory import has_memory
@@ -49,16 +49,12 @@ class Delayed(StatefulScaling):
         super().__post_init__()
         _ = self.first  # asked in traced graphs too, where nothing is found for the first time
         check_power(self, "margin")
-        if self.history < 1 or self.algorithm not in ("max", "most_recent"):
-            raise QuantizationError(
-                f"delayed scaling with history {self.history} and algorithm {self.algorithm!r}: expected at least 1, "
-                "and max or most_recent"
-            )
-        if not 0 <= self.warmup <= self.history:
-            raise QuantizationError(
-                f"delayed scaling with warmup {self.warmup} and history {self.history}: expected a number of steps, "
-                "from 0 (the first step has factor 1) to the whole history"
-            )
+        refuse(QuantizationError, {
+            f"delayed scaling with history {self.history} and algorithm {self.algorithm!r}: expected at least 1, "
+            "and max or most_recent": self.history < 1 or self.algorithm not in ("max", "most_recent"),
+            f"delayed scaling with warmup {self.warmup} and history {self.history}: expected a number of steps, "
+            "from 0 (the first step has factor 1) to the whole history": not 0 <= self.warmup <= self.history,
+        })  # fmt: skip
 
     def init(self, device: torch.device | str | None = None) -> Tensor:
         state = torch.zeros(1 + self.history, dtype=torch.float32, device=device)
@@ -93,17 +89,13 @@ class Delayed(StatefulScaling):
         factor = factor_of(amax, element) / 2.0**self.margin
         if not self.power_of_two:
             return factor
-        rounded = power_of_two(torch.frexp(factor)[1].long() - 1).float()
-        return torch.where(factor.isfinite(), rounded, torch.nan)
+        return torch.where(factor.isfinite(), power_of_two(torch.frexp(factor)[1].long() - 1).float(), torch.nan)
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         raise QuantizationError(
             "delayed scaling needs the amaxes of earlier steps, which a single tensor does not have: train with a "
             "recipe that uses it, or quantise with scale='current'"
         )
-
-    def multiplier(self, stored: Stored, element: Format) -> Tensor:
-        return stored["scale"]
 
 
 delayed = Delayed("delayed")

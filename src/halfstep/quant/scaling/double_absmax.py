@@ -49,10 +49,9 @@ class DoubleAbsmax(Absmax):
         return scale.clamp(-limit, limit).view(stored["scale"].shape)
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        groups = -(-grid[0] * grid[1] // GROUP)
         return {
             "scale": (torch.uint8, grid),
-            "scale_scale": (torch.float32, (groups,)),
+            "scale_scale": (torch.float32, (-(-grid[0] * grid[1] // GROUP),)),
             "scale_offset": (torch.float32, ()),
         }
 

@@ -1,4 +1,4 @@
-"""Scales that are powers of two, kept as a bare exponent (E8M0): the rules of the MX formats."""
+"""Scales that are powers of two: kept as a bare exponent (E8M0), the rules of the MX formats; or chosen beforehand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,8 +45,7 @@ class PowerOfTwoScaling(Scaling):
     def factor(self, amax: Tensor, element: Format) -> Tensor:
         if amax.is_cpu and amax.dim() == 0 and has_memory(amax):  # the same, without the twenty calls of torch
             return torch.scalar_tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32, device="cpu")
-        byte = self._byte(amax.double(), element)
-        return self.multiplier({"scale": byte}, element).reciprocal()
+        return self.multiplier({"scale": self._byte(amax.double(), element)}, element).reciprocal()
 
     def power(self, element: Format) -> tuple[float, int]:
         return self.carry(element), frexp(element.max)[1] - self.margin
@@ -145,3 +144,30 @@ class ThreeQuarters(Scaling):
 
 
 three_quarters = ThreeQuarters("three_quarters")
+
+
+@dataclass(frozen=True)
+class Fixed(Scaling):
+    """scale = 2^-bias, whatever the tensor holds: elements are multiplied by 2^bias, then rounded.
+
+    Source: Perez et al. 2023, arXiv 2309.17224, FP8-CSCALE; their bias is found by a sweep.
+    """
+
+    bias: int = 0
+
+    exact = True
+    reads = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_power(self, "bias")
+
+    def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
+        scale = torch.full(tile.grid(*x.shape), 2.0**-self.bias, device=x.device, dtype=torch.float32)
+        return {"scale": scale}, scale
+
+    def factor(self, amax: Tensor, element: Format) -> Tensor:
+        return torch.full_like(amax, 2.0**self.bias)
+
+
+fixed = Fixed("fixed")
