@@ -1,7 +1,7 @@
 """Text from untrusted files, made safe to print."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 # Control characters move the cursor and change colours; direction marks make text read otherwise than it is.
@@ -45,3 +45,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     ['| a | b |', '| --- | --- |', '| 1 | 2 |']
     """
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def holding(said: Mapping[str, object]) -> list[str]:
+    """The lines of a report that hold: those whose value is true, in their order.
+
+    >>> holding({"in codes: 2 layers": 2, "tokenizer: ": ""})
+    ['in codes: 2 layers']
+    """
+    return [line for line, holds in said.items() if holds]

@@ -13,7 +13,7 @@ from watching import nothing_but_reading
 
 from halfstep.errors import CheckpointError
 from halfstep.inspection import open_checkpoint, pickles
-from halfstep.inspection.readers.dcp import ALLOWED
+from halfstep.inspection.readers.torch_zip import ALLOWED
 from halfstep.inspection.torch_objects import TENSORS, storage, views
 
 

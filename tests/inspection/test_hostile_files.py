@@ -181,7 +181,7 @@ def test_a_file_that_is_replaced_by_a_pipe_after_it_was_opened(tmp_path):
 
 def test_a_file_that_shrinks_while_it_is_being_read(tmp_path, monkeypatch):
     """The check is made before every map: here of 4 KiB, and the file shrinks between the first and the second."""
-    monkeypatch.setattr("halfstep.inspection.layout._MAPPED", 1 << 12)
+    monkeypatch.setattr("halfstep.inspection.files._MAPPED", 1 << 12)
     save_file({"a": torch.ones(1 << 14)}, tmp_path / "a.safetensors")
     checkpoint = open_checkpoint(tmp_path / "a.safetensors")
     pieces = checkpoint.tensors[0].chunks(1 << 12)

@@ -17,7 +17,7 @@ from watching import nothing_but_reading
 import halfstep
 from halfstep.errors import CheckpointError
 from halfstep.inspection import open_checkpoint, pickles, torch_objects
-from halfstep.inspection.readers import dcp
+from halfstep.inspection.readers import torch_zip
 
 
 def archive(path, pickled: bytes, storages=(), prefix="archive/", **members):
@@ -97,12 +97,12 @@ def test_a_distributed_part_that_would_run_code(tmp_path):
 def test_a_memory_format_as_older_pythons_pickle_it():
     """By getattr, which means nothing else: not another object's, not a chain of it, not one of its results."""
     member = Calls(getattr, _MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
-    found = pickles.load(pickle.dumps(member, 4), dcp.ALLOWED, "it")
+    found = pickles.load(pickle.dumps(member, 4), torch_zip.ALLOWED, "it")
     assert found.name.endswith("._MEM_FORMAT_ENCODING")
     assert found.args == ("TORCH_CONTIGUOUS_FORMAT",)
     for hostile in (Calls(getattr, Metadata, "__init__"), Calls(getattr, member, "value"), Calls(getattr, member)):
         with pytest.raises(CheckpointError, match="getattr of something other than a memory format"):
-            pickles.load(pickle.dumps(hostile, 4), dcp.ALLOWED, "it")
+            pickles.load(pickle.dumps(hostile, 4), torch_zip.ALLOWED, "it")
 
 
 def test_bare_pickles_are_known_and_refused(tmp_path):

@@ -14,7 +14,7 @@ from kinds import KINDS, arrays, bits, nested, npy, npz, npz_deflated, safetenso
 from safetensors import safe_open
 
 from families import for_each
-from halfstep.inspection import layout, open_checkpoint
+from halfstep.inspection import files, open_checkpoint
 from halfstep.inspection.inspector import readers
 
 
@@ -175,16 +175,16 @@ def test_strides_are_gathered_in_row_major_order(step, tmp_path):
 def test_values_do_not_depend_on_how_much_is_mapped_and_gathered(size, kind, tmp_path, monkeypatch):
     checkpoint = open_checkpoint(KINDS[kind](tmp_path))
     wanted = [stored_bits(tensor) for tensor in checkpoint.tensors]
-    monkeypatch.setattr(layout, "_MAPPED", size)
-    monkeypatch.setattr(layout, "_GATHERED", max(size, 16))
+    monkeypatch.setattr(files, "_MAPPED", size)
+    monkeypatch.setattr(files, "_GATHERED", max(size, 16))
     assert [stored_bits(tensor, 16) for tensor in checkpoint.tensors] == wanted
 
 
 def test_slabs_follow_one_another_whatever_fits(monkeypatch):
     x = np.arange(2 * 3 * 5 * 4).reshape(2, 3, 5, 4)
     for limit in (1, 3, 8, 40, 100, 10_000):
-        monkeypatch.setattr(layout, "_GATHERED", limit * 8)
-        parts = [x[tuple(slice(*bounds) for bounds in index)].reshape(-1) for index in layout.slabs(x.shape, 8)]
+        monkeypatch.setattr(files, "_GATHERED", limit * 8)
+        parts = [x[tuple(slice(*bounds) for bounds in index)].reshape(-1) for index in files.slabs(x.shape, 8)]
         assert max(map(len, parts)) <= limit
         assert np.array_equal(np.concatenate(parts), x.reshape(-1))
 

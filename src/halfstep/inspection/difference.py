@@ -25,8 +25,8 @@ from halfstep.inspection.difference_text import Single, TensorDifference, count,
 from halfstep.inspection.files import Checkpoint
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.inspector import open_checkpoint
+from halfstep.inspection.layers import HELD, First, Held, Weight, weights
 from halfstep.inspection.roles import role_of
-from halfstep.inspection.weights import HELD, First, Held, Weight, weights
 from halfstep.printable import printable, shortened, some
 
 
@@ -57,32 +57,30 @@ class Difference:
     @property
     def same(self) -> bool:
         """Whether both have the same names, types, shapes and bytes."""
-        pairs = all(
+        return not (self.only_a or self.only_b) and all(
             one.relation.kind == "identical" and not one.seen and one.name == one.name_b for one in self.tensors
         )
-        return pairs and not self.only_a and not self.only_b
 
     @property
     def sentences(self) -> list[str]:
         """What is true of the whole, then of groups of tensors, the most values first, then of what has no partner."""
         groups = grouped((f"{one.relation.key} {one.seen}", one) for one in self.tensors)
-        order = sorted(groups.values(), key=lambda group: -values(group))
-        texts = [self._whole] if self._whole else []
         total = values(self.tensors)
-        for group in order:
-            share = percent(values(group) / total) if total else "none"
-            texts.append(f"{count(group)} ({share} of the values): {sentence(group)}.")
-        prefixes = [name for name in self.prefixes if name]
-        if prefixes:
-            sides = zip(("A's", "B's"), self.prefixes, strict=True)
-            names = " and ".join(f"{which} begin with {name!r}" for which, name in sides if name)
-            texts.append(f"Names differ in what they begin with: {names}.")
-        renamed = [one for one in self.tensors if one.how == "contents"]
-        if renamed:
-            shown = some([f"{one.name} is {one.name_b}" for one in renamed])
-            texts.append(f"Renamed, with the same bytes: {shown}.")
+        said = [
+            f"{count(group)} ({percent(values(group) / total) if total else 'none'} of the values): {sentence(group)}."
+            for group in sorted(groups.values(), key=lambda group: -values(group))
+        ]
+        sides = zip(("A's", "B's"), self.prefixes, strict=True)
+        names = " and ".join(f"{which} begin with {name!r}" for which, name in sides if name)
+        renamed = [f"{one.name} is {one.name_b}" for one in self.tensors if one.how == "contents"]
         alone = [(which, singles) for which, singles in (("A", self.only_a), ("B", self.only_b)) if singles]
-        return texts + [f"Only in {which}: {count(of)}, {some([one.name for one in of])}." for which, of in alone]
+        return [
+            *([self._whole] if self._whole else []),
+            *said,
+            *([f"Names differ in what they begin with: {names}."] if names else []),
+            *([f"Renamed, with the same bytes: {some(renamed)}."] if renamed else []),
+            *(f"Only in {which}: {count(of)}, {some([one.name for one in of])}." for which, of in alone),
+        ]
 
     @property
     def _whole(self) -> str:
@@ -132,13 +130,13 @@ class Difference:
 
 
 def _data(one: TensorDifference) -> dict[str, Any]:
-    far = one.relation.change
-    figures = None
-    if far is not None:
-        relative = far.relative if math.isfinite(far.relative) else None
-        figures = {"kept": far.kept, "bits_kept": far.bits_kept, "relative": relative, "cosine": far.cosine}
-    said = asdict(one.relation)
-    said.pop("change")
+    far, said = one.relation.change, {key: value for key, value in asdict(one.relation).items() if key != "change"}
+    figures = far and {
+        "kept": far.kept,
+        "bits_kept": far.bits_kept,
+        "relative": far.relative if math.isfinite(far.relative) else None,
+        "cosine": far.cosine,
+    }
     return {**asdict(one), "relation": {**said, "key": one.relation.key, "change": figures}}
 
 
@@ -182,11 +180,9 @@ def _compared(
     for name, name_b in pairs:
         one, other = a[name], b[name_b]
         how = "contents" if name in renamed else "name" if name == name_b else "prefix"
-        found, seen = Relation("identical"), ""
-        if how != "contents":
-            found, seen = _relation(one, other)
-        shapes = (one.shape, other.shape)
-        yield TensorDifference(name, name_b, role_of(name), (one.stored, other.stored), shapes, found, seen, how)
+        found, seen = (Relation("identical"), "") if how == "contents" else _relation(one, other)
+        stored, shapes = (one.stored, other.stored), (one.shape, other.shape)
+        yield TensorDifference(name, name_b, role_of(name), stored, shapes, found, seen, how)
         if progress is not None:
             progress(one.tensor.nbytes)
 
@@ -296,8 +292,10 @@ def _by_contents(
     left_a: list[str], left_b: list[str], a: Mapping[str, Weight], b: Mapping[str, Weight]
 ) -> dict[str, str]:
     """Pairs of the same type, shape and bytes, of which there is one on each side: constants are alike too often."""
-    sides = ([a[name] for name in left_a], [b[name] for name in left_b])
-    plain_a, plain_b = ([weight for weight in side if weight.tensor.dtype not in UNREAD] for side in sides)
+    plain_a, plain_b = (
+        [side[name] for name in left if side[name].tensor.dtype not in UNREAD]
+        for left, side in ((left_a, a), (left_b, b))
+    )
     kinds = {*map(_kind, plain_a)} & {*map(_kind, plain_b)}
     one, other = (
         grouped((_hash(weight), weight.name) for weight in side if _kind(weight) in kinds)

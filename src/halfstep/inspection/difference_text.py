@@ -10,7 +10,7 @@ from halfstep.bits.pair import Change
 from halfstep.bits.relation import Relation
 from halfstep.bits.rounded import NEAREST
 from halfstep.bits.sentences import percent
-from halfstep.inspection.layers import written
+from halfstep.inspection.schemes import written
 from halfstep.printable import some
 
 
@@ -97,8 +97,7 @@ def cosine(value: float) -> str:
 
 
 def _types(group: Sequence[TensorDifference]) -> str:
-    pairs = dict.fromkeys(one.stored for one in group)
-    return ", ".join(f"{short(a)} in A and {short(b)} in B" for a, b in pairs)
+    return ", ".join(f"{short(a)} in A and {short(b)} in B" for a, b in dict.fromkeys(one.stored for one in group))
 
 
 def short(stored: str) -> str:

@@ -23,10 +23,20 @@ from halfstep.bits.values import Values
 from halfstep.bits.verdict import verdict, whole
 from halfstep.bits.what_if import Trials
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import REPEATS, SMALL, Checkpoint, File, Reader, StoredTensor, check_count
+from halfstep.grouping import grouped
+from halfstep.inspection.files import (
+    REPEATS,
+    SMALL,
+    Checkpoint,
+    File,
+    Plain,
+    Reader,
+    StoredTensor,
+    check_count,
+    read_together,
+)
 from halfstep.inspection.gguf_blocks import DECODED, UNREAD
 from halfstep.inspection.layers import Layers, described, find_layers
-from halfstep.inspection.layout import Plain, read_together
 from halfstep.inspection.report import Inspection, Known, RoleReport, TensorReport, contradictions, disagreements
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
 from halfstep.kernels.cpu import bits as kernel
@@ -193,7 +203,7 @@ def inspect(
     trials = Trials(() if quick else casts)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     stored: dict[str, TensorReport] = {}
-    duplicates, tables = _Duplicates(), dict[str, Table]()
+    seen, tables = dict[tuple[object, ...], StoredTensor](), dict[str, Table]()
     tensors = []
     layers = find_layers(checkpoint.tensors) + described(checkpoint)
     parts = layers.parts
@@ -211,7 +221,7 @@ def inspect(
             said = quick_origin(tensor, progress)
         elif _is_read(tensor):
             one = next(values)
-            figures, said, duplicate = one.statistics, one.origin, duplicates.earlier(tensor, one.scan)
+            figures, said, duplicate = one.statistics, one.origin, _earlier(seen, tensor, one.scan)
             if role != "scales":
                 trials.add(tensor.name, tensor, one.scan, progress)
             counted.append((role, one.scan.table))
@@ -238,10 +248,8 @@ def _is_read(tensor: StoredTensor) -> bool:
 
 def _once(tensors: Sequence[StoredTensor]) -> Collection[StoredTensor]:
     """Of tensors that are stored in the same bytes the first."""
-    found: dict[tuple[str, str], StoredTensor] = {}
-    for tensor in tensors:
-        found.setdefault((tensor.storage, "" if tensor.nbytes else tensor.name), tensor)
-    return found.values()
+    same = grouped(((tensor.storage, "" if tensor.nbytes else tensor.name), tensor) for tensor in tensors)
+    return [found[0] for found in same.values()]
 
 
 def _add(tables: dict[str, Table], counted: list[tuple[str, Table]]) -> None:
@@ -307,9 +315,8 @@ def _report(
 
 
 def _role(role: str, found: list[tuple[TensorReport, Evidence]], tables: dict[str, Table]) -> RoleReport:
-    tensors, dtypes = [tensor for tensor, _ in found], dict[str, int]()
-    for tensor in tensors:
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel
+    tensors = [tensor for tensor, _ in found]
+    dtypes = {dtype: sum(sizes) for dtype, sizes in grouped((t.dtype, t.numel) for t in tensors).items()}
     return RoleReport(
         role,
         len(tensors),
@@ -353,20 +360,18 @@ def _config_dtype(checkpoint: Checkpoint) -> str | None:
     return named.removeprefix("torch.") if isinstance(named, str) else None
 
 
-class _Duplicates:
-    """Tensors seen so far, to find those of equal bytes: only where all counts are equal are bytes compared."""
+def _earlier(seen: dict[tuple[object, ...], StoredTensor], tensor: StoredTensor, found: Scan) -> str | None:
+    """The name of the first tensor with the same bytes; None where there is none, or the values are constants.
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[object, ...], StoredTensor] = {}
-
-    def earlier(self, tensor: StoredTensor, found: Scan) -> str | None:
-        """The name of the first tensor with the same bytes; None where there is none, or the values are constants."""
-        if found.distinct < 2:
-            return None
-        counts = hashlib.sha256(found.table.counts.tobytes()).digest()
-        key = (tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest, counts)
-        first = self._seen.setdefault(key, tensor)
-        return first.name if first is not tensor and same_bytes(Pair(first, tensor)) else None
+    Args:
+        seen: those so far, by their counts: only where all of these are equal are bytes compared.
+    """
+    if found.distinct < 2:
+        return None
+    counts = hashlib.sha256(found.table.counts.tobytes()).digest()
+    key = (tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest, counts)
+    first = seen.setdefault(key, tensor)
+    return first.name if first is not tensor and same_bytes(Pair(first, tensor)) else None
 
 
 _FRACTIONS = {"float32": 23, "bfloat16": 7, "float16": 10}

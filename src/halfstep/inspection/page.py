@@ -110,8 +110,7 @@ def _draw(axes: Any, role: RoleReport, low: int, high: int) -> None:
     )
     beyond = sum(n for e, n in enumerate(found.exponents, found.lowest_exponent) if e < low or e >= high)
     more = f"; {percent(beyond / found.nonzero)} beyond, at the edge" if beyond else ""
-    text = f"{role.role}: {role.numel:,} values{more}"
-    axes.set_title(text, loc="left", fontsize=9, fontweight="bold", color=INK)
+    axes.set_title(f"{role.role}: {role.numel:,} values{more}", loc="left", fontsize=9, fontweight="bold", color=INK)
     subnormal = percent(found.fp16_subnormal / found.nonzero)
     lost = percent((found.fp16_below + found.fp16_above) / found.nonzero)
     axes.set_title(f"fp16: {subnormal} subnormal, {lost} out of range", loc="right", fontsize=8.5, color=FAINT)

@@ -12,7 +12,8 @@ from halfstep.bits.sentences import Evidence, Layer, SchemeReport, percent
 from halfstep.bits.statistics import Statistics
 from halfstep.bits.verdict import PrecisionVerdict
 from halfstep.bits.what_if import WhatIf
-from halfstep.inspection.schemes import SCHEMES
+from halfstep.grouping import grouped
+from halfstep.inspection.schemes import SCHEMES, written
 from halfstep.printable import printable, shortened
 
 
@@ -185,20 +186,16 @@ def contradictions(weights: Sequence[Evidence], config: str | None, known: Known
     What a type could not have left behind is a contradiction: values exactly bf16 in a model said to be fp16. Full
     mantissas are not a contradiction for a model trained in bf16, which may have kept a master copy in float32.
     """
-    sized: dict[str, int] = {}
-    through: dict[str, int] = {}
-    for one in weights:
-        if one.layer is not None:
-            continue  # codes: config.json names the type to compute in
-        sized[one.dtype] = sized.get(one.dtype, 0) + one.numel
-        if (
-            one.origin is not None
-            and one.origin.share == 1
-            and one.origin.scale is None
-            and one.origin.confidence in ("certain", "likely")
-        ):
-            for name in one.origin.through:
-                through[name] = through.get(name, 0) + one.numel
+    plain = [one for one in weights if one.layer is None]  # of codes config.json names the type to compute in
+    told = [
+        (name, one.numel)
+        for one in plain
+        if one.origin is not None and one.origin.share == 1 and one.origin.scale is None
+        if one.origin.confidence in ("certain", "likely")
+        for name in one.origin.through
+    ]
+    sized = {dtype: sum(sizes) for dtype, sizes in grouped((one.dtype, one.numel) for one in plain).items()}
+    through = {name: sum(sizes) for name, sizes in grouped(told).items()}
     total = sum(sized.values()) or 1
     most = max(sized, key=lambda name: sized[name], default=None)
     past = [name for name, values in through.items() if 2 * values > total and name in ("bf16", "fp16")]
@@ -237,8 +234,8 @@ def _sizes(declared: Mapping[str, object], layer: Layer, holds: str) -> Iterator
     if bits is not None and bits != layer.code_bits:
         yield f"config.json says {bits} bits a weight; the files hold {holds}"
     block = declared.get("weight_block_size")
-    if isinstance(block, list) and block and "block" in layer.tile and _written(block) != layer.tile.split()[0]:
-        yield f"config.json says blocks of {_written(block)}; the files hold {holds}"
+    if isinstance(block, list) and block and "block" in layer.tile and written(block) != layer.tile.split()[0]:
+        yield f"config.json says blocks of {written(block)}; the files hold {holds}"
     group = next((weights[key] for key in _GROUPS if isinstance(weights.get(key), int)), None)
     sizes = [int(size) for size in layer.tile.split()[0].split("x")] if "block" in layer.tile else []
     if isinstance(group, int) and group > 0 and sizes and group != max(sizes):
@@ -251,7 +248,3 @@ def _weights(declared: Mapping[str, object]) -> Mapping[str, object]:
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None
     return weights if isinstance(weights, Mapping) else declared
-
-
-def _written(block: Sequence[object]) -> str:
-    return "x".join(str(size) for size in block)

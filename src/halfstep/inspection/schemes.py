@@ -1,7 +1,7 @@
 """The layouts in which quantised weights are published: one entry each, by names, types and shapes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from halfstep.inspection.files import StoredTensor
@@ -199,18 +199,18 @@ def tile_of(shape: Shape, scale: Shape, preferred: tuple[int, int] | None) -> tu
         scale = (*scale, 1)
     if scale[:-2] != lead or len(scale) < 2:
         return None
-    down, across = (_size(n, count) for n, count in zip((rows, columns), scale[-2:], strict=True))
+    down, across = (
+        0 if count == 1 else 1 if count == n else block_of(n, count)
+        for n, count in zip((rows, columns), scale[-2:], strict=True)
+    )
     return None if down is None or across is None else (down, across)
-
-
-def _size(size: int, count: int) -> int | None:
-    if count == 1:
-        return 0
-    if count == size:
-        return 1
-    return block_of(size, count)
 
 
 def block_of(values: int, scales: int) -> int | None:
     """The length of blocks of which the last may be short; None of none that is usual."""
     return next((size for size in BLOCKS if -(-values // size) == scales), None)
+
+
+def written(shape: Sequence[int | str]) -> str:
+    """A shape in words."""
+    return "x".join(str(size) for size in shape) or "scalar"

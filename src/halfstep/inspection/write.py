@@ -17,7 +17,8 @@ from halfstep import formats
 from halfstep.bits.scan import CHUNK, Progress
 from halfstep.bits.values import TYPES, as_float32
 from halfstep.bits.what_if import CANDIDATES, castable, needs_largest, pieces, with_largest
-from halfstep.errors import CheckpointError, QuantizationError, one_of
+from halfstep.errors import CheckpointError, QuantizationError, one_of, refuse
+from halfstep.grouping import grouped
 from halfstep.inspection.files import Checkpoint, StoredTensor
 from halfstep.inspection.gguf_blocks import DECODED
 from halfstep.inspection.readers.safetensors import DTYPES
@@ -54,9 +55,8 @@ class NewFile:
         place = 0
         self._next: dict[str, int] = {}
         for part in parts:
-            span = [place, place + part.nbytes]
+            self._next[part.name], span = place, [place, place + part.nbytes]
             entries[part.name] = {"dtype": CODES[part.dtype], "shape": list(part.shape), "data_offsets": span}
-            self._next[part.name] = place
             place += part.nbytes
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
@@ -99,13 +99,11 @@ def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> 
 
 def refuse_existing(path: Path) -> None:
     """Raise a CheckpointError if there is something at `path`, or its folder cannot be written to."""
-    if path.exists() or path.is_symlink():
-        raise CheckpointError(f"{str(path)!r} exists; name a file that does not, or remove it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{str(path)!r} cannot be written: its folder {str(path.parent)!r} is not there, or read-only; name a file "
-            "in a folder that can be written to"
-        )
+    refuse(CheckpointError, {
+        f"{str(path)!r} exists; name a file that does not, or remove it first": path.exists() or path.is_symlink(),
+        f"{str(path)!r} cannot be written: its folder {str(path.parent)!r} is not there, or read-only; name a file "
+        "in a folder that can be written to": not os.access(path.parent, os.W_OK | os.X_OK),
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,16 +152,15 @@ class Plain:
     def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
         format = formats.get(self.format)
         stored: torch.dtype = getattr(torch, self.dtype)
-        narrow = stored.itemsize == 1
         came = "float32" if tensor.dtype in DECODED else tensor.dtype
         for chunk in tensor.chunks(CHUNK):
-            double = came == "float64"  # rounded once, and not through float32
-            x = torch.from_numpy(chunk.view(np.float64).copy() if double else as_float32(chunk, came))
+            # float64 is rounded once, and not through float32
+            x = torch.from_numpy(chunk.view(np.float64).copy() if came == "float64" else as_float32(chunk, came))
             y = torch.empty_like(x)
             operators.round_into(x, y, format, "nearest_even", "ieee", None)
             lost[0] += int((x.isfinite() & ~y.isfinite()).sum())
             lost[1] += int(((y == 0) & (x != 0)).sum())
-            if narrow:  # saturates, for one overflow is not to make a whole product infinite
+            if stored.itemsize == 1:  # saturates, for one overflow is not to make a whole product infinite
                 operators.round_into(x, y, format, "nearest_even", "saturate", None)
             yield tensor.name, y.to(stored).view(torch.uint8).numpy()
 
@@ -247,16 +244,14 @@ def write(
     with new_file(path, parts, said) as file:
         for tensor, report in zip(tensors, reports, strict=True):
             if tensor.name in cast:
-                amax = report.statistics.amax if report.statistics else 0.0
-                for name, values in how.values(tensor, amax, lost):
+                for name, values in how.values(tensor, (report.statistics.amax if report.statistics else 0.0), lost):
                     file.append(name, values)
             else:
                 for chunk in tensor.chunks(CHUNK):  # complex numbers are pairs of their parts
                     file.append(tensor.name, np.ascontiguousarray(chunk))
             if progress is not None:
                 progress(tensor.nbytes)
-    kept = len(tensors) - len(cast)
-    return Written(path, file.nbytes, len(cast), kept, lost[0], lost[1], tuple(_remarks(tensors)))
+    return Written(path, file.nbytes, len(cast), len(tensors) - len(cast), lost[0], lost[1], tuple(_remarks(tensors)))
 
 
 def check_target(target: str, path: Path) -> None:
@@ -283,10 +278,8 @@ def _copy(tensor: StoredTensor) -> Part:
 
 def _remarks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
     """What became of complex tensors."""
-    for dtype, words in _COMPLEX.items():
-        names = [tensor.name for tensor in tensors if tensor.dtype == dtype]
-        if names:
-            yield f"{dtype} {words}: {some([*map(repr, names)], 1)}"
+    names = grouped((tensor.dtype, repr(tensor.name)) for tensor in tensors)
+    return (f"{dtype} {words}: {some(names[dtype], 1)}" for dtype, words in _COMPLEX.items() if dtype in names)
 
 
 _COMPLEX = {

@@ -50,8 +50,7 @@ def members(file: File, base: int = 0, length: int | None = None) -> dict[str, M
             if name in found:
                 raise CheckpointError(f"{file.path}: the archive has two members {name!r}")
             where = base + member.start
-            head = file.read_from(descriptor, where, _LOCAL.size)
-            signature, *_, name_length, extra_length = _LOCAL.unpack(head)
+            signature, *_, name_length, extra_length = _LOCAL.unpack(file.read_from(descriptor, where, _LOCAL.size))
             data = where + _LOCAL.size + name_length + extra_length
             if signature != b"PK\3\4" or data + member.packed > base + start:
                 raise CheckpointError(f"{file.path}: member {name!r} does not lie where the archive says")

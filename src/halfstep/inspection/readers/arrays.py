@@ -15,8 +15,19 @@ import numpy as np
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import DIMENSIONS, Checkpoint, File, Reader, Source, StoredTensor, head
-from halfstep.inspection.layout import Plain, Strided, native, row_major
+from halfstep.inspection.files import (
+    DIMENSIONS,
+    Checkpoint,
+    File,
+    Plain,
+    Reader,
+    Source,
+    StoredTensor,
+    Strided,
+    head,
+    native,
+    row_major,
+)
 from halfstep.inspection.zips import DEFLATED, STORED, Member, members
 
 
@@ -102,8 +113,8 @@ def open_npy(path: Path) -> Checkpoint:
         CheckpointError: it is broken, or holds Python objects.
     """
     file = File.of(path)
-    whole = Member(path.stem, 0, file.size, file.size, STORED)
-    return Checkpoint(path, npy.name, (path,), (_tensor(file, whole, path.stem),))
+    tensor = _tensor(file, Member(path.stem, 0, file.size, file.size, STORED), path.stem)
+    return Checkpoint(path, npy.name, (path,), (tensor,))
 
 
 def open_npz(path: Path) -> Checkpoint:

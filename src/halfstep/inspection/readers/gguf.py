@@ -15,9 +15,19 @@ import numpy as np
 
 from halfstep.bits.values import TYPES
 from halfstep.errors import CheckpointError
-from halfstep.inspection.files import TEXT, Checkpoint, File, Reader, Source, StoredTensor, check_count, head
+from halfstep.inspection.files import (
+    TEXT,
+    Checkpoint,
+    File,
+    Plain,
+    Reader,
+    Source,
+    StoredTensor,
+    check_count,
+    head,
+    split,
+)
 from halfstep.inspection.gguf_blocks import BLOCKS, BlockType
-from halfstep.inspection.layout import Plain, split
 
 
 MAGIC = b"GGUF"

@@ -13,13 +13,13 @@ from halfstep.inspection.files import (
     TEXT,
     Checkpoint,
     File,
+    Plain,
     Reader,
     StoredTensor,
     check_count,
     head,
     parse_object,
 )
-from halfstep.inspection.layout import Plain
 
 
 DTYPES = {

@@ -41,8 +41,7 @@ def open_index(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: tensor {missing!r} is not in {wanted[missing].name!r}; fetch the file again")
     extra = len(joined.tensors) - len(tensors)
     notes = {"tensors that the index does not name": str(extra)} if extra else {}
-    metadata = {**joined.metadata, **_strings(index), **notes}
-    return Checkpoint(path, reader.name, joined.files, tensors, metadata, remarks=joined.remarks)
+    return replace(joined, tensors=tensors, metadata={**joined.metadata, **_strings(index), **notes})
 
 
 def join(path: Path, kind: str, files: Iterable[Path], refuse: bool = True) -> Checkpoint:
@@ -96,11 +95,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _strings(index: dict[str, Any]) -> dict[str, str]:
     found = index.get("metadata")
-    return {key: str(value) for key, value in found.items() if _short(value)} if isinstance(found, dict) else {}
-
-
-def _short(value: Any) -> bool:
-    return isinstance(value, str | float) or (type(value) is int and abs(value) < 1 << 64)
+    return {
+        key: str(value)
+        for key, value in (found.items() if isinstance(found, dict) else ())
+        if isinstance(value, str | float) or (type(value) is int and abs(value) < 1 << 64)
+    }
 
 
 reader = Reader("sharded index", lambda path: path.is_file() and path.name.endswith(".index.json"), open_index)
@@ -142,8 +141,8 @@ def _weights(path: Path) -> Checkpoint:
 
 
 def _named(path: Path, ending: str) -> list[str]:
-    names = (file.name for file in path.iterdir() if file.name.endswith(ending))
-    return sorted(name for name in names if name not in _NO_WEIGHTS)
+    names = (file.name for file in path.iterdir())
+    return sorted(name for name in names if name.endswith(ending) and name not in _NO_WEIGHTS)
 
 
 def _recognises(path: Path) -> bool:
