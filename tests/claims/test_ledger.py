@@ -9,8 +9,7 @@ from claim_rules import ledger_problems
 from families import for_each
 from halfstep.claims import get_claim, load
 from halfstep.claims.checks.base import checks, get_check
-from halfstep.claims.claim import data
-from halfstep.claims.page import describe, markdown
+from halfstep.claims.claim import data, describe, markdown
 from halfstep.errors import ClaimError
 
 

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 import halfstep.claims
 from halfstep.claims import load, run as running
-from halfstep.claims.page import describe, markdown
+from halfstep.claims.claim import describe, markdown
 from halfstep.cli.app import app
 from halfstep.recipe import get_recipe
 

@@ -17,7 +17,7 @@ from halfstep.ops.stacks import stacked_linear
 from halfstep.ops.window import Window
 from halfstep.quant import Hadamard, Quantizer, get_quantizer, rotate
 from halfstep.recipe import COAT, LinearSpec, Matmul, Multiplier, Recipe, Rule, from_data, linear_text, to_data
-from halfstep.tracking.operands import operand_errors
+from halfstep.tracking.step import operand_errors
 from oracles.numbers import same_bits
 from tiny import assert_same, mlp
 

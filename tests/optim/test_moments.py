@@ -23,7 +23,7 @@ from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Storage, from_data, get_recipe, get_storage, to_data
-from halfstep.tracking.descent import vanished_states
+from halfstep.tracking.step import vanished_states
 from tiny import adamw, assert_same, batch, copied, mlp, nameless, prepared, train
 
 

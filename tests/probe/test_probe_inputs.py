@@ -8,8 +8,7 @@ from torch import nn
 import halfstep
 import planted
 from halfstep.errors import DataError, FormatError, ModelError
-from halfstep.probe.batch import loss_of
-from halfstep.probe.inputs import Loaded, load_model, tensor_batches, text_batches
+from halfstep.probe.batch import Loaded, load_model, loss_of, tensor_batches, text_batches
 from planted import tokens
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import halfstep
 import planted
-from halfstep.probe.measure import blocks
 from halfstep.probe.observe import observed
+from halfstep.probe.trial import blocks
 
 
 def sites(model, x):

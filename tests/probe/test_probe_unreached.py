@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.probe.measure import unreached
+from halfstep.probe.trial import unreached
 
 
 class Mixture(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from halfstep.errors import CheckpointError
 from halfstep.grouping import grouped
 from halfstep.inspection.files import parse_object
-from halfstep.printable import shortened, some
+from halfstep.printable import holding, shortened, some
 
 
 SCHEMA = 1
@@ -142,15 +142,17 @@ class Audit:
         compared = [key for key in then | now if both or key[0] != "gradients"]
         changed = {key: change for key in compared if (change := _change(then.get(key), now.get(key)))}
         changes = grouped((f"{kind}: {change}", name) for (kind, name), change in changed.items())
-        lines = [f"{change}: {some(names)}" for change, names in changes.items()]
-        if before.steps is not None and (self.steps is None or self.steps[1] < before.steps[1]):
-            counted = "none" if self.steps is None else self.steps[1]
-            lines.insert(0, f"steps counted by the optimizer: {before.steps[1]} before, {counted} now")
-        if before.stage != self.stage:
-            lines.append(f"recipe: {before.stage} before, {self.stage} now")
-        if before.loss_scale != self.loss_scale:
-            lines.append(f"loss scale: {before.loss_scale} before, {self.loss_scale} now")
-        return tuple(lines)
+        had, has = (0 if one.steps is None else one.steps[1] for one in (before, self))
+        counted = "none" if self.steps is None else has
+        said = {
+            f"steps counted by the optimizer: {had} before, {counted} now": (
+                before.steps is not None and (self.steps is None or has < had)
+            ),
+            **{f"{change}: {some(names)}": True for change, names in changes.items()},
+            f"recipe: {before.stage} before, {self.stage} now": before.stage != self.stage,
+            f"loss scale: {before.loss_scale} before, {self.loss_scale} now": before.loss_scale != self.loss_scale,
+        }
+        return tuple(holding(said))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

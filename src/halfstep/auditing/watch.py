@@ -376,11 +376,12 @@ class Mend:
         if (shares := MEASURED.get(self.dtype)) is None:
             return []
         reached = " and ".join(f"{share:.0%} at {rate:g}" for rate, share in shares.items())
-        text = (
-            f"What that costs: fine-tuned so, a small GPT reached {reached} of what float32 gains; with "
-            f"{_CURE[self.dtype]} 99% or more (three seeds, docs/which_bf16.md)."
-        )
-        return [folded(text)]
+        return [
+            folded(
+                f"What that costs: fine-tuned so, a small GPT reached {reached} of what float32 gains; with "
+                f"{_CURE[self.dtype]} 99% or more (three seeds, docs/which_bf16.md)."
+            )
+        ]
 
     def _mended(self) -> list[str]:
         if not self.recipes:

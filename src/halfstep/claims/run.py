@@ -21,10 +21,9 @@ class Outcome:
     def agreements(self) -> dict[str, bool]:
         """Whether each number is confirmed; a number that only one side has is not."""
         recorded = self.claim.numbers
-        names = [*recorded, *(name for name in self.measured if name not in recorded)]
         return {
             name: name in recorded and name in self.measured and recorded[name].agrees(self.measured[name])
-            for name in names
+            for name in [*recorded, *(name for name in self.measured if name not in recorded)]
         }
 
     @property

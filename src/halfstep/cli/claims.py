@@ -15,8 +15,7 @@ import typer
 
 from halfstep import claims as ledger
 from halfstep.claims import Claim
-from halfstep.claims.claim import RESULTS
-from halfstep.claims.page import as_data, by_subject, describe, markdown as page
+from halfstep.claims.claim import RESULTS, as_data, by_subject, describe, markdown as page
 from halfstep.cli.terminal import Json, answer, fail, line_width, table_text
 from halfstep.errors import ClaimError
 

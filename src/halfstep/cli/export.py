@@ -48,7 +48,7 @@ def export(
     if format not in GGUF:
         check_new_folder(output.expanduser())
     with stages("loading torch and the model") as progress:
-        from halfstep.probe.inputs import load_model
+        from halfstep.probe.batch import load_model
         from halfstep.serving import export as write
 
         loaded = load_model(model).model

@@ -62,7 +62,7 @@ def probe(
     try:
         with stages("loading torch and the model") as progress:
             from halfstep.probe import probe_model, target
-            from halfstep.probe.inputs import load_model
+            from halfstep.probe.batch import load_model
 
             target(to, loss_scale)  # a wrong name is said before the model is loaded
             loaded = load_model(model)
@@ -99,14 +99,14 @@ def _check(write_recipe: Path | None, loss_scale: float | None) -> None:
 def batches_for(loaded: Any, data: str | None, batches: int, batch: int, context: int) -> tuple[list[Any], str]:
     """What to run the model on, and what that is in words."""
     from halfstep.lab.data import load_corpus
-    from halfstep.probe import inputs
+    from halfstep.probe.batch import is_tensor_file, tensor_batches, text_batches
 
-    if data is not None and inputs.is_tensor_file(data):
-        return inputs.tensor_batches(data), f"the tensors in {data}"
+    if data is not None and is_tensor_file(data):
+        return tensor_batches(data), f"the tensors in {data}"
     if data is None and loaded.inputs:
         return list(loaded.inputs), "the inputs that came with the model"
     corpus = load_corpus(data, 0)
-    made, how = inputs.text_batches(corpus.train, loaded, batches, batch, context)
+    made, how = text_batches(corpus.train, loaded, batches, batch, context)
     return made, f"{data or 'the Python standard library'}, {how}"
 
 
@@ -176,7 +176,7 @@ def mismatch(
         raise RecipeError("--rollout and --exported both given; expected one of them: what generates")
     with stages("loading torch and the model") as progress:
         from halfstep.probe import mismatch as measured
-        from halfstep.probe.inputs import load_model
+        from halfstep.probe.batch import load_model
         from halfstep.recipe import get_recipe
         from halfstep.serving import from_pretrained
 

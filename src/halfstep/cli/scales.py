@@ -144,15 +144,15 @@ def _subject(name: str, task: str | None, data: str | None, sizes: _Sizes, seed:
     Raises:
         ModelError, DataError, RunError: there is no such model, data or task.
     """
-    from halfstep.probe import inputs
+    from halfstep.probe.batch import is_tensor_file, tensor_batches
 
     if task is not None:
         if data is not None:
             raise DataError(f"--task {task} brings its own data; leave --data out, or --task")
         return _of_task(name, task, sizes, seed)
-    if data is not None and not inputs.is_tensor_file(data):
+    if data is not None and not is_tensor_file(data):
         raise DataError(f"{data}: expected tensors in .safetensors or .pt, by the names of the model's arguments")
-    given = None if data is None else (inputs.tensor_batches(data), f"the tensors in {data}")
+    given = None if data is None else (tensor_batches(data), f"the tensors in {data}")
     return (_of_function if ":" in name else _of_config)(name, given, sizes, seed)
 
 
@@ -173,7 +173,7 @@ def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _
     """What a function returns: a model, with the inputs that come with it, or random tokens."""
     import torch
 
-    from halfstep.probe.inputs import load_model
+    from halfstep.probe.batch import load_model
 
     torch.manual_seed(seed)
     loaded = load_model(name)

@@ -90,8 +90,7 @@ def validate(folder: Traversable, under: KnowledgeBase | None = None) -> list[st
             found.append(str(error))
     if found:
         return found
-    base = read(folder, overlay=under is not None, check=False)
-    return [*rule_problems(base, under.entries if under else ())]
+    return [*rule_problems(read(folder, overlay=under is not None, check=False), under.entries if under else ())]
 
 
 def rule_problems(base: KnowledgeBase, others: tuple[Entry, ...] = ()) -> Iterator[str]:

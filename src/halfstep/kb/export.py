@@ -44,8 +44,7 @@ def to_csv(base: KnowledgeBase) -> str:
     writer.writeheader()
     for entry in base.entries:
         cited = [f"{reference.kind} {reference.url} {reference.locator}" for reference in entry.references]
-        row = {**entry_data(entry), "references": cited}
-        writer.writerow({key: _cell(value) for key, value in row.items()})
+        writer.writerow({key: _cell(value) for key, value in {**entry_data(entry), "references": cited}.items()})
     return out.getvalue()
 
 

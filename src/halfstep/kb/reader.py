@@ -158,8 +158,7 @@ def matches(pattern: str, model_id: str) -> bool:
     >>> matches("facebook/convnext-*", "facebook/ConvNeXt-tiny-224"), matches("t5", "t5-base")
     (True, False)
     """
-    expression = "[^/]*".join(map(re.escape, pattern.casefold().split("*")))
-    return re.fullmatch(expression, model_id.casefold()) is not None
+    return re.fullmatch("[^/]*".join(map(re.escape, pattern.casefold().split("*"))), model_id.casefold()) is not None
 
 
 def entry_from(data: Mapping[str, Any], family: str, origin: str, overlay: bool = False) -> Entry:
@@ -374,8 +373,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
 def data_files(folder: Traversable) -> list[Traversable]:
     """The .toml files of a folder and of its sub-folder failures, by name."""
     places = [place for place in (folder, folder.joinpath("failures")) if place.is_dir()]
-    found = [file for place in places for file in place.iterdir() if file.name.endswith(".toml")]
-    return sorted(found, key=str)
+    return sorted([file for place in places for file in place.iterdir() if file.name.endswith(".toml")], key=str)
 
 
 def text_of(file: Traversable) -> str:

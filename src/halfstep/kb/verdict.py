@@ -14,7 +14,7 @@ from halfstep.errors import FormatError, KnowledgeBaseError, unknown
 from halfstep.formats import get
 from halfstep.kb.reader import DEFAULT_OVERLAY, Entry, FailureReport, KnowledgeBase, Reference, compute, load, uses
 from halfstep.kb.resolve import Answer, find
-from halfstep.printable import printable
+from halfstep.printable import holding, printable
 
 
 _VERDICTS = {"none": "safe", "low": "safe", "medium": "risky", "high": "risky", "unknown": "unknown"}
@@ -133,14 +133,12 @@ class Verdict:
     @property
     def next_steps(self) -> tuple[str, ...]:
         """What to do when the verdict is not safe."""
-        if self.safe:
-            return ()
-        steps = [f"compare its outputs in {self.use} with those in fp32, on your own data"]
-        if self.use == "fp16":
-            steps.insert(0, _RANGE_STEP)
-        if not self.answer.known:
-            steps.append("if you know how it was trained and can cite it, add it: halfstep kb add")
-        return tuple(steps)
+        steps = {
+            _RANGE_STEP: self.use == "fp16",
+            f"compare its outputs in {self.use} with those in fp32, on your own data": True,
+            "if you know how it was trained and can cite it, add it: halfstep kb add": not self.answer.known,
+        }
+        return () if self.safe else tuple(holding(steps))
 
 
 def check(model_id: str, use: object, overlay: Path | str | None = DEFAULT_OVERLAY) -> Verdict:
@@ -215,8 +213,8 @@ def describe_entry(entry: Entry) -> str:
     rows = [
         ("family", f"{entry.family}, {entry.year}"),
         ("trained in", _trained_in(entry)),
-        ("tier", f"{entry.tier} (evidence: {_words(entry.evidence_kind)})"),
-        ("stage", _words(entry.stage)),
+        ("tier", f"{entry.tier} (evidence: {entry.evidence_kind.replace('_', ' ')})"),
+        ("stage", entry.stage.replace("_", " ")),
         ("read as", entry.excerpt_only and "an excerpt: open the references before quoting them"),
         ("says", entry.paraphrase),
         ("note", entry.notes),
@@ -243,27 +241,28 @@ def describe_entry(entry: Entry) -> str:
 
 def describe_answer(answer: Answer) -> str:
     """All entries that speak of a model, how they were found, and the failure reports."""
-    blocks = [_text(_found(answer)), *(describe_entry(entry) for entry in answer.entries)]
-    if answer.failures:
-        blocks.append(_text(["failure reports", *_indented(map(_report, answer.failures))]))
-    return "\n\n".join(blocks)
+    reports = [*_indented(map(_report, answer.failures))]
+    blocks = [_text(_found(answer)), *map(describe_entry, answer.entries)]
+    return "\n\n".join([*blocks, *([_text(["failure reports", *reports])] if reports else [])])
 
 
 def describe_verdict(verdict: Verdict, more_steps: Iterable[str] = ()) -> str:
     """A verdict with its reasons, references, failure reports and what to do; `more_steps` are added to the last."""
-    lines = [f"{verdict.verdict}: {verdict.model_id} in {verdict.use}", *_found(verdict.answer)]
-    lines += map(because, verdict.reasons)
-    if verdict.keep_in_fp32:
-        lines += [f"keep in fp32: {', '.join(verdict.keep_in_fp32)}"]
     lists = {
         "references": [*map(_cite, verdict.references)],
         "on this cast in general": dict.fromkeys(source for reason in verdict.reasons for source in reason.sources),
         "failure reports": [*map(_report, verdict.failures)],
         "next": [*verdict.next_steps, *more_steps],
     }
-    for title, items in lists.items():
-        lines += [title, *_indented(items)] if items else []
-    return _text(lines)
+    return _text(
+        [
+            f"{verdict.verdict}: {verdict.model_id} in {verdict.use}",
+            *_found(verdict.answer),
+            *map(because, verdict.reasons),
+            *([f"keep in fp32: {', '.join(verdict.keep_in_fp32)}"] if verdict.keep_in_fp32 else []),
+            *(line for title, items in lists.items() if items for line in (title, *_indented(items))),
+        ]
+    )
 
 
 def because(reason: Reason) -> str:
@@ -275,29 +274,21 @@ def because(reason: Reason) -> str:
 
 
 def _found(answer: Answer) -> list[str]:
-    if not answer.known:
-        lines = [f"no entry for {answer.model_id}"]
-        if answer.near:
-            lines.append(f"nearest names: {', '.join(answer.near)}")
-        return lines + _folder(answer)
-    ids = ", ".join(entry.id for entry in answer.entries)
-    one = "entry" if len(answer.entries) == 1 else "entries"
-    way = f"{one} {ids}, {answer.tier}, found by {answer.how} {', '.join(answer.matched)}"
-    if answer.how == "exact id" and not answer.id_confirmed:
-        way += " (hub id unconfirmed: no reference names it)"
-    lines = [way]
-    if answer.how == "base model":
-        precisions = ", ".join(dict.fromkeys(map(_trained_in, answer.entries)))
-        lines.append(f"base {', '.join(answer.matched)} was pre-trained in {precisions}; this one: not stated")
-    if answer.conflict:
-        lines.append("the entries conflict: all of them are shown, and the more careful advice counts")
-    return lines + _folder(answer)
-
-
-def _folder(answer: Answer) -> list[str]:
-    if answer.stored_dtype is None:
-        return []
-    return [f"stored as {answer.stored_dtype}, says config.json; that is no evidence of how it was trained"]
+    one, matched = "entry" if len(answer.entries) == 1 else "entries", ", ".join(answer.matched)
+    way = f"{one} {', '.join(entry.id for entry in answer.entries)}, {answer.tier}, found by {answer.how} {matched}"
+    unsure = answer.how == "exact id" and not answer.id_confirmed
+    precisions = ", ".join(dict.fromkeys(map(_trained_in, answer.entries)))
+    said = {
+        f"no entry for {answer.model_id}": not answer.known,
+        f"nearest names: {', '.join(answer.near)}": not answer.known and answer.near,
+        f"{way}{' (hub id unconfirmed: no reference names it)' * unsure}": answer.known,
+        f"base {matched} was pre-trained in {precisions}; this one: not stated": answer.how == "base model",
+        "the entries conflict: all of them are shown, and the more careful advice counts": answer.conflict,
+        f"stored as {answer.stored_dtype}, says config.json; that is no evidence of how it was trained": (
+            answer.stored_dtype is not None
+        ),
+    }
+    return holding(said)
 
 
 def _trained_in(entry: Entry) -> str:
@@ -313,10 +304,6 @@ def _cite(reference: Reference) -> str:
 def _report(report: FailureReport) -> str:
     note = f" ({report.note})" if report.note else ""
     return f"{report.kind}: {report.model} in {report.tried}: {report.symptom}{note}\n  {report.url}"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _indented(items: Iterable[str]) -> list[str]:

@@ -129,10 +129,9 @@ class Layout:
             codes = encode(decode(codes, self.element, torch.float32), quantizer.format)
         codes = pack(codes, quantizer.format.bits, quantizer.format.high_nibble_first)
         tile = quantizer.scales.tile if quantizer.scales else Tile(0, 0)
-        places = [_coarser(*axis) for axis in _axes((rows, columns), tile, self.tile)]
-        grid = self.tile.grid(rows, columns)
-        scales = self.scales.stored(tensors, quantizer, grid, lambda g: g[places[0]][:, places[1]], note)
-        expected = parts_of(quantizer, shape, dtype)
+        at, across = (_coarser(*axis) for axis in _axes((rows, columns), tile, self.tile))
+        grid, expected = self.tile.grid(rows, columns), parts_of(quantizer, shape, dtype)
+        scales = self.scales.stored(tensors, quantizer, grid, lambda g: g[at][:, across], note)
         made = {name: part.to(expected[name][0]) for name, part in {"codes": codes, **scales}.items()}
         return Quantized(quantizer, shape, dtype, made)
 

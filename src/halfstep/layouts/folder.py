@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, refuse
 
 
 _UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", 1)}}
@@ -50,13 +50,13 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
 
 def check_new_folder(folder: Path) -> None:
     """Raise a CheckpointError if there is something at `folder` but an empty folder, or it could not be made there."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise CheckpointError(f"{str(folder)!r} exists and is not empty; name a new folder, or remove it first")
-    if not os.access(folder.parent, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{str(folder)!r} cannot be written: {str(folder.parent)!r} is not there, or read-only; name a folder in "
-            "one that can be written to"
-        )
+    refuse(CheckpointError, {
+        f"{str(folder)!r} exists and is not empty; name a new folder, or remove it first": (
+            folder.is_symlink() or (any(folder.iterdir()) if folder.is_dir() else folder.exists())
+        ),
+        f"{str(folder)!r} cannot be written: {str(folder.parent)!r} is not there, or read-only; name a folder in "
+        "one that can be written to": not os.access(folder.parent, os.W_OK | os.X_OK),
+    })  # fmt: skip
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], most: int, metadata: Mapping[str, str]) -> None:
@@ -80,8 +80,10 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], most: int, metada
     files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata=dict(metadata))
-    where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -206,8 +206,7 @@ def _counted(tensors: Iterable[Tensor]) -> int:
 
 
 def _element_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}
-    return sum(storages.values())
+    return sum({t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}.values())
 
 
 def measure_step(
@@ -387,8 +386,7 @@ def activation_bytes(
     inner = 4 * width if inner is None else inner
     beside = 4 * nbytes + masks  # the inputs of both norms and of both groups of matrices; the masks
     split = 4 * nbytes + 2 * nbytes * inner / width
-    scores = (2 * nbytes + mask_bytes if dropout else nbytes) * heads * sequence / width
-    if recompute == "selective":
-        scores = 0.0
+    kept = 0 if recompute == "selective" else 2 * nbytes + mask_bytes if dropout else nbytes
+    scores = kept * heads * sequence / width
     total = beside / (parallel if split_sequence else 1) + (split + scores) / parallel
     return sequence * batch * width * total + (4 * sequence * batch * nbytes if statistics else 0)

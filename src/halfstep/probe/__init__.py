@@ -12,12 +12,11 @@ from halfstep.errors import DataError, FormatError, RecipeError
 from halfstep.nn.dtypes import rounded
 from halfstep.probe.batch import Batch, Loss, copied, moved, unchanged_generators
 from halfstep.probe.cast import Buffers, Target, cast_trial, keeping, rounded_buffers, suggest, target
-from halfstep.probe.measure import Meter, train
 from halfstep.probe.mismatch import Mismatch, mismatch
-from halfstep.probe.observe import Site, Window, window
+from halfstep.probe.observe import Window, window
 from halfstep.probe.report import LOST, Conditions, ProbeReport
 from halfstep.probe.spread import Scales, Spread, scales
-from halfstep.probe.trial import FLOAT32, Failure, Trial, reference, sensitivity, trial
+from halfstep.probe.trial import FLOAT32, Failure, Meter, Trial, reference, sensitivity, train, trial
 from halfstep.recipe import Recipe, get_recipe, get_storage
 from halfstep.tracking.nonfinite import tensors_in
 
@@ -104,8 +103,7 @@ def probe_model(
             progress("measuring ranges after training")
             meter.run(own, batches, loss)
         found = meter.measured(own)
-        gradients = [r for r in found.ranges if r.site.backward]
-        scales = window(gradients, found.histograms, goal.limits, LOST)
+        scales = window((r for r in found.ranges if r.site.backward), found.histograms, goal.limits, LOST)
         expected = reference(own, batches[0], loss)
         progress("perturbing weights in float32")
         rounding = 2.0**-goal.format.significant_bits
@@ -137,9 +135,10 @@ def probe_model(
         if dtype not in (None, torch.float32):
             assert dtype is not None
             progress(f"running model.to({dtype})")
-            report = replace(report, cast=cast_trial(own, batches, dtype, expected), decides=decides)
+            cast = cast_trial(own, batches, dtype, expected)
             changed = rounded_buffers(own, batches[0], dtype, expected)
-            report = replace(report, buffers=Buffers(changed, own_error.output_error, rounding, tuple(rounded(model))))
+            buffers = Buffers(changed, own_error.output_error, rounding, tuple(rounded(model)))
+            report = replace(report, cast=cast, decides=decides, buffers=buffers)
         if report.safe:
             return report
         tried = (report.trial,) if report.recipe_safe else _search(own, report, goal, run)
@@ -161,7 +160,7 @@ def _check_stages(recipe: Recipe) -> None:
 def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Recipe], Trial]) -> tuple[Trial, ...]:
     """The trials of other recipes; modules that lose values without any infinity are in float32 from the start."""
     leaves = {path for path, module in own.named_modules() if not any(module.children())}
-    lossy: list[Site] = [
+    lossy = [
         found.site
         for found in report.findings
         if not found.counts.beyond and found.site.role != "input" and found.site.module in leaves

@@ -78,12 +78,11 @@ def target(to: object, loss_scale: float | None = None) -> Target:
 
 def _rounding(name: str, quantizer: Quantizer) -> Recipe:
     scaled = "one scale a tensor, from its own amax" if quantizer.scales else "no scale"
-    rules = (*KEEP, Rule("*", linear_spec(input=quantizer, weight=quantizer, grad_output=quantizer)))
     return Recipe(
         name,
         summary=f"Operands of products in {quantizer.format.name}, {scaled}; the rest in fp32.",
         source="halfstep probe",
-        rules=rules,
+        rules=(*KEEP, Rule("*", linear_spec(input=quantizer, weight=quantizer, grad_output=quantizer))),
     )
 
 

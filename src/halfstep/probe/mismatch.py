@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfstep.errors import DataError, ModelError, RecipeError
 from halfstep.nn import apply
 from halfstep.nn.layers import ModuleFilter
+from halfstep.printable import holding
 from halfstep.probe.batch import Batch, call, copied, described, unchanged_generators
 from halfstep.recipe import Recipe, get_recipe
 from halfstep.tracking.nonfinite import outputs_seen
@@ -59,21 +60,20 @@ class Mismatch:
         return {**asdict(self), "begins": self.begins}
 
     def __str__(self) -> str:
-        low, high = 1 - self.clip, 1 + self.clip
-        lines = [
-            f"{self.model}: trained under {self.train}, generates under {self.rollout}; {self.tokens:,} tokens",
-            f"KL of a token: {self.kl:.3g} on average, {self.kl_most:.3g} at most",
-            f"|difference of log-probabilities|: {self.difference:.3g} on average, {self.difference_most:.3g} at most",
+        begins, numbered = self.begins, (pair for pair in self.layers.items() if pair[0].rpartition(".")[2].isdecimal())
+        blocks = ", ".join(f"{path} {apart:.2g}" for path, apart in numbered)
+        said = {
+            f"{self.model}: trained under {self.train}, generates under {self.rollout}; {self.tokens:,} tokens": True,
+            f"KL of a token: {self.kl:.3g} on average, {self.kl_most:.3g} at most": True,
+            f"|difference of log-probabilities|: {self.difference:.3g} on average, {self.difference_most:.3g} at "
+            "most": True,
             f"importance ratios: {self.ratio_least:.4g} to {self.ratio_most:.4g}; {self.clipped:.2%} outside "
-            f"[{low:g}, {high:g}]",
-        ]
-        if self.begins is None:
-            return "\n".join([*lines, *(["no module's output differs"] if self.layers else [])])
-        lines.append(f"begins at {self.begins} ({self.layers[self.begins]:.2g} of its output's norm)")
-        blocks = {path: apart for path, apart in self.layers.items() if path.rpartition(".")[2].isdecimal()}
-        if blocks:
-            lines.append("by block: " + ", ".join(f"{path} {apart:.2g}" for path, apart in blocks.items()))
-        return "\n".join(lines)
+            f"[{1 - self.clip:g}, {1 + self.clip:g}]": True,
+            "no module's output differs": self.layers and begins is None,
+            f"begins at {begins} ({self.layers.get(begins or '', 0.0):.2g} of its output's norm)": begins is not None,
+            f"by block: {blocks}": begins is not None and blocks,
+        }
+        return "\n".join(holding(said))
 
 
 def mismatch(
@@ -209,8 +209,7 @@ class _Sums:
         q, p = own[kept].log_softmax(-1), other[kept].to(own.device).log_softmax(-1)
         chances = p.exp()
         self._kl.append(torch.where(chances > 0, chances * (p - q), 0.0).sum(-1).clamp(min=0.0))
-        drawn = torch.multinomial(chances, 1, generator=generator)
-        self._apart.append((q - p).gather(-1, drawn).squeeze(-1))
+        self._apart.append((q - p).gather(-1, torch.multinomial(chances, 1, generator=generator)).squeeze(-1))
 
     def figures(self) -> dict[str, Any]:
         """Those of a `Mismatch`."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,8 +185,8 @@ def window(
     largest, over = math.inf, None
     for found in gradients:
         if found.counts.largest:
-            scale = _largest(found.counts.largest, limits.beyond)
-            largest, over = min((largest, over), (scale, found.site), key=lambda pair: pair[0])
+            one = _largest(found.counts.largest, limits.beyond), found.site
+            largest, over = min((largest, over), one, key=lambda pair: pair[0])
     smallest, under = 0.0, None
     for site, histogram in histograms.items():
         scale = _smallest(histogram, limits, tolerance)
@@ -245,8 +246,8 @@ def observed(model: nn.Module, see: See) -> Iterator[None]:
     eyes = _Eyes(model, see)
     with ExitStack() as hooks:
         for path, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(eyes.before(path), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(eyes.after(path), always_call=True))
+            hooks.enter_context(module.register_forward_pre_hook(partial(eyes.before, path), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(eyes.after, path), always_call=True))
         hooks.enter_context(_Inside(eyes))
         yield
 
@@ -263,21 +264,15 @@ class _Eyes:
         """In the backward: the module whose gradient arrived last."""
         self._waiting: Any = WeakIdKeyDictionary()
 
-    def before(self, path: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self._running.append(path)
-            for tensor in [*tensors_in(args), *(t for t in tensors_in(kwargs) if t.requires_grad)]:
-                self._look(path, "input", tensor)
+    def before(self, path: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._running.append(path)
+        for tensor in [*tensors_in(args), *(t for t in tensors_in(kwargs) if t.requires_grad)]:
+            self._look(path, "input", tensor)
 
-        return look
-
-    def after(self, path: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            self._running.pop()
-            for tensor in tensors_in(output):
-                self._look(path, "output", tensor)
-
-        return look
+    def after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        for tensor in tensors_in(output):
+            self._look(path, "output", tensor)
 
     def inside(self) -> tuple[str, bool] | None:
         """The module whose code forms a product now, and whether in the backward; None where it is shown anyway."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.printable import some
+from halfstep.printable import holding, some
 from halfstep.probe.cast import NONE, Buffers, CastTrial, Target
 from halfstep.probe.observe import Range, Window, number
 from halfstep.probe.trial import FLOAT32, OUTPUT_ERROR, Sensitivity, Trial
@@ -68,14 +68,12 @@ class ProbeReport:
     @property
     def verdict(self) -> str:
         """safe; UNSAFE; or "cannot tell", where nothing is wrong but that torch could not run what was asked."""
-        wrong: list[Trial | CastTrial] = []
-        crashed: list[Trial | CastTrial] = []
+        crashes: list[bool] = []
         if "recipe" in self.decides and not self.recipe_safe:
-            crash = self.trial.failure is not None and self.trial.failure.crashed and not self.findings
-            (crashed if crash else wrong).append(self.trial)
+            crashes.append(self.trial.failure is not None and self.trial.failure.crashed and not self.findings)
         if "cast" in self.decides and self.cast is not None and self.cast.failure is not None:
-            (crashed if self.cast.failure.crashed else wrong).append(self.cast)
-        return "UNSAFE" if wrong else "cannot tell" if crashed else "safe"
+            crashes.append(self.cast.failure.crashed)
+        return "safe" if not crashes else "cannot tell" if all(crashes) else "UNSAFE"
 
     @property
     def safe(self) -> bool:
@@ -125,7 +123,7 @@ class ProbeReport:
     @property
     def headroom(self) -> Range | None:
         """The forward's tensor nearest to the end of the format, or furthest beyond it."""
-        forward = [found for found in self.ranges if not found.site.backward]
+        forward = (found for found in self.ranges if not found.site.backward)
         return min(forward, key=lambda found: found.headroom, default=None)
 
     @property
@@ -139,7 +137,26 @@ class ProbeReport:
         return self.tried[-1] if self.tried and self.tried[-1].passed else None
 
     def __str__(self) -> str:
-        return _described(self)
+        """The verdict, what it rests on, and its limits; one statement a line."""
+        format = self.target.format.name
+        how = ", forward and backward" if "recipe" in self.decides or self.cast is None else f" as {self.cast.name}"
+        same = [self.alike(found) for found in self.ranges if str(found.site) == self.first_failure]
+        first = _names(same[0]) if same else self.first_failure
+        return "\n".join(
+            [
+                f"{self.verdict}: {self.conditions.model} in {format}{how}",
+                f"{format} here: {self.trial.recipe.summary}",
+                *([] if first is None else [f"first to fail: {first}"]),
+                *_forward(self),
+                _backward(self),
+                f"run for real: {_outcome(self.trial)}",
+                *_cast(self),
+                *_sensitivity(self),
+                *self.buffers.lines(format),
+                *_suggested(self),
+                *_limits(self),
+            ]
+        )
 
     def worst(self) -> list[Range]:
         """All ranges: what does not fit first, then what is nearest to the end of the format."""
@@ -197,29 +214,6 @@ def _text(value: object) -> str | None:
 # ---- in words ----------------------------------------------------------------------------------------------------
 
 
-def _described(report: ProbeReport) -> str:
-    """The verdict, what it rests on, and its limits; one statement a line."""
-    format = report.target.format.name
-    how = ", forward and backward" if "recipe" in report.decides or report.cast is None else f" as {report.cast.name}"
-    same = [report.alike(found) for found in report.ranges if str(found.site) == report.first_failure]
-    first = _names(same[0]) if same else report.first_failure
-    return "\n".join(
-        [
-            f"{report.verdict}: {report.conditions.model} in {format}{how}",
-            f"{format} here: {report.trial.recipe.summary}",
-            *([] if first is None else [f"first to fail: {first}"]),
-            *_forward(report),
-            _backward(report),
-            f"run for real: {_outcome(report.trial)}",
-            *_cast(report),
-            *_sensitivity(report),
-            *report.buffers.lines(format),
-            *_suggested(report),
-            *_limits(report),
-        ]
-    )
-
-
 def _forward(report: ProbeReport) -> list[str]:
     near = report.headroom
     if near is None:
@@ -227,10 +221,12 @@ def _forward(report: ProbeReport) -> list[str]:
     format = report.target.format
     tail = f"of {format.name}'s {format.max:g}"
     left = f"{near.headroom:.1f} bits left" if near.headroom >= 0 else f"{-near.headroom:.1f} bits beyond"
-    lines = [f"forward: largest {near.counts.largest:.6g} {tail}, {left}: {near.site}"]
     distinct = list({found.counts: found for found in reversed(report.findings)}.values())[::-1]
-    lines += [f"  does not fit: {_names(report.alike(found))}: {_why(found)}" for found in distinct[:_LISTED]]
-    return lines + [f"  and {len(distinct) - _LISTED} more"] * (len(distinct) > _LISTED)
+    return [
+        f"forward: largest {near.counts.largest:.6g} {tail}, {left}: {near.site}",
+        *(f"  does not fit: {_names(report.alike(found))}: {_why(found)}" for found in distinct[:_LISTED]),
+        *([f"  and {len(distinct) - _LISTED} more"] if len(distinct) > _LISTED else []),
+    ]
 
 
 def _names(same: Sequence[Range]) -> str:
@@ -260,8 +256,8 @@ def _backward(report: ProbeReport) -> str:
 
 def _outcome(trial: Trial) -> str:
     """How a trial went."""
-    scale = trial.recipe.loss_scale
-    at = f" at loss scale {trial.loss_scale:g}" if scale is not None and trial.loss_scale is not None else ""
+    scaled = trial.recipe.loss_scale is not None and trial.loss_scale is not None
+    at = f" at loss scale {trial.loss_scale:g}" if scaled else ""
     return f"{trial.recipe.name} {_ran(trial, f'passes: finite{at},', 'fails')}"
 
 
@@ -281,23 +277,19 @@ def _ran(found: Trial | CastTrial, passes: str, fails: str) -> str:
 def _sensitivity(report: ProbeReport) -> list[str]:
     """What of a difference is the model's own."""
     found, format = report.sensitivity, report.target.format.name
-    lines = [
-        f"sensitivity: in fp32, weights moved by up to {_power(found.size)} of themselves, {format}'s rounding, change "
-        f"the output by {found.output_error:.2g}"
-    ] * (found.size > FLOAT32 / 4)  # a codebook's values are any numbers, without a relative rounding
-    if report.noise:
-        lines.append(
-            f"  not compared: the gradient of {some(report.noise, 1)}: nothing but fp32's own rounding errors, which a "
-            f"change of the weights by {_power(FLOAT32)} replaces by others"
-        )
     shaken = sorted(found.unstable)
-    if not report.safe and report.suggestion is None and (shaken or not found.output_is_stable):
-        what = f"the gradient of {some(shaken, 1)}" if found.output_is_stable else "the output"
-        lines.append(
-            f"  the model itself is that sensitive: {what} changes by more than passes, so a recipe that rounds to "
-            f"{format} anywhere can hardly agree with fp32"
-        )
-    return lines
+    what = f"the gradient of {some(shaken, 1)}" if found.output_is_stable else "the output"
+    itself = not report.safe and report.suggestion is None and (shaken or not found.output_is_stable)
+    said = {
+        # a codebook's values are any numbers, without a relative rounding
+        f"sensitivity: in fp32, weights moved by up to {_power(found.size)} of themselves, {format}'s rounding, change "
+        f"the output by {found.output_error:.2g}": found.size > FLOAT32 / 4,
+        f"  not compared: the gradient of {some(report.noise, 1)}: nothing but fp32's own rounding errors, which a "
+        f"change of the weights by {_power(FLOAT32)} replaces by others": report.noise,
+        f"  the model itself is that sensitive: {what} changes by more than passes, so a recipe that rounds to "
+        f"{format} anywhere can hardly agree with fp32": itself,
+    }
+    return holding(said)
 
 
 def _suggested(report: ProbeReport) -> list[str]:
@@ -305,8 +297,10 @@ def _suggested(report: ProbeReport) -> list[str]:
         return []
     passed = report.suggestion
     if passed is None:
-        tried = [f"  {_recipe(trial)}: {_outcome(trial)}" for trial in report.tried]
-        return [f"suggestion: none; {len(report.tried)} recipes were run and none passed", *tried]
+        return [
+            f"suggestion: none; {len(report.tried)} recipes were run and none passed",
+            *[f"  {_recipe(trial)}: {_outcome(trial)}" for trial in report.tried],
+        ]
     return [f"suggestion: {_recipe(passed)}; run for real: {_outcome(passed)}"]
 
 

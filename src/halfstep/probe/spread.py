@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,8 @@ from halfstep import formats
 from halfstep.bits.limits import Limits, limits_of
 from halfstep.errors import DataError, FormatError
 from halfstep.probe.batch import Batch, Loss, copied, loss_of, moved, unchanged_generators
-from halfstep.probe.measure import blocks, train
 from halfstep.probe.observe import MASK, Counts, Range, Site, count, number, observed
-from halfstep.probe.trial import parameter_site
+from halfstep.probe.trial import blocks, parameter_site, train
 from halfstep.recipe import DTYPES
 
 
@@ -272,8 +271,7 @@ def _limits(to: object) -> Limits:
 def _folded(path: str, repeated: set[str]) -> str:
     """The path with a star for the last part of every repeated block that it leads through."""
     parts = path.split(".")
-    places = (".".join(parts[: i + 1]) in repeated for i in range(len(parts)))
-    return ".".join("*" if again else part for part, again in zip(parts, places, strict=True))
+    return ".".join("*" if ".".join(parts[: i + 1]) in repeated else part for i, part in enumerate(parts))
 
 
 @dataclass(frozen=True)
@@ -296,14 +294,18 @@ _BEFORE = {"input": 0, "product": 1, "attention logits": 1, "": 2}
 
 def rows(found: Scales) -> list[Row]:
     """The modules in the order of execution."""
-    order = dict.fromkeys(spread.folded for spread in found.spreads)  # activations come first
+    order = [*dict.fromkeys(spread.folded for spread in found.spreads)]  # activations come first
     places = {folded: place for place, folded in enumerate(order)}
     table: dict[tuple[int, int, str], list[list[Spread]]] = {}
     for spread in found.spreads:
         name = _tensor(spread)
         cells = table.setdefault((places[spread.folded], _BEFORE.get(name, 3), name), [[] for _ in KINDS])
         cells[KINDS.index(spread.kind)].append(spread)
-    return [_row(name, tuple(map(tuple, cells))) for (_, _, name), cells in sorted(table.items())]
+    firsts = {key: next(cell[0] for cell in cells if cell) for key, cells in table.items()}
+    return [
+        Row(firsts[key].folded, firsts[key].site.kind, key[2], tuple(map(tuple, cells)))
+        for key, cells in sorted(table.items())
+    ]
 
 
 def _tensor(spread: Spread) -> str:
@@ -311,24 +313,21 @@ def _tensor(spread: Spread) -> str:
     return "" if role in ("output", "weight") else role
 
 
-def _row(tensor: str, cells: tuple[tuple[Spread, ...], ...]) -> Row:
-    first = next(cell[0] for cell in cells if cell)
-    return Row(first.folded, first.site.kind, tensor, cells)
-
-
 def deviations(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The headings and the rows of a table of standard deviations; of like modules, the smallest and the largest."""
-    lines = []
-    for row in rows(found):
-        name = row.module or "the model"
-        name = f"{name}: {row.tensor}" if row.tensor else name
-        lines.append((name, row.kind, *(_ends([spread.std for spread in cell]) for cell in row.spreads)))
-    return ("tensor", "module", "activation", "activation gradient", "weight", "weight gradient"), lines
+    lines = [
+        (
+            (row.module or "the model") + (f": {row.tensor}" if row.tensor else ""),
+            row.kind,
+            *(_ends([spread.std for spread in cell]) for cell in row.spreads),
+        )
+        for row in rows(found)
+    ]
+    return ("tensor", "module", *KINDS), lines
 
 
 def _ends(values: Sequence[float]) -> str:
-    shown = [f"{value:.2g}" for value in (min(values), max(values))] if values else ["-"]
-    return " to ".join(dict.fromkeys(shown))
+    return " to ".join(dict.fromkeys([f"{value:.2g}" for value in (min(values), max(values))] if values else ["-"]))
 
 
 def shares(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -336,18 +335,15 @@ def shares(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads = tuple(
         f"{name.removeprefix('float8_')}: {what}" for name in found.formats for what in ("zero", "subnormal", "beyond")
     )
-    lines = []
-    for kind in KINDS:
-        cells: list[str] = []
-        for place in range(len(found.formats)):
-            total = sum((spread.ranges[place].counts for spread in found.of(kind)), Counts())
-            cells += [
-                _share(total.vanished, total.nonzero),
-                _share(total.subnormal, total.nonzero),
-                _share(total.beyond, total.values),
-            ]
-        lines.append((kind, *cells))
-    return ("values of", *heads), lines
+    return ("values of", *heads), [(kind, *_shares_of(found, kind)) for kind in KINDS]
+
+
+def _shares_of(found: Scales, kind: str) -> Iterator[str]:
+    """What is zero, subnormal and beyond in each format."""
+    for place in range(len(found.formats)):
+        total = sum((spread.ranges[place].counts for spread in found.of(kind)), Counts())
+        yield from (_share(part, total.nonzero) for part in (total.vanished, total.subnormal))
+        yield _share(total.beyond, total.values)
 
 
 def _share(part: int, whole: int) -> str:

@@ -36,8 +36,7 @@ def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
         panels = drawn.subplots(1, len(found), sharex=True, squeeze=False)[0]
         low, high = _ends([scales for _, scales in found])
         for axes, (name, scales) in zip(panels, found, strict=True):
-            room = 0.8 * 72 * height / len(_places(scales))
-            _panel(axes, name, scales, low, high, room)
+            _panel(axes, name, scales, low, high, 0.8 * 72 * height / len(_places(scales)))
         handles, labels = panels[0].get_legend_handles_labels()
         drawn.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), frameon=False)
         drawn.suptitle(_plain(title), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
@@ -47,13 +46,11 @@ def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
 def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: float) -> None:
     places = _places(scales)
     bottom = len(places)
-    kept = sorted(map(formats.get, scales.formats), key=_width, reverse=True)
-    for number, format in enumerate(kept):
-        first, last = _held(format)
-        axes.axvspan(first, last, color=_BANDS[min(number, len(_BANDS) - 1)], linewidth=0, zorder=0)
+    kept = sorted(map(formats.get, scales.formats), key=lambda format: -_held(format)[1] + _held(format)[0])
     strip = bottom * 0.022 + 0.45  # the height of a line of words above the first tensor
     for number, format in enumerate(kept):
         first, last = _held(format)
+        axes.axvspan(first, last, color=_BANDS[min(number, len(_BANDS) - 1)], linewidth=0, zorder=0)
         height = -strip * (1.2 * (len(kept) - number) + 0.4)
         normal = math.log2(getattr(format, "min_normal", format.smallest))
         axes.plot([normal, last], [height, height], color=INK, linewidth=2.4, solid_capstyle="butt", zorder=3)
@@ -66,8 +63,8 @@ def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: 
         colour, marker = _LOOKS[kind]
         shown = _shown(scales, kind)
         x, y = [math.log2(spread.std) for spread in shown], [places[spread.site.module] for spread in shown]
-        size = 20 if bottom < 80 else 9
-        axes.scatter(x, y, size, color=colour, marker=marker, linewidths=0, alpha=0.85, label=kind, zorder=4)
+        look = {"color": colour, "marker": marker, "linewidths": 0, "alpha": 0.85, "zorder": 4}
+        axes.scatter(x, y, 20 if bottom < 80 else 9, label=kind, **look)
     top = -strip * (1.2 * len(kept) + 1.1)
     axes.set(ylim=(bottom + 0.5, top), xlim=(low, high), xlabel="log2 of the standard deviation")
     axes.set_title(name, loc="left", fontsize=9, color=INK)
@@ -79,8 +76,7 @@ def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: 
 
 def _places(scales: Scales) -> dict[str, int]:
     """The height of each module: its place in the order of execution."""
-    order = dict.fromkeys(spread.site.module for spread in scales.spreads)
-    return {module: place for place, module in enumerate(order)}
+    return {name: place for place, name in enumerate(dict.fromkeys(spread.site.module for spread in scales.spreads))}
 
 
 def _shown(scales: Scales, kind: str) -> list[Spread]:
@@ -97,8 +93,8 @@ def _labels(scales: Scales, places: dict[str, int], room: float) -> dict[int, st
     labels: dict[int, str] = {}
     seen: set[str] = set()
     for module, place in places.items():
-        repeated = folded[module].split(".").count("*") > 0
-        depth = folded[module].split(".").index("*") + 1 if repeated else None
+        parts = folded[module].split(".")
+        depth = parts.index("*") + 1 if "*" in parts else None
         name = ".".join(module.split(".")[:depth]) if len(places) > _MANY else module
         near = labels and (place - max(labels)) * room < _GAP
         if name not in seen and not near:
@@ -120,11 +116,6 @@ def _plain(text: str) -> str:
 def _held(format: Format) -> tuple[float, float]:
     """log2 of the smallest and of the largest number of a format."""
     return math.log2(format.smallest), math.log2(format.max)
-
-
-def _width(format: Format) -> float:
-    first, last = _held(format)
-    return last - first
 
 
 def _ends(found: Sequence[Scales]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, unknown
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, refuse, unknown
 from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import Layout, fitting, get_layout, list_layouts
 from halfstep.layouts.folder import check_new_folder, dtype_of
@@ -20,6 +20,7 @@ from halfstep.nn import quantize_model
 from halfstep.nn.applied import Applied
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
 from halfstep.ops.part import part_of
+from halfstep.printable import holding
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
@@ -57,13 +58,14 @@ class Exported:
 
     def __str__(self) -> str:
         how = f"as {self.recipe} rounds it" if self.recipe else "as it was"
-        lines = [f"{self.path}: {self.format}, {how}, {self.nbytes:,} bytes"]
-        lines += [f"  in codes: {len(self.quantized)} layers"] if self.quantized else []
-        lines += [f"  values, rounded: {path}: {why}" for path, why in self.kept.items()]
-        lines += [f"  tokenizer: {self.tokenizer}"] if self.tokenizer else []
-        without = self.format in GGUF and not self.tokenizer
-        lines += ["  no tokenizer: llama.cpp takes and gives token numbers"] if without else []
-        return "\n".join(lines)
+        said = {
+            f"{self.path}: {self.format}, {how}, {self.nbytes:,} bytes": True,
+            f"  in codes: {len(self.quantized)} layers": self.quantized,
+            **{f"  values, rounded: {path}: {why}": True for path, why in self.kept.items()},
+            f"  tokenizer: {self.tokenizer}": self.tokenizer,
+            "  no tokenizer: llama.cpp takes and gives token numbers": self.format in GGUF and not self.tokenizer,
+        }
+        return "\n".join(holding(said))
 
 
 def export(
@@ -127,16 +129,12 @@ def check_format(format: str | Layout | None) -> None:
 
 def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str) -> None:
     """Refuse what a GGUF file has no place for."""
-    if dtype is not None:
-        raise LayoutError(
-            f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
-            "or gguf-f32"
-        )
-    if max_shard_size != _SHARD:
-        raise LayoutError(
-            f"max_shard_size={max_shard_size!r} is given, and GGUF is one file: leave it out; llama.cpp's "
-            "llama-gguf-split splits it"
-        )
+    refuse(LayoutError, {
+        f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
+        "or gguf-f32": dtype is not None,
+        f"max_shard_size={max_shard_size!r} is given, and GGUF is one file: leave it out; llama.cpp's "
+        "llama-gguf-split splits it": max_shard_size != _SHARD,
+    })  # fmt: skip
 
 
 def _gguf(
@@ -187,8 +185,7 @@ def _beside(folder: str | Path | None) -> list[Path]:
     """A tokenizer's files, and a processor's."""
     if folder is None:
         return []
-    path = _folder(folder)
-    return sorted({file for pattern in _BESIDE for file in path.glob(pattern) if file.is_file()})
+    return sorted({file for pattern in _BESIDE for file in _folder(folder).glob(pattern) if file.is_file()})
 
 
 def _folder(tokenizer: str | Path) -> Path:

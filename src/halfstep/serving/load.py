@@ -87,9 +87,9 @@ def _fp8(name: str, tensors: Parts, read: Read) -> Found | None:
         tile = tile_of(shape, scale.shape, (1, 32) if exact else (128, 128))
         if len(shape) != 2 or tile is None:
             raise _misfit(name, shape, scale)
-        rule = get_scaling("rceil" if exact else "absmax")
-        quantizer = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(*tile), rule))
-        return _matrix(name, name, quantizer, shape, read(tensors[name]), {"scale": read(scale)}, {scale.name})
+        scales = Scales(Tile(*tile), get_scaling("rceil" if exact else "absmax"))
+        quantizer = Quantizer(formats.get("e4m3fn"), scales=scales)
+        return name, [_stored_as(quantizer, shape, read(tensors[name]), {"scale": read(scale)})], {name, scale.name}
     return None
 
 
@@ -124,14 +124,8 @@ def _fp4(
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     if len(shape) != 2 or scale.shape != quantizer.scales.tile.grid(*shape):
         raise _misfit(name, shape, scale)
-    return _matrix(name, parameter, quantizer, shape, read(codes), {"scale": read(scale), **more}, {scale.name, *used})
-
-
-def _matrix(
-    name: str, parameter: str, quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, parts: Mapping[str, Tensor],
-    used: set[str],
-) -> Found:  # fmt: skip
-    return parameter, [_stored_as(quantizer, shape, codes, parts)], {name, *used}
+    parts = {"scale": read(scale), **more}
+    return parameter, [_stored_as(quantizer, shape, read(codes), parts)], {name, scale.name, *used}
 
 
 def _stacked(name: str, tensors: Parts, read: Read) -> Found | None:
@@ -154,8 +148,7 @@ def _stored_as(quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, part
     """The matrix with codes and scales as they lie: bytes stay bytes, and 16-bit scales become float32."""
     assert quantizer.scales is not None
     own = {"codes": codes.view(torch.uint8).view(shape[0], -1)}
-    grid = quantizer.scales.tile.grid(shape[0], shape[1])
-    held = quantizer.scales.rule.layout(grid)
+    held = quantizer.scales.rule.layout(quantizer.scales.tile.grid(shape[0], shape[1]))
     for part, tensor in parts.items():
         dtype, size = held[part]
         own[part] = (tensor.view(torch.uint8) if dtype == torch.uint8 else tensor.to(dtype)).reshape(size).contiguous()
@@ -236,13 +229,10 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
     names = loaded_names(model, [f"{path}.weight" for path in codes])
     paths = {path: names.get(f"{path}.weight", path).removesuffix(".weight") for path in codes}
     placed = {f"{paths[path]}.weight": [made] for path, made in codes.items()}
-    try:
-        load_codes(model, recipe, placed, {paths[path]: found for path, found in factors.items()}, adapters)
-    except HalfstepError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
     held = {f"{path}.{name}" for path in codes for name in (*layout.parts, "input_scale")}
-    _load(model, {name: tensor for name, tensor in tensors.items() if name not in held}, str(folder))
-    return model
+    others = {name: tensor for name, tensor in tensors.items() if name not in held}
+    own = {paths[path]: found for path, found in factors.items()}
+    return _filled(model, recipe, placed, own, adapters, others, str(folder))
 
 
 def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Module:
@@ -267,12 +257,21 @@ def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Modul
                     torch.empty_like(parameter, dtype=torch.bfloat16, device="cpu"), parameter.requires_grad
                 )
     model.tie_weights()
+    codes = {names[name]: made for name, made in found.codes.items()}
+    return _filled(model, found.recipe, codes, {}, adapters, tensors, str(folder))
+
+
+def _filled(
+    model: nn.Module, recipe: Recipe, codes: dict[str, list[Quantized]], factors: dict[str, dict[str, Tensor]],
+    adapters: bool, others: Mapping[str, StoredTensor], what: str,
+) -> nn.Module:  # fmt: skip
+    """The model with these codes, and what is not in codes."""
     try:
-        load_codes(model, found.recipe, {names[name]: made for name, made in found.codes.items()}, {}, adapters)
+        load_codes(model, recipe, codes, factors, adapters)
     except HalfstepError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-    _load(model, tensors, str(folder))
-    return model  # type: ignore[no-any-return]
+        raise CheckpointError(f"{what}: {error}") from error
+    _load(model, others, what)
+    return model
 
 
 def _said(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -329,8 +328,7 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
         with torch.random.fork_rng(devices=[]):  # initial weights, which are replaced, draw no number of the user's
             model: nn.Module = kind._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
         if (folder / "generation_config.json").is_file():
-            generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-            model.generation_config = generation
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         why = " ".join(str(error).split())
         raise CheckpointError(f"{folder}: no model can be built ({type(error).__name__}: {why[:300]})") from error

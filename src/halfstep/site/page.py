@@ -14,6 +14,7 @@ from halfstep.cli.formats.table import bits_per_value, kind, layout, tile_text
 from halfstep.errors import MissingLibraryError
 from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
+from halfstep.grouping import grouped
 from halfstep.kb import KnowledgeBase, Verdict
 from halfstep.kb.reader import uses
 from halfstep.kb.verdict import because, casts, judge, most_careful
@@ -108,12 +109,18 @@ def table() -> list[dict[str, Any]]:
 def described(format: Format) -> dict[str, Any]:
     """A format for the page's script: its limits, and what its codes are read by."""
     found: dict[str, Any] = {
-        name: getattr(format, name) for name in ("name", "bits", "max", "min", "smallest", "eps", "ties")
+        **{name: getattr(format, name) for name in ("name", "bits", "max", "min", "smallest", "eps", "ties")},
+        "aliases": list(format.aliases),
+        "source": format.source,
+        "layout": f"{kind(format)}, {layout(format)}",
+        "bytes": f"{format.bytes:g}",
+        "infinity": format.has_infinity,
+        "nan": format.has_nan,
+        "negativeZero": format.has_negative_zero,
+        "least_normal": None,
+        "specials": None,
+        "overflowFrom": format.overflow_from if isfinite(format.overflow_from) else None,
     }
-    found |= {"aliases": list(format.aliases), "source": format.source, "layout": f"{kind(format)}, {layout(format)}"}
-    found |= {"bytes": f"{format.bytes:g}", "infinity": format.has_infinity, "nan": format.has_nan}
-    found |= {"negativeZero": format.has_negative_zero, "least_normal": None, "specials": None}
-    found["overflowFrom"] = format.overflow_from if isfinite(format.overflow_from) else None
     if isinstance(format, Float):
         own = {"exponent": format.exponent_bits, "mantissa": format.mantissa_bits, "bias": format.bias}
         return found | own | {"kind": "float", "specials": format.specials, "least_normal": format.min_normal}
@@ -128,9 +135,9 @@ def described(format: Format) -> dict[str, Any]:
 
 def facts() -> dict[str, Any]:
     """What formats.html is written from."""
-    blocks = [formats.get_block(name) for name in formats.block_names()]
     rows = [
-        {"name": b.name, "element": b.element.name, "tile": tile_text(b), "bits": bits_per_value(b)} for b in blocks
+        {"name": b.name, "element": b.element.name, "tile": tile_text(b), "bits": bits_per_value(b)}
+        for b in map(formats.get_block, formats.block_names())
     ]
     return {"formats": table(), "roundings": ROUNDINGS, "blocks": rows}
 
@@ -183,9 +190,7 @@ def checker(base: KnowledgeBase) -> dict[str, Any]:
         }
         for report in base.failures
     ]
-    ways: dict[tuple[int, str], list[str]] = {}
-    for name, way in names.items():
-        ways.setdefault(way, []).append(name)
+    ways = grouped((way, name) for name, way in names.items())
     listed = {
         "names": [[*way, called] for way, called in ways.items()],
         "answers": list(answers.values()),
@@ -198,6 +203,5 @@ def checker(base: KnowledgeBase) -> dict[str, Any]:
 def _said(verdict: Verdict, texts: dict[str, int]) -> _Said:
     """What the entries say; the page adds the reports of failures, which depend on the name."""
     own = [reason for reason in verdict.reasons if reason.entry is not None] or list(verdict.reasons)
-    lines = map(because, own)
-    numbers = tuple(texts.setdefault(printable(line), len(texts)) for line in dict.fromkeys(lines))
+    numbers = tuple(texts.setdefault(printable(line), len(texts)) for line in dict.fromkeys(map(because, own)))
     return most_careful(own), numbers, tuple(printable(part) for part in verdict.keep_in_fp32)

@@ -1,30 +1,28 @@
 """Look at the numbers of a training step. This room only reads."""
 
 from halfstep.bits.histogram import ExponentHistogram
-from halfstep.tracking.descent import (
+from halfstep.tracking.log import Log, scalars, track
+from halfstep.tracking.nonfinite import activation_gradients, activation_gradients_by_module, first_nonfinite, magnitude
+from halfstep.tracking.saved import SavedBytes, SavedRow, saving
+from halfstep.tracking.step import (
+    Amaxes,
     Arrival,
     Arrivals,
+    OperandError,
     Zeros,
+    amaxes,
     arrival,
     arrivals,
+    exponents,
+    logit_sharpness,
+    operand_error,
+    operand_errors,
+    saturated_share,
     share_lost,
     share_zeroed,
     vanished_states,
     zeros,
 )
-from halfstep.tracking.log import Log, scalars, track
-from halfstep.tracking.nonfinite import activation_gradients, activation_gradients_by_module, first_nonfinite, magnitude
-from halfstep.tracking.operands import (
-    Amaxes,
-    OperandError,
-    amaxes,
-    exponents,
-    operand_error,
-    operand_errors,
-    saturated_share,
-)
-from halfstep.tracking.saved import SavedBytes, SavedRow, saving
-from halfstep.tracking.sharpness import logit_sharpness
 
 
 __all__ = [

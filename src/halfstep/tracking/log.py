@@ -16,11 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, refuse
 from halfstep.optim import LowBit
 from halfstep.optim.unscaling import unwrapped
-from halfstep.tracking.descent import Arrivals, arrivals, zeros
-from halfstep.tracking.operands import Amaxes, amaxes
+from halfstep.tracking.step import Amaxes, Arrivals, amaxes, arrivals, zeros
 
 
 Row = dict[str, Any]
@@ -69,12 +68,13 @@ class Log:
     """What `track` returns: `rows` so far, `note` for losses, `remove` to end it. A context manager."""
 
     def __init__(self, model: nn.Module, optimizer: Any, every: int, to: Any, scaler: Any) -> None:
-        if type(every) is not int or every < 1:
-            raise HalfstepError(f"every = {every!r}; expected a number of optimizer steps from 1 on, such as 100")
-        if not isinstance(model, nn.Module):
-            raise HalfstepError(f"model is a {type(model).__name__}; expected track(model, optimizer)")
-        several = to if isinstance(to, (list, tuple)) else [to]
-        self._sinks: list[Sink] = [_sink(one) for one in several]
+        refuse(HalfstepError, {
+            f"every = {every!r}; expected a number of optimizer steps from 1 on, such as 100": (
+                type(every) is not int or every < 1
+            ),
+            f"model is a {type(model).__name__}; expected track(model, optimizer)": not isinstance(model, nn.Module),
+        })  # fmt: skip
+        self._sinks: list[Sink] = [_sink(one) for one in (to if isinstance(to, (list, tuple)) else [to])]
         self.rows: list[Row] = []
         self._model, self._scaler, self._every = weakref.ref(model), scaler, every
         self._optimizer = unwrapped(optimizer)

@@ -76,8 +76,7 @@ def _watched(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             at = f"{name or 'the model'} ({type(module).__name__})"
-            before = module.register_forward_pre_hook(lambda _, inputs, at=at: attach("input", at, inputs))
-            hooks.enter_context(before)
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs, at=at: attach("input", at, inputs)))
             hooks.enter_context(module.register_forward_hook(lambda _, __, output, at=at: attach("output", at, output)))
         yield
 

@@ -101,8 +101,7 @@ def traffic() -> Numbers:
         def steps(to: Simulated) -> Steps:
             given = torch.zeros(ranks, gradients.bytes, dtype=torch.uint8, device="cpu")
             yield to.all_to_all(given.clone(), given)
-            own = torch.zeros(weights.bytes, dtype=torch.uint8, device="cpu")
-            yield to.all_gather(own.repeat(ranks, 1))
+            yield to.all_gather(torch.zeros(weights.bytes, dtype=torch.uint8, device="cpu").repeat(ranks, 1))
 
         return run(steps, ranks)[0].sent / size
 

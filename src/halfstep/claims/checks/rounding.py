@@ -58,8 +58,7 @@ def rounding() -> Numbers:
 @check("micikevicius-accumulate")
 def accumulate() -> Numbers:
     """Relative errors of dot products of 4096 values from U(0.5, 1.5), by the format of the running sum."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.rand(2, 4096, 256, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+    x, y = torch.rand(2, 4096, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu") + 0.5
     exact = (x.double() * y.double()).sum(0)
 
     # A product of two rounded inputs is exact in float32; a sum is rounded there, and once more to `sums`.

@@ -75,8 +75,7 @@ def ranges() -> Numbers:
 @check("wiki-tpu")
 def tpus() -> Numbers:
     """Of the models whose entry names TPUs, and does not conclude its precision from them, how many trained in bf16."""
-    entries = kb.load(None).entries
-    found = [e for e in entries if "TPU" in (e.hardware or "") and e.evidence_kind != "inferred_hardware"]
+    found = [e for e in kb.load(None).entries if "TPU" in (e.hardware or "") and e.evidence_kind != "inferred_hardware"]
     certain = [e for e in found if e.tier == "definitive"]
     return {
         "models": len(found),
