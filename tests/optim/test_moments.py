@@ -47,6 +47,7 @@ KINDS = {
     "expansion": (("*", Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 16), get_scaling("expansion")))),),
     "codes twice": (("exp_avg", "nf4"), ("*", get_storage("mxfp8_e4m3", residual=True))),
     "packed": (("*", "mxfp4"),),
+    "powers of two": (("exp_avg", "mxfp8_e4m3"), ("*", "mxfp8_e5m2")),
     "toward zero": (("*", get_storage(halfstep.get_quantizer("bf16", rounding="toward_zero"))),),
     "bf16": "bf16",
 }  # fmt: skip
