@@ -73,7 +73,7 @@ def rounded(kind, x):
     return first + (rest.to(kind.dtype).float() if kind.dtype else kind.quantizer(rest))
 
 
-@pytest.mark.quick("tensor-sgd", "packed-sgd", "powers of two-adamw")
+@pytest.mark.quick("tensor-sgd", "packed-sgd", "powers of two-lion")
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     slow_unless(in_turn([*KINDS], [*OPTIMIZERS]).__contains__, itertools.product(KINDS, OPTIMIZERS)),
