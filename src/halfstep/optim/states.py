@@ -1,4 +1,4 @@
-"""How a parameter is updated, and what is kept of it: moments as their storage says, and saved states taken over."""
+"""How a parameter is updated, and its state: moments as their storage says, and saved states taken over."""
 
 from __future__ import annotations
 
