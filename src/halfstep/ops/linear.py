@@ -95,8 +95,8 @@ def linear(
         if keeping is not None:
             held = has_memory(x, or_fake=True)  # a compiler, and torch.func, keep what they will
             keeping = keeping if held and keeping.saved.operands and torch.is_grad_enabled() else None
-        alike = keeping is None and spec.rounds_input_alike and has_memory(x, or_fake=True) and x.grad_fn is not None
-        last = last if alike else None
+        alike = keeping is None and spec.rounds_input_alike
+        last = last if alike and has_memory(x, or_fake=True) and not x.is_leaf else None
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype) if scaled_mm.is_there(x.device) else NO_UNITS
         if channels is not None:  # whose powers of two no unit multiplies by
