@@ -311,10 +311,11 @@ def test_a_subclass_may_create_the_optimizer_itself(tmp_path):
             return self.optimizer
 
     how = {"train_dataset": examples(), "recipe": "fp16-mixed", "generator": 3, "audit": False}
-    own, usual = (kind(llama(), arguments(tmp_path), **how) for kind in (Own, Trained))
+    # The usual optimizer has two groups, by which norms are added up in another order: they clip nothing.
+    own, usual = (kind(llama(), arguments(tmp_path, max_grad_norm=1e9), **how) for kind in (Own, Trained))
     own.train()
     usual.train()
-    assert own.losses == pytest.approx(usual.losses, rel=1e-5)  # the norm that clips is added up in another order
+    assert own.losses == usual.losses
     assert own.scaler.is_enabled()
     assert own.evaluate(examples(rows=4))["eval_loss"] > 0
     own.train()  # again, with the optimizer that it has
