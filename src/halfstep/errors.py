@@ -20,7 +20,7 @@
 Each message says what was found, what was expected, and what to do next.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -97,16 +97,6 @@ class MissingLibraryError(HalfstepError, ImportError):
         except ModuleNotFoundError as error:
             brings = f"it comes with: pip install 'halfstep[{extra}]'"
             raise cls(f"{error.name} is not installed; {brings}", name=error.name) from None
-
-
-def refuse(error: type[HalfstepError], said: Mapping[str, object]) -> None:
-    """Raise an error of the first text that holds: the one whose value is true.
-
-    >>> refuse(RunError, {"no steps": False})
-    """
-    for text, holds in said.items():
-        if holds:
-            raise error(text)
 
 
 def one_of(kind: str, name: str, known: Collection[str], error: type[HalfstepError]) -> str:

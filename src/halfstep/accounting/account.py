@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.accounting.subject import Subject, blank, loss_of, sequence_of
 from halfstep.distributed.sharded import shared
-from halfstep.errors import AccountError, one_of, refuse
+from halfstep.errors import AccountError, one_of
 from halfstep.memory import Live, StepBytes, measure_persistent, measure_step, measure_update, parts_of
 from halfstep.nn import apply
 from halfstep.optim import Lamb, Lion
@@ -313,11 +313,12 @@ def check_ranks(ranks: int, zero: int) -> None:
     Raises:
         AccountError: no such stage; fewer than one device; a stage with one device, which has none to share with.
     """
-    refuse(AccountError, {
-        f"--zero {zero} given; expected a stage from 0 to 3": zero not in range(4),
-        f"--dp {ranks} given; expected a number of devices, at least 1": ranks < 1,
-        f"--zero {zero} shards over devices, and there is one: say over how many, such as --dp 8": zero and ranks == 1,
-    })  # fmt: skip
+    if zero not in range(4):
+        raise AccountError(f"--zero {zero} given; expected a stage from 0 to 3")
+    if ranks < 1:
+        raise AccountError(f"--dp {ranks} given; expected a number of devices, at least 1")
+    if zero and ranks == 1:
+        raise AccountError(f"--zero {zero} shards over devices, and there is one: say over how many, such as --dp 8")
 
 
 def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:

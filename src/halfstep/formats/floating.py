@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from math import frexp, inf, isfinite, ldexp, nan, prod
 from typing import ClassVar
 
-from halfstep.errors import FormatError, one_of, refuse
+from halfstep.errors import FormatError, one_of
 
 
 @dataclass(frozen=True)
@@ -185,18 +185,15 @@ class Float(Format):
 
     def __post_init__(self) -> None:
         one_of("specials", self.specials, SPECIALS, FormatError)
-        refuse(FormatError, {
-            f"format {self.name!r}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits given; "
-            "a float format has 2 to 10 exponent bits and at most 32 bits in all": (
-                not 2 <= self.exponent_bits <= 10 or self.mantissa_bits < 0 or self.bits > 32
-            ),
-            f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'": (
-                self.specials == "fn" and self.mantissa_bits == 0
-            ),
-            f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one": (
-                not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100
-            ),
-        })  # fmt: skip
+        if not 2 <= self.exponent_bits <= 10 or self.mantissa_bits < 0 or self.bits > 32:
+            raise FormatError(
+                f"format {self.name!r}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits given; "
+                "a float format has 2 to 10 exponent bits and at most 32 bits in all"
+            )
+        if self.specials == "fn" and self.mantissa_bits == 0:
+            raise FormatError(f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'")
+        if not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100:
+            raise FormatError(f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one")
         # Asked at every product, in traced graphs too.
         _ = self.key, self.significant_bits, self.max, self.smallest, self.storage_bits
 

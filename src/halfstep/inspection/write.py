@@ -17,7 +17,7 @@ from halfstep import formats
 from halfstep.bits.scan import CHUNK, Progress
 from halfstep.bits.values import TYPES, as_float32
 from halfstep.bits.what_if import CANDIDATES, castable, needs_largest, pieces, with_largest
-from halfstep.errors import CheckpointError, QuantizationError, one_of, refuse
+from halfstep.errors import CheckpointError, QuantizationError, one_of
 from halfstep.grouping import grouped
 from halfstep.inspection.files import Checkpoint, StoredTensor
 from halfstep.inspection.gguf_blocks import DECODED
@@ -99,11 +99,13 @@ def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> 
 
 def refuse_existing(path: Path) -> None:
     """Raise a CheckpointError if there is something at `path`, or its folder cannot be written to."""
-    refuse(CheckpointError, {
-        f"{str(path)!r} exists; name a file that does not, or remove it first": path.exists() or path.is_symlink(),
-        f"{str(path)!r} cannot be written: its folder {str(path.parent)!r} is not there, or read-only; name a file "
-        "in a folder that can be written to": not os.access(path.parent, os.W_OK | os.X_OK),
-    })  # fmt: skip
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{str(path)!r} exists; name a file that does not, or remove it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{str(path)!r} cannot be written: its folder {str(path.parent)!r} is not there, or read-only; name a file "
+            "in a folder that can be written to"
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from halfstep.errors import CheckpointError, refuse
+from halfstep.errors import CheckpointError
 
 
 _UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", 1)}}
@@ -50,13 +50,13 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
 
 def check_new_folder(folder: Path) -> None:
     """Raise a CheckpointError if there is something at `folder` but an empty folder, or it could not be made there."""
-    refuse(CheckpointError, {
-        f"{str(folder)!r} exists and is not empty; name a new folder, or remove it first": (
-            folder.is_symlink() or (any(folder.iterdir()) if folder.is_dir() else folder.exists())
-        ),
-        f"{str(folder)!r} cannot be written: {str(folder.parent)!r} is not there, or read-only; name a folder in "
-        "one that can be written to": not os.access(folder.parent, os.W_OK | os.X_OK),
-    })  # fmt: skip
+    if folder.is_symlink() or (any(folder.iterdir()) if folder.is_dir() else folder.exists()):
+        raise CheckpointError(f"{str(folder)!r} exists and is not empty; name a new folder, or remove it first")
+    if not os.access(folder.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{str(folder)!r} cannot be written: {str(folder.parent)!r} is not there, or read-only; name a folder in "
+            "one that can be written to"
+        )
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], most: int, metadata: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, refuse, unknown
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, unknown
 from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import Layout, fitting, get_layout, list_layouts
 from halfstep.layouts.folder import check_new_folder, dtype_of
@@ -129,12 +129,16 @@ def check_format(format: str | Layout | None) -> None:
 
 def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str) -> None:
     """Refuse what a GGUF file has no place for."""
-    refuse(LayoutError, {
-        f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
-        "or gguf-f32": dtype is not None,
-        f"max_shard_size={max_shard_size!r} is given, and GGUF is one file: leave it out; llama.cpp's "
-        "llama-gguf-split splits it": max_shard_size != _SHARD,
-    })  # fmt: skip
+    if dtype is not None:
+        raise LayoutError(
+            f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
+            "or gguf-f32"
+        )
+    if max_shard_size != _SHARD:
+        raise LayoutError(
+            f"max_shard_size={max_shard_size!r} is given, and GGUF is one file: leave it out; llama.cpp's "
+            "llama-gguf-split splits it"
+        )
 
 
 def _gguf(

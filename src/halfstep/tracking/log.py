@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError, refuse
+from halfstep.errors import HalfstepError
 from halfstep.optim import LowBit
 from halfstep.optim.unscaling import unwrapped
 from halfstep.tracking.step import Amaxes, Arrivals, amaxes, arrivals, zeros
@@ -68,12 +68,10 @@ class Log:
     """What `track` returns: `rows` so far, `note` for losses, `remove` to end it. A context manager."""
 
     def __init__(self, model: nn.Module, optimizer: Any, every: int, to: Any, scaler: Any) -> None:
-        refuse(HalfstepError, {
-            f"every = {every!r}; expected a number of optimizer steps from 1 on, such as 100": (
-                type(every) is not int or every < 1
-            ),
-            f"model is a {type(model).__name__}; expected track(model, optimizer)": not isinstance(model, nn.Module),
-        })  # fmt: skip
+        if type(every) is not int or every < 1:
+            raise HalfstepError(f"every = {every!r}; expected a number of optimizer steps from 1 on, such as 100")
+        if not isinstance(model, nn.Module):
+            raise HalfstepError(f"model is a {type(model).__name__}; expected track(model, optimizer)")
         self._sinks: list[Sink] = [_sink(one) for one in (to if isinstance(to, (list, tuple)) else [to])]
         self.rows: list[Row] = []
         self._model, self._scaler, self._every = weakref.ref(model), scaler, every

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from halfstep.errors import QuantizationError, refuse
+from halfstep.errors import QuantizationError
 from halfstep.formats import Format
 from halfstep.quant.family import power_of_two
 from halfstep.quant.memory import has_memory
@@ -49,12 +49,16 @@ class Delayed(StatefulScaling):
         super().__post_init__()
         _ = self.first  # asked in traced graphs too, where nothing is found for the first time
         check_power(self, "margin")
-        refuse(QuantizationError, {
-            f"delayed scaling with history {self.history} and algorithm {self.algorithm!r}: expected at least 1, "
-            "and max or most_recent": self.history < 1 or self.algorithm not in ("max", "most_recent"),
-            f"delayed scaling with warmup {self.warmup} and history {self.history}: expected a number of steps, "
-            "from 0 (the first step has factor 1) to the whole history": not 0 <= self.warmup <= self.history,
-        })  # fmt: skip
+        if self.history < 1 or self.algorithm not in ("max", "most_recent"):
+            raise QuantizationError(
+                f"delayed scaling with history {self.history} and algorithm {self.algorithm!r}: expected at least 1, "
+                "and max or most_recent"
+            )
+        if not 0 <= self.warmup <= self.history:
+            raise QuantizationError(
+                f"delayed scaling with warmup {self.warmup} and history {self.history}: expected a number of steps, "
+                "from 0 (the first step has factor 1) to the whole history"
+            )
 
     def init(self, device: torch.device | str | None = None) -> Tensor:
         state = torch.zeros(1 + self.history, dtype=torch.float32, device=device)
