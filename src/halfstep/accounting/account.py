@@ -3,8 +3,6 @@
 What one of several devices holds of them has for each role a divisor of its own; the largest batch that fits there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A row of the ledger: a claim, where it stands, what we measured, and the verdict; read, in words, and as a page."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 import tomllib

@@ -1,7 +1,5 @@
 """Gradients in few bits across ranks: under DDP and FSDP2 (`compress`), by a call without, and of dealt tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """FP8-LM's reduction, as a reproduction: codes of one shared scale a tensor, summed in their own format."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

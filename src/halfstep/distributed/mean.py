@@ -1,7 +1,5 @@
 """The mean of the ranks' gradients, sent in few bits and summed in float32; and ranks simulated in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 

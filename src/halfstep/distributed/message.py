@@ -1,7 +1,5 @@
 """Values as bytes for other ranks: the codes of a run of elements, and the scales of its blocks behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import prod
 

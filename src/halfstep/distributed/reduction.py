@@ -1,7 +1,5 @@
 """How a model's gradients are reduced: what is sent, what is remembered from step to step, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

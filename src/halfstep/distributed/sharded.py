@@ -1,7 +1,5 @@
 """FSDP2's collectives in few bits: weights gathered as codes, gradients scattered as codes and summed in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate

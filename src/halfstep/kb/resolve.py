@@ -1,7 +1,5 @@
 """Which entries speak of a model: exact id, alias, glob, base model of a local folder, or none; names, taken apart."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

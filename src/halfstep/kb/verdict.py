@@ -1,7 +1,5 @@
 """Is it safe to run a model in another type than it was trained in? Rules, reasons, and answers in words."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -8,8 +8,6 @@ A checkpoint is a folder that appears whole or not at all:
     state.json              step, optimizer groups, scaler, and the sha256 of the other files
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

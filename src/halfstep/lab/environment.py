@@ -1,7 +1,5 @@
 """Where a run ran: what its timings and last bits depend on."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """Confidence intervals of paired differences and of shares, tests, and how many runs would decide. No torch."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a run sees of a step when it looks: exponents, shares zeroed, and what became of the updates and the states."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, astuple
 from typing import Any

@@ -1,7 +1,5 @@
 """The metrics of the fields, on plain tensors or lists: mean average precision of boxes, error rates, BLEU."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """What a run makes of a model before its first step: its optimizer; unit scaling, where the recipe asks for it."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

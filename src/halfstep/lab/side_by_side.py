@@ -3,8 +3,6 @@
 A run's numbers depend on (experiment, recipe, seed) and on how many threads add up, not on what runs beside it.
 """
 
-from __future__ import annotations
-
 import pickle
 import signal
 import traceback

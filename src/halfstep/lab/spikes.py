@@ -1,7 +1,5 @@
 """Loss spikes: steps whose loss leaves what the steps before it lead to expect. No torch."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What is trained: batches, a loss, a metric, and how to check that the data is sound."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Train one model under one recipe with one seed: the loop, what it writes down, and what ends it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ What is measured need not be the cause, and is not called so: it is what the rec
 not do to them.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

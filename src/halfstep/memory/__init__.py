@@ -1,7 +1,5 @@
 """What training keeps in memory, by role, and what a model does; measured from live tensors."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The gradients of activations in a step, and the first tensor of it that is not finite, with its magnitude."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The bytes that autograd keeps for the backward pass, by the module that saved them and by what they are kept in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

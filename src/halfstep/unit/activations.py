@@ -4,8 +4,6 @@ Each is one autograd function: its forward multiplies its own fresh result, its 
 they are at hand. What is kept for the backward pass is what torch keeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

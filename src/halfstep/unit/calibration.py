@@ -1,7 +1,5 @@
 """What is measured: factors that an operation's algebra would give, and the size of what softmax's weights mix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

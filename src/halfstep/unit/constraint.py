@@ -6,8 +6,6 @@ backward; else gradients would be no multiple of the true ones. The rules differ
 Source: Blake, Orr and Luschi 2023 (the geometric mean); u-muP, Blake et al. 2025 (the output's).
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

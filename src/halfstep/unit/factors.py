@@ -5,8 +5,6 @@ output is of unit size where its standard deviation about its mean is 1; a gradi
 mean square is. b is the number of rows, m the fan-in, n the fan-out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameter groups whose learning rates and decays follow the roles of their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What stands between products, of unit size: norms, embeddings, dropout, sums and residuals; and losses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What a learning-rate rule has to know of an optimizer, and weight decay that does not follow the learning rate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What unit scaling made of a module: one record, an attribute of the module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

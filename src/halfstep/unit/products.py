@@ -1,7 +1,5 @@
 """Products of unit size: linear layers, matrices, convolutions, attention."""
 
-from __future__ import annotations
-
 import math
 
 import torch

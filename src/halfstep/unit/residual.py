@@ -4,8 +4,6 @@ A scheme is a function (index, layers) -> ratio. Residual layers are counted fro
 then MLP. The branch f(x) of ratio r gives (x + r f(x)) / sqrt(1 + r^2), which keeps the variance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from halfstep.errors import ModelError

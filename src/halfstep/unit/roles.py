@@ -1,7 +1,5 @@
 """What a parameter is to its model: its role, which decides its scale at initialisation and its learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

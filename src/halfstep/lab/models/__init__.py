@@ -1,7 +1,5 @@
 """Build models: those of a task by name, anybody's as `module:function` or `file.py:function`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

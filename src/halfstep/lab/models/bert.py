@@ -4,8 +4,6 @@ Modules are named as Hugging Face names them, so that state dicts differ by the 
 decoder's bias, `cls.predictions.bias`, is left out.)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A small convolutional classifier with batch norm."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 

@@ -1,7 +1,5 @@
 """A small GPT: pre-norm blocks, causal attention, learned positions; and the same of unit-scaled layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Modules are named as Hugging Face names them, so that state dicts differ by the prefix `model.` only.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -6,8 +6,6 @@ The precision of the router is the recipe's: under bf16-mixed its scores, their 
 Sources: Fedus, Zoph and Shazeer 2021, arXiv 2101.03961; Qiu et al. 2025, arXiv 2501.11873.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """A small transformer from one sequence to another."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

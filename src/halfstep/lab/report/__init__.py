@@ -1,7 +1,5 @@
 """Reports: what a run folder's files say, as summary.json, plots/*.png, and report.html with all of it. No torch."""
 
-from __future__ import annotations
-
 import base64
 import os
 import shlex

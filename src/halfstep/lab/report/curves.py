@@ -1,7 +1,5 @@
 """Plot 1: the validation loss over the steps, and its distance from fp32's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Plot 9: how much of each recipe's updates arrives in what it stores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median

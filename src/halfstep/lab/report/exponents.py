@@ -1,7 +1,5 @@
 """Plot 6: where gradients lie, and what float16 makes of them without and with a loss scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plot 2: the task's metric over the steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean

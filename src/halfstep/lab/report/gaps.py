@@ -1,7 +1,5 @@
 """Plot 2: how far each recipe's final loss lies from fp32's with the same seeds, and how sure that is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Plot 4: the bytes that one parameter costs, by what they hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a run folder holds, read once and judged; how every plot of it looks: size, type, one colour a recipe, words."""
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Plot 5: how the loss scale moved, and where a step was skipped."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Plot 3: the time of a step, as it is and against fp32's."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass

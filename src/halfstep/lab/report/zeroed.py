@@ -1,7 +1,5 @@
 """Plot 7: the share of weights, gradients and updates that each format would turn into nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -1,7 +1,5 @@
 """Scaling laws from a sweep's cells: their sizes, tokens, bits and losses; what rounding a trained model does to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 An alarm's threshold is set on runs that stay stable; a tensor is compared with its own steps before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

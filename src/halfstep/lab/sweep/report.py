@@ -1,7 +1,5 @@
 """What each cell of a sweep showed; summary.json, and a picture of the loss by learning rate. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

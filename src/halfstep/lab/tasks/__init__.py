@@ -1,7 +1,5 @@
 """The tasks that recipes are compared on, one file each: `halfstep compare --task NAME`."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Captioning: a small vision-language model looks at a handwritten digit and spells its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

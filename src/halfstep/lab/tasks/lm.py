@@ -1,7 +1,5 @@
 """Language modelling: a small GPT, Llama or mixture of experts predicts the next byte of a text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Masked language modelling: a small BERT fills in the bytes of a text that were masked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Recommendation: embeddings of users and items, their product and an MLP, on made ratings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Speech recognition: convolutions over time and CTC on synthesised formants."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

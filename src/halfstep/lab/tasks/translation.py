@@ -1,7 +1,5 @@
 """Machine translation: a transformer learns the rules between two made-up languages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Image classification: a small convolutional network with batch norm on real handwritten digits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Activations, dropout and norms that keep unit variance, as modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Linear layers, convolutions and embeddings of unit variance, whose factors stand in their products."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

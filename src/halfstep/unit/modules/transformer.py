@@ -1,7 +1,5 @@
 """Transformer layers of unit scale: multi-head self-attention, MLPs, and stacks of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

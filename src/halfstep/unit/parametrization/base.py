@@ -1,7 +1,5 @@
 """What a parametrization is: a weight's factor in the product, its scale at the start, and its learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Where a sweep's cells are trained: this machine's processes, a Ray cluster, or Slurm; one file each."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 

@@ -1,7 +1,5 @@
 """Processes of this machine; with one job, this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

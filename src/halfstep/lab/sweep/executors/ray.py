@@ -1,7 +1,5 @@
 """A Ray cluster, whose machines see the sweep's folder; without an address, one on this machine."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

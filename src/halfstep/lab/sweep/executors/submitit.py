@@ -1,7 +1,5 @@
 """Slurm, whose nodes see the sweep's folder: a job a cell. `submitit:local` is processes here, to try it with."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
