@@ -14,6 +14,7 @@ from halfstep.errors import RunError
 from halfstep.lab.experiment import Facts, list_tasks
 from halfstep.lab.folder import TIMINGS, read_metrics
 from halfstep.lab.models import build_model
+from halfstep.lab.task import part
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.lab.tasks.pronunciation import Pronunciation
 from halfstep.lab.tasks.vision import Vision
@@ -54,7 +55,7 @@ def opened(name):
     if isinstance(pictures, Vision):
         pictures.test = pictures.test.part(torch.arange(40))
     if isinstance(task, Pronunciation):
-        task.test = task.test.part(torch.arange(24))
+        task.test = part(task.test, torch.arange(24))
     return task, experiment
 
 

@@ -129,7 +129,7 @@ def test_the_languages_fit_their_vocabularies_and_say_things_in_another_order():
 
 def test_utterances_are_long_enough_for_what_is_said():
     said = speak(64, torch.Generator().manual_seed(0))
-    assert said.features.shape == (64, FRAMES, BINS)
-    assert bool(torch.isfinite(said.features).all())
-    assert ((said.characters > 0).sum(1) == said.lengths).all()
-    assert {3, 7} == {int(said.lengths.min()), int(said.lengths.max())}
+    assert said["features"].shape == (64, FRAMES, BINS)
+    assert bool(torch.isfinite(said["features"]).all())
+    assert ((said["characters"] > 0).sum(1) == said["lengths"]).all()
+    assert {3, 7} == {int(said["lengths"].min()), int(said["lengths"].max())}

@@ -30,8 +30,8 @@ def dictionary(tmp_path, monkeypatch):
 def test_words_of_letters_alone_with_their_first_pronunciation(dictionary):
     dictionary(LINES + "a" * LONGEST + " AH0\n")
     train, held_out = load_pronunciations()
-    assert (len(train.letters), len(held_out.letters)) == (2, 0)
-    word, spoken = train.letters[1].tolist(), train.phonemes[1].tolist()
+    assert (len(train["letters"]), len(held_out["letters"])) == (2, 0)
+    word, spoken = train["letters"][1].tolist(), train["phonemes"][1].tolist()
     assert "".join(LETTERS[n - END - 1] for n in word[: word.index(END)]) == "half"
     assert spoken[0] == START
     assert [PHONEMES[n - END - 1] for n in spoken[1 : spoken.index(END)]] == ["HH", "AE", "F"]
@@ -42,7 +42,7 @@ def test_words_of_letters_alone_with_their_first_pronunciation(dictionary):
 def test_one_word_in_two_hundred_is_held_out(dictionary):
     dictionary("a AH0\n" * 401)
     train, held_out = load_pronunciations()
-    assert (len(train.letters), len(held_out.letters)) == (399, 2)
+    assert (len(train["letters"]), len(held_out["letters"])) == (399, 2)
 
 
 def test_an_unknown_phoneme_is_named(dictionary):

@@ -56,10 +56,9 @@ def save(folder: Path, step: int, training: Training) -> None:
         "groups": state["param_groups"],
         "scaler": scaler | ({EXTRA: extra} if extra else {}),
         "skipped_steps": training.scaler.skipped_steps,
-        "sha256": {name: _digest(partial / name) for name in _FILES},
+        "sha256": {name: _sha((partial / name).read_bytes()) for name in _FILES},
     }
-    text = json.dumps(content)
-    (partial / "state.json").write_text(json.dumps({"content": content, "sha256": _sha(text)}))
+    (partial / "state.json").write_text(json.dumps({"content": content, "sha256": _sha(json.dumps(content).encode())}))
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
     for old in _all(folder)[:-_KEPT]:
@@ -68,8 +67,7 @@ def save(folder: Path, step: int, training: Training) -> None:
 
 def last_step(folder: Path) -> int:
     """The step of the last checkpoint in `folder`; 0 where there is none."""
-    found = _all(folder)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    return max((int(path.name.removeprefix("step-")) for path in _all(folder)), default=0)
 
 
 def load(folder: Path, step: int, training: Training) -> None:
@@ -84,10 +82,10 @@ def load(folder: Path, step: int, training: Training) -> None:
     try:
         sealed = json.loads((path / "state.json").read_text())
         content: dict[str, Any] = sealed["content"]
-        if sealed["sha256"] != _sha(json.dumps(content)):
+        if sealed["sha256"] != _sha(json.dumps(content).encode()):
             raise CheckpointError(f"{path / 'state.json'} was edited: its sha256 has changed; {advice}")
         for name in _FILES:
-            if content["sha256"][name] != _digest(path / name):
+            if content["sha256"][name] != _sha((path / name).read_bytes()):
                 raise CheckpointError(f"{path / name} is truncated or was edited: its sha256 has changed; {advice}")
         load_model(training.model, str(path / "model.safetensors"))
         tensors = load_file(str(path / "optimizer.safetensors"))
@@ -97,8 +95,7 @@ def load(folder: Path, step: int, training: Training) -> None:
             number, _, name = key.partition(".")
             state.setdefault(int(number), {})[name] = tensor
         training.optimizer.load_state_dict({"state": state, "param_groups": content["groups"]})
-        scaling = load_file(str(path / "scaler.safetensors"))
-        scaler = content["scaler"]
+        scaling, scaler = load_file(str(path / "scaler.safetensors")), content["scaler"]
         extra = scaler.get(EXTRA, {}) | ({"scaling": scaling} if scaling else {})
         training.scaler.load_state_dict(scaler | ({EXTRA: extra} if extra else {}))
         training.scaler.skipped_steps = content["skipped_steps"]
@@ -115,9 +112,5 @@ def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import traceback
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,22 +142,15 @@ def _as_data(recipe: Recipe) -> dict[str, Any] | None:
         return None
 
 
+@dataclass(frozen=True)
 class Comparison:
     """An experiment in its folder. `run` trains what is not trained yet."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        recipes: dict[str, Recipe],
-        task: Task,
-        folder: RunFolder,
-        digest: str,
-    ) -> None:
-        self.experiment = experiment
-        self.recipes = recipes
-        self.task = task
-        self.folder = folder
-        self._digest = digest
+    experiment: Experiment
+    recipes: dict[str, Recipe]
+    task: Task
+    folder: RunFolder
+    _digest: str
 
     def run(self, watch: Watcher = lambda progress: None, jobs: int = 1) -> None:
         """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint.
@@ -170,11 +165,7 @@ class Comparison:
         if _BASELINE not in self.recipes:
             for seed in self.experiment.baselines():
                 self._take_baseline(self.folder.run(_BASELINE, seed), seed)
-        if jobs > 1:
-            train_side_by_side(self.train, self.experiment.runs(), jobs, watch)
-            return
-        for recipe, seed in self.experiment.runs():
-            self.train(recipe, seed, watch)
+        train_side_by_side(self.train, self.experiment.runs(), jobs, watch)
 
     def train(self, recipe: str, seed: int, watch: Watcher = lambda progress: None) -> None:
         """Train one recipe with one seed, as `run` says."""
@@ -192,23 +183,21 @@ class Comparison:
                 f"{self.experiment.model}: under {recipe}, seed {seed}, it raised {type(error).__name__}: {error} "
                 f"({_place(error)}). Mend it, then go on with --out {self.folder.path} --resume"
             ) from error
-        if recipe == _BASELINE:
-            self._keep_baseline(path, seed)
+        if recipe == _BASELINE and not self._cached(seed).is_file():
+            self._cached(seed).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path / "metrics.jsonl", self._cached(seed))
 
     def trainer(self, recipe: str, seed: int, watch: Watcher = lambda progress: None) -> Trainer:
         """What trains one recipe with one seed."""
         alone, path = self.experiment.alone(recipe), self.folder.run(recipe, seed)
-        return Trainer(alone, self.recipes[recipe], seed, self.task, self._build, path, watch)
-
-    def _build(self, seed: int) -> nn.Module:
-        return build_model(self.experiment.model, self.task.models(), seed)
+        build = partial(build_model, alone.model, self.task.models())
+        return Trainer(alone, self.recipes[recipe], seed, self.task, build, path, watch)
 
     def _cached(self, seed: int) -> Path:
         """Where the fp32 baseline of this experiment, data and machine is kept, beside the run folders."""
         where = read_json(self.folder.environment_file)
-        key = self.experiment.alone(_BASELINE).key(
-            self._digest, [where[name] for name in ("torch", "cpu", "gpu", "threads")]
-        )
+        machine = [where[name] for name in ("torch", "cpu", "gpu", "threads")]
+        key = self.experiment.alone(_BASELINE).key(self._digest, machine)
         return self.folder.path.parent / ".baselines" / key / f"seed-{seed}.jsonl"
 
     def _take_baseline(self, path: Path, seed: int) -> None:
@@ -218,9 +207,3 @@ class Comparison:
             for row in read_metrics(self._cached(seed)):
                 copy.write({**row, **dict.fromkeys(TIMINGS & row.keys())})
             copy.close()
-
-    def _keep_baseline(self, path: Path, seed: int) -> None:
-        rows = path / "metrics.jsonl"
-        if not self._cached(seed).is_file():
-            self._cached(seed).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(rows, self._cached(seed))

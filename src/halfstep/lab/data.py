@@ -45,21 +45,16 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     Raises:
         DataError: nothing is there, or it is empty, binary, unreadable, or too short for `context` + 1 bytes.
     """
-    documents = _standard_library() if path is None else _documents(path)
     where = path or "the standard library"
-    train, held_out = _split(documents)
+    train, held_out = _split(_standard_library() if path is None else _documents(path))
     for split, data in (("training", train), ("held-out", held_out)):
         if len(data) < 2 * (context + 1):
             raise DataError(
                 f"{where}: its {split} part has {len(data)} bytes, and a context of {context} needs at least "
                 f"{2 * (context + 1)}; give more text, or a smaller --context"
             )
-    digest = hashlib.sha256(train + b"\0" + held_out).hexdigest()
-    return Corpus(_tensor(train), _tensor(held_out), digest)
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    tensors = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (train, held_out))
+    return Corpus(*tensors, hashlib.sha256(train + b"\0" + held_out).hexdigest())
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:

@@ -119,19 +119,10 @@ class Experiment:
     """At how many steps each tensor's amax, saturated share and update are written down; 0 writes none."""
 
     def __post_init__(self) -> None:
-        positive = (
-            "steps",
-            "seeds",
-            "baseline_seeds",
-            "batch",
-            "context",
-            "lr",
-            "validations",
-            "checkpoints",
-            "statistics",
+        for name in (
+            "steps", "seeds", "baseline_seeds", "batch", "context", "lr", "validations", "checkpoints", "statistics",
             "margin",
-        )
-        for name in positive:
+        ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise RunError(f"{name} = {getattr(self, name)} given; expected a positive number")
         if not 0 <= self.sharpness < math.inf:

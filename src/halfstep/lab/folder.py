@@ -40,6 +40,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -60,9 +61,7 @@ class MetricsFile:
         """Open `path` and drop what it holds beyond step `keep_to`: a killed run's rows since its checkpoint."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(path) if row["step"] <= keep_to and row["kind"] != "end"]
-        replacement = path.with_suffix(".partial")
-        replacement.write_text("".join(_line(row) for row in kept))
-        os.replace(replacement, path)
+        replace_text(path, "".join(map(_line, kept)))
         self._file: TextIO = path.open("a")
 
     def write(self, row: Row) -> None:
@@ -141,15 +140,13 @@ class RunFolder:
         folder = cls(path)
         if folder.experiment_file.exists():
             raise RunError(f"{path} holds an experiment already; go on with --resume, or give another --out")
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
                 raise RunError(f"{path} is not empty and holds no experiment; give another --out")
             write_json(folder.environment_file, environment)
             content = {"experiment": experiment.to_dict(), "data_sha256": digest, "recipes": recipes or {}}
             write_json(folder.experiment_file, content if facts is None else {**content, "task": asdict(facts)})
-        except OSError as error:
-            raise RunError(f"{path} cannot be written ({error.strerror}); give another --out") from error
         return folder
 
     @classmethod
@@ -187,12 +184,10 @@ class RunFolder:
             RunError: experiment.json cannot be written.
         """
         if experiment != self.experiment():
-            try:
+            with writing(self.experiment_file, "mend that"):
                 write_json(
                     self.experiment_file, {**read_json(self.experiment_file), "experiment": experiment.to_dict()}
                 )
-            except OSError as error:
-                raise RunError(f"{self.experiment_file} cannot be written ({error.strerror}); mend that") from error
 
     @property
     def experiment_file(self) -> Path:
@@ -240,10 +235,28 @@ class RunFolder:
             raise RunError(f"{self.experiment_file} holds another experiment than halfstep writes ({error})") from error
 
 
+@contextmanager
+def writing(path: Path, advice: str = "give another --out") -> Iterator[None]:
+    """While active, an error of the disk says that the path cannot be written.
+
+    Raises:
+        RunError: it cannot.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error.strerror}); {advice}") from error
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write JSON so that a kill leaves the old file or the new one."""
+    replace_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text so that a kill leaves the old file or the new one."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 

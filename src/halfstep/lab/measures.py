@@ -62,8 +62,8 @@ def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth], class
 
     Source: Everingham et al. 2010 and the PASCAL VOC development kit (areas under the curve, as from VOC2010 on).
     """
-    precisions = [_average_precision(found, truth, c, overlap) for c in range(classes)]
-    present = [p for p in precisions if p is not None]
+    every = (_average_precision(found, truth, kind, overlap) for kind in range(classes))
+    present = [precision for precision in every if precision is not None]
     return sum(present) / len(present) if present else 0.0
 
 
@@ -121,8 +121,7 @@ def error_rate(found: Sequence[Sentence], wanted: Sequence[Sentence]) -> float:
     >>> error_rate(["abc", "d"], ["abd", "d"])
     0.25
     """
-    edits = sum(edit_distance(f, w) for f, w in zip(found, wanted, strict=True))
-    return edits / max(1, sum(map(len, wanted)))
+    return sum(map(edit_distance, found, wanted)) / max(1, sum(map(len, wanted)))
 
 
 def bleu(found: Sequence[Sentence], wanted: Sequence[Sentence], order: int = 4) -> float:

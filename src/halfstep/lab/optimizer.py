@@ -47,9 +47,8 @@ def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Opt
         groups = parameter_groups(model, rule.torch_class, groups=groups, parametrization=named, **scaled)  # type: ignore[arg-type]
         for group in groups:
             group["factor"] = group["lr"] / experiment.lr
-    taken = inspect.signature(rule.torch_class).parameters
-    options = {name: value for name, value in offered.items() if name in taken}
     make: Any = rule.torch_class
+    options = {name: value for name, value in offered.items() if name in inspect.signature(make).parameters}
     if rule.dims is not None:
         return _combined(make, rule.dims, model, groups, options, experiment)
     optimizer: torch.optim.Optimizer = make(groups, **options)
@@ -71,11 +70,10 @@ def _combined(
     tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     own = [p for group in groups for p in group["params"] if p.dim() == dims and p not in tables]
     others = [{**group, "params": [p for p in group["params"] if p not in set(own)]} for group in groups]
-    adamw: Any = torch.optim.AdamW
-    rest = [group for group in others if group["params"]]
     made = [make(own, **options, adjust_lr_fn="match_rms_adamw")] if own else []
-    if rest:
-        made.append(adamw(rest, lr=experiment.lr, betas=experiment.betas, weight_decay=experiment.weight_decay))
+    if rest := [group for group in others if group["params"]]:
+        usual = {"lr": experiment.lr, "betas": experiment.betas, "weight_decay": experiment.weight_decay}
+        made.append(torch.optim.AdamW(rest, **usual))  # type: ignore[arg-type]
     return Combined(*made)
 
 
@@ -85,11 +83,10 @@ def unit_scale_on(model: nn.Module, task: Task, batch: Batch) -> UnitReport:
     Raises:
         ModelError: the loss does more with a model than to call it once; what `halfstep.unit_scale` refuses.
     """
-    asked = _Asked()
     try:
-        task.loss(asked, batch)
+        task.loss(_Asked(), batch)
     except _Called as call:
-        args, kwargs = call.args[0], call.args[1]
+        args, kwargs = call.args
     except AttributeError as error:
         raise _otherwise(task, error) from error
     else:

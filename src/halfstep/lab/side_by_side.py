@@ -32,7 +32,8 @@ def train_side_by_side(
     watch: Callable[[Any], None],
     lost: Lost[R] | None = None,
 ) -> None:
-    """Call `train(*run, watch)` for every run, `jobs` at a time, in order, with as many threads each as torch has here.
+    """Call `train(*run, watch)` for every run, `jobs` at a time, in order, with as many threads each as torch has here;
+    one at a time in this process.
 
     What a run raises is raised here, and ends the others; they go on from their last checkpoints.
 
@@ -43,6 +44,10 @@ def train_side_by_side(
     Raises:
         RunError: a process ended by itself and there is no `lost`, or what is trained cannot be sent to one.
     """
+    if jobs == 1:
+        for run in runs:
+            train(*run, watch)
+        return
     context, left, tried = get_context("spawn"), deque(runs), Counter[R]()
     workers: dict[Connection, tuple[SpawnProcess, R]] = {}
 

@@ -19,7 +19,7 @@ from halfstep.quant import derive_seed
 
 __all__ = [
     "END", "PAD", "START", "Batch", "ByHeart", "Facts", "Metric", "Spelling", "Task", "TaskSpec", "TextTask",
-    "check_finite", "greedy", "logits_of", "stream", "without_marks",
+    "check_finite", "drawn", "greedy", "logits_of", "part", "stream", "without_marks",
 ]  # fmt: skip
 
 Batch = dict[str, Tensor]
@@ -95,8 +95,7 @@ class TextTask(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Windows at uniform random places of the training part."""
         generator, length = stream(seed, step), self.context + self.beyond
-        limit = len(self.corpus.train) - length + 1
-        starts = torch.randint(0, limit, (self.size,), generator=generator, dtype=torch.int64, device="cpu")
+        starts = drawn(len(self.corpus.train) - length + 1, self.size, generator)
         return self.cut(self.corpus.windows("train", starts, length), generator)
 
     def held_out(self) -> list[Batch]:
@@ -186,6 +185,16 @@ def logits_of(output: Any, tokens: Tensor, count: int, each: str) -> Tensor:
 def stream(seed: int, step: int) -> torch.Generator:
     """A random generator for the batch of a step, of its own."""
     return torch.Generator().manual_seed(derive_seed(seed, step) >> 1)
+
+
+def drawn(count: int, size: int, generator: torch.Generator) -> Tensor:
+    """Places (size,) int64 among so many, drawn at random."""
+    return torch.randint(count, (size,), generator=generator, dtype=torch.int64, device="cpu")
+
+
+def part(batch: Batch, which: Tensor | slice) -> Batch:
+    """Some of a batch's examples."""
+    return {name: tensor[which] for name, tensor in batch.items()}
 
 
 def greedy(model: Callable[[Tensor], Tensor], text: Tensor, count: int) -> Tensor:

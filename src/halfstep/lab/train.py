@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,32 +43,23 @@ class Progress:
 Watcher = Callable[[Progress], None]
 
 
+@dataclass(eq=False)
 class Trainer:
     """One run. Every number it writes depends on (experiment, recipe, seed) alone, so a resumed run repeats them.
 
     The learning rate is the experiment's: for a recipe with one of its own, give `experiment.alone(recipe)`.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        recipe: Recipe,
-        seed: int,
-        task: Task,
-        build: Callable[[int], nn.Module],
-        folder: Path,
-        watch: Watcher = lambda progress: None,
-    ) -> None:
-        self.experiment = experiment
-        self.recipe = recipe
-        self.seed = seed
-        self.task = task
-        self.build = build
-        self.folder = folder
-        self.watch = watch
-        self.validation: float | None = None
-        self.metric: float | None = None
-        self.measured = False
+    experiment: Experiment
+    recipe: Recipe
+    seed: int
+    task: Task
+    build: Callable[[int], nn.Module]
+    folder: Path
+    watch: Watcher = lambda progress: None
+    validation: float | None = field(default=None, init=False)
+    metric: float | None = field(default=None, init=False)
+    measured: bool = field(default=False, init=False)
 
     def run(self) -> None:
         """Train from the last checkpoint, or from the start, to the end. A run that has ended is left alone.
@@ -120,8 +111,7 @@ class Trainer:
         model = self._model()
         optimizer = build_optimizer(self.experiment, model)
         torch.manual_seed(self.seed)
-        steps = self.experiment.steps
-        return Training(*prepare(model, optimizer, self.recipe, generator=self.seed, total_steps=steps))
+        return Training(*prepare(model, optimizer, self.recipe, generator=self.seed, total_steps=self.experiment.steps))
 
     def _model(self) -> nn.Module:
         """The model as it begins; unit-scaled where the recipe asks for that."""
@@ -161,10 +151,13 @@ class Trainer:
         stepped = not self.measured and any("step" in state for state in optimizer.state.values())
         memory = self._memory(step) if stepped else None
         started = time.perf_counter()
-        norm = scaler.clip_grad_norm_(optimizer, self.experiment.clip)
-        value, norm_value = float(loss.detach()), float(norm)
+        norm_value = float(scaler.clip_grad_norm_(optimizer, self.experiment.clip))
+        value = float(loss.detach())
         seconds += time.perf_counter() - started
-        if not math.isfinite(value) and not self._adapts():
+        adapts = (
+            self.recipe.loss_scale is not None and self.recipe.loss_scale.dynamic
+        )  # it sinks where a step overflows
+        if not math.isfinite(value) and not adapts:
             return self._diverge(step, batch, random, "the loss is infinite or NaN")
         if not math.isfinite(norm_value) and not scaler.is_enabled():
             return self._diverge(step, batch, random, "a gradient is infinite or NaN")
@@ -212,10 +205,6 @@ class Trainer:
         found = self.task.logits(outputs[-1], batch)
         assert found is not None
         return loss, float(logit_sharpness(*found, self.experiment.sharpness).mean())
-
-    def _adapts(self) -> bool:
-        """Whether the loss scale sinks on overflow, so that one overflowing step is not a divergence."""
-        return self.recipe.loss_scale is not None and self.recipe.loss_scale.dynamic
 
     def _diverge(self, step: int, batch: Batch, random: torch.Tensor, reason: str) -> bool:
         """Write down that the run diverged, and the first tensor not finite, found by running the passes again."""
@@ -272,8 +261,12 @@ class Trainer:
         """The bytes a parameter costs, written down once: between a backward and a clip, with the moments there."""
         self.measured, model, optimizer = True, self.training.model, self.training.optimizer
         size = asdict(measure(model, optimizer)) | {"transient": self.recipe.bytes_per_parameter().transient}
-        count = sum(p.numel() for p in model.parameters())
-        return {"kind": "memory", "step": step, "parameters": count, "bytes": size}
+        return {
+            "kind": "memory",
+            "step": step,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "bytes": size,
+        }
 
     def _write(self, row: Row) -> None:
         self.metrics.write(row)

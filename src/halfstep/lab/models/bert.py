@@ -4,6 +4,8 @@ Modules are named as Hugging Face names them, so that state dicts differ by the 
 decoder's bias, `cls.predictions.bias`, is left out.)
 """
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -75,17 +77,9 @@ class Attention(nn.Module):
         return self.output(self.self(x), x)  # type: ignore[no-any-return]
 
 
-class Activated(nn.Module):
-    """gelu(dense(x))."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, inner)
-        self.activation = nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., width) -> (..., inner)."""
-        return self.activation(self.dense(x))  # type: ignore[no-any-return]
+def _activated(width: int, inner: int, **after: nn.Module) -> nn.Sequential:
+    """gelu(dense(x)), and what comes after it: x (..., width) -> (..., inner)."""
+    return nn.Sequential(OrderedDict(dense=nn.Linear(width, inner), activation=nn.GELU(), **after))
 
 
 class Block(nn.Module):
@@ -94,7 +88,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attention = Attention(width, heads)
-        self.intermediate = Activated(width, 4 * width)
+        self.intermediate = _activated(width, 4 * width)
         self.output = Output(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,31 +111,6 @@ class Encoder(nn.Module):
         return x
 
 
-class Transform(Activated):
-    """norm(gelu(dense(x))): what stands before the decoder."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width)
-        self.LayerNorm = nn.LayerNorm(width, eps=_EPS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., width) -> the same shape."""
-        return self.LayerNorm(super().forward(x))  # type: ignore[no-any-return]
-
-
-class Predictions(nn.Module):
-    """The logits of the token at each place."""
-
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.transform = Transform(width)
-        self.decoder = nn.Linear(width, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (batch, time, width) -> (batch, time, vocabulary)."""
-        return self.decoder(self.transform(x))  # type: ignore[no-any-return]
-
-
 class BERT(nn.Module):
     """Tokens (batch, time) int64 -> logits (batch, time, vocabulary).
 
@@ -155,7 +124,9 @@ class BERT(nn.Module):
         super().__init__()
         self.embeddings = Embeddings(vocabulary, context, width)
         self.encoder = Encoder(layers, width, heads)
-        predictions = Predictions(vocabulary, width)
+        transform = _activated(width, width, LayerNorm=nn.LayerNorm(width, eps=_EPS))
+        decoder = nn.Linear(width, vocabulary)
+        predictions = nn.Sequential(OrderedDict(transform=transform, decoder=decoder))
         self.cls = nn.ModuleDict({"predictions": predictions})
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -163,7 +134,7 @@ class BERT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
         if tied:
-            predictions.decoder.weight = self.embeddings.word_embeddings.weight
+            decoder.weight = self.embeddings.word_embeddings.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the token at each place, which sees all places."""

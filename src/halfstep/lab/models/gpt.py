@@ -106,7 +106,6 @@ class UnitGPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the next token at each position."""
         places = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
-        x = self.blocks(unit.add(self.token(tokens), self.position(places)))
-        logits: Tensor = self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(self.blocks(unit.add(self.token(tokens), self.position(places)))))
         classes = logits.shape[-1]
         return unit.scale_backward(logits, tokens.numel() * classes / (classes - 1) ** 0.5)

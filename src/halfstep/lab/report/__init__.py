@@ -1,7 +1,6 @@
 """Reports: what a run folder's files say, as summary.json, plots/*.png, and report.html with all of it. No torch."""
 
 import base64
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import rc_context
 
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import RunFolder, write_json
+from halfstep.lab.folder import RunFolder, replace_text, write_json
 from halfstep.lab.report import curves, descent, exponents, field, gaps, memory, scales, speed, zeroed
 from halfstep.lab.report.results import BASELINE, SETTINGS, Picture, Results, load, png, signed, times
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNDECIDED, RecipeVerdict, enough, rule
@@ -67,9 +66,7 @@ def write_report(folder: RunFolder) -> Path:
     with rc_context(SETTINGS):
         shown = [_drawn(make(results), plots) for make in PICTURES]
     page = folder.path / "report.html"
-    partial = page.with_name("report.html.partial")
-    partial.write_text(_page(results, shown), encoding="utf-8")
-    os.replace(partial, page)
+    replace_text(page, _page(results, shown))
     return page
 
 

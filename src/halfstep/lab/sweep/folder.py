@@ -23,7 +23,7 @@ from typing import Any
 
 from halfstep.errors import RunError, unknown
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import Row, RunFolder, read_json, read_metrics, write_json
+from halfstep.lab.folder import Row, RunFolder, read_json, read_metrics, write_json, writing
 
 
 Cell = tuple[str, str, int]
@@ -33,7 +33,6 @@ _FIXED = ("recipes", "task", "seeds", "baseline_seeds", "margin", "recipe_lr", "
 """Fields of an experiment that are the same at every point."""
 AXES = tuple(field.name for field in fields(Experiment) if field.name not in _FIXED)
 _KINDS = {"str": str, "str | None": str, "int": int, "float": float}
-_FEW = 20  # values named in a message
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Sweep:
         if self.threads < 1:
             raise RunError(f"--threads {self.threads}; expected at least 1")
         if len(self.points()) != (self.sample or size):
-            raise RunError(f"two points of the grid would have the same folder, among {self._few(self.points())}")
+            few = ", ".join(list(self.points())[:20])
+            raise RunError(f"two points of the grid would have the same folder, among {few}")
 
     def points(self) -> dict[str, Experiment]:
         """The experiments by the names of their folders, in the order of the grid; `all` where there are no axes."""
@@ -77,8 +77,7 @@ class Sweep:
 
     def cells(self) -> list[Cell]:
         """Every run, first seeds first, so that a first picture is there early."""
-        runs = self.experiment.runs()
-        return [(point, recipe, seed) for recipe, seed in runs for point in self.points()]
+        return [(point, recipe, seed) for recipe, seed in self.experiment.runs() for point in self.points()]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -111,22 +110,16 @@ class Sweep:
         mine, theirs = asdict(self), asdict(recorded)
         found = {**mine.pop("experiment"), **mine}
         had = {**theirs.pop("experiment"), **theirs}
+        grown = self.grid.keys() == recorded.grid.keys() and all(
+            set(recorded.grid[axis]) <= set(values) for axis, values in self.grid.items()
+        )
         for name, value in found.items():
             more = name in ("seeds", "baseline_seeds") and value > had[name]
-            if name == "grid":
-                more = value.keys() == had[name].keys() and all(
-                    set(had[name][axis]) <= set(value[axis]) for axis in value
-                )
-                more = more and self.sample is None
-            if value != had[name] and not more:
+            if value != had[name] and not more and not (name == "grid" and grown and self.sample is None):
                 raise RunError(
                     f"the folder holds another sweep: its {name} is {had[name]!r}, {value!r} was asked for. Ask for "
                     "the same (with more seeds, or more values of an axis), or give another --out"
                 )
-
-    @staticmethod
-    def _few(names: Iterable[str]) -> str:
-        return ", ".join(list(names)[:_FEW])
 
 
 def read_grid(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
@@ -147,12 +140,11 @@ def read_grid(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
             raise RunError(f"--grid {text}: {unknown('axis', name, AXES)}")
         if name in grid:
             raise RunError(f"--grid {text}: the axis {name} is given twice; give all of its values at once")
-        parts = [part.strip() for part in values.split(",") if part.strip()]
         try:
-            grid[name] = tuple(kinds[name](part) for part in parts)
+            grid[name] = tuple(kinds[name](part.strip()) for part in values.split(",") if part.strip())
         except ValueError as error:
             raise RunError(f"--grid {text}: {error}; expected values by commas, as in lr=1e-3,3e-3") from None
-        if not parts:
+        if not grid[name]:
             raise RunError(f"--grid {text}: no values; expected them by commas, as in lr=1e-3,3e-3")
     return grid
 
@@ -212,13 +204,11 @@ class SweepFolder:
         Raises:
             RunError: the folder cannot be written, or holds something else.
         """
-        try:
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.file.exists() and {entry.name for entry in self.path.iterdir()} - {"lock"}:
                 raise RunError(f"{self.path} is not empty and holds no sweep; give another --out")
             write_json(self.file, sweep.to_dict())
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be written ({error.strerror}); give another --out") from error
 
     def point(self, name: str) -> RunFolder:
         """The run folder of a point."""
@@ -235,16 +225,15 @@ class SweepFolder:
 
     def state(self, cell: Cell) -> CellState:
         """Where a cell stands."""
-        run = self.run(cell)
-        said: dict[str, Any] = read_json(run / "cell.json") if (run / "cell.json").is_file() else {}
+        file = self.run(cell) / "cell.json"
+        said: dict[str, Any] = read_json(file) if file.is_file() else {}
         if said.get("status") == FAILED:
             return CellState(FAILED, said.get("step", 0), said.get("reason"), said.get("seconds"))
         rows = self.rows(cell)
         if not rows:
             return CellState(WAITING)
-        last = rows[-1]
-        status = last["status"] if last["kind"] == "end" else BEGUN
-        return CellState(status, last["step"], None, said.get("seconds"))
+        status = rows[-1]["status"] if rows[-1]["kind"] == "end" else BEGUN
+        return CellState(status, rows[-1]["step"], None, said.get("seconds"))
 
     def ended(self, cell: Cell, status: str, seconds: float | None, reason: str | None = None) -> None:
         """Write down how a cell ended."""
@@ -266,7 +255,7 @@ class SweepFolder:
         Raises:
             RunError: another process has it, or the folder cannot be written.
         """
-        try:
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with (self.path / "lock").open("a+") as file:
                 try:
@@ -282,8 +271,6 @@ class SweepFolder:
                 file.write(str(os.getpid()))
                 file.flush()
                 yield
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be written ({error.strerror}); give another --out") from error
 
     def is_worked_on(self) -> bool:
         """Whether a sweep is running on it, on this machine."""

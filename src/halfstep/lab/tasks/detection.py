@@ -23,7 +23,6 @@ STRIDES = (4, 8, 16)
 SCALES = (2.0, 2.0 * 2 ** (1 / 3), 2.0 * 2 ** (2 / 3))  # an anchor's side in strides
 RATIOS = (0.5, 1.0, 2.0)
 _ALPHA, _GAMMA = 0.25, 2.0  # of the focal loss
-_HELD_OUT_SEED = -1
 
 
 def anchors() -> Tensor:
@@ -73,7 +72,7 @@ class Detection(Task):
 
     @cached_property
     def _scenes(self) -> Scenes:
-        return compose(self.test, self.pictures, stream(_HELD_OUT_SEED, 0))
+        return compose(self.test, self.pictures, stream(-1, 0))
 
     @cached_property
     def _held_out(self) -> Batch:
@@ -81,11 +80,8 @@ class Detection(Task):
 
     def held_out(self) -> list[Batch]:
         """Pictures from the held-out digits."""
-        whole = self._held_out
-        return [
-            dict(zip(whole, part, strict=True))
-            for part in zip(*(torch.split(t, 64) for t in whole.values()), strict=True)
-        ]
+        parts = zip(*(torch.split(t, 64) for t in self._held_out.values()), strict=True)
+        return [dict(zip(self._held_out, part, strict=True)) for part in parts]
 
     def _batch(self, scenes: Scenes) -> Batch:
         """Pictures with the target of each anchor: a class, -1 for background, -2 for neither; offsets."""
@@ -120,16 +116,15 @@ class Detection(Task):
         Source: Lin et al. 2017, arXiv 1708.02002.
         """
         logits, offsets = model(batch["images"])
-        wanted = F.one_hot(batch["classes"].clamp(min=0), CLASSES) * (batch["classes"] >= 0)[..., None]
-        wanted = wanted.to(logits.dtype)
+        digits = (batch["classes"] >= 0)[..., None]
+        wanted = (F.one_hot(batch["classes"].clamp(min=0), CLASSES) * digits).to(logits.dtype)
         cross_entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
         p = logits.sigmoid()
         wrong = wanted * (1 - p) + (1 - wanted) * p
         focal = (wanted * _ALPHA + (1 - wanted) * (1 - _ALPHA)) * wrong**_GAMMA * cross_entropy
         focal = focal * (batch["classes"] != -2)[..., None]
         box = F.smooth_l1_loss(offsets, batch["offsets"], reduction="none", beta=0.1)
-        total: Tensor = focal.mean() + (box * (batch["classes"] >= 0)[..., None]).mean()
-        return total
+        return focal.mean() + (box * digits).mean()  # type: ignore[no-any-return]
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """mAP at an overlap of 0.5, on the held-out pictures."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from halfstep.lab.data import Digits, load_digits
-from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, stream
 
 
 _COMPONENTS, _SAMPLES = 24, 1000
@@ -39,9 +39,7 @@ class Generation(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Real images and noise, drawn at random."""
         generator = stream(seed, step)
-        which = torch.randint(
-            0, len(self.train.images), (self.size,), generator=generator, dtype=torch.int64, device="cpu"
-        )
+        which = drawn(len(self.train.images), self.size, generator)
         noise = torch.randn(self.size, DCGAN.noise, generator=generator, dtype=torch.float32, device="cpu")
         return {"images": self.train.images[which][:, None], "noise": noise}
 

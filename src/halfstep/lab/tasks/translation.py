@@ -13,7 +13,6 @@ from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, T
 
 
 _SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
-_HELD_OUT_SEED = -1
 
 
 class Translation(Spelling):
@@ -38,7 +37,7 @@ class Translation(Spelling):
 
     @cached_property
     def _held_out(self) -> Batch:
-        return _batch(sentences(self.pairs, stream(_HELD_OUT_SEED, 0)))
+        return _batch(sentences(self.pairs, stream(-1, 0)))
 
     def held_out(self) -> list[Batch]:
         """Sentences of a stream of their own; two alike are as rare as in a language."""

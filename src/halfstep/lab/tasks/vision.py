@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from halfstep.lab.data import Digits, load_digits
 from halfstep.lab.models.cnn import CNN
-from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, stream
 
 
 _WIDTHS = {"cnn": 24, "cnn-wide": 64}
@@ -33,9 +33,7 @@ class Vision(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Images drawn at random, each moved by up to a pixel, with a little noise."""
         generator = stream(seed, step)
-        which = torch.randint(
-            0, len(self.train.images), (self.size,), generator=generator, dtype=torch.int64, device="cpu"
-        )
+        which = drawn(len(self.train.images), self.size, generator)
         images = self.train.images[which]
         down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator, dtype=torch.int64, device="cpu")
         padded = F.pad(images, (1, 1, 1, 1))

@@ -19,11 +19,7 @@ class Local:
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
         """As `Executor.run` says."""
-        if self.at_once > 1:
-            train_side_by_side(train, cells, self.at_once, watch, lost)
-            return
-        for cell in cells:
-            train(*cell, watch)
+        train_side_by_side(train, cells, self.at_once, watch, lost)
 
 
 def executor(where: str, jobs: int) -> Local:
