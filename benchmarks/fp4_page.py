@@ -15,8 +15,8 @@ from fp4_cases import SWITCHES
 from fp4_verdicts import BETTER, ENOUGH, MISSING, WORSE, diverged, finals
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.interval import Interval
-from halfstep.lab.report.gaps import Gap, Gaps, draw
 from halfstep.lab.report.results import PERCENT, SETTINGS, looks, new_figure, png, signed
+from halfstep.lab.report.rows import Gap, Gaps, draw_gaps
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MARGIN, MATCHES, UNDECIDED, band, rule
 
 
@@ -253,4 +253,6 @@ def _final(data: Data) -> Figure:
             gaps.append(Gap(name, ends["gap"], interval, DIVERGED if row["status"] == DIVERGED else None))
     if not gaps:
         return _nothing()
-    return draw(Gaps(tuple(gaps), MARGIN), looks([gap.recipe for gap in gaps]), "The final gap of every case to fp32")
+    return draw_gaps(
+        Gaps(tuple(gaps), MARGIN), looks([gap.recipe for gap in gaps]), "The final gap of every case to fp32"
+    )

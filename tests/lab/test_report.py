@@ -123,7 +123,7 @@ def test_the_page_is_accessible(usual):
 
 @pytest.mark.slow
 def test_writing_twice_writes_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "PICTURES", (curves.picture, exponents.picture))
+    monkeypatch.setattr(pages, "PICTURES", (curves.loss_picture, exponents.exponents_picture))
     folder = write(tmp_path / "run", {"fp32": Run()}, Experiment(recipes=("fp32",), steps=20))
 
     def files():

@@ -13,7 +13,7 @@ from run_folder import BYTES, USUAL, Run, rows, statistics_row, uniform, usual_e
 from halfstep import formats
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder
-from halfstep.lab.report import PICTURES, curves, descent, exponents, gaps, memory, scales, speed, zeroed
+from halfstep.lab.report import PICTURES, curves, exponents, lost, rows as bars
 from halfstep.lab.report.results import load, looks, percent_ticks, plain, power, share, signed, spread
 
 
@@ -44,7 +44,7 @@ def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tm
     assert (2**data.shift, data.shift_from) == (scale, "fp16-mixed's last loss scale")
     cast = exponents.cast_to(data.values["activation_gradients"], formats.get("fp16"), data.shift)
     assert cast.zeroed == pytest.approx(UNIFORM[scale], abs=1e-12)
-    for panel, expected in zip(exponents.draw(data, "t").axes, (1 / 3, UNIFORM[scale]), strict=True):
+    for panel, expected in zip(exponents.draw_exponents(data, None, "t").axes, (1 / 3, UNIFORM[scale]), strict=True):
         bars = [p for p in panel.patches if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) == exponents._BARS]
         assert sum(bar.get_height() for bar in bars) == pytest.approx(1.0)
         drawn = sum(bar.get_height() for bar in bars if bar.get_x() + bar.get_width() <= -25)
@@ -60,14 +60,14 @@ def test_the_runs_own_loss_scale_is_taken_out(tmp_path):
 
 
 def test_exact_zeros_are_stated(tmp_path):
-    picture = exponents.picture(experiment_with(tmp_path, uniform(-30, -15)))
+    picture = exponents.exponents_picture(experiment_with(tmp_path, uniform(-30, -15)))
     assert "7 activation gradients that are exactly zero (<0.1%)" in picture.finding
     assert "7 (<0.1%)" in picture.figure.axes[0].get_title(loc="right")
 
 
 def test_overflow_has_its_own_region(tmp_path):
     data = exponents.gradient_exponents(experiment_with(tmp_path, uniform(-4, 6), last_scale=2.0**12))
-    texts = [text.get_text() for text in exponents.draw(data, "t").axes[1].texts]
+    texts = [text.get_text() for text in exponents.draw_exponents(data, None, "t").axes[1].texts]
     assert "overflows" in texts
     assert "20.0%" in texts  # 2^16 and 2^17 of ten octaves
 
@@ -96,7 +96,7 @@ def test_a_diverged_curve_ends_where_the_run_did(usual):
     curve = next(c for c in curves.loss_curves(usual).curves if c.recipe == "fp16-pure")
     last = [r["loss"] for r in usual.runs["fp16-pure"][0] if r["kind"] == "step"][-1]
     assert curve.end == (2, last)
-    figure = curves.picture(usual).figure
+    figure = curves.loss_picture(usual).figure
     crosses = [line for line in figure.axes[0].lines if line.get_marker() == "X"]
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in crosses] == [(2, last)]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -105,7 +105,7 @@ def test_a_diverged_curve_ends_where_the_run_did(usual):
 
 def test_a_loss_that_explodes_flattens_no_other_curve(tmp_path):
     runs = {"fp32": Run(), "fp16-pure": Run(excess=50.0, diverges=90)}
-    figure = curves.picture(load(write(tmp_path / "run", runs, usual_experiment(runs, steps=100)))).figure
+    figure = curves.loss_picture(load(write(tmp_path / "run", runs, usual_experiment(runs, steps=100)))).figure
     low, top = figure.axes[0].get_ylim()
     assert 1 < low < 2
     assert 5.5 < top < 7
@@ -114,35 +114,37 @@ def test_a_loss_that_explodes_flattens_no_other_curve(tmp_path):
 
 
 def test_gaps_are_the_verdicts_gaps(usual):
-    data = gaps.final_gaps(usual)
+    data = bars.final_gaps(usual)
     assert data.margin == 0.01
     found = {gap.recipe: gap for gap in data.gaps}
     assert list(found) == [recipe for recipe in USUAL if recipe != "fp32"]
-    assert found["fp16-pure"] == gaps.Gap("fp16-pure", None, None, "diverged at step 2")
+    assert found["fp16-pure"] == bars.Gap("fp16-pure", None, None, "diverged at step 2")
     for verdict in usual.verdicts[1:-1]:
         assert (found[verdict.recipe].gap, found[verdict.recipe].interval) == (verdict.paired_gap, verdict.interval)
 
 
 def test_speeds_are_medians_with_their_ratio(usual):
-    data = {s.recipe: s for s in speed.speeds(usual)}
+    data = {s.recipe: s for s in bars.speeds(usual)}
     assert data["fp32"].ratio == 1
     assert data["bf16-nomaster"].ratio == data["bf16-nomaster"].median / data["fp32"].median
     assert all(s.low <= s.median <= s.high for s in data.values())
     assert [r for r, s in data.items() if not s.certain] == ["fp16-pure"]  # one step tells nothing
-    assert "bf16-nomaster" in speed.picture(usual).alt
+    assert "bf16-nomaster" in bars.speed_picture(usual).alt
 
 
 def test_bytes_are_the_memory_rows(usual):
-    for b in memory.bytes_by_role(usual):
-        *roles, transient = BYTES[b.recipe]
-        assert (tuple(b.roles.values()), b.transient, b.total) == (tuple(roles), transient, sum(roles))
+    found = bars.bytes_by_role(usual)
+    assert list(found) == list(USUAL)
+    for recipe, sizes in found.items():
+        assert tuple(sizes.values()) == BYTES[recipe]
+        assert bars.total_bytes(sizes) == sum(BYTES[recipe][:-1])
 
 
 def test_the_loss_scale_history_marks_skips(usual):
-    (history,) = scales.histories(usual)
+    (history,) = exponents.histories(usual)
     assert (history.recipe, history.skipped) == ("fp16-mixed", USUAL["fp16-mixed"].overflows)
     assert (max(history.exponents), history.exponents[-1], len(history.steps)) == (20, 17, 500)
-    picture = scales.picture(usual)
+    picture = exponents.scale_picture(usual)
     assert (
         picture.alt == f"The loss scale ends at {power(17)}; 5 steps were skipped; seed 0"
     )  # the table has all three's
@@ -154,11 +156,11 @@ def test_the_loss_scale_history_marks_skips(usual):
 def test_a_scale_of_one_is_no_scale(tmp_path):
     runs = {"fp32": Run(), "bf16-pure": Run(scale=1.0), "fp16-master": replace(USUAL["fp16-mixed"], scale=1024.0)}
     results = load(write(tmp_path / "run", runs, usual_experiment(runs, steps=20)))
-    assert [h.recipe for h in scales.histories(results)] == ["fp16-master"]
+    assert [h.recipe for h in exponents.histories(results)] == ["fp16-master"]
 
 
 def test_shares_lost_are_the_statistics_rows(usual):
-    data = zeroed.shares_lost(usual)
+    data = lost.shares_lost(usual)
     assert (data.recipe, data.steps) == ("fp32", (100, 200, 300, 400, 500))
     assert data.formats("updates") == ["fp16", "bf16", "float8_e4m3fn", "float8_e5m2"]
     middle = [r for r in usual.runs["fp32"][0] if r["kind"] == "statistics"][2]  # every share only grows or shrinks
@@ -169,13 +171,13 @@ def test_shares_lost_are_the_statistics_rows(usual):
 
 
 def test_descent_is_the_statistics_rows(usual):
-    data = {d.recipe: d for d in descent.descents(usual)}
+    data = {d.recipe: d for d in lost.descents(usual)}
     looked = [r for r in usual.runs["fp32"][0] if r["kind"] == "statistics"]
     assert data["fp32"].steps == (100, 200, 300, 400, 500)
     assert data["fp32"].quality == [r["descent"]["quality"] for r in looked]
     assert data["fp32"].lost == [r["descent"]["lost_share"] for r in looked]
     assert data["fp32"].worst_layer == "token.weight"
-    picture = descent.picture(usual)
+    picture = lost.descent_picture(usual)
     least = min(data.values(), key=lambda d: d.medians[0])
     assert f"{100 * statistics.median(least.quality):.1f}% of {least.recipe}'s update arrives" in picture.alt
     assert "token.weight" in picture.finding
@@ -183,25 +185,25 @@ def test_descent_is_the_statistics_rows(usual):
 
 def test_runs_that_do_not_say_have_no_descent(tmp_path):
     results = load(write(tmp_path / "run", {"fp32": Run(statistics=False)}, Experiment(recipes=("fp32",), steps=20)))
-    assert descent.descents(results) == []
-    assert descent.picture(results).figure is None
+    assert lost.descents(results) == []
+    assert lost.descent_picture(results).figure is None
 
 
 def test_updates_that_were_not_seen_are_left_out(tmp_path):
     """Where 16-bit weights take the update themselves, `lost` is empty."""
     blind = Run(sees_updates=False)
     alone = load(write(tmp_path / "alone", {"bf16-pure": blind}, Experiment(recipes=("bf16-pure",), steps=20)))
-    picture = zeroed.picture(alone)
-    assert set(zeroed.shares_lost(alone).shares) == {"weights", "gradients"}
+    picture = lost.zeroed_picture(alone)
+    assert set(lost.shares_lost(alone).shares) == {"weights", "gradients"}
     assert len(picture.figure.axes) == 2
     assert "not seen" in picture.finding
     runs = {"bf16-pure": blind, "bf16-mixed": Run()}
     both = load(write(tmp_path / "both", runs, Experiment(recipes=tuple(runs), steps=20)))
-    assert zeroed.shares_lost(both).recipe == "bf16-mixed"
+    assert lost.shares_lost(both).recipe == "bf16-mixed"
 
 
-@pytest.mark.quick("curves", "gaps", "speed", "scales", "exponents", "zeroed", "descent")
-@pytest.mark.parametrize("make", PICTURES, ids=lambda make: getattr(make, "draw", make).__module__.rpartition(".")[2])
+@pytest.mark.quick("draw_loss", "gap_picture", "draw_speed", "draw_scale", "draw_zeroed", "draw_descent")
+@pytest.mark.parametrize("make", PICTURES, ids=lambda make: getattr(make, "draw", make).__name__)
 def test_no_text_is_cut_or_written_over_another(make, usual):
     """Every text lies inside the figure, and no two of an axes' own labels overlap."""
     figure = make(usual).figure

@@ -3,7 +3,7 @@
 import base64
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from matplotlib import rc_context
 
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, replace_text, write_json
-from halfstep.lab.report import curves, descent, exponents, field, gaps, memory, scales, speed, zeroed
+from halfstep.lab.report import curves, exponents, lost, rows
 from halfstep.lab.report.results import BASELINE, SETTINGS, Picture, Results, load, png, signed, times
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNDECIDED, RecipeVerdict, enough, rule
 
@@ -20,15 +20,15 @@ from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNDECIDED, RecipeV
 __all__ = ["write_report"]
 
 PICTURES: tuple[Callable[[Results], Picture], ...] = (
-    curves.picture,
-    field.picture,
-    gaps.picture,
-    speed.picture,
-    memory.picture,
-    scales.picture,
-    exponents.picture,
-    zeroed.picture,
-    descent.picture,
+    curves.loss_picture,
+    curves.metric_picture,
+    rows.gap_picture,
+    rows.speed_picture,
+    rows.memory_picture,
+    exponents.scale_picture,
+    exponents.exponents_picture,
+    lost.zeroed_picture,
+    lost.descent_picture,
 )
 """The plots in the page's order."""
 
@@ -37,18 +37,6 @@ _OPTIONS = (
     *("task", "data", "steps", "seeds", "baseline_seeds", "margin", "model", "batch", "context"),
     *("lr", "recipe_lr", "optimizer"),
 )
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One recipe in the verdict table, in words."""
-
-    recipe: str
-    sign: str
-    kind: str
-    verdict: str
-    details: str
-    numbers: tuple[str, ...]
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -105,7 +93,8 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
     )
 
 
-def _line(results: Results, verdict: RecipeVerdict) -> _Line:
+def _line(results: Results, verdict: RecipeVerdict) -> dict[str, Any]:
+    """One recipe in the verdict table, in words."""
     kind, sign = _SIGNS.get(verdict.status, ("open", "…"))
     words, details = verdict.status, ""
     if verdict.status == DIVERGED:
@@ -133,10 +122,11 @@ def _line(results: Results, verdict: RecipeVerdict) -> _Line:
         else f"{signed(interval.low)} to\u00a0{signed(interval.high)}",
         _number(verdict.ms_per_step, "{:.1f}"),
         "–" if ratio is None else f"{times(ratio)}×",
-        "–" if size is None else f"{memory.total_bytes(size):.4g}",
+        "–" if size is None else f"{rows.total_bytes(size):.4g}",
         str(verdict.skipped_steps),
     )
-    return _Line(verdict.recipe, sign, kind, words, details, numbers)
+    said = {"recipe": verdict.recipe, "sign": sign, "kind": kind, "verdict": words, "details": details}
+    return {**said, "numbers": numbers}
 
 
 def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | None = None) -> str | None:

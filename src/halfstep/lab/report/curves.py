@@ -1,7 +1,8 @@
-"""Plot 1: the validation loss over the steps, and its distance from fp32's."""
+"""Plots 1 and 2: the validation loss over the steps, its distance from fp32's, and the task's metric."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from halfstep.lab.experiment import Metric
 from halfstep.lab.folder import Row
 from halfstep.lab.report.results import (
     BAND,
@@ -17,9 +19,11 @@ from halfstep.lab.report.results import (
     INK,
     PERCENT,
     Look,
+    Picture,
     Plot,
     Results,
     looks,
+    new_axes,
     new_figure,
     percent_ticks,
     plain,
@@ -66,19 +70,19 @@ def loss_curves(results: Results) -> Curves:
     """The data of the plot."""
     firsts = {recipe: results.first_seed(recipe) for recipe in results.runs}
     curves = [curve for recipe, found in firsts.items() if found and (curve := _curve(recipe, *found))]
-    fp32 = {seed: _losses(rows) for seed, rows in results.runs.get(BASELINE, {}).items()}
+    fp32 = {seed: _points(rows) for seed, rows in results.runs.get(BASELINE, {}).items()}
     steps = sorted({step for losses in fp32.values() for step in losses})
     at = {step: [losses[step] for losses in fp32.values() if step in losses] for step in steps}
     return Curves(tuple(curves), fp32, {step: b for step, losses in at.items() if (b := band(losses))})
 
 
-def _losses(rows: Sequence[Row]) -> dict[int, float]:
-    """Validation losses by step."""
-    return {row["step"]: row["loss"] for row in rows if row["kind"] == "validation" and row["loss"] is not None}
+def _points(rows: Sequence[Row], name: str = "loss") -> dict[int, float]:
+    """Validation losses, or metrics, by step."""
+    return {row["step"]: row[name] for row in rows if row["kind"] == "validation" and row.get(name) is not None}
 
 
 def _curve(recipe: str, seed: int, rows: Sequence[Row]) -> Curve | None:
-    points = _losses(rows)
+    points = _points(rows)
     losses = [r["loss"] for r in rows if r["kind"] in ("validation", "step") and r["loss"] is not None]
     bad = next((r["step"] for r in rows if r["kind"] == "diverged"), None)
     if not losses:
@@ -87,7 +91,7 @@ def _curve(recipe: str, seed: int, rows: Sequence[Row]) -> Curve | None:
     return Curve(recipe, seed, tuple(points), tuple(points.values()), end, rows[-1]["kind"] == "end")
 
 
-def _title(data: Curves, results: Results) -> str:
+def _loss_title(data: Curves, results: Results) -> str:
     judged = [v for v in results.verdicts if v.recipe != BASELINE]
     diverged = sum(v.status == DIVERGED for v in judged)
     if diverged or any(v.interval for v in judged):
@@ -100,7 +104,7 @@ def _title(data: Curves, results: Results) -> str:
     return f"{plain(first.recipe)}'s validation loss goes from {start:.2f} to {end:.2f}{unit(results.facts.loss_unit)}"
 
 
-def _finding(data: Curves, results: Results) -> str:
+def _loss_finding(data: Curves, results: Results) -> str:
     ends = {c.recipe: (c.steps[-1], c.losses[-1]) for c in data.curves if c.steps and c.end is None}
     if not ends:
         return "No run got to its end."
@@ -118,7 +122,7 @@ def _finding(data: Curves, results: Results) -> str:
     return sentence + "."
 
 
-def draw(data: Curves, results: Results, title: str) -> Figure:
+def draw_loss(data: Curves, results: Results, title: str) -> Figure:
     """The loss above; where fp32 took part beside others, the distance from its mean below."""
     look, loss_unit = looks(results.runs), results.facts.loss_unit
     others = any(data.gaps(c)[0] for c in data.curves if c.recipe != BASELINE)
@@ -145,8 +149,7 @@ def _loss_panel(axes: Axes, data: Curves, look: Mapping[str, Look], loss_unit: s
         low, high = [data.bands[s].lower for s in steps], [data.bands[s].upper for s in steps]
         axes.fill_between(steps, low, high, color=BAND, linewidth=0, zorder=1)
     for curve in sorted(data.curves, key=lambda c: c.recipe != BASELINE):
-        mark = look[curve.recipe]
-        width = 2.6 if curve.recipe == BASELINE else 1.4
+        mark, width = look[curve.recipe], 2.6 if curve.recipe == BASELINE else 1.4
         axes.plot(curve.steps, curve.losses, mark.line, color=mark.colour, linewidth=width, zorder=3)
     top = _ceiling(data)
     if top is not None:
@@ -216,14 +219,83 @@ def _gap_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
     _label_ends(axes, ends, look)
 
 
-picture = Plot(
+loss_picture = Plot(
     "loss",
     "Loss curves",
     "A recipe that works stays on fp32's curve: above, the loss itself, where the grey band is two standard "
     "deviations of fp32 from seed to seed; below, its distance from fp32 with the same seed.",
     "No run has a validation loss yet.",
     loss_curves,
-    _title,
-    _finding,
-    draw,
+    _loss_title,
+    _loss_finding,
+    draw_loss,
 )
+
+
+Courses = Mapping[str, Sequence[Mapping[int, float]]]
+"""By recipe, the metric by step of each of its runs, those that diverged to where they did."""
+
+
+def courses(results: Results) -> Courses:
+    """The data of the plot of the metric; recipes that have none are left out."""
+    every = {recipe: [_points(rows, "metric") for rows in runs.values()] for recipe, runs in results.runs.items()}
+    found = {recipe: [points for points in runs if points] for recipe, runs in every.items()}
+    return {recipe: runs for recipe, runs in found.items() if runs}
+
+
+def metric_picture(results: Results) -> Picture:
+    """The plot with its words."""
+    metric = results.facts.metric
+    if metric is None:
+        why = "Not drawn: this task has no metric beside the loss, or the folder is older than metrics."
+        return Picture("metric", "The field's metric", "", why)
+    better = "Higher" if metric.higher_is_better else "Lower"
+    heading, look_for = f"The field's metric: {metric.name}", f"{better} is better. Faint lines are fp32's other seeds."
+    data = courses(results)
+    if not data:
+        return Picture("metric", heading, look_for, "No run has been validated yet.")
+    diverged = results.with_status(DIVERGED)
+    title = f"{metric.name}: {_best({r: runs for r, runs in data.items() if r not in diverged} or data, metric)}"
+    drawn = draw_metric(data, looks(list(results.runs)), metric, title)
+    return Picture("metric", heading, look_for, _metric_finding(data, metric, diverged), drawn, title)
+
+
+def _ends(data: Courses) -> dict[str, float]:
+    """The mean of each recipe's last values over its seeds."""
+    return {recipe: fmean([*points.values()][-1] for points in runs) for recipe, runs in data.items()}
+
+
+def _best(data: Courses, metric: Metric) -> str:
+    ends = _ends(data)
+    best = (max if metric.higher_is_better else min)(ends, key=lambda recipe: ends[recipe])
+    return f"{plain(best)} ends best at {metric.show(ends[best])}" if len(ends) > 1 else metric.show(ends[best])
+
+
+def _metric_finding(data: Courses, metric: Metric, diverged: Sequence[str]) -> str:
+    words = [f"{r} {metric.show(v)}" + " before it diverged" * (r in diverged) for r, v in _ends(data).items()]
+    return f"The last values, means over the seeds: {', '.join(words)}."
+
+
+def draw_metric(data: Courses, look: Mapping[str, Look], metric: Metric, title: str) -> Figure:
+    """A line a recipe: its first seed; fp32's other seeds faint."""
+    figure, axes = new_axes(3.8, title, "y")
+    axes.margins(x=0.02)
+    axes.set(xlabel="step", ylabel=metric.name)
+    if "%" in metric.form:
+        axes.yaxis.set_major_formatter(lambda value, _: metric.show(value))
+    handles: list[Line2D] = []
+    for recipe in sorted(data, key=lambda recipe: recipe != BASELINE):
+        mark, (first, *others) = look[recipe], data[recipe]
+        handles += axes.plot(
+            [*first],
+            [*first.values()],
+            mark.line,
+            color=mark.colour,
+            linewidth=2.6 if recipe == BASELINE else 1.4,
+            zorder=3,
+            label=plain(recipe),
+        )
+        for points in others if recipe == BASELINE else ():
+            axes.plot([*points], [*points.values()], "-", color=FAINT, linewidth=0.8, alpha=0.6, zorder=2)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
+    return figure

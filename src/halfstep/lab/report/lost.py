@@ -1,13 +1,24 @@
-"""Plot 7: the share of weights, gradients and updates that each format would turn into nothing."""
+"""Plots 8 and 9: what each format would turn into nothing, and how much of each recipe's updates arrives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from matplotlib.figure import Figure
 
 from halfstep import formats
-from halfstep.lab.report.results import BASELINE, ROLES, Plot, Results, name_rows, new_figure, plain, share, whisker
+from halfstep.lab.report.results import (
+    BASELINE,
+    ROLES,
+    Plot,
+    Results,
+    looks,
+    name_rows,
+    new_figure,
+    plain,
+    share,
+    whisker,
+)
 
 
 WHAT = {
@@ -61,7 +72,7 @@ def shares_lost(results: Results) -> Lost | None:
     return Lost(recipe, seed, tuple(row["step"] for row in looks), shares) if shares else None
 
 
-def _title(data: Lost, results: Results) -> str:
+def _zeroed_title(data: Lost, results: Results) -> str:
     what = next(what for what in ("updates", "gradients", "weights") if what in data.shares)
     names = data.formats(what)
     worst = max([n for n in names if formats.get(n).bits >= 16] or names, key=lambda n: data.median(what, n))
@@ -72,7 +83,7 @@ def _title(data: Lost, results: Results) -> str:
     }[what]
 
 
-def _finding(data: Lost, results: Results) -> str:
+def _zeroed_finding(data: Lost, results: Results) -> str:
     parts = [f"Medians over {_steps(data)} of {data.recipe}, seed {data.seed}"]
     for what in data.shares:
         shares = ", ".join(f"{share(data.median(what, n))} in {n}" for n in data.formats(what))
@@ -86,7 +97,7 @@ def _steps(data: Lost) -> str:
     return f"step {data.steps[0]}" if len(data.steps) == 1 else f"{len(data.steps)} steps"
 
 
-def draw(data: Lost, results: Results, title: str) -> Figure:
+def draw_zeroed(data: Lost, results: Results, title: str) -> Figure:
     """Bars at the median over the steps, whiskers over all of them; a group for weights, gradients and updates."""
     heights = [len(names) for names in data.shares.values()]
     figure = new_figure(1.5 + 0.27 * sum(height + 1 for height in heights), title)
@@ -110,7 +121,7 @@ def draw(data: Lost, results: Results, title: str) -> Figure:
     return figure
 
 
-picture = Plot(
+zeroed_picture = Plot(
     "zeroed",
     "What becomes zero, by format",
     "Long bars are what breaks a recipe that stores this part of training in that format: gradients call for a "
@@ -118,7 +129,104 @@ picture = Plot(
     "whiskers their range.",
     "Not drawn: no run has written statistics yet.",
     shares_lost,
-    _title,
-    _finding,
-    draw,
+    _zeroed_title,
+    _zeroed_finding,
+    draw_zeroed,
+)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One recipe's first seed: descent quality and share of lost updates at the steps looked at."""
+
+    recipe: str
+    steps: tuple[int, ...]
+    quality: Sequence[float]
+    lost: Sequence[float]
+    worst_layer: str
+    """The parameter whose updates arrive least at the middle one of the steps."""
+    medians: Sequence[float]
+    """Of each seed, the quality at the middle one of its steps: the last says little, its updates are as small as the
+    learning rate."""
+
+
+def descents(results: Results) -> list[Descent]:
+    """The data of the plot, a recipe at a time; a step in which nothing was wanted (skipped ones) is left out."""
+    found = []
+    for recipe, runs in results.runs.items():
+        looks = [
+            [row for row in rows if row["kind"] == "statistics" and row.get("descent", {}).get("quality") is not None]
+            for rows in runs.values()
+        ]
+        first = next(iter(looks), [])
+        if first:
+            layers = first[len(first) // 2]["descent"]["layers"]
+            known = {name: layer["quality"] for name, layer in layers.items() if layer["quality"] is not None}
+            found.append(
+                Descent(
+                    recipe,
+                    tuple(row["step"] for row in first),
+                    [row["descent"]["quality"] for row in first],
+                    [row["descent"]["lost_share"] for row in first],
+                    min(known, key=lambda name: known[name], default=""),
+                    [median(row["descent"]["quality"] for row in rows) for rows in looks if rows],
+                )
+            )
+    return found
+
+
+def _least(data: list[Descent]) -> Descent:
+    return min(data, key=lambda d: fmean(d.medians))
+
+
+def _descent_title(data: list[Descent], results: Results) -> str:
+    least = _least(data)
+    arrives = share(max(0.0, fmean(least.medians)))
+    return f"{arrives} of {plain(least.recipe)}'s update arrives (median of {len(least.steps)} steps)"
+
+
+def _descent_finding(data: list[Descent], results: Results) -> str:
+    least = _least(data)
+    seeds, low, high = len(least.medians), min(least.medians), max(least.medians)
+    if low > 0.99:
+        return "Every recipe's updates arrive whole at the median of the steps looked at."
+    spread = f" (mean of {seeds} seeds, {share(max(0.0, low))} to {share(max(0.0, high))})" if seeds > 1 else ""
+    return (
+        f"At the median of {len(least.steps)} steps {least.recipe} keeps {share(max(0.0, fmean(least.medians)))} of "
+        f"its update{spread}, {share(median(least.lost))} of its elements do not move, and {least.worst_layer} keeps "
+        f"least. Curves are of the first seed."
+    )
+
+
+def draw_descent(data: Sequence[Descent], results: Results, title: str) -> Figure:
+    """Quality above, the share of lost updates below, over steps."""
+    figure = new_figure(4.6, title)
+    above, below = figure.subplots(2, 1, sharex=True)
+    for d in data:
+        own = looks(results.runs)[d.recipe]
+        for axes, values in ((above, d.quality), (below, d.lost)):
+            axes.plot(
+                d.steps, values, own.line, color=own.colour, marker=own.marker, markersize=5, label=plain(d.recipe)
+            )
+    low, high = min(-0.03, *(min(d.quality) for d in data)), max(1.08, *(max(d.quality) for d in data)) + 0.02
+    above.set(ylabel="descent quality", ylim=(low, high))
+    below.set(ylabel="lost updates (%)", ylim=(-0.03, 1.03), xlabel="step")
+    below.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f}")
+    for axes in (above, below):
+        axes.grid(axis="y")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+descent_picture = Plot(
+    "descent",
+    "Descent quality",
+    "The part of each update that arrives in what is stored, masters included: 1 when nothing is lost, 0 when "
+    "everything stalls. Without a master it falls with the learning rate, as updates sink below half the gap "
+    "between neighbours; stochastic rounding scatters around 1.",
+    "Not drawn: no run has written what became of its updates.",
+    descents,
+    _descent_title,
+    _descent_finding,
+    draw_descent,
 )
