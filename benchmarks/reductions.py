@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.mean import mean_steps, run
-from halfstep.distributed.message import gather, spread
+from halfstep.distributed.mean import fp8lm_steps, gather, mean_steps, run, spread
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT

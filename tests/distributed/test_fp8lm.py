@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.mean import run
+from halfstep.distributed.mean import fp8lm_steps, run
 from halfstep.recipe import FP8_LM
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from halfstep import formats
-from halfstep.distributed.mean import mean_steps, run
-from halfstep.distributed.message import Message
+from halfstep.distributed.mean import Message, mean_steps, run
 from halfstep.errors import RecipeError
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling

@@ -9,9 +9,8 @@ from torch import nn
 from halfstep.errors import ModelError, OptimizerError
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.unit.groups import parameter_groups
-from halfstep.unit.optimizers import decouple_decay, optimizer_kind
 from halfstep.unit.parametrization import get_parametrization, list_parametrizations
-from halfstep.unit.roles import set_depth, set_roles
+from halfstep.unit.roles import decouple_decay, optimizer_kind, set_depth, set_roles
 
 
 def mlp(width, layers=2):

@@ -10,6 +10,7 @@ from torch import nn
 from families import for_each, slow_unless
 from halfstep import unit
 from halfstep.errors import ModelError
+from halfstep.unit.roles import optimizer_kind
 
 
 WIDTHS = (64, 256, 512)
@@ -30,7 +31,7 @@ def test_training_is_the_same_under_mup_and_umup():
     roles = [unit.Role(kind, shape[1], shape[0]) for kind, shape in zip(kinds, shapes, strict=True)]
     mine = [umup.multiplier(role) for role in roles]
     theirs = [mine[0], 1.0, mine[2]]
-    adam = unit.optimizers.optimizer_kind("adam")
+    adam = optimizer_kind("adam")
     rates = [umup.lr(role, adam, None) for role in roles]
     assert rates[1] == width**-0.5
 

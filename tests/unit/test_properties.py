@@ -300,7 +300,7 @@ def test_every_operation_stands_here():
         for name in unit.__all__
         if isinstance(function := getattr(unit, name), FunctionType)
         and function.__module__ in {room.__name__ for room in rooms}
-    }
+    } - {"equal_shares", "fixed", "running_mean"}  # schemes of residuals, which take no tensor
     assert {"linear", "softmax", "square_root_attention", "cross_entropy", "residual_split"} <= operations
     named = {word for pair in re.findall(r'unit\.(\w+)|"(\w+)"', text) for word in pair}
     assert operations <= named, operations - named

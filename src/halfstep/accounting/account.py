@@ -86,9 +86,13 @@ def account(
     one_of("optimizer", optimizer, OPTIMIZERS, AccountError)
     length = sequence_of(subject, sequence)
     if recipe.stages:
-        options: dict[str, Any] = {"batch": batch, "sequence": sequence, "optimizer": optimizer}
-        options |= {"checkpointing": checkpointing, "per_layer": per_layer}
-        each = [account(subject, stage, **options) for stage in recipe.by_stage]
+        each = [
+            account(
+                subject, stage, batch=batch, sequence=sequence, optimizer=optimizer, checkpointing=checkpointing,
+                per_layer=per_layer,
+            )
+            for stage in recipe.by_stage
+        ]  # fmt: skip
         most = max(each, key=lambda account: max(account.bytes.peak, account.bytes.persistent + account.bytes.update))
         return replace(most, recipe=recipe.name)
     if not subject.has_layers:
@@ -333,8 +337,8 @@ def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:
     Source: Rajbhandari et al. 2020, arXiv 1910.02054, figure 1 and section 5.
     """
     check_ranks(ranks, zero)
-    held, parts = account.bytes, [ranks if zero >= stage else 1 for stage in (3, 2, 1)]
-    of_weights, of_gradients, of_states = parts
+    held = account.bytes
+    of_weights, of_gradients, of_states = (ranks if zero >= stage else 1 for stage in (3, 2, 1))
 
     def divided(size: int, divisor: int) -> int:
         return -(-size // divisor)
@@ -391,8 +395,7 @@ def _communication(account: Account, ranks: int, zero: int) -> int:
     if zero == 0:
         return account.bytes.gradients + kept
     reduced = account.bytes.gradients * min(account.trained, BUCKET) // max(1, account.trained)
-    gathered = account.bytes.weights * min(account.parameters, BUCKET) // account.parameters
-    return reduced + gathered + kept
+    return reduced + account.bytes.weights * min(account.parameters, BUCKET) // account.parameters + kept
 
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12, "TiB": 2**40}

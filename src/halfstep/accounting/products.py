@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,6 @@ from halfstep.errors import AccountError
 from halfstep.grouping import grouped
 from halfstep.nn.adapters import wide
 from halfstep.nn.layers import Matched, match
-from halfstep.quant import Quantizer
 from halfstep.recipe import HEADS, LinearSpec, Matmul, Recipe, get_recipe, starts
 
 
@@ -82,16 +82,13 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """While it lasts, products are those of the module that is being called."""
         with ExitStack() as hooks:
             for path, module in self._model.named_modules():
-                hooks.enter_context(module.register_forward_pre_hook(self._entered(path), prepend=True))
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._entered, path), prepend=True))
                 hooks.enter_context(module.register_forward_hook(self._left, always_call=True))
             hooks.enter_context(self)
             yield
 
-    def _entered(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append((path, torch.is_grad_enabled()))
-
-        return enter
+    def _entered(self, path: str, module: nn.Module, args: Any) -> None:
+        self._stack.append((path, torch.is_grad_enabled()))
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
@@ -125,8 +122,7 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 _Found = list[tuple[Any, ...]]
@@ -135,14 +131,10 @@ where no tensor has them."""
 _Count = Callable[[tuple[Any, ...], Any], _Found]
 
 
-def _matrices(first: int) -> _Count:
-    """Of (..., rows, shared) and (..., shared, columns), which stand in the arguments from `first` on."""
-
-    def count(args: tuple[Any, ...], result: Any) -> _Found:
-        left, right = args[first : first + 2]
-        return [(left, right, result.numel(), result.numel() * left.shape[-1], OTHER)]
-
-    return count
+def _matrices(args: tuple[Any, ...], result: Any) -> _Found:
+    """Of (..., rows, shared) and (..., shared, columns); what they are added to may stand before them."""
+    left, right = [each for each in args if isinstance(each, Tensor)][-2:]
+    return [(left, right, result.numel(), result.numel() * left.shape[-1], OTHER)]
 
 
 def _convolution(args: tuple[Any, ...], result: Any) -> _Found:
@@ -172,12 +164,7 @@ def _recurrent(args: tuple[Any, ...], result: Any) -> _Found:
 
 
 _COUNTS: dict[Any, _Count] = {
-    _aten.mm: _matrices(0),
-    _aten.bmm: _matrices(0),
-    _aten.addmm: _matrices(1),
-    _aten.baddbmm: _matrices(1),
-    _aten.mv: _matrices(0),
-    _aten.addmv: _matrices(1),
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv), _matrices),
     _aten.convolution: _convolution,
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -322,8 +309,7 @@ def cost(
     if subject.batch is None:
         raise AccountError(f"{subject.name}: a checkpoint alone cannot be run; give its config.json, or its folder")
     shares = _shares(recipe, total_steps)
-    functions = {name for stage in recipe.by_stage for name in stage.float32_functions}
-    for name in sorted(_FORM_PRODUCTS & functions):
+    for name in sorted(_FORM_PRODUCTS & {name for stage in recipe.by_stage for name in stage.float32_functions}):
         raise AccountError(
             f"recipe {recipe.name!r} takes {name} in float32, and which of the model's products it forms cannot be "
             "seen; leave it out of float32_functions, or name its modules in float32_modules"
@@ -440,7 +426,4 @@ def _bits(recipe: Recipe) -> int:
 
 
 def _wider(matmul: Matmul, plain: int) -> int:
-    def bits(quantizer: Quantizer | None) -> int:
-        return plain if quantizer is None else quantizer.format.bits
-
-    return max(bits(matmul.lhs), bits(matmul.rhs))
+    return max(plain if operand is None else operand.format.bits for operand in (matmul.lhs, matmul.rhs))

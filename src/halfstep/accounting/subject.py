@@ -191,10 +191,9 @@ def _workspace(args: tuple[Any, ...]) -> int:
     steps = int(args[0].shape[0])
 
     def kept(length: int) -> int:
-        first = args[0].new_empty((length, *args[0].shape[1:]))
         given = [
             x if not isinstance(x, Tensor) else torch.zeros(x.shape, dtype=x.dtype, device="cpu")
-            for x in (first, *args[1:])
+            for x in (args[0].new_empty((length, *args[0].shape[1:])), *args[1:])
         ]
         return int(_aten.mkldnn_rnn_layer.default(*given)[-1].numel())
 
@@ -345,8 +344,7 @@ def _numbers(data: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _built(name: str, kind: Any, config: Any, remarks: tuple[str, ...] = ()) -> Subject:
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if getattr(kind, "main_input_name", "") == "pixel_values":
         image = getattr(config, "image_size", IMAGE)
         shape = (getattr(config, "num_channels", 3), *(image if isinstance(image, (list, tuple)) else (image, image)))
@@ -368,8 +366,7 @@ def _built(name: str, kind: Any, config: Any, remarks: tuple[str, ...] = ()) -> 
 
 def _new(kind: Any, config: Any) -> nn.Module:
     config.use_cache = False  # a training run keeps none
-    model: nn.Module = kind(config)
-    return model.train()
+    return kind(config).train()  # type: ignore[no-any-return]
 
 
 # ---- a checkpoint's header ------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.distributed.collectives import LIMIT, Exchange
-from halfstep.distributed.hook import fp8_hook
-from halfstep.distributed.reduction import Reduction
+from halfstep.distributed.reduction import Reduction, fp8_hook
 from halfstep.distributed.sharded import install, modules_of
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.following import root_of
@@ -69,8 +68,11 @@ def compress(
             f"{name}, and none was given: halfstep.distributed.compress(ddp, halfstep.recipe.FP8), or a recipe with "
             "communication = halfstep.recipe.FP8"
         )
-    if ddp is None:
-        _check_sharded(communication)
+    if ddp is None and (communication.reduce != "all_to_all" or communication.feeds_back):
+        raise RecipeError(
+            f"gradients of sharded weights as {communication}: under fully_shard they are summed in float32, once, and "
+            "nothing is kept of them: Communication(..., reduce='all_to_all', error_feedback=False)"
+        )
     state = _reduction(root, communication, None if ddp is None else ddp.process_group, scaler, limit)
     if ddp is not None:
         try:
@@ -82,15 +84,6 @@ def compress(
         install(model, state)
     own_part(root).reduction = state
     return state
-
-
-def _check_sharded(communication: Communication) -> None:
-    """Refuse what FSDP2's collectives do not hold."""
-    if communication.reduce != "all_to_all" or communication.feeds_back:
-        raise RecipeError(
-            f"gradients of sharded weights as {communication}: under fully_shard they are summed in float32, once, and "
-            "nothing is kept of them: Communication(..., reduce='all_to_all', error_feedback=False)"
-        )
 
 
 def _divides_by_all(reference: Callable[[], Any]) -> bool:
@@ -203,8 +196,7 @@ def reduce_gradients(
         recipe = _recipe(root)
         communication = communication or (recipe.communication if recipe else None)
         state = own_part(root).reduction = _reduction(root, communication, process_group, scaler)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for bucket in _buckets(_with_gradients(parameters, state)):
+    for bucket in _buckets(_with_gradients([p for p in model.parameters() if p.requires_grad], state)):
         values = torch.cat([_grad(p).flatten() for p in bucket])
         state.begin(values, bucket, lambda bucket=bucket, values=values: _write(bucket, values))  # type: ignore[misc]
     state.finish()
@@ -216,13 +208,11 @@ def _with_gradients(parameters: Sequence[Tensor], state: Reduction) -> list[Tens
     here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     everyone = here.repeat(state.exchange.ranks, 1)
     state.exchange.all_gather(everyone).wait()
-    found = []
-    for parameter, somewhere in zip(parameters, everyone.amax(0).tolist(), strict=True):
-        if somewhere and parameter.grad is None:
+    found = [parameter for parameter, somewhere in zip(parameters, everyone.amax(0).tolist(), strict=True) if somewhere]
+    for parameter in found:
+        if parameter.grad is None:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
             parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-        if somewhere:
-            found.append(parameter)
     return found
 
 
@@ -338,7 +328,7 @@ class Dealt:
         sizes = [sum(part.nbytes for part in parts) for parts in memory]
         everyone = torch.zeros(self.exchange.ranks, max(sizes), dtype=torch.uint8, device=memory[0][0].device)
         ours = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
-        torch.cat([_bytes(part) for part in memory[self.exchange.rank]], out=ours)
+        torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in memory[self.exchange.rank]], out=ours)
         self.exchange.all_gather(everyone).wait()
         for rank, own in enumerate(self._of):
             if rank == self.exchange.rank:
@@ -353,7 +343,3 @@ class Dealt:
 def _memory(parameter: Tensor) -> Sequence[Tensor]:
     """The plain tensors that a parameter is stored in."""
     return list(parameter.parts.values()) if isinstance(parameter, CodeTensor) else [parameter.detach()]
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return part.contiguous().view(-1).view(torch.uint8)

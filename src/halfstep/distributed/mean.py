@@ -1,14 +1,127 @@
-"""The mean of the ranks' gradients, sent in few bits and summed in float32; and ranks simulated in one process."""
+"""The mean of the ranks' gradients, sent as messages in few bits; FP8-LM's, as a reproduction; ranks in one process."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.distributed.collectives import Buffers, Exchange
-from halfstep.distributed.message import Message, granule
+from halfstep.kernels.cpu import means
+from halfstep.kernels.largest import amax_of
+from halfstep.ops.casts import Quantized, decode, encode, quantize, round_to
+from halfstep.quant import Quantizer
 from halfstep.recipe import Storage
+
+
+_ALIGNED = 8  # bytes: what a view of any dtype begins at a multiple of
+
+
+class Message:
+    """The layout of so many elements, encoded as a storage says.
+
+    Every backend sends bytes: gloo takes no float8, and NCCL not on every GPU.
+
+    Args:
+        storage: fp32, bf16 or fp16; or codes in tiles laid out flat.
+        length: in elements, a multiple of `granule(storage)`.
+        shape: of the tensor that they are, where tiles are not laid out flat.
+    """
+
+    def __init__(self, storage: Storage, length: int, shape: tuple[int, ...] | None = None) -> None:
+        self._storage, self.length = storage, length
+        self._shape = storage.matrix(shape or (length,))
+        self._parts: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
+        end = 0
+        for name, (dtype, own) in storage.layout("codes", shape or (length,)).items():
+            start, size = _up(end, _ALIGNED), prod(own) * dtype.itemsize
+            self._parts[name], end = (dtype, own, start, start + size), start + size
+        self.bytes = _up(end, _ALIGNED)
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        """Write the values, of one dimension, into a message, `bytes` of uint8. What is not finite makes
+        its block NaN."""
+        tensors = self._views(message)
+        if self._storage.dtype is not None:
+            tensors["codes"].copy_(values.view(tensors["codes"].shape))
+            return
+        quantizer = self._storage.quantizer
+        quantize(values.view(self._shape), quantizer, out=Quantized(quantizer, self._shape, values.dtype, tensors))
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the values of a message into a tensor of one dimension. fp16 takes what is beyond its range as ± its
+        largest value."""
+        tensors = self._views(message)
+        if self._storage.dtype is not None:
+            out.view(tensors["codes"].shape).copy_(tensors["codes"])
+            return
+        found = out if out.dtype in (torch.float32, torch.bfloat16) else torch.empty_like(out, dtype=torch.float32)
+        Quantized(self._storage.quantizer, self._shape, found.dtype, tensors).dequantize(out=found.view(self._shape))
+        if found is not out:
+            limit = torch.finfo(out.dtype).max
+            out.copy_(found.clamp_(-limit, limit))
+
+    def mean(self, messages: Tensor, out: Tensor | None, total: Tensor | None) -> bool:
+        """Whether a kernel wrote the mean of messages, one a row, summed in float32 in their order: encoded to `out`,
+        and as values to `total`."""
+        quantizer, codes = self._storage.quantizer, self._parts["codes"]
+        if self._storage.dtype is not None or codes[1][0] != 1:
+            return False
+        return means.run(messages, quantizer, self.length, self._parts["codes_scale"][2], out, total)
+
+    def _views(self, message: Tensor) -> dict[str, Tensor]:
+        parts = self._parts.items()
+        prefix = "" if self._storage.dtype is not None else "codes_"
+        return {
+            name.removeprefix(prefix): message[start:stop].view(dtype).view(shape)
+            for name, (dtype, shape, start, stop) in parts
+        }
+
+
+def granule(storage: Storage) -> int:
+    """Elements that are encoded together: a message has a multiple of it."""
+    scales = storage.quantizer.scales
+    return _ALIGNED if storage.dtype is not None or scales is None else scales.tile.columns
+
+
+def spread(values: Tensor, lengths: Sequence[int], storage: Storage, rows: int = 1) -> Tensor:
+    """Values of so many parameters, each at the beginning of a block, behind zeros: what an element is rounded to then
+    does not depend on what lies beside it. The values themselves, where they lie so already.
+
+    Args:
+        rows: into how many parts each parameter is cut, one a row: which rank sums an element then does not depend on
+            it either.
+    """
+    unit = granule(storage)
+    if rows == 1 and (storage.dtype is not None or all(length % unit == 0 for length in lengths[:-1])):
+        return values
+    found = values.new_zeros(rows * sum(_up(-(-length // rows), unit) for length in lengths))
+    for piece, own in _pieces(values, found, lengths, unit, rows):
+        own.copy_(piece)
+    return found
+
+
+def gather(found: Tensor, lengths: Sequence[int], storage: Storage, values: Tensor, rows: int = 1) -> None:
+    """Write what `spread` made back into the values it was made of."""
+    if found is not values:
+        for piece, own in _pieces(values, found, lengths, granule(storage), rows):
+            piece.copy_(own)
+
+
+def _pieces(
+    values: Tensor, found: Tensor, lengths: Sequence[int], unit: int, rows: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    start, matrix = 0, found.view(rows, -1)
+    for piece in values.split_with_sizes(list(lengths)):
+        width = _up(-(-piece.numel() // rows), unit)
+        for row, part in enumerate(piece.split(width)):  # type: ignore[no-untyped-call]
+            yield part, matrix[row, start : start + part.numel()]
+        start += width
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 Steps = Generator[Any, None, Any]
@@ -123,3 +236,56 @@ def run(steps: Callable[[Any], Steps], ranks: int) -> Sequence[Simulated]:
         for out, _, taken in begun:
             out.copy_(taken([given for _, given, _ in begun]).view_as(out))
     return exchanges
+
+
+MOST, SHARE, RAISE = 2.0, 1e-5, 2.0 ** (1 / 1000)
+"""mu's largest value, the share of saturated sums from which on it is halved, and what it is raised by elsewhere."""
+
+
+def fp8lm_steps(
+    values: Tensor, lengths: Sequence[int], quantizer: Quantizer, exchange: Exchange, mu: Tensor, adapts: bool = True
+) -> Steps:
+    """Replace gradients of so many parameters, laid out one after the other, by the mean that FP8-LM forms.
+
+    s = mu 2^floor(log2(max / amax)) for each parameter, amax being the largest of all ranks; codes(s g) are summed rank
+    by rank, each sum rounded and saturated; the mean is the sum over s N. A parameter of which a gradient is not finite
+    becomes NaN. What a ring or a tree sums in another order rounds otherwise.
+
+    Args:
+        mu: float32, one for each parameter: halved where over 0.001% of the sum saturates, else raised by 2^(1/1000),
+            up to 2, alike on all ranks.
+        adapts: whether mu moves.
+
+    Source: Peng et al. 2023, arXiv 2310.18313, section 2.1.
+    """
+    format, ranks, size = quantizer.format, exchange.ranks, values.numel()
+    scale = mu * (yield from _factors(values, lengths, quantizer, exchange))
+    pieces = zip(values.split_with_sizes(list(lengths)), scale, strict=True)
+    scaled = torch.cat([piece.float() * each for piece, each in pieces])
+    share = -(-size // ranks)
+    sent = torch.stack([encode(piece, format) for piece in shares(scaled, ranks, share)])
+    got = sent.clone()
+    yield exchange.all_to_all(got, sent)
+    total = decode(got[0], format)
+    for other in got[1:]:
+        total = round_to(total + decode(other, format), format)
+    sent[exchange.rank] = encode(total, format)
+    yield exchange.all_gather(sent)
+    mean = decode(sent.view(-1)[:size], format)
+    parts = mean.split_with_sizes(list(lengths))
+    if adapts:
+        full = torch.stack([(part.abs() == format.max).float().mean() for part in parts])
+        mu.copy_(torch.where(full > SHARE, mu / 2, (mu * RAISE).clamp(max=MOST)))
+    values.copy_(torch.cat([part / (each * ranks) for part, each in zip(parts, scale, strict=True)]))
+
+
+def _factors(values: Tensor, lengths: Sequence[int], quantizer: Quantizer, exchange: Exchange) -> Steps:
+    """What each parameter is multiplied by, before mu; NaN where a gradient is not finite on any rank."""
+    assert quantizer.scales is not None
+    amax = torch.stack([amax_of(piece).float() for piece in values.split_with_sizes(list(lengths))])
+    amax = torch.where(amax.isnan(), torch.inf, amax)  # a NaN is lost in some backends' maximum
+    everyone = amax.repeat(exchange.ranks, 1)
+    yield exchange.all_gather(everyone)
+    factor = quantizer.scales.rule.factor(everyone.amax(0), quantizer.format)
+    assert factor is not None
+    return torch.where(everyone.amax(0) == 0, 1.0, factor)

@@ -1,15 +1,14 @@
-"""How a model's gradients are reduced: what is sent, what is remembered from step to step, and when."""
+"""How a model's gradients are reduced: what is sent, what is remembered from step to step, and when; DDP's hook."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.distributed.collectives import Exchange
-from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.mean import Steps, mean_steps
-from halfstep.distributed.message import gather, spread
+from halfstep.distributed.mean import Steps, fp8lm_steps, gather, mean_steps, spread
 from halfstep.errors import ModelError, RecipeError
 from halfstep.recipe import FP8, Communication, Storage, get_storage
 
@@ -43,6 +42,8 @@ class Reduction:
         self.communication, self.exchange = communication, Exchange(process_group)
         self.times = 0
         self.divides_by_all: Callable[[], bool] = lambda: True
+        self._feeds_back = communication is not None and communication.feeds_back
+        self._adapts = communication is not None and communication.reduce == "fp8lm"
         self._names, self._scale = names or {}, scale
         self._kept: dict[Any, Tensor] = {}
         self._saved: Mapping[str, Tensor] = {}
@@ -108,9 +109,9 @@ class Reduction:
         given = communication.gradients if communication is not None else None
         storage = given or get_storage(FORMATS[values.dtype])
         if communication is not None and communication.reduce != "all_to_all":
-            return self._by_fp8lm(values, parameters, storage)
+            return self._by_fp8lm(values, parameters, lengths, storage)
         if self._feeds_back:
-            return self._fed_back(values, parameters, storage)
+            return self._fed_back(values, parameters, lengths, storage)
         return self._plain(values, lengths, storage)
 
     def _plain(self, values: Tensor, lengths: Sequence[int], storage: Storage) -> Steps:
@@ -118,22 +119,25 @@ class Reduction:
         yield from mean_steps(laid, storage, self.exchange)
         gather(laid, lengths, storage, values)
 
-    def _fed_back(self, values: Tensor, parameters: Sequence[Tensor], storage: Storage) -> Steps:
+    def _fed_back(
+        self, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int], storage: Storage
+    ) -> Steps:
         """With what rounding took from these parameters' last gradients, which is kept without the loss scale."""
-        lengths, rows = [parameter.numel() for parameter in parameters], self.exchange.ranks
-        scale = 1.0 if self._scale is None else self._scale()
+        rows, scale = self.exchange.ranks, 1.0 if self._scale is None else self._scale()
         own = [self._of(p) for p in parameters]
         taken = torch.cat(own).mul_(scale)
         laid, residual = (spread(each, lengths, storage, rows) for each in (values, taken))
         yield from mean_steps(laid, storage, self.exchange, residual)
         gather(laid, lengths, storage, values, rows)
         gather(residual, lengths, storage, taken, rows)
-        for mine, each in zip(own, taken.div_(scale).split_with_sizes(lengths), strict=True):
+        for mine, each in zip(own, taken.div_(scale).split_with_sizes(list(lengths)), strict=True):
             mine.copy_(each)
 
-    def _by_fp8lm(self, values: Tensor, parameters: Sequence[Tensor], storage: Storage) -> Steps:
+    def _by_fp8lm(
+        self, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int], storage: Storage
+    ) -> Steps:
         own = [self._of(p) for p in parameters]
-        mu, lengths = torch.stack(own), [parameter.numel() for parameter in parameters]
+        mu = torch.stack(own)
         yield from fp8lm_steps(values, lengths, storage.quantizer, self.exchange, mu, self._adapts)
         for mine, each in zip(own, mu, strict=True):
             mine.copy_(each)
@@ -150,14 +154,6 @@ class Reduction:
             saved = self._saved.get(self._names.get(parameter, ""))
             self._kept[parameter] = kept if saved is None else kept.copy_(saved)
         return self._kept[parameter]
-
-    @property
-    def _feeds_back(self) -> bool:
-        return self.communication is not None and self.communication.feeds_back
-
-    @property
-    def _adapts(self) -> bool:
-        return self.communication is not None and self.communication.reduce == "fp8lm"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # ranks do not multiply: a copy of a model is reduced by what is called for it
@@ -207,3 +203,29 @@ class Reduction:
 
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+# torch reads its annotations, which must not be strings: no `from __future__ import annotations` here.
+def fp8_hook(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """Average a bucket of gradients over the ranks, in the format that the state says (E4M3 by default).
+
+        ddp.register_comm_hook(Reduction(), fp8_hook)
+
+    Buckets go out as they come, while the backward pass computes; each is summed when the next one has gone out, and
+    the last one waits for all. `compress(ddp)` is this and more: ranks agree first, and the state is saved.
+
+    Args:
+        state: of one DDP model.
+        bucket: DDP's.
+
+    Raises:
+        ModelError: another rank has failed.
+    """
+    values = bucket.buffer()
+    if bucket.index() == 0:
+        state.check_begin()
+    future: Any = torch.futures.Future(devices=[values.device] if values.is_cuda else None)
+    state.begin(values, bucket.parameters(), lambda: future.set_result(values))
+    if bucket.is_last():
+        state.finish()
+    return future  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from halfstep.distributed.mean import mean_of, shares
-from halfstep.distributed.message import Message, granule
+from halfstep.distributed.mean import Message, granule, mean_of, shares
 from halfstep.distributed.reduction import FORMATS, Reduction
 from halfstep.errors import ModelError
 from halfstep.ops.part import part_of
@@ -72,8 +71,7 @@ class Scatter(_Allocates):
         size = exchange.ranks, message.bytes
         sent, got = (exchange.buffers.take(size, torch.uint8, input_tensor.device) for _ in range(2))
         for rank, row in enumerate(input_tensor.view(exchange.ranks, share)):
-            to = got if rank == exchange.rank else sent
-            message.encode(shares(row, 1, message.length)[0], to[rank])
+            message.encode(shares(row, 1, message.length)[0], (got if rank == exchange.rank else sent)[rank])
         exchange.all_to_all(got, sent).wait()
         mean = exchange.buffers.take((message.length,), torch.float32, input_tensor.device)
         mean_of(got, message, exchange.buffers, total=mean)
@@ -106,13 +104,12 @@ class Gather(_Allocates):
         parts = self._parts(input_tensor)
         ends = list(accumulate((message.bytes for _, _, message in parts), initial=0))
         everyone = torch.empty(exchange.ranks, ends[-1], dtype=torch.uint8, device=input_tensor.device)
-        own = everyone[exchange.rank]
-        for (start, size, message), begin, end in zip(parts, ends, ends[1:], strict=False):
-            piece = input_tensor[start : start + size]
-            message.encode(shares(piece, 1, message.length)[0], own[begin:end])
+        own, places = everyone[exchange.rank], list(zip(parts, pairwise(ends), strict=True))
+        for (start, size, message), (begin, end) in places:
+            message.encode(shares(input_tensor[start : start + size], 1, message.length)[0], own[begin:end])
         exchange.all_gather(everyone).wait()
         for row, given in zip(output_tensor.view(exchange.ranks, -1), everyone, strict=True):
-            for (start, size, message), begin, end in zip(parts, ends, ends[1:], strict=False):
+            for (start, size, message), (begin, end) in places:
                 target = row[start : start + size]
                 found = target if size == message.length else target.new_empty(message.length)
                 message.decode(given[begin:end], found)
@@ -150,9 +147,8 @@ def _managed(module: Any) -> list[tuple[tuple[int, ...], Quantizer | None]]:
         for name, weight in each.named_parameters(recurse=False):
             if id(each) not in inside and id(weight) not in seen:
                 seen.add(id(weight))
-                parts = weight.device_mesh.size(-1)  # the others hold copies (HSDP)
-                shape = -(-weight.shape[0] // parts), *weight.shape[1:]
-                found.append((shape, shared(spec) if name == "weight" else None))
+                rows = -(-weight.shape[0] // weight.device_mesh.size(-1))  # the others hold copies (HSDP)
+                found.append(((rows, *weight.shape[1:]), shared(spec) if name == "weight" else None))
     return found
 
 

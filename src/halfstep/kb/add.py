@@ -45,8 +45,7 @@ def add_entry(family: str, data: Mapping[str, Any], folder: Path | str = DEFAULT
     block = dump_entry({**data, "references": data.get("references", [])})
     before = text_of(target) if target.exists() else f"family = {toml_string(family)}\n"
     text = f"{before.rstrip()}\n\n{block}"
-    parsed = parse(text, target.name)
-    if found := list(file_problems(target.name, parsed)):
+    if found := list(file_problems(target.name, parse(text, target.name))):
         raise KnowledgeBaseError("\n".join(found))
     new = entry_from(data, family, target.name, overlay=True)
     if found := [problem for entry in load(None).entries for problem in pair_problems(entry, new)]:

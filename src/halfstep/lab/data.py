@@ -53,8 +53,8 @@ def load_corpus(path: str | None, context: int) -> Corpus:
                 f"{where}: its {split} part has {len(data)} bytes, and a context of {context} needs at least "
                 f"{2 * (context + 1)}; give more text, or a smaller --context"
             )
-    tensors = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (train, held_out))
-    return Corpus(*tensors, hashlib.sha256(train + b"\0" + held_out).hexdigest())
+    first, second = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (train, held_out))
+    return Corpus(first, second, hashlib.sha256(train + b"\0" + held_out).hexdigest())
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:

@@ -287,12 +287,11 @@ def fit_loss(cells: Sequence[Cell], resamples: int = RESAMPLES) -> Fitted:
 
     def predicted(p: Numbers, n: Numbers, d: Numbers, bits: Numbers) -> Numbers:
         share = -np.expm1(np.minimum(-bits * np.exp(p[5]) + p[6], -1e-6)) if rounded else 1.0
-        total: Numbers = (
+        return (  # type: ignore[no-any-return]
             np.exp(p[0]) * (n * share / centre_n) ** -np.exp(p[1])
             + np.exp(p[2]) * (d / centre_d) ** -np.exp(p[3])
             + p[4]
         )
-        return total
 
     start = [math.log(0.3), math.log(0.4), math.log(0.3), math.log(0.4), float(loss.min()) - 0.3]
     starts = [[*start, math.log(1 / gamma), 0.3] if rounded else start for gamma in (1.0, 2.5)]
@@ -338,8 +337,7 @@ def fit_damage(cells: Sequence[Damage], resamples: int = RESAMPLES) -> Fitted:
     log_n, log_d = np.log(n), np.log(d)
 
     def predicted(p: Numbers, log_n: Numbers, log_d: Numbers, bits: Numbers) -> Numbers:
-        total: Numbers = p[0] + p[1] * (log_d - centre[1]) - p[2] * (log_n - centre[0]) - p[3] * bits
-        return total
+        return p[0] + p[1] * (log_d - centre[1]) - p[2] * (log_n - centre[0]) - p[3] * bits  # type: ignore[no-any-return]
 
     centre = float(log_n.mean()), float(log_d.mean())
 

@@ -385,6 +385,5 @@ def activation_bytes(
     beside = 4 * nbytes + masks  # the inputs of both norms and of both groups of matrices; the masks
     split = 4 * nbytes + 2 * nbytes * inner / width
     kept = 0 if recompute == "selective" else 2 * nbytes + mask_bytes if dropout else nbytes
-    scores = kept * heads * sequence / width
-    total = beside / (parallel if split_sequence else 1) + (split + scores) / parallel
+    total = beside / (parallel if split_sequence else 1) + (split + kept * heads * sequence / width) / parallel
     return sequence * batch * width * total + (4 * sequence * batch * nbytes if statistics else 0)

@@ -80,7 +80,6 @@ def table() -> dict[str, Any]:
                 "`python docs/memory_tables.py` in the repository adds what it lacks"
             )
         said = [json.dumps(measured[model][name]).replace(f"'{name}'", RECIPE) for name in names]
-        numbers = [rows.setdefault(each, len(rows)) for each in said]
-        models[model] = {"source": row["source"], "rows": numbers}
+        models[model] = {"source": row["source"], "rows": [rows.setdefault(each, len(rows)) for each in said]}
     recipes = [{"name": name, "summary": get_recipe(name).summary} for name in names]
     return {"columns": COLUMNS, "models": models, "recipes": recipes, "rows": [json.loads(row) for row in rows]}

@@ -77,8 +77,7 @@ class Log:
         self._model, self._scaler, self._every = weakref.ref(model), scaler, every
         self._optimizer = unwrapped(optimizer)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = self._optimizer.param_groups
-        if not any(parameter in self._names for group in groups for parameter in group["params"]):
+        if not any(parameter in self._names for group in self._optimizer.param_groups for parameter in group["params"]):
             raise HalfstepError(
                 f"this {type(self._optimizer).__name__} steps no parameter of this {type(model).__name__}; track "
                 "the model that it was built on, after whatever replaces parameters (fully_shard, to_empty)"

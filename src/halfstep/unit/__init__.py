@@ -32,14 +32,15 @@ from halfstep.unit.modules.transformer import (
     Stack,
     TransformerLayer,
     TransformerStack,
+    equal_shares,
+    fixed,
+    running_mean,
     square_root_attention,
 )
-from halfstep.unit.optimizers import decouple_decay
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization, list_parametrizations
 from halfstep.unit.part import multipliers_of
 from halfstep.unit.products import conv1d, conv2d, linear, linear_readout, matmul, scaled_dot_product_attention
-from halfstep.unit.residual import equal_shares, fixed, running_mean
-from halfstep.unit.roles import KINDS, Role, Tag, roles, set_depth, set_roles, set_tag, tag_of
+from halfstep.unit.roles import KINDS, Role, Tag, decouple_decay, roles, set_depth, set_roles, set_tag, tag_of
 
 
 __all__ = [

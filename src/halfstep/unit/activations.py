@@ -25,8 +25,7 @@ def gelu(
     input: Tensor, approximate: str = "none", *, mult: float = 1.0, constraint: str | Constraint | None = "to_output"
 ) -> Tensor:
     """gelu(mult x) / mult of unit size."""
-    name = "gelu" if approximate == "none" else f"gelu_{approximate}"
-    return _activation(input, name, mult, constraint)
+    return _activation(input, "gelu" if approximate == "none" else f"gelu_{approximate}", mult, constraint)
 
 
 def silu(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output") -> Tensor:
@@ -161,8 +160,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        found = _gradient(grads[0], kept, ctx.name, ctx.mult, ctx.output)
+        found = _gradient(grads[0], ctx.saved_tensors[0], ctx.name, ctx.mult, ctx.output)
         return _times(found, ctx.grad), None, None, None, None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from halfstep.errors import ModelError, unknown
+from halfstep.errors import ModelError, one_of
 from halfstep.quant.memory import has_memory
 
 
@@ -69,9 +69,7 @@ def get_constraint(name: str | Constraint | None) -> Constraint:
     """
     if name is None or callable(name):
         return name or none
-    if name not in _RULES:
-        raise ModelError(unknown("constraint", name, _RULES))
-    return _RULES[name]
+    return _RULES[one_of("constraint", name, _RULES, ModelError)]
 
 
 _TIED = (

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError, OptimizerError, one_of
 from halfstep.grouping import grouped
-from halfstep.unit.optimizers import OptimizerKind, optimizer_kind
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization
 from halfstep.unit.part import unit_part
-from halfstep.unit.roles import Role, known_roles, no_role
+from halfstep.unit.roles import OptimizerKind, Role, known_roles, no_role, optimizer_kind
 
 
 def parameter_groups(

@@ -50,10 +50,8 @@ def matmul(input: Tensor, other: Tensor, constraint: str | Constraint | None = "
             "(..., rows, shared) and (..., shared, columns)"
         )
     batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])  # type: ignore[no-untyped-call]
-    whole = math.prod(batch)
-    copies = [max(whole / max(math.prod(x.shape[:-2]), 1), 1) for x in (input, other)]
-    sizes = input.shape[-2], input.shape[-1], other.shape[-1]
-    output, left, right = factors.matmul(*sizes, copies=copies[1])
+    copies = [max(math.prod(batch) / max(math.prod(x.shape[:-2]), 1), 1) for x in (input, other)]
+    output, left, right = factors.matmul(input.shape[-2], input.shape[-1], other.shape[-1], copies[1])
     ideal, roots = (output, left * copies[0] ** -0.5, right), (copies[0] ** -0.5, copies[1] ** -0.5)
     numbers = (*tied("matmul", constraint, ideal, (input, other), roots), 1.0)
     dtype = product_dtype(input)

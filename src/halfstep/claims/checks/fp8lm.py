@@ -9,9 +9,7 @@ from torch.nn.functional import mse_loss
 import halfstep
 from halfstep import formats, memory, tracking
 from halfstep.claims.checks.base import Numbers, check, normal, update
-from halfstep.distributed.fp8lm import fp8lm_steps
-from halfstep.distributed.mean import Simulated, Steps, mean_steps, run
-from halfstep.distributed.message import Message
+from halfstep.distributed.mean import Message, Simulated, Steps, fp8lm_steps, mean_steps, run
 from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling, round_to
 from halfstep.recipe import FP8, Codes, Storage, get_recipe, get_storage
 

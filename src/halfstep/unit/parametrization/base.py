@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from halfstep.unit.optimizers import OptimizerKind
-from halfstep.unit.roles import Role
+from halfstep.unit.roles import OptimizerKind, Role
 
 
 DECAYS = {

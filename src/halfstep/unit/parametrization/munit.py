@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from halfstep.errors import OptimizerError
-from halfstep.unit.optimizers import OptimizerKind
 from halfstep.unit.parametrization.base import Parametrization, unit_init, unit_multiplier
-from halfstep.unit.roles import Role
+from halfstep.unit.roles import OptimizerKind, Role
 
 
 def _rate(role: Role, optimizer: OptimizerKind, of_hidden: float) -> float:

@@ -1,9 +1,8 @@
 """u-muP: the maximal update parametrization on unit scaling."""
 
 from halfstep.errors import OptimizerError
-from halfstep.unit.optimizers import OptimizerKind
 from halfstep.unit.parametrization.base import Parametrization, unit_init, unit_multiplier
-from halfstep.unit.roles import Role
+from halfstep.unit.roles import OptimizerKind, Role
 
 
 def _adam(role: Role) -> float:
