@@ -99,14 +99,14 @@ def test_best_rates_and_how_sure_they_are():
     losses["lost"] = [[math.inf] * 8] * 3
     found = best_rates(losses, rates, "fp32")
     assert "lost" not in found
-    assert (found["fp32"].lr, found["near"].lr, found["moved"].lr) == (1e-2, 1e-2, 1e-3)
-    assert found["near"].other_rate == 0.0
-    assert found["moved"].other_rate == 1.0
+    assert (found["fp32"]["lr"], found["near"]["lr"], found["moved"]["lr"]) == (1e-2, 1e-2, 1e-3)
+    assert found["near"]["other_rate"] == 0.0
+    assert found["moved"]["other_rate"] == 1.0
     # The seeds' own spread is 5%, and pairing takes it away.
-    near = found["near"].gap_interval
-    assert near.low > 0.005
-    assert near.high < 0.015
-    assert found["near"].interval.high - found["near"].interval.low > 0.05
+    near = found["near"]["gap_interval"]
+    assert near["low"] > 0.005
+    assert near["high"] < 0.015
+    assert found["near"]["interval"]["high"] - found["near"]["interval"]["low"] > 0.05
 
 
 def cell(losses, validations, status="finished"):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from halfstep import unit
-from halfstep.unit import activations, factors, layers, modules, products
+from halfstep.unit import activations, factors, functions, modules
 
 
 SIZES = st.integers(24, 160)
@@ -294,7 +294,7 @@ def test_embeddings(rows, lookups):
 def test_every_operation_stands_here():
     """The list of exceptions is closed because there is no operation besides: each has a property above."""
     text = Path(__file__).read_text(encoding="utf-8")
-    rooms = activations, layers, products, modules.transformer
+    rooms = activations, functions, modules.transformer
     operations = {
         name
         for name in unit.__all__

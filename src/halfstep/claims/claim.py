@@ -222,8 +222,7 @@ def by_subject(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
 
 def _link(subject: str) -> str:
     """A line of the page's contents; the anchor is the one that GitHub gives the heading."""
-    anchor = "".join(c for c in subject.lower().replace(" ", "-") if c.isalnum() or c in "-_")
-    return f"- [{subject}](#{anchor})"
+    return f"- [{subject}](#{''.join(c for c in subject.lower().replace(' ', '-') if c.isalnum() or c in '-_')})"
 
 
 def _fields(claim: Claim) -> list[tuple[str, str]]:

@@ -257,8 +257,7 @@ def _resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
     reference = rule.get("$ref")
     if reference is None:
         return rule
-    found: Mapping[str, Any] = schema()["$defs"][reference.removeprefix("#/$defs/")]
-    return found
+    return schema()["$defs"][reference.removeprefix("#/$defs/")]  # type: ignore[no-any-return]
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------

@@ -197,11 +197,8 @@ class Trainer:
         model, outputs = self.training.model, list[Any]()
         if not self.experiment.sharpness:
             return self.task.loss(model, batch), None
-        hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-        try:
+        with model.register_forward_hook(lambda module, inputs, output: outputs.append(output)):
             loss = self.task.loss(model, batch)
-        finally:
-            hook.remove()
         found = self.task.logits(outputs[-1], batch)
         assert found is not None
         return loss, float(logit_sharpness(*found, self.experiment.sharpness).mean())

@@ -23,7 +23,6 @@ NOTHING = (
     "no cause was found: its updates arrived, and no gradient or state became zero that fp32 keeps, at the steps "
     "looked at"
 )
-_HALF_LARGEST = 65504.0  # of float16
 _NAMES = {"activation_gradients": "the activations' gradients", "gradients": "the weights' gradients"}
 
 Counts = Mapping[str, Sequence[int]]
@@ -112,9 +111,9 @@ def _overflow(row: Row) -> str:
     at, tensor = f"at step {row['step']}", row["tensor"]
     if row["in_float32"] is None:
         return f"{at} the {tensor} is not finite in fp32 either, from the same weights"
-    is_beyond = row["compute"] == "fp16" and row["in_float32"] > _HALF_LARGEST
-    beyond = ", beyond fp16's largest, 65,504" if is_beyond else ""
-    return f"{at} the {tensor} comes to {row['in_float32']:.3g} in fp32, from the same weights{beyond}"
+    beyond = row["compute"] == "fp16" and row["in_float32"] > 65504.0
+    words = ", beyond fp16's largest, 65,504" if beyond else ""
+    return f"{at} the {tensor} comes to {row['in_float32']:.3g} in fp32, from the same weights{words}"
 
 
 def _of(rows: Sequence[Row], kind: str) -> list[Row]:
@@ -327,6 +326,7 @@ def judge(
     seconds = timings(runs.values())
     median = statistics.median(seconds) if seconds else None
     memory = next((row["bytes"] for rows in runs.values() for row in rows if row["kind"] == "memory"), None)
+    seed = next((seed for seed, rows in runs.items() if _divergence(rows)), min(runs, default=0))
     return RecipeVerdict(
         recipe=recipe,
         status=status,
@@ -344,18 +344,13 @@ def judge(
         tokens_per_second=None if not median else steps[0]["tokens"] / median,
         skipped_steps=sum(bool(row["skipped"]) for row in steps),
         bytes_per_parameter=memory,
-        explanation=_explained(runs) if _is_worse(status, compared.interval) else None,
+        explanation=explain(runs[seed]) if _is_worse(status, compared.interval) else None,
     )
 
 
 def _is_worse(status: str, interval: Interval | None) -> bool:
     """Whether a recipe is surely worse than fp32, be it by more than the margin or not, and does not match."""
     return status == DIVERGED or (status != MATCHES and interval is not None and interval.low > 0)
-
-
-def _explained(runs: Mapping[int, Sequence[Row]]) -> str:
-    """Of the first seed that diverged, or else of the first."""
-    return explain(runs[next((seed for seed, rows in runs.items() if _divergence(rows)), min(runs))])
 
 
 def _numbers(rows: Sequence[Row]) -> list[tuple[float | None, float | None]]:

@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -241,12 +242,10 @@ def measure_step(
         live.settle(frozenset({"weights", "scales"}), "compute copies", "activations")
         copies, activations = live.bytes_of("compute copies"), live.bytes_of("activations") + live.bytes_of("batch")
         trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(_marker(live, per_layer)) for parameter in trained]
-        try:
+        with ExitStack() as hooks:
+            for parameter in trained:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(_marker(live, per_layer)))
             torch.autograd.backward(scale(loss))
-        finally:
-            for hook in hooks:
-                hook.remove()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return replace(
         _by_role(persistent, grads),

@@ -50,8 +50,7 @@ def _row(made: Account) -> list[int]:
 
 def kept() -> dict[str, dict[str, Any]]:
     """memory.json: for each architecture each recipe's row, or why there is none."""
-    found: dict[str, dict[str, Any]] = json.loads(files("halfstep.site").joinpath("memory.json").read_text("utf-8"))
-    return found
+    return json.loads(files("halfstep.site").joinpath("memory.json").read_text("utf-8"))  # type: ignore[no-any-return]
 
 
 def as_text(table: Mapping[str, Mapping[str, Any]]) -> str:

@@ -85,8 +85,7 @@ class Saving:
             known = self._found.get(storage._cdata)
             if known is None or known[0].expired():  # type: ignore[no-untyped-call]
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                module = self.inside[-1] if self.inside else ""
-                self._found[storage._cdata] = reference, module, form, storage.nbytes()
+                self._found[storage._cdata] = reference, "".join(self.inside[-1:]), form, storage.nbytes()
         return Alone(x)
 
 

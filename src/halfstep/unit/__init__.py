@@ -4,18 +4,24 @@ from halfstep.ops.scale import scale_backward, scale_forward
 from halfstep.unit.activations import gated_silu, gelu, relu, sigmoid, silu, softmax, tanh
 from halfstep.unit.calibration import Calibration, calibrate
 from halfstep.unit.constraint import geometric_mean, get_constraint, none, to_grad_input, to_output
-from halfstep.unit.groups import parameter_groups
-from halfstep.unit.layers import (
+from halfstep.unit.functions import (
     add,
+    conv1d,
+    conv2d,
     cross_entropy,
     dropout,
     embedding,
     layer_norm,
+    linear,
+    linear_readout,
+    matmul,
     mse_loss,
     residual_add,
     residual_split,
     rms_norm,
+    scaled_dot_product_attention,
 )
+from halfstep.unit.groups import parameter_groups
 from halfstep.unit.modules.activations import GELU, Dropout, LayerNorm, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
 from halfstep.unit.modules.linear import (
     SAME,
@@ -39,7 +45,6 @@ from halfstep.unit.modules.transformer import (
 )
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization, list_parametrizations
 from halfstep.unit.part import multipliers_of
-from halfstep.unit.products import conv1d, conv2d, linear, linear_readout, matmul, scaled_dot_product_attention
 from halfstep.unit.roles import KINDS, Role, Tag, decouple_decay, roles, set_depth, set_roles, set_tag, tag_of
 
 

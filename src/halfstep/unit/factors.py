@@ -55,8 +55,7 @@ class Softmax:
         return float(np.sum(self.t**k * terms)) * _STEP / math.gamma(k)
 
     def _others(self, count: int) -> Array:
-        powers: Array = np.exp(count * np.log1p(-np.minimum(self.missing, 1 - 1e-16)))
-        return powers
+        return np.exp(count * np.log1p(-np.minimum(self.missing, 1 - 1e-16)))  # type: ignore[no-any-return]
 
     def moment(self, k: int, size: int) -> float:
         """E[p_1^k] of a softmax over `size`."""

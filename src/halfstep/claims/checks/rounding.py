@@ -98,8 +98,7 @@ def _moved(tokens: int, shift: int, format: str) -> float:
         lhs, rhs = (_rotated(x, start).float().to(DTYPES[format]).double() for x in (q, k))
         return torch.tril(lhs @ rhs.T / _SIZE**0.5)
 
-    change = (logits(shift) - logits(0)).square().sum() / (tokens * (tokens + 1) / 2)
-    return float(change.sqrt())
+    return float(((logits(shift) - logits(0)).square().sum() / (tokens * (tokens + 1) / 2)).sqrt())
 
 
 @check("wang-rope-bf16")
@@ -116,8 +115,7 @@ def _mantissas(bits: int) -> Tensor:
 
 def _lost(weight: Tensor, update: Tensor, format: str, rounding: str = "nearest_even") -> Tensor:
     """Where weight + update, rounded to the format, is the weight again; exact in float64 before it is rounded."""
-    total = weight.double() + update.double()
-    return torch.eq(halfstep.round_to(total, format, rounding), weight)
+    return torch.eq(halfstep.round_to(weight.double() + update.double(), format, rounding), weight)
 
 
 @check("micikevicius-ratio")

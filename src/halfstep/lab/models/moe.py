@@ -41,8 +41,7 @@ class Output(NamedTuple):
 
 def counted(routing: Routing, groups: int = 1) -> Tensor:
     """How often each expert was chosen in each of so many equal parts of the tokens: (groups, experts) float32."""
-    experts = routing.probabilities.shape[-1]
-    return F.one_hot(routing.chosen.reshape(groups, -1), experts).sum(1).float()
+    return F.one_hot(routing.chosen.reshape(groups, -1), routing.probabilities.shape[-1]).sum(1).float()
 
 
 def balance(routing: Routing, counts: Tensor) -> Tensor:
@@ -139,9 +138,8 @@ class Block(gpt.Block):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:  # type: ignore[override]
         """One block of the residual stream, and where its tokens went."""
         x = x + self.attention(self.norm1(x))
-        change, routing = self.mlp(self.norm2(x)), None
-        if isinstance(self.mlp, Mixture):
-            change, routing = change
+        made = self.mlp(self.norm2(x))
+        change, routing = made if isinstance(self.mlp, Mixture) else (made, None)
         return x + change, routing
 
 

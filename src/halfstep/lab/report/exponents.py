@@ -236,14 +236,14 @@ def draw_exponents(data: Exponents, results: Results, title: str) -> Figure:
             if kind == "activation_gradients":
                 axes.bar(bins, heights, width=1, align="edge", color=_BARS, edgecolor="white", linewidth=0.5, zorder=3)
             else:
-                edges = range(low, high + 1)
-                steps = [cast.shares.get(e, 0.0) for e in edges[:-1]]
-                axes.stairs(steps, edges, color=INK, linewidth=1.3, zorder=4)
+                steps = [cast.shares.get(e, 0.0) for e in range(low, high)]
+                axes.stairs(steps, range(low, high + 1), color=INK, linewidth=1.3, zorder=4)
         axes.set_title(name, loc="left", fontsize=10)
         axes.yaxis.set_major_formatter(lambda v, _: f"{100 * v:g}")
         axes.set_ylabel("share of values (%)")
-    top = max(max(cast.shares.values()) for by_kind in casts for cast in by_kind.values())
-    panels[0].set_ylim(0, 1.65 * top)
+    panels[0].set_ylim(
+        0, 1.65 * max(share for by_kind in casts for cast in by_kind.values() for share in cast.shares.values())
+    )
     left_out = " and ".join(f"{v.zeros:,} ({share(v.zeros / v.size)})" for v in data.values.values())
     panels[0].set_title(f"not drawn: exact zeros, {left_out}", loc="right", fontsize=8.5, color=FAINT)
     panels[1].xaxis.set_major_locator(MultipleLocator(5))

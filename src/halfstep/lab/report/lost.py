@@ -115,8 +115,7 @@ def draw_zeroed(data: Lost, results: Results, title: str) -> Figure:
         axes.set_title(WHAT[what], loc="left", fontsize=10)
         name_rows(axes, names, 0.6, fontsize=9)
         axes.grid(axis="x")
-    over = f"share (%): median and range over {_steps(data)} of {plain(data.recipe)}"
-    groups[-1].set(xlim=(0, 1), xlabel=over)
+    groups[-1].set(xlim=(0, 1), xlabel=f"share (%): median and range over {_steps(data)} of {plain(data.recipe)}")
     groups[-1].xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f}")
     return figure
 

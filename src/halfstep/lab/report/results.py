@@ -69,10 +69,8 @@ class Results:
 
     def slowdown(self, verdict: RecipeVerdict) -> float | None:
         """A recipe's time per step over fp32's."""
-        base = self.baseline
-        if verdict.ms_per_step is None or base is None or not base.ms_per_step:
-            return None
-        return verdict.ms_per_step / base.ms_per_step
+        base = self.baseline and self.baseline.ms_per_step
+        return verdict.ms_per_step / base if base and verdict.ms_per_step is not None else None
 
     def headline(self) -> str:
         """What came out, in one or two sentences."""
@@ -85,8 +83,8 @@ class Results:
             for v in others
             if v.status == DEGRADES and v.paired_gap is not None
         ]
-        open_ones = self.with_status(UNDECIDED)
-        parts += [f"these seeds cannot tell of {', '.join(open_ones)}"] if open_ones else []
+        if open_ones := self.with_status(UNDECIDED):
+            parts.append(f"these seeds cannot tell of {', '.join(open_ones)}")
         parts += [f"{v.recipe} diverged at step {v.diverged_at}" for v in self.verdicts if v.status == DIVERGED]
         return "; ".join(parts or ["only fp32 was trained"]) + "."
 
@@ -223,8 +221,7 @@ def looks(recipes: Iterable[str]) -> dict[str, Look]:
 def new_figure(height: float, title: str) -> Figure:
     """A figure of the common width, `height` inches high, its title over its whole width."""
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
-    lines = textwrap.fill(title, 66)
-    figure.suptitle(lines, x=0.012, ha="left", fontsize=11, fontweight="bold", linespacing=1.25)
+    figure.suptitle(textwrap.fill(title, 66), x=0.012, ha="left", fontsize=11, fontweight="bold", linespacing=1.25)
     return figure
 
 

@@ -55,8 +55,7 @@ class Gaps:
 def final_gaps(results: Results) -> Gaps:
     """The data of the plot."""
     judged = (v for v in results.verdicts if v.recipe != BASELINE)
-    gaps = tuple(Gap(v.recipe, v.paired_gap, v.interval, _note(v)) for v in judged)
-    return Gaps(gaps, results.experiment.margin)
+    return Gaps(tuple(Gap(v.recipe, v.paired_gap, v.interval, _note(v)) for v in judged), results.experiment.margin)
 
 
 def _note(verdict: RecipeVerdict) -> str | None:
@@ -210,8 +209,8 @@ def draw_speed(data: list[Speed], results: Results, title: str) -> Figure:
     figure, axes = new_axes(1.5 + 0.36 * len(data), title)
     look = looks(results.runs)
     for row, s in enumerate(data):
-        alpha = 1.0 if s.certain else 0.35
-        axes.barh(row, s.median, color=look[s.recipe].colour, height=0.62, zorder=2, alpha=alpha)
+        colour = look[s.recipe].colour
+        axes.barh(row, s.median, color=colour, height=0.62, zorder=2, alpha=1.0 if s.certain else 0.35)
         if s.high > s.low:
             whisker(axes, row, s.low, s.high, 3.6)
         ratio = "" if s.ratio is None or s.recipe == BASELINE else f", {times(s.ratio)}×"
@@ -317,8 +316,8 @@ def draw_memory(data: Mapping[str, Mapping[str, float]], results: Results, title
             x = left + apart + copy + 0.012 * widest
             axes.text(x, row, f"+{copy:.3g}", va="center_baseline", fontsize=9, color=FAINT)
     name_rows(axes, [plain(recipe) for recipe in data], 0.55)
-    longest = max(total_bytes(sizes) + apart + copies[recipe] for recipe, sizes in data.items())
-    axes.set(xlim=(0, longest + 0.09 * widest), xlabel="bytes a parameter")
+    longest = max(total_bytes(sizes) + copies[recipe] for recipe, sizes in data.items())
+    axes.set(xlim=(0, longest + apart + 0.09 * widest), xlabel="bytes a parameter")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 4, 10]))
     used = {role: name for role, name in PERSISTENT.items() if any(sizes.get(role) for sizes in data.values())}
     handles = [Patch(color=ROLES[_COLOURS[role]], label=name) for role, name in used.items()]

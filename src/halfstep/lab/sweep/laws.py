@@ -53,10 +53,10 @@ def law_cells(paths: Sequence[Path]) -> list[LawCell]:
 
 def damages(paths: Sequence[Path]) -> list[Damage]:
     """What `measure_damage` wrote beside the cells."""
-    cells = [(folder, cell) for folder in map(SweepFolder, paths) for cell in finished(folder)]
     return [
         Damage(float(cell.parameters or 0), float(cell.tokens), float(bits), damage)
-        for folder, cell in cells
+        for folder in map(SweepFolder, paths)
+        for cell in finished(folder)
         for bits, damage in _damage(folder, cell).items()
     ]
 
@@ -101,17 +101,15 @@ def measure_damage(path: Path, bits: Sequence[int], watch: Callable[[Cell], None
         CheckpointError: a checkpoint is gone or damaged.
     """
     folder = SweepFolder(path)
-    cells = Cells(path, folder.sweep())
-    count = 0
-    for found in finished(folder):
+    cells, every = Cells(path, folder.sweep()), finished(folder)
+    for found in every:
         cell = found.point, found.recipe, found.seed
         known = _damage(folder, found)
         if missing := [width for width in bits if str(width) not in known]:
             losses = dict(_rounded(cells.comparison(found.point), found, missing))
             write_json(folder.run(cell) / "rounded.json", {"damage": {**known, **losses}})
-        count += 1
         watch(cell)
-    return count
+    return len(every)
 
 
 def _rounded(comparison: Comparison, found: Outcome, bits: Sequence[int]) -> Iterator[tuple[str, float]]:

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from numpy.typing import NDArray
 
 from halfstep.lab.folder import Row, write_json
-from halfstep.lab.interval import LEVEL, Interval, compared, paired, share
+from halfstep.lab.interval import LEVEL, compared, paired, share
 from halfstep.lab.report.results import SETTINGS, looks, new_figure, plain, png
 from halfstep.lab.spikes import spikes
 from halfstep.lab.sweep.folder import DIVERGED, FAILED, FINISHED, Cell, CellState, Sweep, SweepFolder, counts
@@ -75,7 +75,6 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
     losses = [row["loss"] for row in steps]
     found, lost = spikes(losses), _lost(losses, validations)
     status = DIVERGED if state.status == FINISHED and lost is not None else state.status
-    onset = state.step if lost is None else steps[lost]["step"]
     return Outcome(
         *cell,
         status=status,
@@ -87,7 +86,7 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
         parameters=None if memory is None else memory["parameters"],
         tokens=sum(row["tokens"] for row in steps),
         reason=state.reason,
-        onset=onset if status == DIVERGED else None,
+        onset=None if status != DIVERGED else state.step if lost is None else steps[lost]["step"],
     )
 
 
@@ -158,8 +157,7 @@ def _best(
     cells: dict[tuple[str, float], list[Outcome]], recipes: Sequence[str], rates: Sequence[float]
 ) -> dict[str, Any]:
     """Each recipe's best rate over the seeds that all of them ended with, at every rate."""
-    ended = [{o.seed for o in outcomes if o.ended} for outcomes in cells.values()]
-    seeds = sorted(set.intersection(*ended))
+    seeds = sorted(set.intersection(*({o.seed for o in outcomes if o.ended} for outcomes in cells.values())))
     if not seeds:
         return {}
     table = {
@@ -172,8 +170,7 @@ def _best(
         ]
         for recipe in recipes
     }
-    baseline = next((name for name in BASELINES if name in recipes), None)
-    return {recipe: asdict(best) for recipe, best in best_rates(table, rates, baseline).items()}
+    return best_rates(table, rates, next((name for name in BASELINES if name in recipes), None))
 
 
 def _at_rate(rate: float, cells: Sequence[Outcome]) -> dict[str, Any]:
@@ -225,28 +222,17 @@ def _tests(what: str, recipes: Sequence[str], found: Sequence[Outcome]) -> dict[
 RESAMPLES = 2000
 
 
-@dataclass(frozen=True)
-class Best:
-    """A recipe's best learning rate, by the mean loss over the seeds."""
-
-    lr: float
-    loss: float
-    """At it, the mean over the seeds."""
-    interval: Interval
-    """Of that loss, the rate chosen again in every resample: the chance of choosing counts too."""
-    rates: Mapping[float, float]
-    """By learning rate, the share of the resamples in which it is the best."""
-    gap: float | None = None
-    """The loss at its best rate less the baseline's at the baseline's, relative to the latter; positive is worse."""
-    gap_interval: Interval | None = None
-    other_rate: float | None = None
-    """The share of the resamples in which its best rate is not the baseline's."""
-
-
 def best_rates(
     losses: Mapping[str, Sequence[Sequence[float]]], rates: Sequence[float], baseline: str | None
-) -> dict[str, Best]:
-    """The best rate of each recipe that has one.
+) -> dict[str, dict[str, Any]]:
+    """The best rate of each recipe that has one, by the mean loss over the seeds, for JSON:
+
+        lr, loss      the rate, and the mean loss at it
+        interval      of that loss, the rate chosen again in every resample: the chance of choosing counts too
+        rates         by learning rate, the share of the resamples in which it is the best
+        gap           the loss at its best rate less the baseline's at the baseline's, relative to the latter; positive
+                      is worse; gap_interval is that of the resamples; both are None of the baseline and without one
+        other_rate    the share of the resamples in which its best rate is not the baseline's
 
     Args:
         losses: by recipe, the final losses, (rates, seeds), inf for a run without one. Seeds are the same for all
@@ -261,22 +247,21 @@ def best_rates(
         if np.isfinite(values.mean(1)).any():
             means = values[:, picks].mean(2)  # (rates, resamples)
             drawn[recipe] = int(values.mean(1).argmin()), float(values.mean(1).min()), means.argmin(0), means.min(0)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for recipe, (place, loss, places, lowest) in drawn.items():
         shares = {rate: float((places == i).mean()) for i, rate in enumerate(rates)}
-        best: dict[str, Any] = {"lr": rates[place], "loss": loss, "interval": _interval(lowest), "rates": shares}
+        found[recipe] = {"lr": rates[place], "loss": loss, "interval": _interval(lowest), "rates": shares}
+        found[recipe] |= dict.fromkeys(("gap", "gap_interval", "other_rate"))
         if baseline in drawn and recipe != baseline:
             _, other, their_places, their_lowest = drawn[baseline]
-            best["gap"] = loss / other - 1
-            best["gap_interval"] = _interval(lowest / their_lowest - 1)
-            best["other_rate"] = float((places != their_places).mean())
-        found[recipe] = Best(**best)
+            gaps = {"gap": loss / other - 1, "gap_interval": _interval(lowest / their_lowest - 1)}
+            found[recipe] |= gaps | {"other_rate": float((places != their_places).mean())}
     return found
 
 
-def _interval(values: NDArray[np.float64]) -> Interval:
+def _interval(values: NDArray[np.float64]) -> dict[str, float]:
     low, high = np.quantile(values[np.isfinite(values)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(low), float(high))
+    return {"low": float(low), "high": float(high)}
 
 
 def picture(summary: dict[str, Any]) -> Figure:

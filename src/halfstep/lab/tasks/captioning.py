@@ -101,8 +101,8 @@ class Captioner(nn.Module):
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
         """The logits of the next token at each place of the text."""
-        seen = self.project(F.unfold(images, _PATCH, stride=_PATCH).transpose(1, 2))
-        x = torch.cat([seen, self.token(text)], 1)
+        patches = F.unfold(images, _PATCH, stride=_PATCH).transpose(1, 2)
+        x = torch.cat([self.project(patches), self.token(text)], 1)
         x = x + self.position(torch.arange(x.shape[1], device=x.device, dtype=torch.int64))
         for block in self.blocks:
             x = block(x)

@@ -53,8 +53,7 @@ class Generation(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The sum of the players' losses: it says who is winning, not how good the images are."""
         real, fake, judged = model(batch["noise"], batch["images"])
-        discriminator = F.softplus(-real).mean() + F.softplus(fake).mean()
-        return discriminator + F.softplus(-judged).mean()
+        return F.softplus(-real).mean() + F.softplus(fake).mean() + F.softplus(-judged).mean()
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """The Frechet distance of 1000 images to the training images in the space of their 24 first components."""

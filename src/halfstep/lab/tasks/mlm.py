@@ -61,8 +61,7 @@ class MaskedLanguageModelling(TextTask):
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """Masked accuracy: the share of the chosen places whose likeliest token is the byte that was there."""
-        held = self.held_out()
-        right = sum(int((_logits(model, b["tokens"]).argmax(-1) == b["targets"]).sum()) for b in held)
+        right = sum(int((_logits(model, b["tokens"]).argmax(-1) == b["targets"]).sum()) for b in self.held_out())
         return right / (self.validation_batches * self.size * self.chosen)
 
     def by_heart(self) -> nn.Module:

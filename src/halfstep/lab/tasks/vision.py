@@ -34,10 +34,8 @@ class Vision(Task):
         """Images drawn at random, each moved by up to a pixel, with a little noise."""
         generator = stream(seed, step)
         which = drawn(len(self.train.images), self.size, generator)
-        images = self.train.images[which]
         down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator, dtype=torch.int64, device="cpu")
-        padded = F.pad(images, (1, 1, 1, 1))
-        images = padded[
+        images = F.pad(self.train.images[which], (1, 1, 1, 1))[
             torch.arange(self.size, dtype=torch.int64, device="cpu")[:, None, None],
             torch.arange(8, dtype=torch.int64, device="cpu")[:, None] + down,
             torch.arange(8, dtype=torch.int64, device="cpu") + right,

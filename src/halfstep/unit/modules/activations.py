@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep.unit.activations import gelu, relu, sigmoid, silu, softmax, tanh
-from halfstep.unit.layers import dropout, layer_norm, rms_norm
+from halfstep.unit.functions import dropout, layer_norm, rms_norm
 
 
 class _Constrained(nn.Module):

@@ -9,9 +9,8 @@ from halfstep import ops
 from halfstep.errors import ModelError
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 from halfstep.unit import factors
-from halfstep.unit.layers import embedding
+from halfstep.unit.functions import conv1d, conv2d, embedding
 from halfstep.unit.part import multipliers_of, set_unit_part
-from halfstep.unit.products import conv1d, conv2d
 from halfstep.unit.roles import Tag, set_tag
 
 

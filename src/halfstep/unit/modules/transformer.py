@@ -19,11 +19,15 @@ from halfstep.ops.part import part_of
 from halfstep.ops.stacks import stacked_linear
 from halfstep.recipe import AttentionSpec
 from halfstep.unit.activations import gated_silu
-from halfstep.unit.layers import dropout as unit_dropout, residual_add, residual_split
+from halfstep.unit.functions import (
+    dropout as unit_dropout,
+    residual_add,
+    residual_split,
+    scaled_dot_product_attention,
+)
 from halfstep.unit.modules.activations import GELU, Dropout, LayerNorm, RMSNorm
 from halfstep.unit.modules.linear import SAME, Linear
 from halfstep.unit.part import set_unit_part
-from halfstep.unit.products import scaled_dot_product_attention
 
 
 PLACES = {

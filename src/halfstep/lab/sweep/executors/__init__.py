@@ -19,5 +19,4 @@ def get_executor(text: str, jobs: int) -> Executor:
     """
     name, _, where = text.partition(":")
     one_of("executor", name, [module.name for module in iter_modules(__path__)], RunError)
-    found: Executor = import_module(f"{__name__}.{name}").executor(where, jobs)
-    return found
+    return import_module(f"{__name__}.{name}").executor(where, jobs)  # type: ignore[no-any-return]
