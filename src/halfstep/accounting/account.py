@@ -6,10 +6,10 @@ What one of several devices holds of them has for each role a divisor of its own
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -217,10 +217,7 @@ def _full(model: nn.Module) -> nn.Module:
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def again(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return again
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -245,7 +242,7 @@ class _AttentionAgain(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is nn.functional.scaled_dot_product_attention:
             self.found = True
             return _again(func)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -29,8 +29,8 @@ def figure(title: str, shares: Mapping[str, Share], memory: int | None = None) -
             if max(widths) > most / 500:
                 axes.barh(names, widths, 0.7, left, color=colour, label=role.replace("_", " "))
                 left = [start + width for start, width in zip(left, widths, strict=True)]
-        peaks = [share.peak / _GIB for share in shares.values()]
-        axes.plot(peaks, names, "|", color=INK, markersize=13, markeredgewidth=1.6, label="peak")
+        axes.plot([share.peak / _GIB for share in shares.values()], names, "|", color=INK, markersize=13,
+                  markeredgewidth=1.6, label="peak")  # fmt: skip
         if memory is not None:
             axes.axvline(memory / _GIB, color=FAINT, linewidth=1, linestyle="--", label="the device's memory")
         axes.invert_yaxis()

@@ -128,7 +128,6 @@ def _memory(tensor: Tensor) -> int:
 _Found = list[tuple[Any, ...]]
 """Left operand, right operand, elements of the product, multiply-adds, kind; and the elements of the left operand,
 where no tensor has them."""
-_Count = Callable[[tuple[Any, ...], Any], _Found]
 
 
 def _matrices(args: tuple[Any, ...], result: Any) -> _Found:
@@ -163,7 +162,7 @@ def _recurrent(args: tuple[Any, ...], result: Any) -> _Found:
     return [(x, of_input, outputs, steps * of_input.numel(), LAYER), of_states]
 
 
-_COUNTS: dict[Any, _Count] = {
+_COUNTS: dict[Any, Callable[[tuple[Any, ...], Any], _Found]] = {
     **dict.fromkeys((_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv), _matrices),
     _aten.convolution: _convolution,
     _aten.mkldnn_rnn_layer: _recurrent,
@@ -362,7 +361,8 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> d
         spec = _spec(product, kind, matched, recipe, cores[product.path])
         cores[product.path] += kind == ATTENTION_CORE
         plain = 32 if any(f"{product.path}.".startswith(f"{path}.") for path in float32) else _bits(recipe)
-        for step, matmul, formed in _steps(product, spec):
+        matmuls = spec.output, spec.grad_input, spec.grad_weight
+        for step, matmul, formed in zip(PASSES, matmuls, (True, product.input_grad, product.weight_grad), strict=True):
             if formed:
                 found[kind, step, _wider(matmul, plain)] += product.multiply_adds
                 for beside, count in _beside(product, step, matmul, spec):
@@ -392,16 +392,6 @@ def _spec(product: Product, kind: str, matched: Matched, recipe: Recipe, index: 
     if kind == ATTENTION_CORE and recipe.attention is not None and product.path in matched.attends:
         return recipe.attention.mix if index % 2 else recipe.attention.scores
     return LinearSpec()
-
-
-def _steps(product: Product, spec: LinearSpec) -> tuple[tuple[str, Matmul, bool], ...]:
-    """The three products: their operands, and whether they are formed."""
-    forward, of_input, of_weight = PASSES
-    return (
-        (forward, spec.output, True),
-        (of_input, spec.grad_input, product.input_grad),
-        (of_weight, spec.grad_weight, product.weight_grad),
-    )
 
 
 def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> Iterable[tuple[str, float]]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -94,7 +93,7 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
         return found[0]
     tokens = batch.tensors[0] if batch.tensors else None
     if tokens is not None and not tokens.is_floating_point() and found and found[0].shape[:-1] == tokens.shape:
-        return F.cross_entropy(found[0].flatten(0, -2), tokens.flatten().long())
+        return nn.functional.cross_entropy(found[0].flatten(0, -2), tokens.flatten().long())
     return torch.stack([tensor.square().mean() for tensor in found]).sum()
 
 
@@ -215,9 +214,7 @@ def _is_small(made: Any) -> bool:
 
 
 def _ordinary(tensor: Tensor) -> bool | float:
-    if tensor.dtype == torch.bool:
-        return False
-    return 1.0 if tensor.is_floating_point() else 1
+    return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 USUAL = 2048

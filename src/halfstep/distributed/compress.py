@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.distributed.collectives import LIMIT, Exchange
 from halfstep.distributed.reduction import Reduction, fp8_hook
@@ -53,7 +52,7 @@ def compress(
         ModelError: the model is neither under DDP nor sharded, or has a hook; another rank has another model, other
             weights or another recipe, or does not come within the limit. Nothing was sent.
     """
-    ddp = model if isinstance(model, DistributedDataParallel) else None
+    ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
     if ddp is None and not modules_of(model):
         raise ModelError(
             f"{type(model).__name__} is neither under DDP nor sharded: compress(DistributedDataParallel(model)), after "

@@ -80,7 +80,8 @@ class Entry:
     @property
     def regime(self) -> str | None:
         """How that type was used: full, mixed or pure; None where it is not known."""
-        return regime(self.train_precision)
+        words = [word for word in self.train_precision.split("_") if word in ("mixed", "pure")]
+        return None if self.train_precision == "unknown" else words[0] if words else "full"
 
     @property
     def computes(self) -> tuple[str, ...]:
@@ -138,18 +139,6 @@ def compute(train_precision: str) -> str:
     ('fp8', 'fp32', 'amp')
     """
     return train_precision.split("_")[0]
-
-
-def regime(train_precision: str) -> str | None:
-    """full, mixed or pure.
-
-    >>> regime("bf16_pure"), regime("fp32"), regime("mixed_by_part"), regime("unknown")
-    ('pure', 'full', 'mixed', None)
-    """
-    if train_precision == "unknown":
-        return None
-    words = [word for word in train_precision.split("_") if word in ("mixed", "pure")]
-    return words[0] if words else "full"
 
 
 def matches(pattern: str, model_id: str) -> bool:

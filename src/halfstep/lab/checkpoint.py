@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
-from torch import nn
 
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.optim import LossScaler, LowBit
@@ -33,7 +32,7 @@ _KEPT = 2  # the last one and the one before it
 class Training:
     """What a checkpoint holds the state of."""
 
-    model: nn.Module
+    model: torch.nn.Module
     optimizer: LowBit
     scaler: LossScaler
 

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-import halfstep
 from halfstep.errors import HalfstepError, ModelError, RecipeError, RunError
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
@@ -74,8 +73,7 @@ def open_experiment(
         _try(model, task, experiment.model)
     digest = task.digest()
     if recorded is not None:
-        recorded.check_data(digest)
-        recorded.extend(experiment)
+        recorded.extend(experiment, digest)
     written = {name: _as_data(recipe) for name, recipe in known.items()}
     folder = recorded or RunFolder.create(path, experiment, digest, environment(), spec.facts, written)
     return Comparison(experiment, known, task, folder, digest)
@@ -105,7 +103,7 @@ def _try(model: nn.Module, task: Task, name: str) -> None:
 
 def _place(error: BaseException) -> str:
     """The last line of the caller's own that an exception passed, as file:line."""
-    libraries = (Path(torch.__file__).parent, Path(halfstep.__file__).parent)
+    libraries = (Path(torch.__file__).parent, Path(__file__).parents[1])
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in libraries)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else f"{frames[-1].filename}:{frames[-1].lineno}"

@@ -108,12 +108,7 @@ def _line(row: Row) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return value
-
-
-_SEEDS = ("seeds", "baseline_seeds")
+    return {key: _finite(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)
@@ -159,35 +154,27 @@ class RunFolder:
         folder = cls(path)
         recorded = asdict(folder.experiment())
         for name, value in asdict(experiment).items():
-            if recorded[name] != value and not (name in _SEEDS and value > recorded[name]):
+            if recorded[name] != value and not (name in ("seeds", "baseline_seeds") and value > recorded[name]):
                 raise RunError(
                     f"{path} holds another experiment: its {name} is {recorded[name]!r}, {value!r} was asked for. "
                     "Ask for the same, or give another --out"
                 )
         return folder
 
-    def check_data(self, digest: str) -> None:
-        """Refuse other data than the folder's runs were trained on.
+    def extend(self, experiment: Experiment, digest: str) -> None:
+        """Write down that the experiment, on data of that digest, has more seeds now.
 
         Raises:
-            RunError: their digest is another.
+            RunError: the folder's runs were trained on other data; experiment.json cannot be written.
         """
-        if read_json(self.experiment_file).get("data_sha256") != digest:
+        content = read_json(self.experiment_file)
+        if content.get("data_sha256") != digest:
             raise RunError(
                 f"{self.path} was trained on other data than this; the data have changed. Give another --out"
             )
-
-    def extend(self, experiment: Experiment) -> None:
-        """Write down that the experiment has more seeds now.
-
-        Raises:
-            RunError: experiment.json cannot be written.
-        """
         if experiment != self.experiment():
             with writing(self.experiment_file, "mend that"):
-                write_json(
-                    self.experiment_file, {**read_json(self.experiment_file), "experiment": experiment.to_dict()}
-                )
+                write_json(self.experiment_file, {**content, "experiment": experiment.to_dict()})
 
     @property
     def experiment_file(self) -> Path:
@@ -228,9 +215,8 @@ class RunFolder:
         """
         if not self.experiment_file.is_file():
             raise RunError(f"{self.path} holds no experiment to resume; leave --resume away to start one")
-        data = read_json(self.experiment_file).get("experiment")
         try:
-            return Experiment.from_data(data)  # type: ignore[arg-type]
+            return Experiment.from_data(read_json(self.experiment_file).get("experiment"))  # type: ignore[arg-type]
         except (AttributeError, TypeError) as error:
             raise RunError(f"{self.experiment_file} holds another experiment than halfstep writes ({error})") from error
 

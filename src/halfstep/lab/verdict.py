@@ -157,16 +157,6 @@ class Band:
     """Two standard deviations."""
     seeds: int
 
-    @property
-    def upper(self) -> float:
-        """The band's upper end."""
-        return self.mean + self.half_width
-
-    @property
-    def lower(self) -> float:
-        """The band's lower end."""
-        return self.mean - self.half_width
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -128,7 +128,6 @@ def parts_of(tensor: Any) -> dict[str, Tensor]:
 
 
 _ROLES = ("weights", "buffers", "master", "states", "scales", "state_scales")
-_RECOMPUTED = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -376,7 +375,7 @@ def activation_bytes(
     >>> activation_bytes(1, 2048, 12288, 96) / (2048 * 12288)  # 34 + 5 a s / h = 34 + 80
     114.0
     """
-    one_of("way to recompute", recompute, _RECOMPUTED, AccountError)
+    one_of("way to recompute", recompute, ("none", "selective", "full"), AccountError)
     if recompute == "full":
         return float(nbytes * sequence * batch * width)
     masks = 2 * mask_bytes if dropout else 0

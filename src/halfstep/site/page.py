@@ -27,7 +27,6 @@ with MissingLibraryError.of("lab"):
     from markupsafe import Markup
 
 TABS = {"kb": "Knowledge base", "formats": "Formats", "memory": "Memory"}
-_SCRIPTS = "frame", "exact", "share", "kb", "formats", "memory", "tabs"
 _Said = tuple[str, tuple[int, ...], tuple[str, ...]]
 """A verdict, the numbers of the texts that say why, and what to keep in fp32."""
 
@@ -60,7 +59,8 @@ def to_html(base: KnowledgeBase) -> str:
         version=_version(data, said),
         style=Markup(style),
         script=Markup(code),
-        data=Markup(_harmless(said)),
+        # in a <script> element: no character in it can end the element
+        data=Markup(said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")),
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(code)}'",
     )
 
@@ -70,7 +70,7 @@ def space(title: str = "halfstep", file: str = "index.html") -> str:
     return part("space.md").format(title=json.dumps(title), file=json.dumps(file), version=halfstep.__version__)
 
 
-def script(names: tuple[str, ...] = _SCRIPTS) -> str:
+def script(names: tuple[str, ...] = ("frame", "exact", "share", "kb", "formats", "memory", "tabs")) -> str:
     """The page's JavaScript, or some files of it, without indents and lines that are comments."""
     return _trimmed("\n".join(part(f"{name}.js") for name in names))
 
@@ -90,11 +90,6 @@ def _version(data: dict[str, Any], said: str) -> str:
     counts = f"{len(data['formats'])} formats, {len(data['memory']['models'])} architectures"
     digest = hashlib.sha256(said.encode()).hexdigest()[:12]
     return f"halfstep {halfstep.__version__}: {counts}, {len(data['memory']['recipes'])} recipes; data {digest}."
-
-
-def _harmless(text: str) -> str:
-    """JSON that may stand in a <script> element: no character in it can end the element."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _hash(text: str) -> str:
@@ -190,9 +185,8 @@ def checker(base: KnowledgeBase) -> dict[str, Any]:
         }
         for report in base.failures
     ]
-    ways = grouped((way, name) for name, way in names.items())
     listed = {
-        "names": [[*way, called] for way, called in ways.items()],
+        "names": [[*way, called] for way, called in grouped((way, name) for name, way in names.items()).items()],
         "answers": list(answers.values()),
         "said": list(said),
         "texts": list(texts),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfstep.optim.gradients import put_back
@@ -95,7 +94,7 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 def _finite(tensor: Tensor) -> bool:
     values = tensor.detach()
     values = values.float() if values.dtype.itemsize == 1 else values  # torch has no isfinite for codes
-    return not tensor.is_floating_point() or bool(torch.isfinite(values).all())
+    return not tensor.is_floating_point() or bool(values.isfinite().all())
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -104,9 +103,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import quant
@@ -434,5 +433,5 @@ def logit_sharpness(logits: Tensor, targets: Tensor, epsilon: float = EPSILON) -
     corner = z + box
     rows = torch.arange(len(y), dtype=torch.int64, device=y.device)
     corner[rows, y] = z[rows, y] - box[rows, y]
-    before, after = (F.cross_entropy(values, y, reduction="none") for values in (z, corner))
+    before, after = (nn.functional.cross_entropy(values, y, reduction="none") for values in (z, corner))
     return (100 * (after - before) / (1 + before)).view(targets.shape)

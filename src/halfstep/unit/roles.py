@@ -101,8 +101,7 @@ def set_roles(model: nn.Module, kinds: Mapping[str, str]) -> None:
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
             before = tag_of(module, own)
-            ends = before is not None and before.ends_branch and tag.kind == "hidden"
-            set_tag(module, own, Tag(tag.kind, ends))
+            set_tag(module, own, Tag(tag.kind, before is not None and before.ends_branch and tag.kind == "hidden"))
 
 
 def set_depth(stack: nn.Module, depth: int) -> None:

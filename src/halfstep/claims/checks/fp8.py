@@ -45,9 +45,6 @@ def history() -> Numbers:
     return found
 
 
-_FP16 = formats.get("fp16").max
-
-
 def _largest_sum(pair: tuple[str, str], margin: int) -> float:
     """The largest sum over 512 products of normal numbers, scaled with that margin and rounded to the formats."""
     scales = Scales(TENSOR, get_scaling("rceil", margin=margin))
@@ -66,7 +63,7 @@ def margin() -> Numbers:
     for name, pair in (("forward", ("e4m3fnuz", "e4m3fnuz")), ("backward", ("e5m2fnuz", "e4m3fnuz"))):
         sums = [_largest_sum(pair, room) for room in range(8)]
         found |= {f"{name}_{room}": sums[room] for room in (0, 1, 3)}
-        found[f"{name}_fits"] = next(room for room, largest in enumerate(sums) if largest <= _FP16)
+        found[f"{name}_fits"] = next(room for room, largest in enumerate(sums) if largest <= formats.get("fp16").max)
     return found
 
 

@@ -1,10 +1,10 @@
 """Checks of FP8-LM: what 8 bits do to moments, to gradients summed over ranks, and to the bytes of a parameter."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import halfstep
 from halfstep import formats, memory, tracking
@@ -15,6 +15,7 @@ from halfstep.recipe import FP8, Codes, Storage, get_recipe, get_storage
 
 
 _E4M3 = formats.get("e4m3fn")
+_FP8: Any = FP8.gradients
 
 
 def _quantizer(format: str, margin: int = 0) -> Quantizer:
@@ -56,9 +57,7 @@ def summed(g: Tensor, mu: float) -> tuple[Tensor, float]:
 def by_halfstep(g: Tensor) -> Tensor:
     """The mean by the reduction that is halfstep's own, in FP8."""
     own = g.float()
-    assert FP8.gradients is not None
-    kind = FP8.gradients
-    run(lambda to: mean_steps(own[to.rank], kind, to), len(g))
+    run(lambda to: mean_steps(own[to.rank], _FP8, to), len(g))
     return own[0].double()
 
 
@@ -103,9 +102,7 @@ def traffic() -> Numbers:
 
         return run(steps, ranks)[0].sent / size
 
-    assert FP8.gradients is not None
-    few = sent(FP8.gradients, FP8.gradients)
-    wide, half = sent("fp32", "bf16"), sent("bf16", "bf16")
+    few, wide, half = sent(_FP8, _FP8), sent("fp32", "bf16"), sent("bf16", "bf16")
     return {"fp8": few, "fp32_bf16": wide, "bf16": half, "saved_fp32": 1 - few / wide, "saved_bf16": 1 - few / half}
 
 
@@ -147,7 +144,7 @@ def stored() -> Numbers:
         _, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
         x = torch.randn(8, 64, dtype=torch.float32, device="cpu")
         for _ in range(2):
-            mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
+            nn.functional.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
             size = memory.measure(model, optimizer)
             update(optimizer, scaler)
         found |= {name: size.total, "grads": size.grads}

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import halfstep
 from halfstep import formats, round_to
 from halfstep.claims.checks.base import Numbers, check, normal, stepped
 from halfstep.recipe import DTYPES
@@ -115,7 +114,7 @@ def _mantissas(bits: int) -> Tensor:
 
 def _lost(weight: Tensor, update: Tensor, format: str, rounding: str = "nearest_even") -> Tensor:
     """Where weight + update, rounded to the format, is the weight again; exact in float64 before it is rounded."""
-    return torch.eq(halfstep.round_to(weight.double() + update.double(), format, rounding), weight)
+    return torch.eq(round_to(weight.double() + update.double(), format, rounding), weight)
 
 
 @check("micikevicius-ratio")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -130,4 +129,4 @@ def _reader() -> nn.Module:
 def _loss(model: Any, rows: Tensor) -> Tensor:
     mask = torch.full((64, 64), float("-inf"), dtype=model["head"].weight.dtype, device="cpu").triu(1)
     hidden = model["body"](model["bytes"](rows[:, :-1]), mask=mask)
-    return F.cross_entropy(model["head"](hidden).float().flatten(0, 1), rows[:, 1:].flatten())
+    return nn.functional.cross_entropy(model["head"](hidden).float().flatten(0, 1), rows[:, 1:].flatten())

@@ -146,7 +146,7 @@ def _loss_panel(axes: Axes, data: Curves, look: Mapping[str, Look], loss_unit: s
     axes.set_ylabel(f"validation loss ({loss_unit})" if loss_unit else "validation loss")
     if data.bands:
         steps = sorted(data.bands)
-        low, high = [data.bands[s].lower for s in steps], [data.bands[s].upper for s in steps]
+        low, high = ([data.bands[s].mean + sign * data.bands[s].half_width for s in steps] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=BAND, linewidth=0, zorder=1)
     for curve in sorted(data.curves, key=lambda c: c.recipe != BASELINE):
         mark, width = look[curve.recipe], 2.6 if curve.recipe == BASELINE else 1.4

@@ -260,7 +260,6 @@ def draw_exponents(data: Exponents, results: Results, title: str) -> Figure:
 
 _BARS, _ZERO, _SUBNORMAL = "#4f83b6", "#f6d5cf", "#fdf0d2"
 _RED = "#a8281c"
-_COLOURS = {"activation_gradients": "#2c629a", "gradients": INK}
 
 
 def _regions(axes: Axes, by_kind: Mapping[str, Cast], edges: tuple[int, int, int, int, int]) -> None:
@@ -287,7 +286,7 @@ def _regions(axes: Axes, by_kind: Mapping[str, Cast], edges: tuple[int, int, int
         for y, (kind, cast) in zip((0.87, 0.76), by_kind.items(), strict=False):
             axes.text(
                 x, y, share(getattr(cast, field)), transform=axes.get_xaxis_transform(), ha="center", va="top",
-                fontsize=11.5, fontweight="bold", color=_COLOURS[kind],
+                fontsize=11.5, fontweight="bold", color=INK if kind == "gradients" else "#2c629a",
             )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from halfstep.errors import RunError
 from halfstep.lab.compare import Comparison
@@ -122,7 +121,7 @@ def _rounded(comparison: Comparison, found: Outcome, bits: Sequence[int]) -> Ite
 
 
 @torch.no_grad()
-def _loss(comparison: Comparison, model: nn.Module) -> float:
+def _loss(comparison: Comparison, model: torch.nn.Module) -> float:
     model.eval()
     losses = [float(comparison.task.loss(model, batch)) for batch in comparison.task.held_out()]
     return sum(losses) / len(losses)

@@ -1,6 +1,5 @@
 """What each cell of a sweep showed; summary.json, and a picture of the loss by learning rate. Imports no torch."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -163,7 +162,7 @@ def _best(
     table = {
         recipe: [
             [
-                next(math.inf if o.loss is None else o.loss for o in cells[recipe, rate] if o.seed == seed)
+                next(np.inf if o.loss is None else o.loss for o in cells[recipe, rate] if o.seed == seed)
                 for seed in seeds
             ]
             for rate in rates
@@ -197,10 +196,11 @@ def _at_rate(rate: float, cells: Sequence[Outcome]) -> dict[str, Any]:
 
 def _tests(what: str, recipes: Sequence[str], found: Sequence[Outcome]) -> dict[str, Any]:
     """Each recipe's share beside each baseline's, over all points."""
-    hits = {}
-    for recipe in recipes:
-        ended = [o for o in found if o.recipe == recipe and o.ended]
-        hits[recipe] = sum(o.status == DIVERGED if what == "diverged" else bool(o.spikes) for o in ended), len(ended)
+    ended = {recipe: [o for o in found if o.recipe == recipe and o.ended] for recipe in recipes}
+    hits = {
+        recipe: (sum(o.status == DIVERGED if what == "diverged" else bool(o.spikes) for o in cells), len(cells))
+        for recipe, cells in ended.items()
+    }
     pairs = [
         (recipe, base)
         for base in BASELINES

@@ -15,7 +15,6 @@ import torch
 
 from halfstep.errors import HalfstepError, RunError
 from halfstep.lab.compare import Comparison, open_experiment
-from halfstep.lab.experiment import Experiment
 from halfstep.lab.sweep.folder import FAILED, Cell, Sweep, SweepFolder
 from halfstep.lab.task import Task
 from halfstep.lab.train import Progress
@@ -85,24 +84,17 @@ class Cells:
             HalfstepError: as `open_experiment`.
         """
         if point not in self._open:
-            experiment = replace(self.sweep.points()[point], recipes=self.asked)
-            key = _data(experiment)
-            path = self.folder.path / point
+            asked, path = replace(self.sweep.points()[point], recipes=self.asked), self.folder.path / point
+            data = asked.task, asked.data, asked.context, asked.batch, asked.steps, asked.model
             made = (path / "experiment.json").is_file()
-            found = open_experiment(experiment, path, resume=made, task=self._tasks.get(key))
-            self._tasks[key] = found.task
-            self._open[point] = found
+            self._open[point] = open_experiment(asked, path, resume=made, task=self._tasks.get(data))
+            self._tasks[data] = self._open[point].task  # what a task is opened with opens the same one
         return self._open[point]
 
 
 def quietly(cells: Cells, cell: Cell) -> None:
     """Train a cell without saying anything of its steps."""
     cells(*cell, lambda said: None)
-
-
-def _data(experiment: Experiment) -> tuple[Any, ...]:
-    """What a task is opened with."""
-    return experiment.task, experiment.data, experiment.context, experiment.batch, experiment.steps, experiment.model
 
 
 def open_sweep(sweep: Sweep, path: Path, resume: bool) -> Cells:

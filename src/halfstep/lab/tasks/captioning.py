@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import load_digits
@@ -101,7 +100,7 @@ class Captioner(nn.Module):
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
         """The logits of the next token at each place of the text."""
-        patches = F.unfold(images, _PATCH, stride=_PATCH).transpose(1, 2)
+        patches = nn.functional.unfold(images, _PATCH, stride=_PATCH).transpose(1, 2)
         x = torch.cat([self.project(patches), self.token(text)], 1)
         x = x + self.position(torch.arange(x.shape[1], device=x.device, dtype=torch.int64))
         for block in self.blocks:

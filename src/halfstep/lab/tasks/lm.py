@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import VOCABULARY, load_corpus
@@ -52,7 +51,7 @@ class LanguageModelling(TextTask):
         """Cross-entropy of the model's logits, and in training its balance loss."""
         output: Any = model(batch["tokens"])
         logits = logits_of(output, batch["tokens"], VOCABULARY, "one a byte value")
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
+        loss = nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
         more = getattr(output, "balance_loss", None)
         return loss if more is None or not model.training else loss + more
 

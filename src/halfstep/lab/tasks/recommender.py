@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, part, stream
@@ -48,7 +47,7 @@ class Recommender(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Binary cross-entropy."""
-        return F.binary_cross_entropy_with_logits(model(batch["users"], batch["items"]), batch["liked"])
+        return nn.functional.binary_cross_entropy_with_logits(model(batch["users"], batch["items"]), batch["liked"])
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """AUC on the held-out ratings."""
@@ -103,6 +102,4 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     ranks = (counts.cumsum(0) - (counts - 1) / 2)[places]  # the mean rank of equal scores
     positive = labels > 0
     n, m = int(positive.sum()), int((~positive).sum())
-    if not n or not m:
-        return float("nan")
-    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
+    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m)) if n and m else float("nan")

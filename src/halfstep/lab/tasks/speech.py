@@ -1,6 +1,5 @@
 """Speech recognition: convolutions over time and CTC on synthesised formants."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import groupby, pairwise
@@ -11,9 +10,6 @@ from torch import Tensor, nn
 
 from halfstep.lab.measures import error_rate
 from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
-
-
-_WIDTHS = {"tdnn": 64, "tdnn-wide": 192}
 
 
 class Speech(Task):
@@ -28,7 +24,7 @@ class Speech(Task):
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """tdnn and tdnn-wide: three convolutions over time with batch norm."""
-        return {name: partial(TDNN, BINS, CHARACTERS, width) for name, width in _WIDTHS.items()}
+        return {"tdnn": partial(TDNN, BINS, CHARACTERS, 64), "tdnn-wide": partial(TDNN, BINS, CHARACTERS, 192)}
 
     def batch(self, seed: int, step: int) -> Batch:
         """New utterances."""
@@ -135,7 +131,7 @@ def speak(count: int, generator: torch.Generator) -> Batch:
     stretched = formants * uniform(0.9, 1.1, count, 1, 1)
     controls = torch.cat([stretched, voiced.any(1)[..., None].float()], -1).transpose(1, 2)
     smooth = F.avg_pool1d(F.pad(controls, (1, 1), mode="replicate"), 3, 1).repeat_interleave(_HOP, -1)
-    phase = (2 * math.pi / _RATE * smooth[:, :2]).cumsum(-1)
+    phase = (2 * torch.pi / _RATE * smooth[:, :2]).cumsum(-1)
     wave = (phase.sin() * torch.tensor([[1.0], [0.6]], dtype=torch.float32, device="cpu")).sum(1) * smooth[:, 2]
     wave = wave + 0.5 * torch.randn(wave.shape, generator=generator, dtype=torch.float32, device="cpu")
     spectrum = torch.stft(

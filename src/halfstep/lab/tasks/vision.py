@@ -12,9 +12,6 @@ from halfstep.lab.models.cnn import CNN
 from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, stream
 
 
-_WIDTHS = {"cnn": 24, "cnn-wide": 64}
-
-
 class Vision(Task):
     """Which digit is it: the mean cross-entropy in nats.
 
@@ -28,7 +25,7 @@ class Vision(Task):
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """cnn and cnn-wide: five convolutions."""
-        return {name: partial(CNN, 10, width) for name, width in _WIDTHS.items()}
+        return {"cnn": partial(CNN, 10, 24), "cnn-wide": partial(CNN, 10, 64)}
 
     def batch(self, seed: int, step: int) -> Batch:
         """Images drawn at random, each moved by up to a pixel, with a little noise."""

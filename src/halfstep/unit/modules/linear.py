@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import ops
@@ -126,7 +125,7 @@ class _Conv(nn.modules.conv._ConvNd):
     def _convolved(self, function: Any, x: Tensor) -> Tensor:
         padding: Any = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+            x, padding = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
         return function(  # type: ignore[no-any-return]
             x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups, self.constraint
         )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, one_of
@@ -128,7 +127,7 @@ def _square_roots(logits: Tensor, attn_mask: Tensor | None, dropout_p: float, is
     if attn_mask is not None:
         is_added = attn_mask.is_floating_point()
         logits = logits + attn_mask if is_added else logits.masked_fill(~attn_mask, -torch.inf)
-    return unit_dropout((F.log_softmax(logits, dim=-1) / 2).exp(), dropout_p, dropout_p > 0)
+    return unit_dropout((logits.log_softmax(-1) / 2).exp(), dropout_p, dropout_p > 0)
 
 
 class GatedMLP(nn.Module):
