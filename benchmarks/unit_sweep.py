@@ -27,9 +27,9 @@ from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.interval import paired
-from halfstep.lab.models.bert import BERT
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.tasks import experiment_for
+from halfstep.lab.tasks.mlm import BERT
 from halfstep.lab.verdict import difference
 from halfstep.quant import Quantizer
 from halfstep.recipe import LossScale, Recipe, Rule, get_recipe, linear_spec

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.models.bert import BERT
+from halfstep.lab.tasks.mlm import BERT
 from halfstep.nn import DotProductAttention
 
 

@@ -17,9 +17,9 @@ from halfstep.accounting.account import checkpointed
 from halfstep.accounting.subject import Blank, loss_of
 from halfstep.errors import AccountError, ModelError, RecipeError
 from halfstep.kernels.cpu import coded, dequantize, element_codes, expansion
-from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.tasks.vision import CNN
 from halfstep.memory import measure, measure_step
 from halfstep.ops import codes
 from halfstep.quant import family

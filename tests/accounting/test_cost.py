@@ -13,8 +13,8 @@ from halfstep import formats
 from halfstep.accounting import HEAD, OVERHEADS, PASSES, SPEEDS, Batch, Subject, cost, load_subject, speeds_from
 from halfstep.accounting.subject import loss_of
 from halfstep.errors import AccountError, RecipeError
-from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.tasks.vision import CNN
 from halfstep.quant import Hadamard, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW

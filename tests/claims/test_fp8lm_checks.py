@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep import formats, ops
-from halfstep.claims.checks import fp8lm
+from halfstep.claims.checks import fp8 as fp8lm
 from halfstep.claims.checks.base import get_check
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling

@@ -196,7 +196,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on(place, halfstep, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("halfstep.lab.checkpoint.save", save)
+        full.setattr("halfstep.lab.train.save_checkpoint", save)
         done = halfstep(*arguments)
     assert done.code == 2
     assert "runs/full cannot be written: [Errno 28] No space left on device. Mend that" in done.message

@@ -15,9 +15,9 @@ from transformers import (
 )
 
 import halfstep
-from halfstep.lab.models.bert import BERT
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.tasks.mlm import BERT
 from halfstep.nn.layers import match
 from halfstep.recipe import get_recipe
 

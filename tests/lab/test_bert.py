@@ -8,8 +8,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from halfstep.errors import DataError, ModelError
 from halfstep.lab.data import load_corpus
-from halfstep.lab.models.bert import BERT
-from halfstep.lab.tasks.mlm import MaskedLanguageModelling
+from halfstep.lab.tasks.mlm import BERT, MaskedLanguageModelling
 
 
 MASK, NO_TARGET = 256, -100

@@ -16,14 +16,13 @@ from torch import nn
 from families import slow_unless
 from halfstep.errors import CheckpointError, DataError, ModelError
 from halfstep.formats import ieee
-from halfstep.lab import checkpoint
 from halfstep.lab.compare import open_experiment
 from halfstep.lab.data import load_corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import TIMINGS, read_metrics
 from halfstep.lab.task import Task
 from halfstep.lab.tasks.lm import LanguageModelling
-from halfstep.lab.train import Trainer
+from halfstep.lab.train import Trainer, last_step as last_checkpoint
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final, judge
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
@@ -333,7 +332,7 @@ def stopped(tmp_path, corpus, monkeypatch):
         train(tmp_path, get_recipe("fp16-master"), corpus)
     monkeypatch.setattr(Trainer, "_step", original)
     folder = tmp_path / "checkpoints"
-    latest = folder / f"step-{checkpoint.last_step(folder):08d}"
+    latest = folder / f"step-{last_checkpoint(folder):08d}"
     return latest, lambda: train(tmp_path, get_recipe("fp16-master"), corpus)
 
 

@@ -15,9 +15,9 @@ import halfstep
 from families import for_each, slow_unless
 from halfstep import formats, ops, recipe
 from halfstep.errors import ModelError, RecipeError
-from halfstep.lab.models.cnn import CNN
 from halfstep.lab.tasks.detection import SSD
 from halfstep.lab.tasks.gan import DCGAN
+from halfstep.lab.tasks.vision import CNN
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Recipe, Rule, linear_spec

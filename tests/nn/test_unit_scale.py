@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from families import in_turn, slow_unless
 from halfstep.errors import ModelError, RecipeError
-from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.seq2seq import Seq2Seq
+from halfstep.lab.tasks.vision import CNN
 from halfstep.nn.unit.graph import _bridges
 from tiny import UNIT
 from unit_scaled import off_direction, passes, sizes

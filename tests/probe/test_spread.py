@@ -11,8 +11,8 @@ from torch import nn
 import halfstep
 from halfstep.cli.terminal import save_figure
 from halfstep.errors import DataError, FormatError, ModelError
-from halfstep.lab.models.bert import BERT
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.tasks.mlm import BERT
 from halfstep.probe import scales
 from halfstep.probe.spread import KINDS, Moments, deviations, moments, rows, shares
 from halfstep.probe.spread_plot import figure

@@ -1,6 +1,19 @@
-"""Train one model under one recipe with one seed: the loop, what it writes down, and what ends it."""
+"""Train one model under one recipe with one seed: the loop, what it writes down, what ends it, and its checkpoints.
 
+A run is saved, and goes on from there bit for bit, in safetensors and JSON, no pickle. A checkpoint is a folder that
+appears whole or not at all:
+
+    model.safetensors       parameters and buffers
+    optimizer.safetensors   NUMBER.NAME: the optimizer's states; random: torch's generator
+    scaler.safetensors      the scaling states of the recipe, by layer and operand
+    state.json              step, optimizer groups, scaler, and the sha256 of the other files
+"""
+
+import hashlib
+import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from halfstep import prepare
-from halfstep.errors import LossScaleError
-from halfstep.lab import checkpoint
-from halfstep.lab.checkpoint import Training
+from halfstep.errors import CheckpointError, HalfstepError, LossScaleError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import MetricsFile, Row, read_metrics
 from halfstep.lab.look import Look, counted
@@ -23,9 +36,101 @@ from halfstep.lab.optimizer import build_optimizer, unit_scale_on
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure
 from halfstep.nn.applied import applied_to
+from halfstep.optim import LossScaler, LowBit
+from halfstep.optim.loss_scale import EXTRA
 from halfstep.recipe import Recipe
 from halfstep.tracking import activation_gradients_by_module, amaxes, first_nonfinite, logit_sharpness, magnitude
 from halfstep.unit import multipliers_of
+
+
+_KEPT = 2  # the last one and the one before it
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a checkpoint holds the state of."""
+
+    model: nn.Module
+    optimizer: LowBit
+    scaler: LossScaler
+
+
+def save_checkpoint(folder: Path, step: int, training: Training) -> None:
+    """Write the checkpoint of `step` into `folder`, then remove all but the last two."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target, partial = folder / f"step-{step:08d}", folder / f".partial-{step:08d}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    save_model(training.model, str(partial / "model.safetensors"))
+    state = training.optimizer.state_dict()
+    tensors = {f"{n}.{name}": t.contiguous() for n, entry in state["state"].items() for name, t in entry.items()}
+    save_file({**tensors, "random": torch.get_rng_state()}, str(partial / "optimizer.safetensors"))
+    scaler = training.scaler.state_dict()
+    extra = scaler.pop(EXTRA, {})
+    save_file(extra.pop("scaling", {}), str(partial / "scaler.safetensors"))
+    content = {
+        "step": step,
+        "groups": state["param_groups"],
+        "scaler": scaler | ({EXTRA: extra} if extra else {}),
+        "skipped_steps": training.scaler.skipped_steps,
+        "sha256": {name: _sha((partial / name).read_bytes()) for name in _FILES},
+    }
+    (partial / "state.json").write_text(json.dumps({"content": content, "sha256": _sha(json.dumps(content).encode())}))
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+    for old in _all(folder)[:-_KEPT]:
+        shutil.rmtree(old)
+
+
+def last_step(folder: Path) -> int:
+    """The step of the last checkpoint in `folder`; 0 where there is none."""
+    return max((int(path.name.removeprefix("step-")) for path in _all(folder)), default=0)
+
+
+def load_checkpoint(folder: Path, step: int, training: Training) -> None:
+    """Put model, optimizer, scaler and torch's random generator into the state of a step's checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or edited, or belongs to another model. What was in memory
+            may be partly overwritten; what is on disk is untouched.
+    """
+    path = folder / f"step-{step:08d}"
+    advice = "remove that folder to go on from the checkpoint before it, or the run's folder to start over"
+    try:
+        sealed = json.loads((path / "state.json").read_text())
+        content: dict[str, Any] = sealed["content"]
+        if sealed["sha256"] != _sha(json.dumps(content).encode()):
+            raise CheckpointError(f"{path / 'state.json'} was edited: its sha256 has changed; {advice}")
+        for name in _FILES:
+            if content["sha256"][name] != _sha((path / name).read_bytes()):
+                raise CheckpointError(f"{path / name} is truncated or was edited: its sha256 has changed; {advice}")
+        load_model(training.model, str(path / "model.safetensors"))
+        tensors = load_file(str(path / "optimizer.safetensors"))
+        torch.set_rng_state(tensors.pop("random"))
+        state: dict[int, dict[str, Any]] = {}
+        for key, tensor in tensors.items():
+            number, _, name = key.partition(".")
+            state.setdefault(int(number), {})[name] = tensor
+        training.optimizer.load_state_dict({"state": state, "param_groups": content["groups"]})
+        scaling, scaler = load_file(str(path / "scaler.safetensors")), content["scaler"]
+        extra = scaler.get(EXTRA, {}) | ({"scaling": scaling} if scaling else {})
+        training.scaler.load_state_dict(scaler | ({EXTRA: extra} if extra else {}))
+        training.scaler.skipped_steps = content["skipped_steps"]
+    except HalfstepError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); {advice}") from error
+
+
+_FILES = ("model.safetensors", "optimizer.safetensors", "scaler.safetensors")
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"))
+
+
+def _sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -75,9 +180,9 @@ class Trainer:
             return
         self.training = self._prepare()
         checkpoints = self.folder / "checkpoints"
-        start = checkpoint.last_step(checkpoints)
+        start = last_step(checkpoints)
         if start:
-            checkpoint.load(checkpoints, start, self.training)
+            load_checkpoint(checkpoints, start, self.training)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl", keep_to=start if start else -1)
         self.measured = any(row["kind"] == "memory" and row["step"] <= start for row in rows)
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1)
@@ -90,7 +195,7 @@ class Trainer:
                     self._write({"kind": "end", "step": step, "status": "diverged"})
                     return
                 if self.experiment.due(step, self.experiment.checkpoints):
-                    checkpoint.save(checkpoints, step, self.training)
+                    save_checkpoint(checkpoints, step, self.training)
             self._write({"kind": "end", "step": step, "status": "finished"})
         finally:
             self.metrics.close()
@@ -104,7 +209,7 @@ class Trainer:
         """
         self.training = self._prepare()
         checkpoints = self.folder / "checkpoints"
-        checkpoint.load(checkpoints, checkpoint.last_step(checkpoints), self.training)
+        load_checkpoint(checkpoints, last_step(checkpoints), self.training)
         return self._plain()
 
     def _prepare(self) -> Training:

@@ -1,16 +1,25 @@
-"""Checks of training in 8 bits: how scales are chosen, and what weight decay does to a gated MLP."""
+"""Checks of training in 8 bits: how scales are chosen, what weight decay does to a gated MLP; and FP8-LM.
+
+Of FP8-LM: what 8 bits do to moments, to gradients summed over ranks, and to the bytes of a parameter.
+"""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from halfstep import formats, get_quantizer
-from halfstep.claims.checks.base import Numbers, check, normal
+import halfstep
+from halfstep import formats, get_quantizer, memory, tracking
+from halfstep.claims.checks.base import Numbers, check, normal, update
+from halfstep.distributed.mean import Message, Simulated, Steps, fp8lm_steps, mean_steps, run
 from halfstep.ops.casts import round_scaled
 from halfstep.ops.operand import operand
-from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
+from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling, round_to
 from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.scaling.delayed import Delayed
+from halfstep.recipe import FP8, Codes, Storage, get_recipe, get_storage
 
 
 @check("te-mx-roundup")
@@ -127,3 +136,140 @@ def alignment() -> Numbers:
     """The same fit without weight decay and with a strong one."""
     found = {"without": _trained(0.0), "decay": _trained(1.0)}
     return {f"{name}_{key}": value for name, numbers in found.items() for key, value in numbers.items()}
+
+
+_E4M3FN = formats.get("e4m3fn")
+_FP8: Any = FP8.gradients
+
+
+def _quantizer(format: str, margin: int = 0) -> Quantizer:
+    return Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling("rceil", margin=margin)))
+
+
+@check("fp8lm-second-moment")
+def second_moment() -> Numbers:
+    """The share of log-normal second moments (-18, 3) that one power of two a tensor makes zero, by format."""
+    v = torch.exp(-18 + 3 * normal(10**6))
+    return {format: float((_quantizer(format)(v) == 0).double().mean()) for format in ("e4m3fn", "e5m2", "fp16")}
+
+
+@check("fp8lm-mu-position")
+def mu_position() -> Numbers:
+    """The share of E4M3 codes that a factor of 1/4 changes, multiplied before the scale is found or into its target."""
+    g = normal(2**16)
+    codes = _quantizer("e4m3fn").quantize(g).codes
+    others = {"before": _quantizer("e4m3fn").quantize(g / 4), "target": _quantizer("e4m3fn", margin=2).quantize(g)}
+    return {name: float((codes != other.codes).double().mean()) for name, other in others.items()}
+
+
+def shards(ranks: int, size: int = 2**13) -> Tensor:
+    """Gradients of ranks that share half of their variance, float64."""
+    generator = torch.Generator().manual_seed(0)
+    common, own = (
+        torch.randn(n, size, generator=generator, dtype=torch.float32, device="cpu").double() for n in (1, ranks)
+    )
+    return (common + own) / 2**0.5
+
+
+def summed(g: Tensor, mu: float) -> tuple[Tensor, float]:
+    """The mean that FP8-LM's reduction forms of the gradients of ranks, and the mu that it leaves."""
+    own, factors = g.float(), torch.full((len(g), 1), mu, dtype=torch.float32, device=g.device)
+    run(lambda to: fp8lm_steps(own[to.rank], [g.shape[1]], _quantizer("e4m3fn"), to, factors[to.rank]), len(g))
+    return own[0].double(), float(factors[0])
+
+
+def by_halfstep(g: Tensor) -> Tensor:
+    """The mean by the reduction that is halfstep's own, in FP8."""
+    own = g.float()
+    run(lambda to: mean_steps(own[to.rank], _FP8, to), len(g))
+    return own[0].double()
+
+
+def snr(found: Tensor, exact: Tensor) -> float:
+    """Signal over noise, in decibels."""
+    return float(10 * torch.log10(exact.square().sum() / (found - exact).square().sum()))
+
+
+def controlled(g: Tensor, steps: int) -> list[tuple[float, float]]:
+    """mu and the SNR of each step, from 1: halved where over 0.001 % saturate, else raised by 2^(1/1000) up to 2."""
+    mu, found, exact = 1.0, [], g.mean(0)
+    for _ in range(steps):
+        mean, following = summed(g, mu)
+        found.append((mu, snr(mean, exact)))
+        mu = following
+    return found
+
+
+@check("fp8lm-all-reduce")
+def all_reduce() -> Numbers:
+    """The SNR of the mean gradient of 16 ranks summed in E4M3, by the factor mu on the scale's target."""
+    g = shards(16)
+    fixed = {f"mu_{n}": snr(summed(g, 1 / n)[0], g.mean(0)) for n in (1, 2, 4, 8, 16)}
+    steps = controlled(g, 40)
+    own = {f"own_{ranks}": snr(by_halfstep(shards(ranks)), shards(ranks).mean(0)) for ranks in (2, 16)}
+    return {**fixed, "worst": min(decibels for _, decibels in steps[4:]), "mu": steps[-1][0], **own}
+
+
+@check("fp8lm-traffic")
+def traffic() -> Numbers:
+    """The bytes that a rank of 8 sends of an element whose gradient goes to the rank that has it, and whose weight is
+    gathered from there, as the collectives count them; and what 8 bits save of it."""
+    size, ranks = 2**18, 8
+
+    def sent(*formats: str | Storage) -> float:
+        gradients, weights = (Message(get_storage(format), size // ranks) for format in formats)
+
+        def steps(to: Simulated) -> Steps:
+            given = torch.zeros(ranks, gradients.bytes, dtype=torch.uint8, device="cpu")
+            yield to.all_to_all(given.clone(), given)
+            yield to.all_gather(torch.zeros(weights.bytes, dtype=torch.uint8, device="cpu").repeat(ranks, 1))
+
+        return run(steps, ranks)[0].sent / size
+
+    few, wide, half = sent(_FP8, _FP8), sent("fp32", "bf16"), sent("bf16", "bf16")
+    return {"fp8": few, "fp32_bf16": wide, "bf16": half, "saved_fp32": 1 - few / wide, "saved_bf16": 1 - few / half}
+
+
+@check("fp8lm-pre-and-post")
+def pre_and_post() -> Numbers:
+    """Log-normal gradients (0, 2), one scale: what 64 ranks make zero by dividing first, and clip by dividing last."""
+    g = torch.exp(2 * normal(2**16))
+    codes = g * float(get_scaling("rceil").factor(g.amax(), _E4M3FN))  # type: ignore[arg-type]
+    zeroed = {f"zeroed_{n}": float((round_to(codes / n, _E4M3FN) == 0).double().mean()) for n in (1, 64)}
+    return {**zeroed, "clipped_64": float((round_to(codes, _E4M3FN) * 64 > _E4M3FN.max).double().mean())}
+
+
+@check("fp8lm-master")
+def master() -> Numbers:
+    """The share of Adam's updates of N(0, 0.02) weights, at a learning rate of 1e-4, that move nothing, by master."""
+    found, o1 = Numbers(), get_recipe("fp8lm-o1")
+    assert o1.codes is not None
+    assert o1.codes.grads is not None
+    for name, weights in (("fp16", o1.codes.weights), ("e4m3fn", o1.codes.grads)):
+        torch.manual_seed(0)
+        model = nn.Linear(256, 256, bias=False)
+        nn.init.normal_(model.weight, std=0.02)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        _, low_bit, _ = halfstep.prepare(model, optimizer, replace(o1, name=name, codes=Codes(weights, o1.codes.grads)))
+        model.weight.grad = torch.randn(256, 256, dtype=torch.float32, device="cpu")
+        with tracking.arrivals(low_bit, {}) as arrived:
+            low_bit.step()
+        found[name] = float(arrived.model.lost_share or 0.0)
+    return found
+
+
+@check("fp8lm-bytes")
+def stored() -> Numbers:
+    """The bytes of a parameter with Adam, measured from live tensors, by recipe."""
+    found: Numbers = {}
+    for name, recipe in (("fp32", "fp32"), ("o1", "fp8lm-o1"), ("o2", "fp8lm-o2"), ("o3", "fp8lm-o3")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
+        _, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
+        x = torch.randn(8, 64, dtype=torch.float32, device="cpu")
+        for _ in range(2):
+            F.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
+            size = memory.measure(model, optimizer)
+            update(optimizer, scaler)
+        found |= {name: size.total, "grads": size.grads}
+    return found

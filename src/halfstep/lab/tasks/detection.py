@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from halfstep.lab.data import Digits, load_digits
 from halfstep.lab.measures import Found, Truth, iou, mean_average_precision, suppress
-from halfstep.lab.models.cnn import conv_block
 from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
+from halfstep.lab.tasks.vision import conv_block
 
 
 CLASSES = 10
