@@ -53,7 +53,7 @@ def opened(name):
     task.validation_batches = 1
     pictures = getattr(task, "digits", task)
     if isinstance(pictures, Vision):
-        pictures.test = pictures.test.part(torch.arange(40))
+        pictures.test = part(pictures.test, torch.arange(40))
     if isinstance(task, Pronunciation):
         task.test = part(task.test, torch.arange(24))
     return task, experiment

@@ -28,9 +28,9 @@ def test_the_digits_are_scikit_learns():
     datasets = pytest.importorskip("sklearn.datasets")
     images, classes = datasets.load_digits(return_X_y=True)
     train, held_out = load_digits()
-    assert (len(train.images), len(held_out.images)) == (1438, 359)
-    assert (held_out.images.flatten(1) * 16).int().tolist() == images[4::5].astype(int).tolist()
-    assert held_out.classes.tolist() == classes[4::5].tolist()
+    assert (len(train["images"]), len(held_out["images"])) == (1438, 359)
+    assert (held_out["images"].flatten(1) * 16).int().tolist() == images[4::5].astype(int).tolist()
+    assert held_out["classes"].tolist() == classes[4::5].tolist()
 
 
 @pytest.mark.parametrize(

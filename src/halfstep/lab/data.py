@@ -1,7 +1,5 @@
 """Data of tasks: byte-level text with its held-out part, and real handwritten digits."""
 
-from __future__ import annotations
-
 import glob
 import gzip
 import hashlib
@@ -108,21 +106,16 @@ def _read(paths: Iterable[Path], where: str) -> list[bytes]:
     return documents
 
 
-@dataclass(frozen=True)
-class Digits:
-    """Images (count, 8, 8) float32 in [0, 1] and their classes (count,) int64."""
-
-    images: Tensor
-    classes: Tensor
-
-    def part(self, which: Tensor) -> Digits:
-        """Some of them."""
-        return Digits(self.images[which], self.classes[which])
+def part(batch: dict[str, Tensor], which: Tensor | slice) -> dict[str, Tensor]:
+    """Some of a batch's examples."""
+    return {name: tensor[which] for name, tensor in batch.items()}
 
 
 @cache
-def load_digits() -> tuple[Digits, Digits]:
+def load_digits() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Training and held-out digits: every fifth is held out. scikit-learn itself is not imported, which takes seconds.
+
+    `images` are (count, 1, 8, 8) float32 in [0, 1], and `classes` (count,) int64.
 
     Raises:
         DataError: scikit-learn is not installed, or keeps the file elsewhere.
@@ -135,6 +128,6 @@ def load_digits() -> tuple[Digits, Digits]:
         raise DataError("the digits come with scikit-learn, which is not there: pip install 'halfstep[lab]'")
     with gzip.open(path, "rt") as file:
         table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
-    every = Digits(table[:, :64].reshape(-1, 8, 8) / 16, table[:, 64].long())
+    every = {"images": table[:, :64].reshape(-1, 1, 8, 8) / 16, "classes": table[:, 64].long()}
     fifth = torch.arange(len(table), dtype=torch.int64, device="cpu") % 5 == 4
-    return every.part(~fifth), every.part(fifth)
+    return part(every, ~fifth), part(every, fifth)

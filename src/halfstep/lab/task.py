@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import DataError, ModelError
-from halfstep.lab.data import Corpus
+from halfstep.lab.data import Corpus, part
 from halfstep.lab.experiment import Experiment, Facts, Metric
 from halfstep.quant import derive_seed
 
@@ -190,11 +190,6 @@ def stream(seed: int, step: int) -> torch.Generator:
 def drawn(count: int, size: int, generator: torch.Generator) -> Tensor:
     """Places (size,) int64 among so many, drawn at random."""
     return torch.randint(count, (size,), generator=generator, dtype=torch.int64, device="cpu")
-
-
-def part(batch: Batch, which: Tensor | slice) -> Batch:
-    """Some of a batch's examples."""
-    return {name: tensor[which] for name, tensor in batch.items()}
 
 
 def greedy(model: Callable[[Tensor], Tensor], text: Tensor, count: int) -> Tensor:

@@ -1,10 +1,7 @@
 """Object detection: a small single-shot detector finds handwritten digits on a canvas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -12,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.data import Digits, load_digits
+from halfstep.lab.data import load_digits
 from halfstep.lab.measures import Found, Truth, iou, mean_average_precision, suppress
 from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 from halfstep.lab.tasks.vision import conv_block
@@ -51,7 +48,7 @@ class Detection(Task):
     gradients small: an image has 1701 anchors, and only a handful hold a digit.
     """
 
-    def __init__(self, train: Digits, held_out: Digits, batch: int, pictures: int = 128) -> None:
+    def __init__(self, train: Batch, held_out: Batch, batch: int, pictures: int = 128) -> None:
         self.train = Glyphs(train)
         self.test = Glyphs(held_out)
         self.size = batch
@@ -71,7 +68,7 @@ class Detection(Task):
         return self._batch(compose(self.train, self.size, stream(seed, step)))
 
     @cached_property
-    def _scenes(self) -> Scenes:
+    def _scenes(self) -> Batch:
         return compose(self.test, self.pictures, stream(-1, 0))
 
     @cached_property
@@ -83,19 +80,19 @@ class Detection(Task):
         parts = zip(*(torch.split(t, 64) for t in self._held_out.values()), strict=True)
         return [dict(zip(self._held_out, part, strict=True)) for part in parts]
 
-    def _batch(self, scenes: Scenes) -> Batch:
+    def _batch(self, scenes: Batch) -> Batch:
         """Pictures with the target of each anchor: a class, -1 for background, -2 for neither; offsets."""
-        overlap = iou(scenes.boxes, self.anchors.expand(len(scenes.boxes), -1, -1))  # (batch, digits, anchors)
-        overlap = overlap.masked_fill((scenes.classes < 0)[..., None], -1)
+        overlap = iou(scenes["boxes"], self.anchors.expand(len(scenes["boxes"]), -1, -1))  # (batch, digits, anchors)
+        overlap = overlap.masked_fill((scenes["classes"] < 0)[..., None], -1)
         best, which = overlap.max(1)
-        classes = scenes.classes.gather(1, which)
+        classes = scenes["classes"].gather(1, which)
         classes = torch.where(best >= 0.5, classes, torch.where(best < 0.4, -1, -2))
-        image, digit = torch.nonzero(scenes.classes >= 0, as_tuple=True)
+        image, digit = torch.nonzero(scenes["classes"] >= 0, as_tuple=True)
         nearest = overlap[image, digit].argmax(-1)  # the best anchor of a digit is its own, however little it overlaps
-        classes[image, nearest], which[image, nearest] = scenes.classes[image, digit], digit
-        boxes = scenes.boxes.gather(1, which[..., None].expand(-1, -1, 4))
+        classes[image, nearest], which[image, nearest] = scenes["classes"][image, digit], digit
+        boxes = scenes["boxes"].gather(1, which[..., None].expand(-1, -1, 4))
         offsets = torch.where((classes >= 0)[..., None], self._encode(boxes), 0.0)
-        return {"images": scenes.images, "classes": classes, "offsets": offsets}
+        return {"images": scenes["images"], "classes": classes, "offsets": offsets}
 
     def _encode(self, boxes: Tensor) -> Tensor:
         size = self.anchors[:, 2:] - self.anchors[:, :2]
@@ -129,7 +126,7 @@ class Detection(Task):
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """mAP at an overlap of 0.5, on the held-out pictures."""
         found = [f for batch in self.held_out() for f in self._find(*model(batch["images"]))]
-        pairs = zip(self._scenes.boxes, self._scenes.classes, strict=True)
+        pairs = zip(self._scenes["boxes"], self._scenes["classes"], strict=True)
         return mean_average_precision(found, [Truth(b[c >= 0], c[c >= 0]) for b, c in pairs], CLASSES)
 
     def _find(self, logits: Tensor, offsets: Tensor) -> Iterator[Found]:
@@ -210,21 +207,12 @@ MOST = 4  # digits in a picture
 _SIZES = [(h, round(h * stretch)) for h in (9, 12, 16, 20, 26) for stretch in (0.8, 1.0, 1.25)]
 
 
-@dataclass(frozen=True)
-class Scenes:
-    """Pictures (count, 1, 48, 48) float32; boxes (count, 4, 4) in pixels; classes (count, 4), -1 where no digit is."""
-
-    images: Tensor
-    boxes: Tensor
-    classes: Tensor
-
-
 class Glyphs:
     """Digits in every size, with the box (left, top, right, bottom) of their ink."""
 
-    def __init__(self, digits: Digits) -> None:
-        self.classes: list[int] = digits.classes.tolist()
-        self.images = [F.interpolate(digits.images[:, None], size, mode="bilinear")[:, 0] for size in _SIZES]
+    def __init__(self, digits: Batch) -> None:
+        self.classes: list[int] = digits["classes"].tolist()
+        self.images = [F.interpolate(digits["images"], size, mode="bilinear")[:, 0] for size in _SIZES]
         self.boxes = [_ink(images).tolist() for images in self.images]
 
 
@@ -235,8 +223,11 @@ def _ink(images: Tensor) -> Tensor:
     return torch.stack([*low, *high], 1)
 
 
-def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Scenes:
-    """Pictures of one to four digits that do not touch; a box is the digit's ink, not its frame."""
+def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Batch:
+    """Pictures of one to four digits that do not touch; a box is the digit's ink, not its frame.
+
+    `images` are (count, 1, 48, 48) float32, `boxes` (count, 4, 4) in pixels, `classes` (count, 4), -1 where is no digit.
+    """
     images = 0.15 * torch.rand(count, 1, SIZE, SIZE, generator=generator, dtype=torch.float32, device="cpu")
     boxes: list[list[list[int]]] = []
     classes: list[list[int]] = []
@@ -261,11 +252,11 @@ def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Scenes:
         missing = MOST - len(placed)
         boxes.append(placed + [[0, 0, 0, 0]] * missing)
         classes.append(shown + [-1] * missing)
-    return Scenes(
-        images,
-        torch.tensor(boxes, dtype=torch.float32, device="cpu"),
-        torch.tensor(classes, dtype=torch.int64, device="cpu"),
-    )
+    return {
+        "images": images,
+        "boxes": torch.tensor(boxes, dtype=torch.float32, device="cpu"),
+        "classes": torch.tensor(classes, dtype=torch.int64, device="cpu"),
+    }
 
 
 def _touch(a: list[int], b: list[int]) -> bool:

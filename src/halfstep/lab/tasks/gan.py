@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfstep.lab.data import Digits, load_digits
+from halfstep.lab.data import load_digits
 from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, stream
 
 
@@ -24,11 +24,11 @@ class Generation(Task):
     returns images or three tensors of logits, as `DCGAN` does.
     """
 
-    def __init__(self, train: Digits, held_out: Digits, batch: int) -> None:
+    def __init__(self, train: Batch, held_out: Batch, batch: int) -> None:
         self.train = train
         self.test = held_out
         self.size = batch
-        pixels = train.images.flatten(1)
+        pixels = train["images"].flatten(1)
         self.space = Space.of(pixels, _COMPONENTS)
         self.real = self.space.features(pixels)
 
@@ -39,16 +39,16 @@ class Generation(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Real images and noise, drawn at random."""
         generator = stream(seed, step)
-        which = drawn(len(self.train.images), self.size, generator)
+        which = drawn(len(self.train["images"]), self.size, generator)
         noise = torch.randn(self.size, DCGAN.noise, generator=generator, dtype=torch.float32, device="cpu")
-        return {"images": self.train.images[which][:, None], "noise": noise}
+        return {"images": self.train["images"][which], "noise": noise}
 
     def held_out(self) -> list[Batch]:
         """The held-out images, with noise that stays the same."""
         noise = torch.randn(
-            len(self.test.images), DCGAN.noise, generator=stream(-1, 0), dtype=torch.float32, device="cpu"
+            len(self.test["images"]), DCGAN.noise, generator=stream(-1, 0), dtype=torch.float32, device="cpu"
         )
-        return [{"images": self.test.images[:, None], "noise": noise}]
+        return [{"images": self.test["images"], "noise": noise}]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The sum of the players' losses: it says who is winning, not how good the images are."""

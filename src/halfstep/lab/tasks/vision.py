@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.data import Digits, load_digits
+from halfstep.lab.data import load_digits
 from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, stream
 
 
@@ -17,7 +17,7 @@ class Vision(Task):
     A model takes images (batch, 1, 8, 8) float32 in [0, 1] and returns logits (batch, 10).
     """
 
-    def __init__(self, train: Digits, held_out: Digits, batch: int) -> None:
+    def __init__(self, train: Batch, held_out: Batch, batch: int) -> None:
         self.train = train
         self.test = held_out
         self.size = batch
@@ -29,19 +29,19 @@ class Vision(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Images drawn at random, each moved by up to a pixel, with a little noise."""
         generator = stream(seed, step)
-        which = drawn(len(self.train.images), self.size, generator)
+        which = drawn(len(self.train["images"]), self.size, generator)
         down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator, dtype=torch.int64, device="cpu")
-        images = F.pad(self.train.images[which], (1, 1, 1, 1))[
+        images = F.pad(self.train["images"][which, 0], (1, 1, 1, 1))[
             torch.arange(self.size, dtype=torch.int64, device="cpu")[:, None, None],
             torch.arange(8, dtype=torch.int64, device="cpu")[:, None] + down,
             torch.arange(8, dtype=torch.int64, device="cpu") + right,
         ]
         images = images + 0.1 * torch.randn(images.shape, generator=generator, dtype=torch.float32, device="cpu")
-        return {"images": images[:, None], "classes": self.train.classes[which]}
+        return {"images": images[:, None], "classes": self.train["classes"][which]}
 
     def held_out(self) -> list[Batch]:
         """Every fifth image of the whole, as it is."""
-        return [{"images": self.test.images[:, None], "classes": self.test.classes}]
+        return [self.test]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy."""
