@@ -329,13 +329,11 @@ class Dealt:
         ours = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
         torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in memory[self.exchange.rank]], out=ours)
         self.exchange.all_gather(everyone).wait()
-        for rank, own in enumerate(self._of):
-            if rank == self.exchange.rank:
-                continue
+        for rank in (rank for rank in range(self.exchange.ranks) if rank != self.exchange.rank):
             given = everyone[rank, : sizes[rank]].split_with_sizes([part.nbytes for part in memory[rank]])
             for part, theirs in zip(memory[rank], given, strict=True):
                 part.copy_(theirs.clone().view(part.dtype).view(part.shape))
-            for parameter in own:
+            for parameter in self._of[rank]:
                 torch.autograd.graph.increment_version(parameter)
 
 

@@ -337,8 +337,7 @@ def file_problems(name: str, data: dict[str, Any]) -> Iterator[str]:
         tables = data.get(kind, [])
         if not isinstance(tables, list):
             yield f"{name}: {kind}: found a single table; expected [[{kind}]], with two brackets"
-            continue
-        for table in tables:
+        for table in tables if isinstance(tables, list) else ():
             label = table.get("id", "without an id") if isinstance(table, dict) else table
             yield from (f"{name}: {kind} {label!r}: {message}" for message in problems(table, kind))
 

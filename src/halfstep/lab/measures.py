@@ -76,8 +76,6 @@ def _average_precision(found: Sequence[Found], truth: Sequence[Truth], kind: int
     candidates: list[tuple[float, int, float, int]] = []  # score, image, best overlap, and with which box
     for image, detections in enumerate(found):
         mine = detections.classes == kind
-        if not bool(mine.any()):
-            continue
         table = (
             iou(detections.boxes[mine], boxes[image])
             if len(boxes[image])

@@ -47,13 +47,11 @@ def spikes(losses: Sequence[float | None], window: int = WINDOW, threshold: floa
                 found[-1] = Spike(last.start, last.length + 1, max(last.height, height))
             else:
                 found.append(Spike(place, 1, height))
-            continue
-        if math.isinf(value):
-            continue
-        trail.append(value)
-        insort(ranked, value)
-        if len(trail) > window:
-            del ranked[bisect_left(ranked, trail.pop(0))]
+        elif math.isfinite(value):
+            trail.append(value)
+            insort(ranked, value)
+            if len(trail) > window:
+                del ranked[bisect_left(ranked, trail.pop(0))]
     return found
 
 

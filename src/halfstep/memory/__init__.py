@@ -68,11 +68,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def settle(self, sources: frozenset[str], role: str, otherwise: str) -> None:
         """Give what is passing a role: `role` where it was computed from nothing but those sources, or `otherwise`."""
+        self._now = Counter()
         for held in self._held.values():
             if held.role == PASSING:
                 held.role = role if held.sources and held.sources <= sources else otherwise
-        self._now = Counter()
-        for held in self._held.values():
             self._now[held.role] += held.nbytes
 
     def bytes_of(self, role: str) -> int:

@@ -67,8 +67,7 @@ def _watched(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[
     def attach(what: str, name: str, value: Any) -> None:
         for tensor in tensors_in(value):
             look(f"{what} of {name}", tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: look(f"gradient of the {what} of {name}", grad))  # type: ignore[no-untyped-call]
+        take_gradients(value, lambda grad: look(f"gradient of the {what} of {name}", grad))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -106,6 +105,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
+def take_gradients(value: Any, take: Callable[[Tensor], None]) -> None:
+    """Have `take` called with the gradients of the tensors in what a module takes or returns, when they come."""
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            tensor.register_hook(take)  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def activation_gradients(model: nn.Module, enabled: bool = True) -> Iterator[list[Tensor]]:
     """While active, a backward appends the gradient of every leaf module's output, or outputs, to
@@ -126,9 +132,7 @@ def activation_gradients_by_module(model: nn.Module, enabled: bool = True) -> It
 @contextmanager
 def _hooked(model: nn.Module | None, take: Callable[[str, Tensor], None]) -> Iterator[None]:
     def attach(path: str, outputs: list[Tensor]) -> None:
-        for tensor in outputs:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: take(path or "the model", grad.detach().clone()))  # type: ignore[no-untyped-call]
+        take_gradients(outputs, lambda grad: take(path or "the model", grad.detach().clone()))
 
     leaves = [] if model is None else [pair for pair in model.named_modules() if not any(pair[1].children())]
     with outputs_seen(leaves, attach):

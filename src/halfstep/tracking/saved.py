@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from halfstep.grouping import grouped
 from halfstep.ops.saved import Alone
 
 
@@ -65,11 +66,9 @@ class Saving:
 
     def now(self) -> SavedBytes:
         """What is still kept, by module in the order of their first tensor."""
-        rows: dict[tuple[str, str], int] = {}
-        for storage, module, form, size in self._found.values():
-            if not storage.expired():  # type: ignore[no-untyped-call]
-                rows[module, form] = rows.get((module, form), 0) + size
-        return SavedBytes(tuple(SavedRow(module, form, size) for (module, form), size in rows.items()))
+        kept = (found for found in self._found.values() if not found[0].expired())  # type: ignore[no-untyped-call]
+        rows = grouped(((module, form), size) for _, module, form, size in kept)
+        return SavedBytes(tuple(SavedRow(*row, sum(sizes)) for row, sizes in rows.items()))
 
     def pack(self, x: Tensor) -> Any:
         """As a hook of autograd."""

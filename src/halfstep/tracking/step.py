@@ -25,7 +25,7 @@ from halfstep.quant import Quantizer, rotate
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec, Matmul
-from halfstep.tracking.nonfinite import tensors_in
+from halfstep.tracking.nonfinite import take_gradients, tensors_in
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,7 @@ def _watch(found: Amaxes, path: str, module: nn.Module) -> Any:
             note("input", tensor)
         for name, parameter in module.named_parameters(recurse=False):
             note(name, values_of(parameter))
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: note("grad_output", grad))  # type: ignore[no-untyped-call]
+        take_gradients(output, lambda grad: note("grad_output", grad))
 
     return after_forward
 

@@ -132,15 +132,13 @@ def known_roles(model: nn.Module) -> tuple[dict[str, Role], list[str]]:
     found: dict[str, Role] = {}
     missing: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
-        for own, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name, tag = f"{path}.{own}" if path else own, tag_of(module, own)
             if tag is None:
                 missing.append(name)
-                continue
-            fan_in, fan_out = _fans(module, parameter, tag.kind)
-            found[name] = Role(tag.kind, fan_in, fan_out, _depth(model, path), tag.ends_branch)
+            else:
+                fans = _fans(module, parameter, tag.kind)
+                found[name] = Role(tag.kind, *fans, _depth(model, path), tag.ends_branch)
     return found, missing
 
 

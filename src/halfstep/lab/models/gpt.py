@@ -58,12 +58,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # GPT-2's: the residual branches' last layers start smaller
-                branch = name.endswith(("attention.proj.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if branch else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        begin(self, layers, ("attention.proj.weight", "mlp.2.weight"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the next token at each position."""
@@ -71,6 +66,15 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def begin(model: nn.Module, layers: int, ends: tuple[str, ...] = ()) -> None:
+    """Matrices from N(0, 0.02), biases zero; as GPT-2, the residual branches' last layers (names' `ends`) smaller."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if name.endswith(ends) else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
 
 
 class UnitGPT(nn.Module):

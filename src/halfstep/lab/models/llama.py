@@ -6,6 +6,7 @@ Modules are named as Hugging Face names them, so that state dicts differ by the 
 import torch
 from torch import Tensor, nn
 
+from halfstep.lab.models.gpt import begin
 from halfstep.ops import attention
 
 
@@ -84,10 +85,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(width, heads, inner) for _ in range(layers))
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # GPT-2's: the residual branches' last layers start smaller
-                branch = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if branch else 0.02)
+        begin(self, layers, ("o_proj.weight", "down_proj.weight"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the next token at each position."""

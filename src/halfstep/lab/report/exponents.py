@@ -281,9 +281,7 @@ def _regions(axes: Axes, by_kind: Mapping[str, Cast], edges: tuple[int, int, int
         axes.text(
             x, 0.96, name, transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=9.5, color=colour
         )
-        if not field:
-            continue
-        for y, (kind, cast) in zip((0.87, 0.76), by_kind.items(), strict=False):
+        for y, (kind, cast) in zip((0.87, 0.76), by_kind.items() if field else (), strict=False):
             axes.text(
                 x, y, share(getattr(cast, field)), transform=axes.get_xaxis_transform(), ha="center", va="top",
                 fontsize=11.5, fontweight="bold", color=INK if kind == "gradients" else "#2c629a",

@@ -115,8 +115,7 @@ def load(folder: RunFolder) -> Results:
         if any(folder.metrics(*run) for run in planned if run[0] == BASELINE):
             runs = {BASELINE: {}, **runs}
     for recipe, seed in planned:
-        rows = folder.metrics(recipe, seed)
-        if rows:
+        if rows := folder.metrics(recipe, seed):
             runs[recipe][seed] = rows
     fp32 = runs.get(BASELINE, {})
     return Results(

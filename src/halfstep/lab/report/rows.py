@@ -301,10 +301,7 @@ def draw_memory(data: Mapping[str, Mapping[str, float]], results: Results, title
     copies = {recipe: sizes.get("transient", 0.0) for recipe, sizes in data.items()}
     for row, (recipe, sizes) in enumerate(data.items()):
         left = 0.0
-        for role in PERSISTENT:
-            size = sizes.get(role, 0.0)
-            if size <= 0:
-                continue
+        for role, size in ((role, sizes[role]) for role in PERSISTENT if sizes.get(role, 0.0) > 0):
             axes.barh(row, size, left=left, height=0.62, color=ROLES[_COLOURS[role]], edgecolor="white", linewidth=0.8)
             if size > 0.05 * widest:
                 ink = "white" if role in ("weights", "grads") else INK

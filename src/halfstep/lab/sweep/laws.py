@@ -23,11 +23,10 @@ def finished(folder: SweepFolder) -> list[Outcome]:
     points = sweep.points()
     best: dict[tuple[Any, ...], Outcome] = {}
     for found in outcomes(folder, sweep):
-        if found.status != FINISHED or found.loss is None:
-            continue
         rest = tuple(getattr(points[found.point], axis) for axis in sweep.grid if axis != "lr")
         key = (*rest, found.recipe, found.seed)
-        if key not in best or found.loss < (best[key].loss or 0.0):
+        ended = found.status == FINISHED and found.loss is not None
+        if ended and (key not in best or (found.loss or 0.0) < (best[key].loss or 0.0)):
             best[key] = found
     return list(best.values())
 

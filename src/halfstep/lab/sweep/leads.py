@@ -57,9 +57,7 @@ def runs_of(path: Path, names: Sequence[str]) -> tuple[list[dict[str, Series]], 
     folder = SweepFolder(path)
     stable: list[dict[str, Series]] = []
     lost: list[tuple[dict[str, Series], int]] = []
-    for found in outcomes(folder, folder.sweep()):
-        if not found.ended:
-            continue
+    for found in (one for one in outcomes(folder, folder.sweep()) if one.ended):
         rows = folder.rows((found.point, found.recipe, found.seed))
         if found.onset is None:
             stable.append(series_of(rows, names))

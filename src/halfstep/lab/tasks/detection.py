@@ -226,7 +226,7 @@ def _ink(images: Tensor) -> Tensor:
 def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Batch:
     """Pictures of one to four digits that do not touch; a box is the digit's ink, not its frame.
 
-    `images` are (count, 1, 48, 48) float32, `boxes` (count, 4, 4) in pixels, `classes` (count, 4), -1 where is no digit.
+    `images` are (count, 1, 48, 48) float32, `boxes` (count, 4, 4) in pixels, `classes` (count, 4); -1 is no digit.
     """
     images = 0.15 * torch.rand(count, 1, SIZE, SIZE, generator=generator, dtype=torch.float32, device="cpu")
     boxes: list[list[list[int]]] = []

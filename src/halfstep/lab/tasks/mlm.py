@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError
 from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
+from halfstep.lab.models.gpt import begin
 from halfstep.lab.task import Batch, Facts, Metric, TaskSpec, TextTask, logits_of
 from halfstep.nn import DotProductAttention
 
@@ -214,11 +215,7 @@ class BERT(nn.Module):
         decoder = nn.Linear(width, vocabulary)
         predictions = nn.Sequential(OrderedDict(transform=transform, decoder=decoder))
         self.cls = nn.ModuleDict({"predictions": predictions})
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        begin(self, layers)
         if tied:
             decoder.weight = self.embeddings.word_embeddings.weight
 
