@@ -1,7 +1,5 @@
 """Tensors without values, such as torch's FakeTensors: what an operator is told of them, where no kernel can run."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ rounding the result once is what 16-bit matrix units do: exact products, float32
 without such units torch's own 16-bit products are slower than float32's, up to a hundred times for fp16.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The largest magnitude of a tensor: a kernel where one supports the call, else torch; and the same as an operator."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

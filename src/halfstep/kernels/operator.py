@@ -1,7 +1,5 @@
 """Functions of tensors that torch.compile leaves whole: traced, a call is one node of the graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ memory is asked when it runs, not while it is traced. Where several layers round
 an operator that gives back its result (ROUNDED_SCALED, QUANTIZED): it is for roundings that draw no seed themselves.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

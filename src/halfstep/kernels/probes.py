@@ -4,8 +4,6 @@ A probe gives the function float32 matrices whose numbers E4M3 holds, lhs (rows,
 reads its float32 result. What it finds is a property of the machine: store it beside the machine's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

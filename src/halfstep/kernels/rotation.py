@@ -1,7 +1,5 @@
 """Hadamard transforms of blocks: a kernel where one supports the call, else the reference; and as operators."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Products on a GPU's FP8 and FP4 tensor cores, through torch.nn.functional.scaled_mm."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

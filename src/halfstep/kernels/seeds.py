@@ -1,7 +1,5 @@
 """Seeds that follow from a key and from a tensor's numbers; and the same as an operator, for torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The ways of scaling that a GPU's FP8 and FP4 tensor cores take, and the sizes of their products."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

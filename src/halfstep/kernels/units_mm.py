@@ -7,8 +7,6 @@ Source: the checks of PyTorch's ScaledBlas.cpp; the order of blocks of 128x4 sca
 block scaling ("32_4_4").
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

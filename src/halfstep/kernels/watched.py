@@ -4,8 +4,6 @@ Making the operands of a product writes in place, to scaling states too, so that
 backward pass whatever the policy says; the product itself is seen, and kept where the policy says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

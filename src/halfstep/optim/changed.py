@@ -3,8 +3,6 @@
 States of bitsandbytes' and torchao's optimizers come under torch's names, with their codes as our storages keep such.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

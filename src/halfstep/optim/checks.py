@@ -1,7 +1,5 @@
 """What is refused before anything moves: parameters, gradients and options that an update cannot take."""
 
-from __future__ import annotations
-
 import fnmatch
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

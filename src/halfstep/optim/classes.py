@@ -1,7 +1,5 @@
 """What is handed to `halfstep.prepare`, in torch's manner: optimizers that torch.optim lacks, and several as one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """From torch's optimizer to one in few bits, which goes on where that one stands."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """The loss scale as tensors, and how it grows and shrinks: torch.amp.GradScaler's trajectory, accessors and state."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a loss scaler does to an optimizer's gradients: name them, check that they are finite, multiply them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One optimizer for every update rule and every storage format: decode, update in float32, round, write."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """AdamW with moments in few bits, by the names that people know: optimizers for any loop, without `prepare`."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace

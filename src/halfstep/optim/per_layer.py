@@ -1,7 +1,5 @@
 """Updates in the backward pass: each parameter steps as soon as its gradient is there, and the gradient is freed."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

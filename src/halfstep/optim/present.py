@@ -1,7 +1,5 @@
 """Which of an optimizer's parameters are still the model's: nothing would train what replaces them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """GaLore: any rule whose step depends on gradients alone, taken in a subspace of a matrix's gradient."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace

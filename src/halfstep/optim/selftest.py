@@ -1,7 +1,5 @@
 """Tests of the optimizer's steps by kernels against its rules: on a CPU each tensor alone, on a GPU many together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Ranks that train together: their one seed, and parameters spread over them (DTensors), of which each has a part."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

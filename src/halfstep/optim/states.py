@@ -1,7 +1,5 @@
 """How a parameter is updated, and its state: moments as their storage says, and saved states taken over."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

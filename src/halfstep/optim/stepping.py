@@ -1,7 +1,5 @@
 """How parameters are stepped: decided once for as long as their tensors stay where they are, then taken every step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import compress

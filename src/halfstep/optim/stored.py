@@ -1,7 +1,5 @@
 """What an optimizer keeps of its parameters: moments, masters and step counts, begun, saved, loaded and taken over."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import defaultdict

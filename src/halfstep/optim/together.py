@@ -1,7 +1,5 @@
 """An optimizer's tensors on a GPU stepped together, by a few launches: which they are, and whether all is as before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import compress, count
 from operator import attrgetter, ne

@@ -1,7 +1,5 @@
 """Whether all that an optimizer's step read is where it was: asked at every step, so in a few passes over lists."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller

@@ -1,7 +1,5 @@
 """The loss scale taken out of an optimizer's gradients: checked, divided, clipped, once between two updates."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from itertools import chain

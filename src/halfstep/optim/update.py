@@ -1,7 +1,5 @@
 """One update in torch, for any rule, device and storage: the reference of `rule.fused`; and what watchers are told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

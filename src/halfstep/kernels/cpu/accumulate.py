@@ -1,7 +1,5 @@
 """Products of matrices whose sums are not float32's: `quant.accumulator.accumulate`, an output's row at a time."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import torch

@@ -1,7 +1,5 @@
 """The largest magnitude of a tensor, from the bits of its numbers as they are stored: read once, nothing widened."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

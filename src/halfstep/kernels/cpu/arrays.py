@@ -1,7 +1,5 @@
 """Tensors as the numpy arrays that kernels take, and which tensors can be taken so."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counting what raw bits hold: float32 by exponent and significant bits at once, narrower ones code by code."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numba

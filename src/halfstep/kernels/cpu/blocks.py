@@ -5,8 +5,6 @@ One pass, piece by piece: the largest magnitudes, scales (`rules`), then every e
 signs a piece is rotated first, and rounded while it is near: nothing is written in float32.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

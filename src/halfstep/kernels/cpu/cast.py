@@ -5,8 +5,6 @@ nothing widened. Rounding is on the bits of the number, below the format's small
 up a bit a binade, so that a step stays the same. A carry out of the significand is the next binade.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

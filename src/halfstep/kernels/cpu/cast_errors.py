@@ -4,8 +4,6 @@ For finite values with room above them; `comparison.compare` takes any, and two 
 division an element, and seldom grows: the loops multiply to see whether it does.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

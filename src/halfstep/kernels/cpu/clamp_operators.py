@@ -3,8 +3,6 @@
 As in `operators`, an operator under `torch.compile` is one opaque node that writes to `out`.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

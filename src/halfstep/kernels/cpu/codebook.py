@@ -4,8 +4,6 @@ A code is found by the upper 16 bits of its quotient, which leave at most two ne
 the cut between them. One entry of a table has both: adding the quotient's own lower bits to it carries above the cut.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

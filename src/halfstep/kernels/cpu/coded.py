@@ -3,8 +3,6 @@
 No float32 copy exists but a chunk's, which stays in the cache. Codes and scales are those of `blocks` and `dequantize`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache

@@ -1,7 +1,5 @@
 """Values to codes, packed or not: `quant.encode` onto floats and integers of at most 16 bits; back, from any format."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numba import types

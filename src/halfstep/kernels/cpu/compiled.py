@@ -7,8 +7,6 @@ processes that compile at once one may file its code under the other's signature
 both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

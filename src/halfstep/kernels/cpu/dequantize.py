@@ -1,7 +1,5 @@
 """Packed codes and the scales of their blocks back to values: `quant.Quantized.dequantize`, bit for bit."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An element of a block over the block's scale, rounded: its code, or its value times the scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ lanes are then added in halves. So it depends on neither the processor, the thre
 weight is stored.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 A codebook's element is found by the cut points between its values.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import ldexp
 from typing import Any, NamedTuple

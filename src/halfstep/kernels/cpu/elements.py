@@ -5,8 +5,6 @@ is the next binade. Below (and everywhere, in a format of whole multiples), the 
 2^23 steps rounds to nearest-even by itself. Overflow is decided afterwards, on the rounded magnitude.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import inf, ldexp, nan
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 What a group's elements need is found for many groups at a time: one alone would wait for each of its operations.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -5,8 +5,6 @@ written as values. The same loop takes values in 32 or 16 bits, in the same orde
 weights are rounded values, and inference from codes give the same bits (`ops/few_rows.py`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import ldexp
 from typing import Any

@@ -1,7 +1,5 @@
 """States of delayed scaling on a CPU, moved on by one call for all that are alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -1,7 +1,5 @@
 """A first look at rows and columns of some matrices: whether values come again, or may be on a grid times scales."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

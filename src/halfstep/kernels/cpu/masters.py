@@ -3,8 +3,6 @@
 The conditions are those of `quant.masters`, which says why they never touch what an update wrote itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

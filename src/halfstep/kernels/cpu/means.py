@@ -3,8 +3,6 @@
 They are decoded, added up in order, divided and encoded a piece at a time, which stays in the nearest caches.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from torch import Tensor

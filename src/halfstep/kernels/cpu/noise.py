@@ -1,7 +1,5 @@
 """The noise of stochastic rounding in lanes: `quant.noise_bits`, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

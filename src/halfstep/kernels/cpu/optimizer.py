@@ -9,8 +9,6 @@ formula takes, and the largest magnitudes of moments under one scale, are each f
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -6,8 +6,6 @@ not None); or of those read tile by tile (codes, what they are multiplied by, ho
 values begin).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ other tiles are computed with. Decoding a whole chunk, then updating, then encod
 leaves memory idle in two of three loops and waits for it in the other.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numba import types

@@ -1,7 +1,5 @@
 """The types of an optimizer's kernel: a rule, known by its operations, and the tuples that moments come in."""
 
-from __future__ import annotations
-
 from functools import cache
 from hashlib import sha256
 from itertools import count

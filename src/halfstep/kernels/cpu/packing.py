@@ -5,8 +5,6 @@ there. Codes of other widths go where they belong at once: what kind of codes th
 compiled.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 from torch import Tensor

@@ -6,8 +6,6 @@ rows, without a transposed copy of the input, which takes as long as the roundin
 that of what is written, row by row. Where there are signs a piece is rotated first: its rows are those of a block.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -5,8 +5,6 @@ whose lower bits are a posit's exponent and fraction: adding half of the bit at 
 string. Where the cut is depends on the regime alone.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ itself. That holds for the scales at which every value of the format is a normal
 largest; for any other scale, the kernels divide and multiply.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import frexp
 from typing import Any, NamedTuple

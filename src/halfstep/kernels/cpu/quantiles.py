@@ -4,8 +4,6 @@ A float32's upper 16 bits, turned so that they stand in the order of the numbers
 counts; where bits below them decide, a second pass takes out the numbers of at most four buckets and sorts these.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

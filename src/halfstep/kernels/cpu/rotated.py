@@ -1,7 +1,5 @@
 """Random Hadamard transforms in float32: `quant.rotate` along the rows of a matrix or down its columns, bit for bit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

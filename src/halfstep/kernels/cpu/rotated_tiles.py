@@ -4,8 +4,6 @@ A piece is rotated while it is near, and its tiles are rounded from where they l
 two levels of scales everything is rotated twice, since the largest number of all comes first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

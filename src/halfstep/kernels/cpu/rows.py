@@ -1,7 +1,5 @@
 """Matrices with a scale a row, or a column: clamped, scaled and rounded in one pass; and what clamping takes away."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -7,8 +7,6 @@ A rule travels as (rule, whole, up, steps), known by which of them are None:
 - two levels: what `two_level.rule_of` says of them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

@@ -4,8 +4,6 @@ A loop that is left to LLVM does one register after the other, and where every o
 does the processor. A run is several registers, whose operations stand side by side and are under way together.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

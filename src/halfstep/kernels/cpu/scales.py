@@ -1,7 +1,5 @@
 """From the largest magnitude of a block to its scale, in lanes, and the block maxima themselves."""
 
-from __future__ import annotations
-
 from functools import cache
 from math import ceil
 

@@ -1,7 +1,5 @@
 """A gradient times the derivative that an estimator takes for rounding: `quant.Estimator.derivative`, in one pass."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

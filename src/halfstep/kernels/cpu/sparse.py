@@ -1,7 +1,5 @@
 """A sparse matrix times a dense one, in float32: each row's few numbers times rows of the other, added up in order."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import torch

@@ -5,8 +5,6 @@ where each one's rows begin, then the end; `lowest` is its first row's exponent.
 largest exponent, that of its smallest value, its significant bits, and whether its largest code is NaN.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ A row, a square, not a short last tile of either: up to three more passes over m
 of the time of the reference, which works in float64.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

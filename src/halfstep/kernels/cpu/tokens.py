@@ -3,8 +3,6 @@
 What those ask of a tensor, and making tensors, takes longer than rounding a token's activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import isfinite
 from typing import Any

@@ -1,7 +1,5 @@
 """Two levels of scales: a number of E4M3 for each tile, and a float32 number for the tensor, which is read first."""
 
-from __future__ import annotations
-
 from functools import cache
 from math import isfinite
 from typing import Any

@@ -1,7 +1,5 @@
 """Products of whole numbers of 8 bits, summed exactly: rows of 4 bits that have a scale each."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numba

@@ -1,7 +1,5 @@
 """The largest magnitude of a CUDA tensor: read once, nothing widened, NaN kept."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -4,8 +4,6 @@ One pass: a program reads a block of whole tiles, finds their largest magnitudes
 scale of a tensor, of a row or a column of it, and the tensor's of two levels take a pass before it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`quant.round_to`, `quant.encode` and `quant.decode` of CUDA tensors of fp32, bf16 and fp16, each in one pass."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What follows an emulated matmul in one pass: its float32 result times a scale, plus a bias, rounded."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

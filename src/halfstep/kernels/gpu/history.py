@@ -1,7 +1,5 @@
 """States of delayed scaling on a GPU, moved on by one launch for all that are alike."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

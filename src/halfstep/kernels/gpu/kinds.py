@@ -1,7 +1,5 @@
 """Which tensors the kernels of optimizers take, and what each kind of them is compiled for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache

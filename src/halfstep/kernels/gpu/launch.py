@@ -1,7 +1,5 @@
 """Which tensors Triton kernels take, and how these are launched."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache, lru_cache
 from importlib import import_module

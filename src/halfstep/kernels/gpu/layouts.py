@@ -3,8 +3,6 @@
 It is what FP8 and FP4 products take of a tensor in a forward and a backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any

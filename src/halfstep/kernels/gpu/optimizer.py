@@ -1,7 +1,5 @@
 """The steps of an optimizer's tensors on a GPU: a launch finds the numbers of each, one more a kind moves them all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What was shown of the Triton kernels without a GPU, kept by `make gpu-proofs`: `halfstep doctor` says it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from importlib.resources import files

@@ -4,8 +4,6 @@ A matrix is rotated along its rows or down its columns, and so its tiles lie.
 With two levels of scales everything is rotated twice, since the largest number of all comes first.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple
 from typing import Any

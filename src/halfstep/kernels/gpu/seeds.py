@@ -1,7 +1,5 @@
 """Seeds that follow from a key and from a tensor's numbers, by one launch: what torch's operators take twenty for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

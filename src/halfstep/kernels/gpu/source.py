@@ -1,7 +1,5 @@
 """Triton source of an update rule, made of its program (`kernels.arithmetic`): readable, and run as it stands."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from halfstep.kernels.arithmetic import Part, Program

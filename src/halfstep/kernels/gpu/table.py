@@ -1,8 +1,5 @@
 """Where things stand in what one launch over many tensors reads: tables in the device's memory."""
 
-from __future__ import annotations
-
-
 WEIGHT, GRAD, KEPT = 0, 1, 2
 """Columns of a tensor's row, all int64: addresses first. What is kept is what its master keeps."""
 FIRST, FIRST_SCALE, FIRST_EXPONENT, FIRST_CENTER = 3, 4, 5, 6

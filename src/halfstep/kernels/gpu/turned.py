@@ -4,8 +4,6 @@ Each is what `quant.Quantizer` makes of it, and of `quant.rotate`, bit for bit: 
 whose second product is rotated. With two levels of scales there is a pass before, for the largest numbers of both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What a kernel's test is: inputs, what the kernel gives, what the reference gives; and how these are compared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tests of the kernels that take a tensor element by element, and of those that find its largest magnitude."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import prod
 

@@ -1,7 +1,5 @@
 """Tests of kernels of matrices: rows with a scale each, clamps, errors of casts; and products, a GPU's units' too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Tests of kernels that round tiles with a scale each, in one layout or both, and after a Hadamard transform."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

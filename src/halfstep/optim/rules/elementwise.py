@@ -1,7 +1,5 @@
 """Update rules of one element: a formula that is the reference on torch tensors, and from which kernels are made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache

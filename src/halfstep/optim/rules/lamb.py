@@ -1,7 +1,5 @@
 """LAMB: AdamW whose step on each tensor is as long as the tensor's norm allows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

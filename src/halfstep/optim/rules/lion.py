@@ -1,7 +1,5 @@
 """Lion: the sign of a momentum, with one moment instead of Adam's two."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Muon: a step along the momentum of a whole matrix, its singular values made equal."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
