@@ -11,7 +11,7 @@ from families import in_turn, slow_unless
 from halfstep import formats, quantize
 from halfstep.formats import Codebook
 from halfstep.kernels.cpu import blocks as kernel
-from halfstep.kernels.cpu.codebook import search
+from halfstep.kernels.cpu.divided import search
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling

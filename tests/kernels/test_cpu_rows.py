@@ -7,7 +7,7 @@ import torch
 
 from families import in_turn, slow_unless
 from halfstep import formats
-from halfstep.kernels.cpu import clamp_operators, quantiles, rows, slopes, sparse, whole_mm
+from halfstep.kernels.cpu import clamp_operators, quantiles, rows, slopes, whole_mm
 from halfstep.ops.operand import Operand
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, round_to
 from halfstep.quant.scaling import get_scaling
@@ -117,7 +117,7 @@ def test_sparse_products(dtype, down, scaled):
     other = torch.randint(-9, 10, (33 if down else 65, 20), generator=g).to(dtype)
     scale = torch.exp2(torch.randint(-3, 4, (1, 20), generator=g).float()) if scaled else None
     parts, out = clamp_operators.sparse(matrix), torch.empty(65 if down else 33, 20)
-    assert sparse.run(*parts, 65, down, other, scale, out)
+    assert rows.run_sparse(*parts, 65, down, other, scale, out)
     found = clamp_operators.sparse_product(*parts, 65, down, other, scale)
     wanted = (matrix.t() if down else matrix) @ other.float()
     assert torch.equal(found, wanted if scale is None else wanted * scale)

@@ -1,9 +1,11 @@
-"""Functions of tensors that torch.compile leaves whole: traced, a call is one node of the graph."""
+"""Functions of tensors that torch.compile leaves whole: traced, a call is one node of the graph. And what modes that
+watch operators are told of tensors without values, such as torch's FakeTensors, where no kernel can run."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
@@ -45,3 +47,19 @@ class Operator:
 
 def _nothing(*arguments: Any) -> None:
     """An operator that writes to what it was given has no result."""
+
+
+_LIBRARY.define("follow(Tensor x, Tensor(a!) out) -> Tensor(a!)")
+_LIBRARY.impl("follow", lambda x, out: out, "CompositeExplicitAutograd")
+FOLLOW = torch.ops.halfstep.follow.default
+"""The operator by which `blank` says what follows from what."""
+
+
+def blank(x: Tensor, *outs: Tensor) -> bool:
+    """Whether x has no values: then there is nothing to compute, and modes that watch operators see that `outs`
+    follow from x."""
+    if not hasattr(x, "fake_mode"):
+        return False
+    for out in outs:
+        FOLLOW(x, out)
+    return True

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
-from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import (
     accumulate,
     blocks,
@@ -30,7 +29,7 @@ from halfstep.kernels.gpu import (
 )
 from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.largest import amax_of
-from halfstep.kernels.operator import Operator
+from halfstep.kernels.operator import Operator, blank
 from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, layout
 from halfstep.quant.cast import no_code_for_nan, no_such_code

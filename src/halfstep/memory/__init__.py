@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import AccountError, one_of
 from halfstep.grouping import grouped
-from halfstep.kernels.blank import FOLLOW
+from halfstep.kernels.operator import FOLLOW
 from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import BytesPerParameter, is_master
 

@@ -15,10 +15,10 @@ from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, kind_of
 from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.ops import CodeTensor
+from halfstep.optim.present import Unmoved
 from halfstep.optim.rules.base import UpdateRule, with_codes
 from halfstep.optim.shards import is_spread, part, run_of
 from halfstep.optim.stepping import Batch, Stepping, Way, batched
-from halfstep.optim.unmoved import Unmoved
 from halfstep.optim.update import CodedWeight
 from halfstep.recipe import MASTER
 

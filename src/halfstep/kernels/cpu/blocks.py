@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import codebook, element_codes, packing, powers, two_level
+from halfstep.kernels.cpu import element_codes, rules
 from halfstep.kernels.cpu.arrays import array, plain, separate
+from halfstep.kernels.cpu.codes import pack, place, shifts
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner_inlined, piece
-from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.divided import divided, search
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.noise import keys_at, seed_keys
-from halfstep.kernels.cpu.packing import pack, place
-from halfstep.kernels.cpu.powers import FAR, TINY
 from halfstep.kernels.cpu.rotated import NEAR, opened_piece
-from halfstep.kernels.cpu.rules import note, room, steps_of
+from halfstep.kernels.cpu.rules import FAR, TINY, note, room, steps_of
 from halfstep.kernels.cpu.scales import largest_of, power_scalars
 from halfstep.quant.quantizer import Quantizer, matrix_shape
 from halfstep.quant.rounding import Seed
@@ -72,10 +71,10 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
     stored = array(scale) if rule.narrow else scale.view(-1).numpy()
     coding = None
     if rule.two_level:
-        ruled, coding = two_level.rule_of(x, format, scales, tensors.get("tensor_scale")), two_level.scalars()[1]
+        ruled, coding = rules.rule_of(x, format, scales, tensors.get("tensor_scale")), rules.e4m3_scalars()[1]
     else:
         ruled = ruled_by(format, rule)
-    target = codes, *numbers, cuts_of(format), packing.shifts(format)
+    target = codes, *numbers, cuts_of(format), shifts(format)
     found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
     tile = CHUNK, scales.tile.columns, levels(scales.tile)
     _tiles(x.numel(), array(x), *tile, *UPRIGHT, *ruled, None, coding, stored, found, *target, seed_keys(seed))
@@ -131,25 +130,25 @@ def sides_of(tile: Tile, columns: int) -> Any:
 def ruled_by(format: Format, rule: Scaling, values: bool = False) -> Any:
     """What `rules` takes of a rule that needs no look at the tensor."""
     if rule.exact:
-        return power_scalars(format, rule), None, None, powers.scalars(format) if values else None
+        return power_scalars(format, rule), None, None, rules.steps_scalars(format) if values else None
     return None, np.float32(format.max), None, None
 
 
 def ruled_of(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None
 ) -> tuple[Any, Any]:
-    """What `rules` takes for values of x in `out`, and `two_level.apart` of them."""
+    """What `rules` takes for values of x in `out`, and `rules.apart` of them."""
     format, scales = quantizer.format, quantizer.scales
     assert scales is not None
     if not scales.rule.two_level:
         return ruled_by(format, scales.rule, values=True), None
-    apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
-    return two_level.rule_of(x, format, scales, tensor_scale), apart
+    apart = rules.apart(format, seed, out.dtype, tensor_scale is not None)
+    return rules.rule_of(x, format, scales, tensor_scale), apart
 
 
 def cuts_of(format: Format) -> Any:
     """What codes of a codebook are found by; None of other formats."""
-    return codebook.search(format) if isinstance(format, Codebook) and format.bits == 8 else cut_points(format, False)
+    return search(format) if isinstance(format, Codebook) and format.bits == 8 else cut_points(format, False)
 
 
 def levels(tile: Tile) -> tuple[np.uint32, ...]:
@@ -168,7 +167,7 @@ def element_numbers(format: Format, rounding: str, rule: Scaling) -> tuple[Any, 
     if rounding != "nearest_even" or format.ties != "lower" or rule.exact:
         return None
     if format.bits == 8:
-        return (None, None) if rule.quotient and codebook.search(format) is not None else None
+        return (None, None) if rule.quotient and search(format) is not None else None
     if format.bits != 4 or not ruled:
         return None
     values = format.values()

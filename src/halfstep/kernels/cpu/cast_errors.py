@@ -14,7 +14,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from halfstep.formats import Codebook, Format, Integer
-from halfstep.kernels.cpu import element_codes, elements, scales, two_level
+from halfstep.kernels.cpu import element_codes, elements, rules, scales
 from halfstep.kernels.cpu.comparison import PIECE, Errors, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, ends, inner, none, specialized
 from halfstep.kernels.cpu.element_codes import cut_points, looked_up
@@ -134,7 +134,7 @@ class CastErrors:
         stored: Any = scale
         if isinstance(rule, TwoLevel):
             largest = torch.tensor(float(self._amax), dtype=torch.float32, device="cpu")
-            ruled = two_level.given(format, rule, rule.tensor_scale(largest, format))[:3]
+            ruled = rules.given(format, rule, rule.tensor_scale(largest, format))[:3]
         elif not rule.quotient:
             ruled, stored = (scales.power_scalars(format, rule), None, None), np.empty(amax.size, np.uint8)
         _note_scales(amax.size, amax, *ruled, stored, scale)

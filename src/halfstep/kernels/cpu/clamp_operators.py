@@ -11,9 +11,8 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.formats import Format
-from halfstep.kernels.blank import blank
-from halfstep.kernels.cpu import quantiles, rows, slopes, sparse as products
-from halfstep.kernels.operator import Operator
+from halfstep.kernels.cpu import quantiles, rows, slopes
+from halfstep.kernels.operator import Operator, blank
 from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile
 from halfstep.quant.cast import round_to
@@ -139,7 +138,7 @@ def sparse_product_into(parts: Parts, width: int, down: bool, other: Tensor, sca
     other = other.to(torch.bfloat16) if other.dtype == torch.int8 else other
     if columns is not None and starts is not None:
         other = other.contiguous()
-        if products.run(values, columns, starts, width, down, other, scale, out):
+        if rows.run_sparse(values, columns, starts, width, down, other, scale, out):
             return
     matrix = values if columns is None or starts is None else whole(values, columns, starts, width)
     product = (matrix.t() if down else matrix) @ other.float()

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.formats import Codebook, Float
-from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion
+from halfstep.kernels.cpu import blocks, element_codes, expansion
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import CHUNK, inner, specialized
 from halfstep.kernels.cpu.dequantize import meaning, values_piece
-from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.divided import divided, search
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
@@ -92,7 +92,7 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> BlockCo
     levels = blocks.levels(scales.tile)
     tile = levels if scales.rule.quotient and isinstance(format, Float | Codebook) else None
     if isinstance(format, Codebook):
-        given = np.float32(format.max), None, codebook.search(format)
+        given = np.float32(format.max), None, search(format)
     else:
         scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
         given = scale_of, *element_codes.scalars(format, *_NEAREST)

@@ -6,7 +6,7 @@ from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu import element_codes, packing
+from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece, specialized
 from halfstep.kernels.cpu.element_codes import Coding
@@ -15,7 +15,134 @@ from halfstep.kernels.cpu.lanes import INFINITY, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 from halfstep.kernels.cpu.runs import elementwise, reduction
 from halfstep.kernels.cpu.scales import larger
+from halfstep.quant.cast import CONTAINERS
 from halfstep.quant.rounding import Seed
+
+
+# ---- 4- and 6-bit codes in bytes and back, a chunk at a time: `quant.pack` for rows that fill their bytes ------------
+# A kernel writes the codes of a chunk a byte each, to a buffer that stays in the nearest cache, and packs them from
+# there. Codes of other widths go where they belong at once: what kind of codes these are, a kernel knows when it is
+# compiled.
+
+
+_GROUP = {4: 2, 6: 4}
+
+
+def fills(columns: int, bits: int) -> bool:
+    """Whether codes of that many bits are packed, and rows of so many of them leave no bits over."""
+    return bits in _GROUP and columns % _GROUP[bits] == 0
+
+
+def lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
+    """Whether these can be the codes of so many values, of dense tensors anywhere: a container each, or packed."""
+    if codes.dtype != CONTAINERS[format.storage_bits]:
+        return False
+    if not packed:
+        return codes.shape == values.shape
+    columns = values.shape[-1] if values.dim() else 1
+    return fills(columns, format.bits) and 8 * codes.numel() == values.numel() * format.bits
+
+
+def shifts(format: Format) -> tuple[np.uint8, ...] | None:
+    """How kernels pack: the places of two codes in a byte, or the bits that each of three bytes skips, or not."""
+    if format.bits == 4:
+        return (np.uint8(4), np.uint8(0)) if format.high_nibble_first else (np.uint8(0), np.uint8(4))
+    return (np.uint8(0), np.uint8(2), np.uint8(4)) if format.bits == 6 else None
+
+
+@lanes(types.uint8)
+def _pair(one, two, shifts):
+    return (one << shifts[0]) | (two << shifts[1])
+
+
+@lanes(types.uint8)
+def _half(byte, shift):
+    return (byte >> shift) & 15
+
+
+@lanes(types.uint8)
+def _two_sixths(one, two, right):
+    return (one >> right) | (two << (right.constant(6) - right))
+
+
+@lanes(types.uint8)
+def _sixth_of(one, two, right, left):
+    return ((one >> right) | (two << left)) & 63
+
+
+@inner
+def _pack_pairs(codes, out, shifts):
+    for i in range(out.size):
+        out[i] = _pair(codes[2 * i], codes[2 * i + 1], shifts)
+
+
+@inner
+def _pack_sixths(codes, out, shifts):
+    for i in range(out.size // 3):
+        one, two = codes[4 * i + 1], codes[4 * i + 2]
+        out[3 * i] = _two_sixths(codes[4 * i], one, shifts[0])
+        out[3 * i + 1] = _two_sixths(one, two, shifts[1])
+        out[3 * i + 2] = _two_sixths(two, codes[4 * i + 3], shifts[2])
+
+
+@inner
+def _unpack_pairs(packed, out, shifts):
+    for i in range(packed.size):
+        out[2 * i] = _half(packed[i], shifts[0])
+        out[2 * i + 1] = _half(packed[i], shifts[1])
+
+
+@inner
+def _unpack_sixths(packed, out):
+    for i in range(packed.size // 3):
+        a, b, c = packed[3 * i], packed[3 * i + 1], packed[3 * i + 2]
+        out[4 * i] = _sixth_of(a, b, np.uint8(0), np.uint8(7))
+        out[4 * i + 1] = _sixth_of(a, b, np.uint8(6), np.uint8(2))
+        out[4 * i + 2] = _sixth_of(b, c, np.uint8(4), np.uint8(4))
+        out[4 * i + 3] = _sixth_of(c, c, np.uint8(2), np.uint8(7))
+
+
+@specialized
+def place(out, a, b, shifts):
+    """In kernels: where the codes a to b are written, one each."""
+    if isinstance(shifts, types.NoneType):
+        return lambda out, a, b, shifts: out[a:b]
+    return lambda out, a, b, shifts: np.empty(CHUNK, np.uint8)[: b - a]
+
+
+@specialized
+def pack(codes, out, a, b, shifts):
+    """In kernels: the codes a to b, written to their `place`, to where they belong in `out`."""
+    if isinstance(shifts, types.NoneType):
+        return lambda codes, out, a, b, shifts: None
+    if len(shifts) == 2:
+        return lambda codes, out, a, b, shifts: _pack_pairs(codes, out[a // 2 : b // 2], shifts)
+    return lambda codes, out, a, b, shifts: _pack_sixths(codes, out[a // 4 * 3 : b // 4 * 3], shifts)
+
+
+@specialized
+def unpack(packed, a, b, shifts):
+    """In kernels: the codes a to b, one each."""
+    if isinstance(shifts, types.NoneType):
+        return lambda packed, a, b, shifts: packed[a:b]
+    if len(shifts) == 2:
+
+        def pairs(packed, a, b, shifts):
+            codes = np.empty(CHUNK, np.uint8)[: b - a]
+            _unpack_pairs(packed[a // 2 : b // 2], codes, shifts)
+            return codes
+
+        return pairs
+
+    def sixths(packed, a, b, shifts):
+        codes = np.empty(CHUNK, np.uint8)[: b - a]
+        _unpack_sixths(packed[a // 4 * 3 : b // 4 * 3], codes)
+        return codes
+
+    return sixths
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -27,12 +154,11 @@ def run(
     `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     """
     known = element_codes.scalars(format, rounding, overflow) if plain(x) and plain(out, out.dtype) else None
-    if known is None or not packing.lie_in(out, x, format, packed):
+    if known is None or not lie_in(out, x, format, packed):
         return None
     worst = None if format.has_nan else np.zeros(-(-x.numel() // CHUNK), np.uint32)
     keys = seed_keys(seed) if rounding == "stochastic" else None
-    shifts = packing.shifts(format) if packed else None
-    _encode(x.numel(), array(x), array(out), *known, worst, shifts, keys)
+    _encode(x.numel(), array(x), array(out), *known, worst, shifts(format) if packed else None, keys)
     return worst is None or not (worst > INFINITY).any()
 
 
@@ -40,15 +166,14 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
     """Write the values of `codes` to `out`. False: there is a code with more bits than the format has. None where that
     is not done here: it takes contiguous CPU tensors, as `run` does."""
     known = format.bits <= 16 and plain(out) and plain(codes, codes.dtype)
-    if not known or not packing.lie_in(codes, out, format, packed):
+    if not known or not lie_in(codes, out, format, packed):
         return None
     size = out.numel()
-    shifts = packing.shifts(format) if packed else None
     worst = None if packed or format.bits == format.storage_bits else np.zeros(-(-size // CHUNK), np.uint32)
     meaning = element_codes.decoding_scalars(format, out.dtype)
     if meaning is None:
         meaning = array(element_codes.table(format, out.dtype))
-    _decode(size, array(codes), array(out), meaning, worst, shifts)
+    _decode(size, array(codes), array(out), meaning, worst, shifts(format) if packed else None)
     return worst is None or not (worst >> np.uint32(format.bits)).any()
 
 
@@ -90,9 +215,9 @@ def _look_up(out, codes, meaning):
 def _encode(x, out, numbers, codes, worst, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, x.size)
-        part = packing.place(out, a, b, shifts)
+        part = place(out, a, b, shifts)
         encode_piece(x[a:b], part, numbers, codes, chunk_keys(seed, chunk), piece(worst, chunk, chunk + 1))
-        packing.pack(part, out, a, b, shifts)
+        pack(part, out, a, b, shifts)
 
 
 @specialized
@@ -105,7 +230,7 @@ def _values_piece(out, codes, meaning):
 def _decode(codes, out, meaning, worst, shifts):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
-        part = packing.unpack(codes, a, b, shifts)
+        part = unpack(codes, a, b, shifts)
         _values_piece(out[a:b], part, meaning)
         if worst is not None:
             worst[chunk] = _largest_code(np.uint32(0), part)

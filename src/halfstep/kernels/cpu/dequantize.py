@@ -10,13 +10,13 @@ from numba import types
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import blocks, element_codes, packing
+from halfstep.kernels.cpu import blocks, element_codes
 from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.codes import shifts, unpack
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, specialized
 from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, lanes, nearest_as
-from halfstep.kernels.cpu.packing import unpack
 from halfstep.kernels.cpu.runs import elementwise, reduction
 from halfstep.kernels.cpu.scales import larger_of, powers
 from halfstep.quant.quantizer import Quantizer
@@ -45,7 +45,7 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
     else:
         scale = stored
     levels = blocks.levels(scales.tile)
-    _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), meaning(format), packing.shifts(format))
+    _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), meaning(format), shifts(format))
     return True
 
 

@@ -1,20 +1,94 @@
 """An element of a block over the block's scale, rounded: its code, or its value times the scale."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numba import types
+from numpy.typing import NDArray
 
+from halfstep.formats import Format
 from halfstep.kernels.cpu import element_codes, elements
-from halfstep.kernels.cpu.codebook import encode_piece
-from halfstep.kernels.cpu.compiled import each, inner, inner_optimised, none, specialized_inlined
-from halfstep.kernels.cpu.element_codes import Coding, looked_up, searched
+from halfstep.kernels.cpu.compiled import each, inner_inlined, inner_optimised, none, specialized
+from halfstep.kernels.cpu.element_codes import Coding, cut_points, looked_up, searched
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, nearest_as, stored_as
+from halfstep.kernels.cpu.lanes import SIGN, Lane, bits_of, lanes, nearest_as, stored_as
 from halfstep.kernels.cpu.noise import noise
-from halfstep.kernels.cpu.powers import UNSCALED, Steps, nearest
+from halfstep.kernels.cpu.rules import UNSCALED, Steps, nearest
+from halfstep.kernels.cpu.runs import widest_registers
 from halfstep.kernels.cpu.scales import quotient
+
+
+# ---- codebooks of 8 bits in absmax blocks, such as the dynamic map of 8-bit optimizers -------------------------------
+# A code is found by the upper 16 bits of its quotient, which leave at most two neighbours, and by the lower 16 bits of
+# the cut between them. One entry of a table has both: adding the quotient's own lower bits to it carries above the cut.
+
+
+Search = NDArray[np.uint32]
+"""By the upper 16 bits of a number, in the order of numbers: how many cuts are below all that have them, times 2^16,
+and what carries when a number above the next cut adds its lower half."""
+
+
+@cache
+def search(format: Format) -> Search | None:
+    """None where codes are not in the order of their values, or two cuts lie so near that the upper 16 bits of a number
+    do not tell them apart."""
+    cuts, values = np.array(cut_points(format, False), np.float32) + np.float32(0), format.values()  # -0 is +0
+    places = np.searchsorted(cuts, _lowest(np.arange(1 << 16)), side="left")
+    if (np.diff(places, append=len(cuts)) > 1).any() or any(format.decode(c) != v for c, v in enumerate(values)):
+        return None
+    found = places.astype(np.uint32) << np.uint32(16)
+    bits = cuts.view(np.uint32)
+    ordered = np.where(bits >> np.uint32(31), ~bits, bits | np.uint32(SIGN))
+    found[ordered >> 16] += 0xFFFF - (ordered & 0xFFFF)
+    return found
+
+
+def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
+    """The smallest number whose ordered bits begin so."""
+    above = keys >= 1 << 15
+    upper = np.where(above, keys & 0x7FFF, keys ^ 0xFFFF).astype(np.uint32) << np.uint32(16)
+    lowest = np.where(above, upper, upper | np.uint32(0xFFFF)).astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(lowest), np.where(above, np.float32(np.inf), np.float32(-np.inf)), lowest)
+
+
+@lanes(types.uint32)
+def _ordered_quotient(value: Lane, scale: Lane) -> Lane:
+    """The bits of value / scale, so that larger numbers have larger ones."""
+    bits = quotient(bits_of(value), scale)
+    return (bits < SIGN).pick(bits | SIGN, ~bits)
+
+
+@lanes(types.uint16)
+def _upper(bits: Lane) -> Lane:
+    return (bits >> 16).to(16)
+
+
+@lanes(types.uint32)
+def _carried(entry: Lane, bits: Lane) -> Lane:
+    """In the upper half the place of an entry, or the next one for a number above its cut."""
+    return entry + (bits & 0xFFFF)
+
+
+@lanes(types.uint8)
+def _place(carried: Lane) -> Lane:
+    return (carried >> 16).to(8)
+
+
+@inner_inlined
+def encode_block(x, a, size, scale, bits, places, out, b):
+    """A block of x, from a on, to the codes from b on. In three loops, by way of `bits`: of one, LLVM would take apart
+    the registers for every look-up and put them together again, which is twice the time."""
+    for i in range(size):
+        bits[i] = _ordered_quotient(x[a + i], scale)
+    for i in range(size):
+        bits[i] = _carried(places[_upper(bits[i])], bits[i])
+    for i in range(size):
+        out[b + i] = _place(bits[i])
+
+
+# ---- elements --------------------------------------------------------------------------------------------------------
 
 
 _FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: float(torch.finfo(torch.bfloat16).max)}
@@ -25,7 +99,7 @@ def rounded(value, divisor, scale, steps, numbers, codes, cuts, keys, index, lik
     """The code of value / divisor; its value times the divisor, where `like` is a tensor of values.
 
     Args:
-        divisor: of a power of two the bits; or, with `steps` and no `scale`, its shift (`powers.note_scales`).
+        divisor: of a power of two the bits; or, with `steps` and no `scale`, its shift (`rules.note_scales`).
         scale: what the value is multiplied by, where that is not the divisor: `like` holds the product exactly.
     """
     if scale is None and steps is not None:
@@ -74,10 +148,17 @@ def _over(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys
             out[j] = rounded(x[j], d, s, steps, numbers, codes, cuts, keys, j, out[j])
 
 
-_blocks, _blocks_in_steps = inner_optimised(_over), inner(_over)
+_blocks = inner_optimised(_over)
 
 
-@inner
+def _places(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
+    widest_registers()
+    block = 1 << len(levels)
+    bits = np.empty(block, np.uint32)
+    for b in range(divisor.size):
+        encode_block(x, b * block, block, divisor[b], bits, cuts, out, b * block)
+
+
 def _columns(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
     to, tall, size = place
     block, tiles = 1 << len(levels), size >> len(levels)
@@ -91,7 +172,6 @@ def _columns(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, k
                 out[j] = rounded(x[start + i], d, s, steps, numbers, codes, cuts, own, index + i, out[j])
 
 
-@inner
 def _rows(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
     for b in range(divisor.size):
         row, to, d, s = x[b * run : (b + 1) * run], out[b * run : (b + 1) * run], divisor[b], each(scale, b)
@@ -99,34 +179,22 @@ def _rows(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys
             to[i] = rounded(row[i], d, s, steps, numbers, codes, cuts, keys, b * run + i, to[i])
 
 
-@specialized_inlined
+@specialized
 def divided(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
     """In kernels: every element of some tiles of a row, each with its numbers: as `rounded`.
 
     Args:
         run, levels: a tile's length, and `blocks.levels` of it where that is a power of two that has some; or None.
-        cuts: of codebooks; of those with 8 bits what `codebook.search` has.
+        cuts: of codebooks; of those with 8 bits what `search` has.
         keys: `noise.keys_at` the first element; or `column_keys`.
         place: of columns that are written `tall` elements apart, from `to` on: (to, tall, their size). Or None.
     """
 
-    def places(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
-        encode_piece(x, divisor, levels, out, cuts)
-
     def blocks(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
         _blocks(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place)
 
-    def in_steps(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
-        _blocks_in_steps(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place)
-
-    def columns(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
-        _columns(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place)
-
-    def rows(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
-        _rows(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place)
-
     if isinstance(cuts, types.Array):
-        return places
+        return _places
     if isinstance(place, types.BaseTuple):
-        return columns
-    return rows if none(levels) else in_steps if none(scale) and not none(steps) else blocks
+        return _columns
+    return _rows if none(levels) else _over if none(scale) and not none(steps) else blocks

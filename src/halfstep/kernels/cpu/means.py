@@ -7,12 +7,12 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from halfstep.kernels.cpu import blocks, dequantize, packing
+from halfstep.kernels.cpu import blocks, dequantize
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import round_piece
+from halfstep.kernels.cpu.codes import pack, place, shifts, unpack
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
 from halfstep.kernels.cpu.dequantize import values_piece
-from halfstep.kernels.cpu.packing import pack, place, unpack
 from halfstep.kernels.cpu.runs import add, elementwise, multiply
 from halfstep.kernels.cpu.scales import power_scalars, powers
 from halfstep.quant.quantizer import Quantizer
@@ -35,7 +35,7 @@ def run(
         return False
     format, count = quantizer.format, len(messages)
     inverse = np.float32(0 if count & count - 1 else 1 / count)  # of a power of two, by which a product is the quotient
-    read = dequantize.meaning(format), packing.shifts(format), blocks.levels(quantizer.scales.tile)
+    read = dequantize.meaning(format), shifts(format), blocks.levels(quantizer.scales.tile)
     written = power_scalars(format, quantizer.scales.rule), *elements
     own = None if out is None else array(out), None if total is None else array(total)
     _mean(size * count, array(messages), size, scales, np.float32(count), inverse, *read, *written, *own)

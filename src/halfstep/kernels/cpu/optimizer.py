@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.arithmetic import Part, Program
-from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import coded
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.coded import BlockCoding, Coded, arguments, coding_of, usual
@@ -28,6 +27,7 @@ from halfstep.kernels.cpu.masters import KEPT, PLAIN
 from halfstep.kernels.cpu.noise import seed_keys
 from halfstep.kernels.cpu.optimizer_loops import find_norms, note_largest, step
 from halfstep.kernels.cpu.optimizer_types import rule_of
+from halfstep.kernels.operator import blank
 
 
 Moment = Tensor | Coded

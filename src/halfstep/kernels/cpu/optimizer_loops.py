@@ -11,11 +11,10 @@ import numpy as np
 from numba import types
 
 from halfstep.kernels.arithmetic import SQUARES
-from halfstep.kernels.cpu.codebook import encode_block
 from halfstep.kernels.cpu.coded import closed, opened
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, none, specialized, specialized_inlined
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
-from halfstep.kernels.cpu.divided import rounded, scaled
+from halfstep.kernels.cpu.divided import encode_block, rounded, scaled
 from halfstep.kernels.cpu.lanes import lanes
 from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results

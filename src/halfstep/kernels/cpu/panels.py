@@ -18,9 +18,8 @@ from halfstep.kernels.cpu.blocks import UPRIGHT, ruled_by, ruled_of, takes_value
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, inner, inner_inlined, none, piece, specialized_inlined
 from halfstep.kernels.cpu.divided import rounded
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
-from halfstep.kernels.cpu.powers import FAR, TINY
 from halfstep.kernels.cpu.rotated import WIDTH, opened
-from halfstep.kernels.cpu.rules import note, room, steps_of
+from halfstep.kernels.cpu.rules import FAR, TINY, note, room, steps_of
 from halfstep.kernels.cpu.runs import transpose
 from halfstep.kernels.cpu.scales import larger_stored, largest_stored
 from halfstep.quant.quantizer import Quantizer, matrix_shape

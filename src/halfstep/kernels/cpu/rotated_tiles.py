@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.kernels.cpu import blocks, panels, rotated, two_level
+from halfstep.kernels.cpu import blocks, panels, rotated, rules
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import LEVELS, round_piece, ruled_by, sides_of
 from halfstep.kernels.cpu.compiled import Kernel, whole_lines
 from halfstep.kernels.cpu.noise import column_keys, seed_keys
-from halfstep.kernels.cpu.powers import TINY
 from halfstep.kernels.cpu.rotated import WIDTH, in_blocks, rotated_panel
+from halfstep.kernels.cpu.rules import TINY
 from halfstep.kernels.cpu.runs import multiply, transpose
 from halfstep.kernels.cpu.scales import larger_of
 from halfstep.quant.quantizer import Quantizer
@@ -84,8 +84,8 @@ def run_two_levels(
     assert scales is not None
     assert isinstance(scales.rule, TwoLevel)
     out = torch.empty(-(-rows // size) * size, columns, dtype=dtype, device="cpu")
-    ruled = two_level.given(quantizer.format, scales.rule, scale)
-    apart = two_level.apart(quantizer.format, seed, dtype, True)
+    ruled = rules.given(quantizer.format, scales.rule, scale)
+    apart = rules.apart(quantizer.format, seed, dtype, True)
     sides = (size, WIDTH), (scales.tile.rows, 1)
     panels.round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed, rotated.rotation(signs))
     return out

@@ -1,4 +1,5 @@
-"""Matrices with a scale a row, or a column: clamped, scaled and rounded in one pass; and what clamping takes away."""
+"""Matrices with a scale a row, or a column: clamped, scaled and rounded in one pass; what clamping takes away; products
+of sparse matrices."""
 
 from typing import Any
 
@@ -14,7 +15,7 @@ from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import Kernel, inner, of_row
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as, stored_as
-from halfstep.kernels.cpu.runs import elementwise, reduction
+from halfstep.kernels.cpu.runs import elementwise, multiply, reduction
 from halfstep.quant.scaling import Scaling
 
 
@@ -239,3 +240,65 @@ def _take_beyond(x, low, high, starts, values, columns):
             a, b = starts[r], starts[r + 1]
             _flag_row(flags, x[r], low[r], high[r])
             _take_row(x[r], low[r], high[r], flags, values[a:b], columns[a:b])
+
+
+# ---- a sparse matrix times a dense one: each row's few numbers times rows of the other, added up in order ------------
+
+
+def run_sparse(
+    values: Tensor, columns: Tensor, starts: Tensor, width: int, down: bool, other: Tensor, scale: Tensor | None,
+    out: Tensor,
+) -> bool:  # fmt: skip
+    """The sparse matrix (rows, width), or its transpose where it lies `down`, times `other`, and that times scale (of
+    each column, or one), into `out`. False where that is not done here: it takes contiguous CPU matrices, the sparse
+    one in float32."""
+    if not (plain(values, torch.float32) and plain(other) and plain(out, torch.float32)) or not out.numel():
+        return False
+    parts = array(values, torch.float32), array(columns), array(starts)
+    if down:
+        turned = np.empty(len(values), np.float32), np.empty(len(values), np.int32), np.zeros(width + 1, np.int64)
+        _transposed.serial(*parts, *turned)
+        parts = turned
+    work = len(values) * out.shape[1] + out.numel()
+    times = None if scale is None else array(scale.expand(1, out.shape[1]).contiguous(), torch.float32)
+    _product(work, *parts, array(other).reshape(other.shape), times, array(out, torch.float32).reshape(out.shape))
+    return True
+
+
+@elementwise
+def _add_products(out, values, others):
+    for value, other in zip(values, others, strict=True):
+        out = out + value * bits_of(other).float()
+    return out
+
+
+@Kernel
+def _product(values, columns, starts, other, scale, out):
+    for r in numba.prange(out.shape[0]):
+        row = out[r]
+        row[:] = 0
+        last = starts[r + 1]
+        rest = last - (last - starts[r]) % 4
+        for i in range(starts[r], rest, 4):  # the sum stays in registers meanwhile
+            four = values[i], values[i + 1], values[i + 2], values[i + 3]
+            one, two, three = other[columns[i]], other[columns[i + 1]], other[columns[i + 2]]
+            _add_products(row, four, (one, two, three, other[columns[i + 3]]))
+        for i in range(rest, last):
+            _add_products(row, (values[i],), (other[columns[i]],))
+        if scale is not None:
+            multiply(row, scale)
+
+
+@Kernel
+def _transposed(values, columns, starts, turned, rows, begins):
+    """The transposed matrix, each row in order."""
+    for i in range(columns.size):
+        begins[columns[i] + 1] += 1
+    for c in range(begins.size - 1):
+        begins[c + 1] += begins[c]
+    place = begins[:-1].copy()
+    for r in range(starts.size - 1):
+        for i in range(starts[r], starts[r + 1]):
+            at = place[columns[i]]
+            turned[at], rows[at] = values[i], r
+            place[columns[i]] = at + 1

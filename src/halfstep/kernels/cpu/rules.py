@@ -2,23 +2,217 @@
 
 A rule travels as (rule, whole, up, steps), known by which of them are None:
 
-- a power of two: `scales.power_scalars`, None, None, and for values `powers.scalars`, None for codes.
+- a power of two: `scales.power_scalars`, None, None, and for values `steps_scalars`, None for codes.
 - the largest magnitude over the largest element: None, that element, None, None; in the dtype of what is stored.
-- two levels: what `two_level.rule_of` says of them.
+- two levels, a number of E4M3 for each tile and a float32 number for the tensor: what `rule_of` says of them.
 """
 
-import numpy as np
-from numba import types
+from functools import cache
+from math import frexp, isfinite
+from typing import Any, NamedTuple
 
-from halfstep.kernels.cpu.compiled import none, specialized_inlined
-from halfstep.kernels.cpu.powers import note_scales
-from halfstep.kernels.cpu.scales import absmax_scales, narrow_scales, power_scales
-from halfstep.kernels.cpu.two_level import note_codes, tile_scales
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from halfstep.formats import Float, Format, ocp
+from halfstep.kernels.cpu import amax, element_codes, elements
+from halfstep.kernels.cpu.compiled import inner, none, specialized_inlined
+from halfstep.kernels.cpu.element_codes import Coding
+from halfstep.kernels.cpu.elements import Rounding, Scalars
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes, nearest_bf16
+from halfstep.kernels.cpu.runs import elementwise
+from halfstep.kernels.cpu.scales import (
+    absmax_scales,
+    power_bits,
+    power_byte,
+    power_bytes,
+    powers,
+    quotient_of,
+    stored_bits,
+)
+from halfstep.quant.quantizer import as_rows
+from halfstep.quant.rounding import Seed
+from halfstep.quant.scales import Scales
+from halfstep.quant.scaling.base import finite
+from halfstep.quant.scaling.two_level import TwoLevel
+
+
+# ---- powers of two: values rounded where they stand, not divided by the scale, nor multiplied ------------------------
+# Next to a power of two whose last bit is a step of the format, times the scale, a float32 sum rounds to nearest-even
+# by itself. That holds for the scales at which every value of the format is a normal float32 number, no larger than the
+# largest; for any other scale, the kernels divide and multiply.
+
+
+class Steps(NamedTuple):
+    """The numbers of one element format: uint32 in a kernel's arguments, lanes inside it."""
+
+    first: Any
+    """The byte of the smallest scale at which no value but 0 is below 2^-126."""
+    span: Any
+    """How many scales from there on are good; 0 for formats that need more care."""
+    largest: Any
+    """The bits of the largest value, less the 127 that a scale's byte has too many."""
+    lowest: Any
+    """The exponent field of the smallest normal number, less those 127."""
+    cut: Any
+    """How far the step is below the number, as an exponent field."""
+
+
+@cache
+def steps_scalars(format: Format) -> tuple[np.uint32, ...]:
+    """The `Steps` of a format that `blocks` knows."""
+    first = max(2 - frexp(format.smallest)[1], 0)
+    numbers = Steps(first, 0, 0, 0, 0)
+    alike = Rounding(*elements.scalars(format, "nearest_even", "saturate")).zero_sign is None
+    if alike and isinstance(format, Float) and format.significant_bits <= 8:
+        shift, top = 23 - format.mantissa_bits, frexp(format.max)[1] - 1
+        span, largest = max(254 - shift - top - first, 0), elements.float_bits(format.max) - (127 << 23)
+        numbers = Steps(first, span, largest, format.min_exponent << 23, shift << 23)
+    return tuple(np.uint32(number & 0xFFFFFFFF) for number in numbers)
+
+
+UNSCALED = 127 << 23  # the exponent field of 1
+TINY, FAR = 1, 2
+"""What `note_scales` found: a block with values that may be below 2^-126, and one whose scale is not good."""
+
+
+@lanes(types.uint32)
+def _shift(amax, byte, steps):
+    p = Steps(*steps)
+    wide = byte.to(32)
+    good = ((wide - p.first) < p.span).pick(wide << 23, 0)
+    of_zeros = (p.span > 0).pick(good.constant(127 << 23), 0)
+    return amax.equals(0).pick(of_zeros, good)
+
+
+@lanes(types.uint32)
+def _noted(so_far, amax, byte, shift, steps):
+    tiny = (amax > 0) & (byte.to(32) < Steps(*steps).first)
+    return so_far | tiny.pick(so_far.constant(TINY), 0) | shift.equals(0).pick(so_far.constant(FAR), 0)
+
+
+@inner
+def note_scales(largest, rule, steps, scale, shift):
+    """Each block's scale, from its largest magnitude as stored, and the scale as a shift of exponents (0 if unusable).
+
+    Returns TINY, FAR, both or 0.
+    """
+    found = np.uint32(0)
+    for i in range(largest.size):
+        amax = stored_bits(largest[i])
+        byte = power_byte(amax, rule)
+        scale[i] = power_bits(byte)
+        shift[i] = _shift(amax, byte, steps)
+        found = _noted(found, amax, byte, shift[i], steps)
+    return found
+
+
+def nearest(bits: Lane, shift: Lane | int, p: Steps) -> Lane:
+    """The bits rounded in steps times the power of two that `shift` is the exponent field of."""
+    magnitude = (bits & MAGNITUDE).min(p.largest + shift)
+    beside = ((magnitude & INFINITY).max(p.lowest + shift) + p.cut).float()
+    near = ((magnitude.float() + beside) - beside).bits()
+    return near | (bits & SIGN)
+
+
+def unscaled(format: Format) -> tuple[np.uint32, ...] | None:
+    """The `Steps` of a format where `nearest`, with a shift of `UNSCALED`, rounds to it; None where it does not."""
+    numbers = steps_scalars(format)
+    return numbers if Steps(*numbers).span else None
+
+
+# ---- two levels ------------------------------------------------------------------------------------------------------
+
+
+E4M3_BITS = 4  # significant ones
+
+
+@cache
+def e4m3_scalars() -> tuple[Scalars, Scalars]:
+    """What `tile_scales` and `note_codes` need of E4M3."""
+    return element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
+
+
+def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | None) -> Any:
+    """What `note` takes of a tensor that is empty or one that `amax` reads: E4M3's numbers; the format's largest value
+    and the tensor's scale, which is also written to `tensor_scale`; and whether scales go up."""
+    rule: Any = scales.rule
+    largest = amax.run(x)
+    if largest is None:  # x is empty
+        largest = torch.zeros((), dtype=torch.float32, device="cpu")
+    known = largest.item()
+    if rule.clips and isfinite(known):  # the rule's own formula, without torch, which takes longer than a row of x
+        scale = tensor_scale_of(known, format)
+    else:
+        if not isfinite(known):  # the largest of the tiles that are
+            largest = finite(scales.tile.reduce(as_rows(x).float().abs(), "amax"))
+        scale = np.float32(rule.tensor_scale(largest, format))
+    if tensor_scale is not None:
+        tensor_scale.fill_(float(scale))
+    return given(format, rule, scale)
+
+
+def tensor_scale_of(amax: float, format: Format) -> np.float32:
+    """The tensor's scale from its largest magnitude, which is finite, by a rule that `clips`."""
+    return np.float32(np.float32(amax) / np.float32(ocp.float8_e4m3fn.max * format.max) or 1)
+
+
+def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
+    """The same for a tensor whose scale is known."""
+    return e4m3_scalars()[0], (np.float32(format.max), np.float32(scale)), np.uint32(not rule.clips), None
+
+
+def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -> Any:
+    """Where values, in that dtype, leave out the tensor's scale the `Steps` that they are rounded in, or 0 where they
+    are not rounded so; None where they have it."""
+    if not leaves:
+        return None
+    assert dtype == torch.float32 or format.significant_bits + E4M3_BITS <= 8  # it holds the products exactly
+    return (unscaled(format) if seed is None else None) or np.uint32(0)
+
+
+@elementwise
+def _tile_scale(amax, largest, tensor_scale, numbers, up):
+    """amax / largest / tensor_scale as a number of E4M3; unless `up` is 0 the next one, where amax is still beyond."""
+    p, amax = Rounding(*numbers), bits_of(amax)
+    known = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
+    scale = elements.rounded((known / largest / tensor_scale).bits(), p)
+    step = ((scale & INFINITY).max(p.min_normal) - (E4M3_BITS - 1 << 23)).float()
+    clipped = (up > 0) & ((known / (scale.float() * tensor_scale)) > largest)
+    return clipped.pick(scale.float() + step, scale.float())
+
+
+@elementwise
+def note_codes(scale, numbers, codes):
+    """In kernels: the codes of numbers of E4M3."""
+    return element_codes.encoded(scale.bits(), Rounding(*numbers), Coding(*codes)).to(8)
+
+
+@elementwise
+def _times(one, other):
+    return one * other
+
+
+# ---- any rule --------------------------------------------------------------------------------------------------------
+
+
+@elementwise
+def _narrow(amax, largest):
+    """amax / largest as the nearest bfloat16; NaN for a block with an infinity or NaN."""
+    return nearest_bf16(quotient_of(amax, largest).bits())
+
+
+@elementwise
+def _widened(stored):
+    """A scale in bfloat16 as a float32."""
+    return bits_of(stored).float()
 
 
 @specialized_inlined
 def steps_of(apart):
-    """In kernels: the steps that `two_level.apart` says; None where it says none."""
+    """In kernels: the steps that `apart` says; None where it says none."""
     return (lambda apart: apart) if isinstance(apart, types.BaseTuple) else lambda apart: None
 
 
@@ -37,14 +231,15 @@ def note(largest, rule, whole, up, steps, coding, stored, divisor, beside):
     """In kernels: from largest magnitudes, as stored, what elements are divided by. Beside it: the shifts of powers of
     two, for values; of two levels the numbers of E4M3. What is kept of either goes to `stored`, unless that is None.
 
-    Returns what `powers.note_scales` does, of powers of two for values; else 0.
+    Returns what `note_scales` does, of powers of two for values; else 0.
     """
 
     def to_step(largest, rule, whole, up, steps, coding, stored, divisor, beside):
         return note_scales(largest, rule, steps, divisor, beside)
 
-    def powers(largest, rule, whole, up, steps, coding, stored, divisor, beside):
-        power_scales(largest, stored, divisor, rule)
+    def power(largest, rule, whole, up, steps, coding, stored, divisor, beside):
+        power_bytes(stored, largest, rule)
+        powers(divisor, stored)
         return np.uint32(0)
 
     def absmax(largest, rule, whole, up, steps, coding, stored, divisor, beside):
@@ -52,17 +247,19 @@ def note(largest, rule, whole, up, steps, coding, stored, divisor, beside):
         return np.uint32(0)
 
     def narrow(largest, rule, whole, up, steps, coding, stored, divisor, beside):
-        narrow_scales(largest, stored, divisor, whole)
+        _narrow(stored, largest, whole)
+        _widened(divisor, stored)
         return np.uint32(0)
 
     def two_levels(largest, rule, whole, up, steps, coding, stored, divisor, beside):
-        tile_scales(largest, divisor, beside, whole, rule, up)
+        _tile_scale(beside, largest, whole[0], whole[1], rule, up)
+        _times(divisor, beside, whole[1])
         if coding is not None:
             note_codes(stored, beside, rule, coding)
         return np.uint32(0)
 
     if none(whole):
-        return powers if none(steps) else to_step
+        return power if none(steps) else to_step
     if isinstance(whole, types.Float):
         return absmax if stored.dtype == types.float32 else narrow
     return two_levels

@@ -9,7 +9,7 @@ from numba import types
 from halfstep.formats import Format
 from halfstep.kernels.cpu.compiled import inner, none, specialized
 from halfstep.kernels.cpu.elements import Scalars
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, Lane, bits_of, lanes, nearest_bf16
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, Lane, bits_of, lanes
 from halfstep.kernels.cpu.runs import elementwise, reduction
 from halfstep.quant.scaling import Scaling
 
@@ -136,25 +136,10 @@ def power_bits(byte):
     return exponent.equals(255).pick(exponent.constant(NAN), bits)
 
 
-@lanes(types.float32)
-def absmax_scale(amax, largest):
+def quotient_of(amax, largest):
     """amax / largest, or NaN for a block with an infinity or NaN."""
     amax = bits_of(amax)
     return ((amax >= INFINITY).pick(amax.constant(NAN), amax)).float() / largest
-
-
-@elementwise
-def _narrow(amax, largest):
-    """amax / largest as the nearest bfloat16; NaN for a block with an infinity or NaN."""
-    amax = bits_of(amax)
-    quotient = (amax >= INFINITY).pick(amax.constant(NAN), amax).float() / largest
-    return nearest_bf16(quotient.bits())
-
-
-@elementwise
-def _widened(stored):
-    """A scale in bfloat16 as a float32."""
-    return bits_of(stored).float()
 
 
 def quotient(bits: Lane, scale: Lane) -> Lane:
@@ -170,16 +155,5 @@ def quotient(bits: Lane, scale: Lane) -> Lane:
 # ---- the scales of many blocks ----
 
 
-_power_bytes, powers, absmax_scales = elementwise(power_byte), elementwise(power_bits), elementwise(absmax_scale)
-
-
-@inner
-def power_scales(amax, stored, bits, rule):
-    _power_bytes(stored, amax, rule)
-    powers(bits, stored)
-
-
-@inner
-def narrow_scales(amax, stored, multiplier, largest):
-    _narrow(stored, amax, largest)
-    _widened(multiplier, stored)
+absmax_scale = lanes(types.float32)(quotient_of)
+power_bytes, powers, absmax_scales = elementwise(power_byte), elementwise(power_bits), elementwise(quotient_of)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from halfstep.kernels.cpu import amax, blocks, cast, elements, two_level
+from halfstep.kernels.cpu import amax, blocks, cast, elements, rules
 from halfstep.kernels.cpu.arrays import empty, widened
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -73,14 +73,14 @@ def _by_powers(columns: int, quantizer: Quantizer, scales: Scales, dtype: torch.
 def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype, how: Any) -> Rounder:
     format, rule = quantizer.format, scales.rule
     assert isinstance(rule, TwoLevel)
-    sides, apart = blocks.sides_of(scales.tile, 0), two_level.apart(format, None, dtype, True)
+    sides, apart = blocks.sides_of(scales.tile, 0), rules.apart(format, None, dtype, True)
 
     def rounded(x: NDArray[Any]) -> Rounded | None:
         largest = amax.number(x)
         if not isfinite(largest):
             return None
-        scale, out = two_level.tensor_scale_of(largest, format), empty(x.size, dtype)
-        blocks.round_values(x, out, sides, two_level.given(format, rule, scale), apart, None, *how)
+        scale, out = rules.tensor_scale_of(largest, format), empty(x.size, dtype)
+        blocks.round_values(x, out, sides, rules.given(format, rule, scale), apart, None, *how)
         return widened(out), float(scale)
 
     return rounded

@@ -6,12 +6,11 @@ import numba
 import torch
 from torch import Tensor
 
-from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, each
 from halfstep.kernels.cpu.lanes import nearest_as
 from halfstep.kernels.cpu.runs import elementwise
-from halfstep.kernels.operator import Operator
+from halfstep.kernels.operator import Operator, blank
 from halfstep.kernels.watched import plus, times
 
 

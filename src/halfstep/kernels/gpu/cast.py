@@ -8,8 +8,9 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.formats import Format, Integer, Posit
-from halfstep.kernels.cpu import element_codes, elements, packing, posit
+from halfstep.kernels.cpu import element_codes, elements, posit
 from halfstep.kernels.cpu.arrays import separate
+from halfstep.kernels.cpu.codes import lie_in, shifts
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY
@@ -64,17 +65,17 @@ def run_codes(
     by_integers: also where the GPU has a conversion of its own to these codes (`instruction`).
     """
     known = element_codes.scalars(format, rounding, overflow) if lies_plain(x) and lies_plain(out, out.dtype) else None
-    if known is None or not packing.lie_in(out, x, format, packed):
+    if known is None or not lie_in(out, x, format, packed):
         return None
     numbers, codes = (tuple(map(int, part)) for part in known)
     found = None if amax is None else bits(amax)
     asked = not format.has_nan and x.numel() > 0
     if asked and found is None:
         found = torch.zeros((), dtype=torch.int32, device=x.device)
-    shifts = tuple(map(int, packing.shifts(format) or ())) if packed else None
+    packing = tuple(map(int, shifts(format) or ())) if packed else None
     kind = f"uint{8 * out.itemsize}"
     made = None if by_integers or packed else instruction(format, rounding, overflow, x.device)
-    _launch(x, out, Rounding(*numbers), Coding(*codes), kind, rounding, seed, factor, found, shifts, made)
+    _launch(x, out, Rounding(*numbers), Coding(*codes), kind, rounding, seed, factor, found, packing, made)
     return not (asked and found is not None and int(found) > INFINITY)
 
 
@@ -129,7 +130,7 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
     where a container has such bits, and the host waits for the answer. None where that is not done here: it takes dense
     contiguous tensors, values in fp32, bf16 or fp16."""
     known = format.bits <= 16 and lies_plain(out) and lies_plain(codes, codes.dtype)
-    if not known or not packing.lie_in(codes, out, format, packed):
+    if not known or not lie_in(codes, out, format, packed):
         return None
     n, found, table, numbers = out.numel(), None, None, _numbers(format, out.dtype)
     if not packed and format.bits != format.storage_bits and n:
@@ -140,7 +141,7 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
         functions("elementwise").decode, -(-n // BLOCK),
         bits(codes), bits(out), table, found, n, (1 << format.bits) - 1,
         device=out.device, D=numbers, WHOLE=isinstance(format, Integer), TARGET=KINDS[out.dtype],
-        PACKED=tuple(map(int, packing.shifts(format) or ())) if packed else None, B=BLOCK,
+        PACKED=tuple(map(int, shifts(format) or ())) if packed else None, B=BLOCK,
     )  # fmt: skip
     return found is None or not int(found) >> format.bits
 

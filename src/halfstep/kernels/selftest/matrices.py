@@ -16,7 +16,6 @@ from halfstep.kernels.cpu import (
     quantiles,
     rows,
     slopes,
-    sparse,
     whole_mm,
 )
 from halfstep.kernels.cpu.arrays import array
@@ -140,7 +139,7 @@ def _sparse(dtype: torch.dtype, device: torch.device, down: str) -> Cases:
     other = whole(3, 33 if down else 65, 50).to(dtype)
     out = torch.empty(65 if down else 33, 50, dtype=torch.float32, device="cpu")
     values, columns, starts = clamp_operators.sparse(matrix)
-    done = sparse.run(values, columns, starts, 65, bool(down), other, None, out)  # type: ignore[arg-type]
+    done = rows.run_sparse(values, columns, starts, 65, bool(down), other, None, out)  # type: ignore[arg-type]
     yield Case((matrix.t() if down else matrix) @ other.float(), done and out)
 
 

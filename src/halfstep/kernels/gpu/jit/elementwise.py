@@ -1,6 +1,6 @@
 """Kernels that go over a tensor element by element: rounded, coded, decoded, finished, its largest magnitude, seeds.
 
-`PACKED` is None for codes in a container each, else the shifts of `kernels.cpu.packing.shifts`: the places of two
+`PACKED` is None for codes in a container each, else the shifts of `kernels.cpu.codes.shifts`: the places of two
 codes in a byte, or three numbers where four codes lie in three bytes (`quant.pack`). `FULL` blocks are not masked.
 """
 
