@@ -291,6 +291,11 @@ def test_it_is_the_equation():
 
 
 @numba.njit
+def keys_of(seed, chunk):
+    return chunk_keys(seed, chunk)
+
+
+@numba.njit
 def one_chunk(*arguments):
     """What only kernels call has no way in from Python."""
     step_chunk(*arguments)
@@ -305,7 +310,7 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     program = traced(lambda weight, grad, moments, options: (weight - grad, {}), [], [], [], {})
     one_chunk(
         rule_of(program.element), stored.view(torch.uint16).numpy(), (None,) * 5, (-gradient).numpy(), (),
-        (np.float32(1),), chunk_keys(seed_keys(seed), start // CHUNK), 0, 0, n,
+        (np.float32(1),), keys_of(seed_keys(seed), start // CHUNK), 0, 0, n,
     )  # fmt: skip
     bits = gradient.view(torch.int32).long() & 0xFFFFFFFF
     rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)

@@ -42,7 +42,7 @@ def test_codes(name, dtype):
     format = formats.get(name)
     x = inputs(format, dtype)
     out = torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits])
-    assert kernel.run_encode(x, out, format, "nearest_even")
+    assert kernel.run(x, out, format, "nearest_even")
     assert torch.equal(out.long(), encode(x, format).long())
 
 

@@ -83,7 +83,7 @@ def round_scaled_into(
 def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.encode` into `out`."""
     if not (
-        (isinstance(format, Posit) and posit.run_encode(x, out, format, rounding))
+        (isinstance(format, Posit) and posit.run(x, out, format, rounding))
         or (here(x) and isinstance(format, Posit) and gpu_cast.run_posit(x, out, format, rounding))
         or _codes_into(x, out, format, rounding, overflow, seed)
         or blank(x, out)

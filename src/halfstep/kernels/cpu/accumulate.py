@@ -30,14 +30,14 @@ def run(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> bool
     terms = accumulator.block, accumulator.promote or 0
     a, b, c = (array(side).view(np.float32).reshape(side.shape) for side in (lhs, rhs, out))
     if not accumulator.aligned:
-        _rounded(lhs.numel() * rhs.shape[1], a, b, c, *terms, _HALVES[accumulator.format.key])
+        _products(lhs.numel() * rhs.shape[1], a, b, None, None, c, *terms, _HALVES[accumulator.format.key])
         return True
     exponents = exponent(lhs), exponent(rhs)
     if sum(int(side.max()) for side in exponents) > 120:  # products that float32 may not hold
         out.copy_(accumulate(lhs, rhs, accumulator))
         return True
     biased = ((side.clamp(min=-_ABOVE // 2) + _ABOVE // 2).numpy().view(np.uint32) for side in exponents)
-    _aligned(lhs.numel() * rhs.shape[1], a, b, *biased, c, *terms, np.uint32(accumulator.fraction_bits))
+    _products(lhs.numel() * rhs.shape[1], a, b, *biased, c, *terms, np.uint32(accumulator.fraction_bits))
     out.copy_(unless_finite(out, lhs, rhs))
     return True
 
@@ -87,15 +87,6 @@ def _rounded_row(a, rhs, out, size, promote, half):
             add(out, running)
             running[:] = 0
     add(out, running)
-
-
-@Kernel
-def _rounded(lhs, rhs, out, block, promote, half):
-    tiles = (out.shape[1] + _COLUMNS - 1) // _COLUMNS
-    for part in numba.prange(out.shape[0] * tiles):
-        row, first = part % out.shape[0], part // out.shape[0] * _COLUMNS
-        last = min(first + _COLUMNS, out.shape[1])
-        _rounded_row(lhs[row], rhs[:, first:last], out[row, first:last], block, promote, half)
 
 
 # ---- sums that are aligned and cut ----------------------------------------------------------------------------------
@@ -150,10 +141,14 @@ def _aligned_row(a, rhs, of_a, of_rhs, out, size, promote, fraction):
 
 
 @Kernel
-def _aligned(lhs, rhs, of_lhs, of_rhs, out, block, promote, fraction):
+def _products(lhs, rhs, of_lhs, of_rhs, out, block, promote, how):
+    """Sums that are aligned to fraction bits, where there are exponents `of` both sides; else rounded, to half or not."""
     tiles = (out.shape[1] + _COLUMNS - 1) // _COLUMNS
     for part in numba.prange(out.shape[0] * tiles):
         row, first = part % out.shape[0], part // out.shape[0] * _COLUMNS
         last = min(first + _COLUMNS, out.shape[1])
-        b, of_b, c = rhs[:, first:last], of_rhs[:, first:last], out[row, first:last]
-        _aligned_row(lhs[row], b, of_lhs[row], of_b, c, block, promote, fraction)
+        if of_lhs is None:
+            _rounded_row(lhs[row], rhs[:, first:last], out[row, first:last], block, promote, how)
+        else:
+            b, of_b, c = rhs[:, first:last], of_rhs[:, first:last], out[row, first:last]
+            _aligned_row(lhs[row], b, of_lhs[row], of_b, c, block, promote, how)

@@ -170,10 +170,8 @@ def element_numbers(format: Format, rounding: str, rule: Scaling) -> tuple[Any, 
         return (None, None) if rule.quotient and search(format) is not None else None
     if format.bits != 4 or not ruled:
         return None
-    values = format.values()
-    order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
-    halves = [sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:])]
-    return None, None if order == list(range(16)) else (np.uint32(halves[0]), np.uint32(halves[1]))
+    order = element_codes.order_of(format)
+    return None, order and tuple(map(np.uint32, order))
 
 
 # ---- a piece -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from halfstep.formats import Codebook, Float
 from halfstep.kernels.cpu import blocks, element_codes, expansion
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import CHUNK, inner, specialized
-from halfstep.kernels.cpu.dequantize import meaning, values_piece
+from halfstep.kernels.cpu.dequantize import meaning, scales_from, values_piece
 from halfstep.kernels.cpu.divided import divided, search
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
@@ -27,7 +27,7 @@ from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
 from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN
 from halfstep.kernels.cpu.rules import note, room
 from halfstep.kernels.cpu.runs import elementwise
-from halfstep.kernels.cpu.scales import largest_of, power_scalars, powers
+from halfstep.kernels.cpu.scales import largest_of, power_scalars
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.expansion import Expansion
 from halfstep.quant.tile import TENSOR, Tile
@@ -172,24 +172,10 @@ def closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
     )
 
 
-@specialized
-def _scales(stored):
-    """In kernels: the scales as float32 numbers."""
-    if stored.dtype == types.float32:
-        return lambda stored: stored
-
-    def of_bytes(stored):
-        scale = np.empty(stored.size, np.uint32)
-        powers(scale, stored)
-        return scale.view(np.float32)
-
-    return of_bytes
-
-
 @inner
 def _decoded(kept, stored, levels, decoding):
     values = np.empty(CHUNK, np.uint32)[: kept.size]
-    values_piece(kept, _scales(stored), levels, values, decoding)
+    values_piece(kept, scales_from(stored), levels, values, decoding)
     return values.view(np.float32)
 
 

@@ -34,16 +34,10 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
         if not plain(tensor, tensor.dtype):
             return False
     whole = tensors["scale"].view(-1)
-    stored = (whole.float() if scales.rule.narrow else whole).numpy()
-    if scales.rule.exact:
-        scale = np.empty(stored.size, np.uint32)
-        _powers(stored.size, stored, scale)
-        scale = scale.view(np.float32)
-    elif scales.rule.two_level:
+    scale = (whole.float() if scales.rule.narrow else whole).numpy()
+    if scales.rule.two_level:
         table = element_codes.table(ocp.float8_e4m3fn, torch.float32).numpy()
-        scale = table[stored] * np.float32(tensors["tensor_scale"])
-    else:
-        scale = stored
+        scale = table[scale] * np.float32(tensors["tensor_scale"])
     levels = blocks.levels(scales.tile)
     _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), meaning(format), shifts(format))
     return True
@@ -144,6 +138,20 @@ def _table_piece(codes, scale, levels, out, table):
 
 
 @specialized
+def scales_from(stored):
+    """In kernels: scales that are float32 numbers, or the bytes of powers of two, as float32 numbers."""
+    if stored.dtype == types.float32:
+        return lambda stored: stored
+
+    def of_bytes(stored):
+        scale = np.empty(stored.size, np.uint32)
+        powers(scale, stored)
+        return scale.view(np.float32)
+
+    return of_bytes
+
+
+@specialized
 def values_piece(codes, scale, levels, out, meaning):
     """In kernels: the values of a chunk's blocks, from codes one a byte and their scales in float32."""
     if isinstance(meaning, types.Array):
@@ -158,11 +166,4 @@ def _values(codes, scale, levels, out, meaning, shifts):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
         part = scale[a >> len(levels) : b >> len(levels)]
-        values_piece(unpack(codes, a, b, shifts), part, levels, out[a:b], meaning)
-
-
-@Kernel
-def _powers(stored, out):
-    for chunk in numba.prange((stored.size + CHUNK - 1) // CHUNK):
-        a, b = ends(chunk, stored.size)
-        powers(out[a:b], stored[a:b])
+        values_piece(unpack(codes, a, b, shifts), scales_from(part), levels, out[a:b], meaning)

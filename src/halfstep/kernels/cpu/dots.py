@@ -13,8 +13,8 @@ from numba import types
 from numba.core import cgutils
 
 from halfstep.kernels.cpu.compiled import inner, specialized
-from halfstep.kernels.cpu.lanes import MAGNITUDE, UPPER, WIDTHS, Lane, bits_of, intrinsic, vectorise_fully
-from halfstep.kernels.cpu.runs import Run, spread
+from halfstep.kernels.cpu.lanes import MAGNITUDE, UPPER, WIDTHS, Given, Lane, bits_of, data_of, emitted, parts_of
+from halfstep.kernels.cpu.runs import Run, declared, place_of, spread
 
 
 # ---- what reads a step of a row --------------------------------------------------------------------------------------
@@ -104,15 +104,9 @@ def _gathered(table: Any, codes: Lane) -> Run:
     places = (first + (codes.to(64) << (size // 2))).value
     pointers, every, elements = (ir.VectorType(kind, STEP) for kind in (table.type, ir.IntType(1), element))
     name = f"llvm.masked.gather.v{STEP}{'f' if size == 4 else 'i'}{8 * size}.v{STEP}p0"
-    function = _declared(builder, name, elements, pointers, WIDTHS[32], every, elements)
+    function = declared(builder, name, elements, pointers, WIDTHS[32], every, elements)
     rest = ir.Constant(WIDTHS[32], size), ir.Constant(every, [1] * STEP), ir.Constant(elements, ir.Undefined)
     return Run(builder, builder.call(function, [builder.inttoptr(places, pointers), *rest]))
-
-
-def _declared(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """An intrinsic of LLVM."""
-    found = builder.module.globals.get(name)
-    return ir.Function(builder.module, ir.FunctionType(result, arguments), name) if found is None else found
 
 
 class _Pairs:
@@ -164,7 +158,7 @@ class Words(_Pairs):
 
     def _permuted(self, index: Lane) -> Lane:
         builder, kind = index.builder, index.type
-        function = _declared(builder, "llvm.x86.avx512.vpermi2var.hi.512", kind, kind, kind, kind)
+        function = declared(builder, "llvm.x86.avx512.vpermi2var.hi.512", kind, kind, kind, kind)
         found: list[Lane] = []
         for start in range(0, 256, 2 * STEP):
             places = (builder.gep(self.table, [ir.Constant(WIDTHS[64], at)]) for at in (start, start + STEP))
@@ -223,10 +217,10 @@ class Nibbles(_Pairs):
         return parts[0] if len(parts) == 1 else shuffled(builder, *parts, list(range(PAIRS)))
 
 
-@intrinsic
+@emitted(lambda *kinds: types.uint8, wide=True)
 def dots(
-    context: Any, codes: Any, first: Any, stride: Any, meaning: Any, mask: Any, scales: Any,
-    x: Any, columns: Any, js: Any, ms: Any, out: Any,
+    context: Any, builder: Any, codes: Given, first: Given, stride: Given, meaning: Given, mask: Given, scales: Given,
+    x: Given, columns: Given, js: Given, ms: Given, out: Given,
 ) -> Any:  # fmt: skip
     """In kernels: out[j * len(ms) + m] = the sum of row j of the weight times row m of x; the largest of the codes,
     each & mask (0 without a mask).
@@ -246,26 +240,21 @@ def dots(
         x: float32, flat: rows of so many `columns`, a multiple of `STEP`, as `in_pairs` leaves them.
         js, ms: tuples, as long as there are rows.
     """
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        vectorise_fully(builder.function)
-        loop = _Loop(context, builder, signature.args, values)
-        return loop.run(len(js), len(ms))
-
-    arguments = (codes, first, stride, meaning, mask, scales, x, columns, js, ms, out)
-    return types.uint8(*arguments), code
+    loop = _Loop(context, builder, codes, first, stride, meaning, mask, scales, x, columns, out)
+    return loop.run(len(js.type), len(ms.type))
 
 
 class _Loop:
     """The code of one call, as it is written."""
 
-    def __init__(self, context: Any, builder: Any, kinds: Any, values: Any) -> None:
+    def __init__(
+        self, context: Any, builder: Any, codes: Given, first: Given, stride: Given, meaning: Given, mask: Given,
+        scales: Given, x: Given, columns: Given, out: Given,
+    ) -> None:  # fmt: skip
         self.context, self.builder = context, builder
-        self.codes, self.first, self.stride, meaning, mask, scales, self.x, self.columns, _, _, self.out = zip(
-            kinds, values, strict=True
-        )
+        self.codes, self.first, self.stride, self.x, self.columns, self.out = codes, first, stride, x, columns, out
         self.mask = None if isinstance(mask[0], types.NoneType) else Run(builder, spread(builder, mask[1], STEP))
-        self.scales = None if isinstance(scales[0], types.NoneType) else self._parts(scales)
+        self.scales = None if isinstance(scales[0], types.NoneType) else parts_of(builder, scales)
         self.meaning, self.read = meaning[0], self._reader(meaning)
 
     def _reader(self, meaning: Any) -> Any:
@@ -275,31 +264,20 @@ class _Loop:
             return Numbers()
         if isinstance(kind, types.Array):
             return Nibbles(self._at(meaning, self._number(0), VALUES), 16 if _has(self.context, "avx512f") else 8)
-        parts = self._parts(meaning)
+        parts = parts_of(self.builder, meaning)
         if len(parts) == 1:
-            table = self._data(parts[0])
+            table = data_of(self.context, self.builder, parts[0])
             return Words(table, _has(self.context, "avx512bw")) if reads_pairs(kind) else Table(table)
         numbers = [Run(self.builder, spread(self.builder, value, PAIRS)) for _, value in parts]
         return Bytes(*numbers) if numbers else WholeNumbers()
-
-    def _parts(self, given: Any) -> list[Any]:
-        kinds, value = given
-        return [(kind, self.builder.extract_value(value, i)) for i, kind in enumerate(kinds)]
 
     def _number(self, number: int) -> Any:
         return ir.Constant(WIDTHS[64], number)
 
     def _at(self, array: Any, index: Any, count: int) -> Lane:
         """So many elements of an array from an index on."""
-        data = self._data(array)
-        place = self.builder.gep(data, [index])
-        size = data.type.pointee.get_abi_size(self.context.target_data)
-        pointer = self.builder.bitcast(place, ir.VectorType(data.type.pointee, count).as_pointer())
-        return Run(self.builder, self.builder.load(pointer, align=size), array[0].dtype)
-
-    def _data(self, array: Any) -> Any:
-        """The address of an array's first element."""
-        return self.context.make_array(array[0])(self.context, self.builder, array[1]).data
+        pointer, align = place_of(self.context, self.builder, array, index, count)
+        return Run(self.builder, self.builder.load(pointer, align=align), array[0].dtype)
 
     def _entry(self, array: Any, index: Any) -> Any:
         """One element of an array, alone."""
@@ -333,7 +311,7 @@ class _Loop:
                 for m, x in enumerate(inputs):
                     total = sums[j, m]
                     builder.store(weight.times_plus(x, Run(builder, builder.load(total))).value, total)
-        out = self.context.make_array(self.out[0])(self.context, builder, self.out[1]).data
+        out = data_of(self.context, builder, self.out)
         for (j, m), total in sums.items():
             builder.store(self._total(builder.load(total)), builder.gep(out, [self._number(j * ms + m)]))
 
@@ -357,7 +335,7 @@ class _Loop:
         if self.scales is None:
             return []
         builder = self.builder
-        rights = [value for _, value in self._parts(self.scales[-1])]
+        rights = [value for _, value in parts_of(builder, self.scales[-1])]
         first = builder.mul(step, self._number(STEP))
         return [builder.lshr(builder.add(first, self._number(i * PAIRS)), right) for i, right in enumerate(rights)]
 

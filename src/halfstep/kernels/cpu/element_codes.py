@@ -112,16 +112,10 @@ def encoded_number(bits: Lane, p: Rounding, c: Coding) -> Lane:
 
 
 def _finish(bits: Lane, magnitude: Lane, code: Lane, p: Rounding, c: Coding) -> Lane:
-    sign = (bits & SIGN) >> c.sign_shift
+    code, sign = elements.within(bits, magnitude, code, c, p.nan_above, c.nan), (bits & SIGN) >> c.sign_shift
     if c.complement is None:
-        code = code.above(c.largest).pick(c.over, code)
-        return magnitude.above(p.nan_above).pick(c.nan, code) | sign
-    negative = bits > MAGNITUDE
-    over = negative.pick(c.over_negative, c.over)
-    code = code.above(negative.pick(c.largest_negative, c.largest)).pick(over, code)
-    code = magnitude.equals(INFINITY).pick(negative.pick(c.infinite_negative, c.infinite), code)
-    code = magnitude.above(p.nan_above).pick(c.nan, code)
-    twos = negative.pick(code.constant(0) - code, code) & c.complement
+        return code | sign
+    twos = (bits > MAGNITUDE).pick(code.constant(0) - code, code) & c.complement
     signed = code | code.equals(0).pick((bits & p.zero_sign) >> c.sign_shift, sign)
     return c.complement.equals(0).pick(signed, twos)
 
@@ -235,6 +229,13 @@ def cut_points(format: Format, with_values: bool) -> Any:
         for c, b in zip(cuts, format.boundaries(), strict=True)
     ]
     return tuple(cuts) + (tuple(np.float32(v) for v in format.values()) if with_values else ())
+
+
+def order_of(format: Format) -> tuple[int, int] | None:
+    """The codes of a codebook of 4 bits by the places of their values, 4 bits each; None where they count up."""
+    order = [min(c for c in format.codes() if format.decode(c) == value) for value in format.values()]
+    low, high = (sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:]))
+    return None if order == list(range(16)) else (low, high)
 
 
 def searched(y: Lane, cuts: list[Lane], order: list[Lane] | None) -> Lane:

@@ -205,13 +205,19 @@ def finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Any) -> Lane:
 
     A NaN's magnitude may have been rounded up into the sign bit, where it is above nothing: it is NaN all the same.
     """
-    nan, sign, infinity = (bits.constant(number >> 32 - bits.type.width) for number in (NAN, SIGN, INFINITY))
-    if p.zero_sign is None:
-        rounded = rounded.above(p.largest).pick(p.over, rounded)
-        return magnitude.above(p.nan_above).pick(nan, rounded) | (bits & sign)
-    negative = bits >= sign
-    over = negative.pick(p.over_negative, p.over)
-    rounded = rounded.above(negative.pick(p.largest_negative, p.largest)).pick(over, rounded)
-    rounded = magnitude.equals(infinity).pick(negative.pick(p.infinite_negative, p.infinite), rounded)
-    rounded = magnitude.above(p.nan_above).pick(nan, rounded)
-    return rounded | (bits & rounded.equals(0).pick(p.zero_sign, sign))
+    nan, sign = (bits.constant(number >> 32 - bits.type.width) for number in (NAN, SIGN))
+    rounded = within(bits, magnitude, rounded, p, p.nan_above, nan)
+    return rounded | (bits & (sign if p.zero_sign is None else rounded.equals(0).pick(p.zero_sign, sign)))
+
+
+def within(bits: Lane, magnitude: Lane, value: Lane, p: Any, nan_above: Lane, nan: Lane) -> Lane:
+    """What was made of a magnitude, or what is beyond the largest, by the numbers of a rounding or an encoding."""
+    if p.over_negative is None:
+        value = value.above(p.largest).pick(p.over, value)
+    else:
+        sign, infinity = (bits.constant(number >> 32 - bits.type.width) for number in (SIGN, INFINITY))
+        negative = bits >= sign
+        over = negative.pick(p.over_negative, p.over)
+        value = value.above(negative.pick(p.largest_negative, p.largest)).pick(over, value)
+        value = magnitude.equals(infinity).pick(negative.pick(p.infinite_negative, p.infinite), value)
+    return magnitude.above(nan_above).pick(nan, value)

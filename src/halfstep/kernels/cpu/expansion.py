@@ -183,7 +183,7 @@ def _values(codes, log_scale, root, center, levels, out, meaning):
     for b in range(log_scale.size):
         s, r, c = log_scale[b], root[b], center[b]
         for start in range(b * block, (b + 1) * block, run):
-            _value(out, start, levels, codes, s, r, c, meaning)
+            _value(out, start, levels, (codes, s, r, c, meaning))
 
 
 @inner
@@ -217,7 +217,7 @@ def _groups(x, log_scale, exponent, center, levels, out, numbers, codes):
     for b in range(log_scale.size):
         s, k, c = log_scale[b], exponent[b], center[b]
         for start in range(b * block, (b + 1) * block, run):
-            _code(out, start, levels, x, s, k, c, numbers, codes)
+            _code(out, start, levels, (x, s, k, c, numbers, codes))
 
 
 @inner

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu.compiled import Kernel, inner
-from halfstep.kernels.cpu.lanes import intrinsic
+from halfstep.kernels.cpu.lanes import emitted
 from halfstep.quant.scaling.delayed import Delayed
 
 
@@ -32,15 +32,10 @@ def run(places: Any, scaling: Delayed, element: Format, skipped: Tensor | None) 
     )  # fmt: skip
 
 
-@intrinsic
-def _at(context, address):
+@emitted(lambda address: types.CPointer(types.float32))
+def _at(context, builder, address):
     """In kernels: a pointer to the float32 numbers at an address."""
-    signature = types.CPointer(types.float32)(address)
-
-    def code(context, builder, signature, values):
-        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
-
-    return signature, code
+    return builder.inttoptr(address.value, context.get_value_type(types.CPointer(types.float32)))
 
 
 @inner

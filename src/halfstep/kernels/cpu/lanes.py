@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import extending, types
@@ -20,6 +20,27 @@ intrinsic: Any = extending.intrinsic
 """numba's own, whose types would say that nothing comes back from what it makes."""
 WIDTHS = {8: ir.IntType(8), 16: ir.IntType(16), 32: ir.IntType(32), 64: ir.IntType(64)}
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
+
+
+def _operator(integer: str | None, float_: str | None = None) -> Callable[[Lane, Lane | float], Lane]:
+    """A method that writes one instruction: of integers, or of floats."""
+
+    def operation(self: Lane, other: Lane | float) -> Lane:
+        name = float_ if self.is_float else integer
+        assert name is not None, f"no {integer or float_} of {self.type}"
+        return self._new(getattr(self.builder, name)(self.value, self._same(other)))
+
+    return operation
+
+
+def _comparison(sign: str) -> Callable[[Lane, Lane | float], Lane]:
+    """A method whose result is a truth value."""
+
+    def compare(self: Lane, other: Lane | float) -> Lane:
+        compared = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_unsigned
+        return self._new(compared(sign, self.value, self._same(other)))
+
+    return compare
 
 
 class Lane:
@@ -63,23 +84,18 @@ class Lane:
         """A constant of this lane's type."""
         return self._new(self._same(number))
 
-    def _operation(self, other: Lane | float, integer: str, float_: str | None = None) -> Lane:
-        name = float_ if self.is_float else integer
-        assert name is not None, f"no {integer} on floats"
-        return self._new(getattr(self.builder, name)(self.value, self._same(other)))
+    __add__, __sub__, __mul__ = _operator("add", "fadd"), _operator("sub", "fsub"), _operator("mul", "fmul")
+    __truediv__ = _operator(None, "fdiv")
+    __and__, __or__, __xor__ = _operator("and_"), _operator("or_"), _operator("xor")
+    __lshift__, __rshift__ = _operator("shl"), _operator("lshr")
+    shift_signed = _operator("ashr")
+    """Shifted right with copies of the top bit coming in."""
+    __lt__, __le__, __gt__, __ge__ = map(_comparison, ("<", "<=", ">", ">="))
+    equals = _comparison("==")
+    """Equality, as a truth value (`==` keeps its Python meaning)."""
 
-    def __add__(self, other: Lane | float) -> Lane:
-        return self._operation(other, "add", "fadd")
-
-    def __sub__(self, other: Lane | float) -> Lane:
-        return self._operation(other, "sub", "fsub")
-
-    def __mul__(self, other: Lane | float) -> Lane:
-        return self._operation(other, "mul", "fmul")
-
-    def __truediv__(self, other: Lane | float) -> Lane:
-        assert self.is_float, "division is of floats"
-        return self._operation(other, "", "fdiv")
+    def __invert__(self) -> Lane:
+        return self._new(self.builder.not_(self.value))
 
     def sqrt(self) -> Lane:
         """The square root of a float, rounded once."""
@@ -94,44 +110,6 @@ class Lane:
         """self * other + more, of floats, rounded once."""
         return self._new(self.builder.fma(self.value, other.value, more.value))
 
-    def __and__(self, other: Lane | int) -> Lane:
-        return self._operation(other, "and_")
-
-    def __or__(self, other: Lane | int) -> Lane:
-        return self._operation(other, "or_")
-
-    def __xor__(self, other: Lane | int) -> Lane:
-        return self._operation(other, "xor")
-
-    def __lshift__(self, other: Lane | int) -> Lane:
-        return self._operation(other, "shl")
-
-    def __rshift__(self, other: Lane | int) -> Lane:
-        return self._operation(other, "lshr")
-
-    def shift_signed(self, other: Lane | int) -> Lane:
-        """Shifted right with copies of the top bit coming in."""
-        return self._operation(other, "ashr")
-
-    def __invert__(self) -> Lane:
-        return self._new(self.builder.not_(self.value))
-
-    def _compare(self, sign: str, other: Lane | float) -> Lane:
-        compare = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_unsigned
-        return self._new(compare(sign, self.value, self._same(other)))
-
-    def __lt__(self, other: Lane | float) -> Lane:
-        return self._compare("<", other)
-
-    def __le__(self, other: Lane | float) -> Lane:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Lane | float) -> Lane:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Lane | float) -> Lane:
-        return self._compare(">=", other)
-
     def below(self, other: Lane | int) -> Lane:
         """self < other, of integers without their top bit, which every CPU compares by one instruction: AVX2 has
         signed comparisons alone."""
@@ -144,10 +122,6 @@ class Lane:
     def is_nan(self) -> Lane:
         """Whether a float is NaN, as a truth value."""
         return self._new(self.builder.fcmp_unordered("uno", self.value, self.value))
-
-    def equals(self, other: Lane | float) -> Lane:
-        """Equality, as a truth value (`==` keeps its Python meaning)."""
-        return self._compare("==", other)
 
     def pick(self, if_true: Lane, if_false: Lane | float) -> Lane:
         """`if_true` where this truth value holds, else `if_false`; both are computed."""
@@ -204,6 +178,43 @@ class Lane:
         )
 
 
+class Given(NamedTuple):
+    """An argument of a function that writes LLVM code: its numba type, and its LLVM value."""
+
+    type: Any
+    value: Any
+
+
+def emitted(returned: Callable[..., Any] | None = None, wide: bool = False, count: int | None = None) -> Any:
+    """Make a function that writes LLVM code, `write(context, builder, *given)`, one that numba code calls with as many
+    arguments as it is `Given`.
+
+    Args:
+        returned: from the arguments' numba types that of what comes back, whose LLVM value `write` returns; None where
+            nothing does.
+        wide: whether the function that calls it is to be vectorised fully.
+        count: how many arguments there are, where `write` does not name them.
+    """
+
+    def decorate(write: Callable[..., Any]) -> Any:
+        def definition(context: Any, *kinds: Any) -> Any:
+            def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                if wide:
+                    vectorise_fully(builder.function)
+                found = write(context, builder, *map(Given, kinds, values))
+                return context.get_dummy_value() if returned is None else found
+
+            return (types.void if returned is None else returned(*kinds))(*kinds), code
+
+        size = len(inspect.signature(write).parameters) - 2 if count is None else count
+        parameters = [inspect.Parameter(f"a{n}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in range(size + 1)]
+        definition.__signature__ = inspect.Signature(parameters)
+        definition.__name__, definition.__doc__ = write.__name__, write.__doc__
+        return intrinsic(definition)
+
+    return decorate
+
+
 def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
     """Make a function on lanes callable from numba code.
 
@@ -217,24 +228,15 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
     def decorate(body: Callable[..., Lane]) -> Any:
         names = list(inspect.signature(body).parameters)
 
-        def definition(context: Any, *arguments: Any) -> Any:
-            given = dict(zip(names, arguments, strict=True))
-            returned = given[result] if isinstance(result, str) else result
-            if isinstance(returned, types.Literal):
-                returned = returned.literal_type
+        def returned(*kinds: Any) -> Any:
+            kind = kinds[names.index(result)] if isinstance(result, str) else result
+            return kind.literal_type if isinstance(kind, types.Literal) else kind
 
-            def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                vectorise_fully(builder.function)
-                traced = {name: trace(builder, name, t, v) for (name, t), v in zip(given.items(), values, strict=True)}
-                return body(**traced).value
+        def write(context: Any, builder: Any, *given: Given) -> Any:
+            traced = [g.type if n == "like" else trace(builder, g) for n, g in zip(names, given, strict=True)]
+            return body(*traced).value
 
-            return returned(*arguments), code
-
-        parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ["context", *names]]
-        definition.__signature__ = inspect.Signature(parameters)
-        definition.__name__ = body.__name__
-        definition.__doc__ = body.__doc__
-        made = intrinsic(definition)
+        made = emitted(returned, wide=True, count=len(names))(write)
         made.body = body
         return made
 
@@ -253,16 +255,23 @@ def vectorise_fully(function: Any) -> None:
     set.add(function.attributes, '"prefer-vector-width"="512"')
 
 
-def trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
-    """An argument of that name as lanes."""
-    if name == "like":
-        return numba_type
-    if isinstance(numba_type, types.NoneType):
+def trace(builder: Any, given: Given, lane: Callable[[Given], Any] | None = None) -> Any:
+    """An argument as lanes: a number as one, or what `lane` makes of it; a tuple as a list, and None as None."""
+    if isinstance(given.type, types.NoneType):
         return None
-    if isinstance(numba_type, types.BaseTuple):
-        parts = list(numba_type)  # type: ignore[call-overload]
-        return [trace(builder, "", part, builder.extract_value(value, i)) for i, part in enumerate(parts)]
-    return Lane(builder, value, numba_type)
+    if isinstance(given.type, types.BaseTuple):
+        return [trace(builder, part, lane) for part in parts_of(builder, given)]
+    return Lane(builder, given.value, given.type) if lane is None else lane(given)
+
+
+def parts_of(builder: Any, given: Given) -> list[Given]:
+    """The parts of a tuple."""
+    return [Given(kind, builder.extract_value(given.value, n)) for n, kind in enumerate(given.type)]
+
+
+def data_of(context: Any, builder: Any, array: Given) -> Any:
+    """The address of an array's first element."""
+    return context.make_array(array.type)(context, builder, array.value).data
 
 
 # ---- what every kernel does at its ends --------------------------------------------------------------------------

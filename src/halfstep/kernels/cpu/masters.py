@@ -3,7 +3,7 @@
 The conditions are those of `quant.masters`, which says why they never touch what an update wrote itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numba
@@ -48,62 +48,24 @@ def _array(tensor: Tensor) -> Any:
     return array(tensor, PLAIN[tensor.dtype])
 
 
-# ---- lanes -----------------------------------------------------------------------------------------------------
-
-
-def _magnitude(value: Lane) -> Lane:
-    return value & 0x7FFF
-
-
-@reduction
-def _strange_rest(found, weight, rest):
-    """`found`, with a bit set where 2^7 |rest| may be more than |weight|, by the exponents: a first look."""
-    limit = _magnitude(weight).max(0x3C0) - 0x380
-    return found | (_magnitude(rest) > limit).to(16)
+# ---- what follows the weight -----------------------------------------------------------------------------------
 
 
 def followed_rest(weight: Lane, rest: Lane) -> Lane:
     """`quant.masters.base.drop_strange`, of bfloat16 bits."""
-    limit = _magnitude(weight).max(0x3C0) - 0x380
-    return (_magnitude(rest) <= limit).pick(rest, 0)
+    limit = (weight & 0x7FFF).max(0x3C0) - 0x380
+    return ((rest & 0x7FFF) <= limit).pick(rest, 0)
 
 
 def followed_master(weight: Lane, master: Lane) -> Lane:
     """The master, where the weight is its rounded image; else the weight."""
-    return _is_image(weight, master).pick(master, bits_of(weight).float())
-
-
-@elementwise
-def _keep_rest(out, weight):
-    return followed_rest(weight, out)
-
-
-@elementwise
-def _keep_image(out, weight):
-    return followed_master(weight, out)
-
-
-@reduction
-def _strange_image(found, weight, master):
-    """`found`, with a bit set where the weight is not the master's rounded image."""
-    return found | (~_is_image(weight, master)).to(16)
-
-
-def _is_image(weight: Lane, master: Lane) -> Lane:
     image = master.float_to_half() if weight.stored == types.int16 else (rounded_up_half(master.bits()) >> 16).to(16)
-    return ~master.is_nan() & image.equals(weight)
+    return (~master.is_nan() & image.equals(weight)).pick(master, bits_of(weight).float())
 
 
-@reduction
-def _strange_half(found, weight, low):
-    """`found`, with a bit set where the upper half and the lower bits are together NaN, or about to be."""
-    return found | _joins_to_nan(weight, low).to(16)
-
-
-@elementwise
-def _keep_half(out, weight):
+def _followed_half(weight: Lane, low: Lane) -> Lane:
     """The lower bits, or 0 where they make a NaN."""
-    return _joins_to_nan(weight, out).pick(out.constant(0), out)
+    return joined(weight, low).is_nan().pick(low.constant(0), low)
 
 
 def joined(weight: Lane, low: Lane) -> Lane:
@@ -111,29 +73,20 @@ def joined(weight: Lane, low: Lane) -> Lane:
     return ((weight.to(32) << 16) + (low.to(32) << 32 - low.type.width).shift_signed(16)).float()
 
 
-def _joins_to_nan(weight: Lane, low: Lane) -> Lane:
-    return joined(weight, low).is_nan()
+def _following(followed: Callable[[Lane, Lane], Lane]) -> Any:
+    """A loop that makes kept numbers what they are when they have `followed` the weight: written where any changes."""
+    changed = reduction(lambda found, weight, kept: found | (~followed(weight, kept).equals(kept)).to(16))
+    write = elementwise(lambda out, weight: followed(weight, out))
+
+    @inner
+    def follow(weight, kept):
+        if changed(np.uint16(0), weight, kept):
+            write(kept, weight)
+
+    return follow
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------
-
-
-@inner
-def _follow_rest(weight, rest):
-    if _strange_rest(np.uint16(0), weight, rest):
-        _keep_rest(rest, weight)
-
-
-@inner
-def _follow_image(weight, master):
-    if _strange_image(np.uint16(0), weight, master):
-        _keep_image(master, weight)
-
-
-@inner
-def _follow_half(weight, low):
-    if _strange_half(np.uint16(0), weight, low):
-        _keep_half(low, weight)
+_follow_rest, _follow_image, _follow_half = map(_following, (followed_rest, followed_master, _followed_half))
 
 
 @Kernel

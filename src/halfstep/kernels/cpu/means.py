@@ -12,9 +12,9 @@ from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import round_piece
 from halfstep.kernels.cpu.codes import pack, place, shifts, unpack
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
-from halfstep.kernels.cpu.dequantize import values_piece
+from halfstep.kernels.cpu.dequantize import scales_from, values_piece
 from halfstep.kernels.cpu.runs import add, elementwise, multiply
-from halfstep.kernels.cpu.scales import power_scalars, powers
+from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.quant.quantizer import Quantizer
 
 
@@ -61,13 +61,11 @@ def _mean(messages, size, scales, count, inverse, meaning, shifts, levels, rule,
     for chunk in numba.prange((size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, size)
         summed, part = np.empty(b - a, np.uint32) if total is None else total[a:b], np.empty(b - a, np.uint32)
-        bits = np.empty((b - a) >> len(levels), np.uint32)
-        first = scales + (a >> len(levels))
+        first, last = scales + (a >> len(levels)), scales + (b >> len(levels))
         for start in range(0, messages.size, stride):
             message = messages[start : start + stride]
-            powers(bits, message[first : first + bits.size])
             into = part if start else summed
-            values_piece(unpack(message, a, b, shifts), bits.view(np.float32), levels, into, meaning)
+            values_piece(unpack(message, a, b, shifts), scales_from(message[first:last]), levels, into, meaning)
             if start:
                 add(summed.view(np.float32), part.view(np.float32))
         if inverse > 0:

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu.compiled import CHUNK, inner_overload, none, specialized
+from halfstep.kernels.cpu.compiled import CHUNK, none, specialized
 from halfstep.kernels.cpu.lanes import Lane, lanes
 from halfstep.quant.rounding import Seed
 
@@ -43,26 +42,16 @@ def _second_key(first: Lane, left: Lane) -> Lane:
     return mix(first ^ left)
 
 
-@numba.njit(error_model="numpy")
-def _chunk_keys(seed, chunk):
-    left = _left_key(seed[0], chunk)
-    first = _first_key(seed[0], seed[1], left, chunk)
-    return first, _second_key(first, left)
-
-
+@specialized
 def chunk_keys(seed, chunk):
-    """The two keys of a chunk, `quant.rounding.noise_keys`; None where there is no seed. Kernels call it, too."""
-    if seed is None:
-        return None
-    first, second = _chunk_keys(seed, np.int64(chunk))
-    return np.uint32(first), np.uint32(second)
+    """In kernels: the two keys of a chunk, `quant.rounding.noise_keys`; None where there is no seed."""
 
+    def drawn(seed, chunk):
+        left = _left_key(seed[0], np.int64(chunk))
+        first = _first_key(seed[0], seed[1], left, np.int64(chunk))
+        return first, _second_key(first, left)
 
-@inner_overload(chunk_keys)
-def _chunk_keys_overload(seed, chunk):
-    if none(seed):
-        return lambda seed, chunk: None
-    return lambda seed, chunk: _chunk_keys(seed, np.int64(chunk))
+    return (lambda seed, chunk: None) if none(seed) else drawn
 
 
 @specialized
@@ -70,7 +59,7 @@ def keys_at(seed, place):
     """In kernels: the keys of an element's chunk, of which the first counts from that element; None without a seed."""
 
     def drawn(seed, place):
-        keys = _chunk_keys(seed, np.int64(place // CHUNK))
+        keys = chunk_keys(seed, place // CHUNK)
         return np.uint32(keys[0] + place % CHUNK), keys[1]
 
     return (lambda seed, place: None) if none(seed) else drawn

@@ -20,13 +20,15 @@ from halfstep.kernels.cpu.lanes import (
     MAGNITUDE,
     NAN,
     UPPER,
+    Given,
     Lane,
     bits_of,
-    intrinsic,
+    data_of,
+    emitted,
+    parts_of,
     rounded_up_half,
     stored_as,
     trace,
-    vectorise_fully,
 )
 from halfstep.kernels.cpu.masters import followed_master, followed_rest, joined
 from halfstep.kernels.cpu.noise import noise
@@ -53,11 +55,9 @@ def moved(element: Part, given: Sequence[Lane]) -> list[Lane]:
 class Spot:
     """A place of an array, or beyond a bare pointer."""
 
-    def __init__(self, context: Any, builder: Any, numba_type: Any, value: Any, index: Any) -> None:
-        pointer = value
-        if isinstance(numba_type, types.Array):
-            pointer = context.make_array(numba_type)(context, builder, value).data
-        self.builder, self.stored, self.pointer = builder, numba_type.dtype, builder.gep(pointer, [index])
+    def __init__(self, context: Any, builder: Any, array: Given, index: Any) -> None:
+        pointer = data_of(context, builder, array) if isinstance(array.type, types.Array) else array.value
+        self.builder, self.stored, self.pointer = builder, array.type.dtype, builder.gep(pointer, [index])
 
     def read(self) -> Lane:
         """The number there, as stored."""
@@ -82,26 +82,19 @@ class Spot:
 class Moment:
     """A moment of one element, `k` of its chunk or tile, `i` of the tensor."""
 
-    def __init__(
-        self, context: Any, builder: Any, numba_type: Any, value: Any, tiles: tuple[Any, Any], i: Any, k: Any
-    ) -> None:
-        kinds = list(numba_type)
-        parts = [builder.extract_value(value, n) for n in range(len(kinds))]
-
-        def spot(part: int, index: Any) -> Spot:
-            return Spot(context, builder, kinds[part], parts[part], index)
-
-        self.rest, self.values = None, None
-        if len(kinds) == 3:
-            self.coded = not isinstance(kinds[2], types.NoneType)
-            self.place = spot(0, k if self.coded else i)
-            self.rest = None if isinstance(kinds[1], types.NoneType) else spot(1, i)
+    def __init__(self, context: Any, builder: Any, moment: Given, tiles: Given, i: Any, k: Any) -> None:
+        parts, self.rest, self.values = parts_of(builder, moment), None, None
+        if len(parts) == 3:
+            self.coded = not isinstance(parts[2].type, types.NoneType)
+            self.place = Spot(context, builder, parts[0], k if self.coded else i)
+            if not isinstance(parts[1].type, types.NoneType):
+                self.rest = Spot(context, builder, parts[1], i)
             return
-        self.coded, self.place = True, spot(0, i)
-        self.values = Spot(context, builder, *tiles, builder.add(parts[3], k))
-        self._looked_up = not isinstance(kinds[2], types.BaseTuple)
+        self.coded, self.place = True, Spot(context, builder, parts[0], i)
+        self.values = Spot(context, builder, tiles, builder.add(parts[3].value, k))
+        self._looked_up = not isinstance(parts[2].type, types.BaseTuple)
         if not self._looked_up:
-            self._times, self._decoding = (trace(builder, "", kinds[n], parts[n]) for n in (1, 2))
+            self._times, self._decoding = (trace(builder, part) for part in parts[1:3])
 
     def read(self) -> Lane:
         """Its value in float32."""
@@ -155,13 +148,10 @@ def _stochastic(value: Lane, drawn: Lane) -> Lane:
 class Weight:
     """A weight of one element and what its master keeps, by `masters.KEPT`; None for what it does not."""
 
-    def __init__(self, context: Any, builder: Any, weight: Spot, numba_type: Any, value: Any, i: Any) -> None:
-        self._weight = weight
-        spots = [
-            None if isinstance(kind, types.NoneType)
-            else Spot(context, builder, kind, builder.extract_value(value, n), i)
-            for n, kind in enumerate(numba_type)
-        ]  # fmt: skip
+    def __init__(self, context: Any, builder: Any, weight: Given, kept: Given, i: Any) -> None:
+        self._weight, spots = Spot(context, builder, weight, i), list[Any]()
+        for part in parts_of(builder, kept):
+            spots.append(None if isinstance(part.type, types.NoneType) else Spot(context, builder, part, i))
         self._master, low, self._compensation, self._residual, residue = spots
         self._low = low or residue
 
@@ -225,23 +215,17 @@ def _half(value: Lane) -> Lane:
 class _Element:
     """One element of a step: its moments now and then, and how large those become; or what norms are taken of."""
 
-    def __init__(self, context: Any, builder: Any, given: Mapping[str, tuple[Any, Any]]) -> None:
-        vectorise_fully(builder.function)
-        (rule, _), (numbers, values) = given["rule"], given["numbers"]
-        k, at = given["k"][1], given["at"][1]
-        self.index = builder.add(at, k)
-        kinds, tensors = given["moments"]
-        self.moments = [
-            Moment(context, builder, kind, builder.extract_value(tensors, n), given["values"], self.index, k)
-            for n, kind in enumerate(kinds)
-        ]
-        self.weight = Weight(
-            context, builder, Spot(context, builder, *given["weight"], self.index), *given["kept"], self.index
-        )
-        scale, *taken = trace(builder, "", numbers, values)
+    def __init__(
+        self, context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given,
+        values: Given, numbers: Given, at: Given, k: Given,
+    ) -> None:  # fmt: skip
+        index = builder.add(at.value, k.value)
+        self.moments = [Moment(context, builder, one, values, index, k.value) for one in parts_of(builder, moments)]
+        self.weight = Weight(context, builder, weight, kept, index)
+        scale, *taken = trace(builder, numbers)
         full, self._old = self.weight.read(), [moment.read() for moment in self.moments]
-        grad = Spot(context, builder, *given["grad"], self.index).number() * scale
-        self.results, self._builder = moved(rule.element, [*taken, full, grad, *self._old]), builder
+        times = Spot(context, builder, grad, index).number() * scale
+        self.results, self._builder = moved(rule.type.element, [*taken, full, times, *self._old]), builder
 
     def then(self) -> list[Lane]:
         """The moments after the step."""
@@ -253,73 +237,49 @@ class _Element:
             new = [most.below(INFINITY).pick(one, other) for one, other in zip(new, self._old, strict=True)]
         return new
 
-    def most(self, then: Sequence[Lane], numba_type: Any, before: Any) -> list[Any]:
+    def most(self, then: Sequence[Lane], before: Given) -> list[Any]:
         """The bits of the largest magnitudes of the moments so far, these among them."""
-        found = []
-        for n, new in enumerate(then[: len(numba_type)]):
-            most = Lane(self._builder, self._builder.extract_value(before, n))
-            found.append(most.max(new.bits() & MAGNITUDE).value)
-        return found
+        parts = zip(then, parts_of(self._builder, before), strict=False)
+        return [Lane(self._builder, part.value).max(new.bits() & MAGNITUDE).value for new, part in parts]
 
 
-@intrinsic
+@emitted(lambda *kinds: kinds[-1], wide=True)
 def advance(
-    typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, keys: Any,
-    begin: Any, at: Any, k: Any, most: Any,
+    context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given, values: Given,
+    numbers: Given, keys: Given, begin: Given, at: Given, k: Given, most: Given,
 ) -> Any:  # fmt: skip
     """In kernels: step element at + k. `values` are those of tiles, `begin` is where the chunk that `keys` are for
     begins. What comes back is `most`, raised to the bits of the new moments' magnitudes; () stays."""
-
-    def code(context: Any, builder: Any, signature: Any, llvm: Any) -> Any:
-        given = dict(zip(_ADVANCED, zip(signature.args, llvm, strict=True), strict=True))
-        element = _Element(context, builder, given)
-        drawn = trace(builder, "", *given["keys"])
-        if drawn is not None:  # in 32 bits: LLVM forms each lane's index of 64 bits by itself
-            passed = builder.sub(given["at"][1], given["begin"][1])
-            drawn = noise(drawn, Lane(builder, given["k"][1]).to(32) + Lane(builder, passed).to(32))
-        then = element.then()
-        found = element.most(then, *given["most"])
-        for moment, new in zip(element.moments, then, strict=True):
-            moment.keep(new)
-        element.weight.keep(element.results[0], drawn)
-        return context.make_tuple(builder, signature.return_type, found)
-
-    return most(rule, weight, kept, grad, moments, values, numbers, keys, begin, at, k, most), code
+    element = _Element(context, builder, rule, weight, kept, grad, moments, values, numbers, at, k)
+    drawn = trace(builder, keys)
+    if drawn is not None:  # in 32 bits: LLVM forms each lane's index of 64 bits by itself
+        passed = builder.sub(at.value, begin.value)
+        drawn = noise(drawn, Lane(builder, k.value).to(32) + Lane(builder, passed).to(32))
+    then = element.then()
+    found = element.most(then, most)
+    for moment, new in zip(element.moments, then, strict=True):
+        moment.keep(new)
+    element.weight.keep(element.results[0], drawn)
+    return context.make_tuple(builder, most.type, found)
 
 
-_ADVANCED = ("rule", "weight", "kept", "grad", "moments", "values", "numbers", "keys", "begin", "at", "k", "most")
-
-
-@intrinsic
+@emitted(lambda *kinds: kinds[-1], wide=True)
 def foresee(
-    typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, at: Any, k: Any,
-    most: Any,
+    context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given, values: Given,
+    numbers: Given, at: Given, k: Given, most: Given,
 ) -> Any:  # fmt: skip
     """In kernels: the same, and nothing is written."""
-
-    def code(context: Any, builder: Any, signature: Any, llvm: Any) -> Any:
-        names = [name for name in _ADVANCED if name not in ("keys", "begin")]
-        given = dict(zip(names, zip(signature.args, llvm, strict=True), strict=True))
-        element = _Element(context, builder, given)
-        found = element.most(element.then(), *given["most"])
-        return context.make_tuple(builder, signature.return_type, found)
-
-    return most(rule, weight, kept, grad, moments, values, numbers, at, k, most), code
+    element = _Element(context, builder, rule, weight, kept, grad, moments, values, numbers, at, k)
+    return context.make_tuple(builder, most.type, element.most(element.then(), most))
 
 
-@intrinsic
+@emitted(wide=True)
 def note_results(
-    typing: Any, rule: Any, weight: Any, kept: Any, grad: Any, moments: Any, values: Any, numbers: Any, at: Any, k: Any,
-    results: Any, place: Any,
-) -> Any:  # fmt: skip
+    context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given, values: Given,
+    numbers: Given, at: Given, k: Given, results: Given, place: Given,
+) -> None:  # fmt: skip
     """In kernels: what the rule makes of element at + k, to `place` of the rows of `results`, each of SQUARES."""
-
-    def code(context: Any, builder: Any, signature: Any, llvm: Any) -> Any:
-        names = [name for name in _ADVANCED if name not in ("keys", "begin", "most")]
-        given = dict(zip(names, zip(signature.args[:-2], llvm[:-2], strict=True), strict=True))
-        for n, number in enumerate(_Element(context, builder, given).results):
-            index = builder.add(llvm[-1], ir.Constant(llvm[-1].type, n * SQUARES))
-            Spot(context, builder, results, llvm[-2], index).write(number)
-        return context.get_dummy_value()
-
-    return types.none(rule, weight, kept, grad, moments, values, numbers, at, k, results, place), code
+    element = _Element(context, builder, rule, weight, kept, grad, moments, values, numbers, at, k)
+    for n, number in enumerate(element.results):
+        index = builder.add(place.value, ir.Constant(place.value.type, n * SQUARES))
+        Spot(context, builder, results, index).write(number)

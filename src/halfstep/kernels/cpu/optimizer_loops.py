@@ -18,7 +18,7 @@ from halfstep.kernels.cpu.divided import encode_block, rounded, scaled
 from halfstep.kernels.cpu.lanes import lanes
 from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results
-from halfstep.kernels.cpu.optimizer_types import bare, held, nothing, parts, placed, readable, zeros
+from halfstep.kernels.cpu.optimizer_types import bare, held, parts, placed, readable, zeros
 from halfstep.kernels.cpu.scales import absmax_scale
 
 
@@ -98,14 +98,13 @@ def open_chunk(moments, a, b):
     """In kernels: the numbers a to b of each moment."""
     if not len(moments):
         return lambda moments, a, b: ()
-    others = open_chunk if len(moments) > 1 else nothing
 
     def codes(moments, a, b):
         kept, scale, levels, decoding, _, _, _, _ = moments[0]
-        return ((opened(kept, scale, levels, decoding, a, b), None, scale), *others(moments[1:], a, b))
+        return ((opened(kept, scale, levels, decoding, a, b), None, scale), *open_chunk(moments[1:], a, b))
 
     def numbers(moments, a, b):
-        return ((moments[0][0], moments[0][7], None), *others(moments[1:], a, b))
+        return ((moments[0][0], moments[0][7], None), *open_chunk(moments[1:], a, b))
 
     return numbers if isinstance(moments[0][1], types.NoneType) else codes
 
@@ -115,29 +114,27 @@ def close_chunk(moments, chunk, a, b):
     """In kernels: what `open_chunk` gave, changed since, encoded again where it is codes."""
     if not len(moments):
         return lambda moments, chunk, a, b: None
-    others = close_chunk if len(moments) > 1 else nothing
 
-    def codes(moments, chunk, a, b):
+    def each(moments, chunk, a, b):
         kept, scale, levels, _, scale_of, numbers, codes, _ = moments[0]
         closed(kept, scale, levels, scale_of, numbers, codes, chunk[0][0], a, b)
-        others(moments[1:], chunk[1:], a, b)
+        close_chunk(moments[1:], chunk[1:], a, b)
 
-    def numbers(moments, chunk, a, b):
-        others(moments[1:], chunk[1:], a, b)
-
-    return numbers if isinstance(moments[0][1], types.NoneType) else codes
+    return each
 
 
 @specialized_inlined
 def open_tiles(moments, t, tile, values, place):
     """In kernels: of each moment tile `t`, with `values` from `place` on."""
-    size, others = 1 << len(tile), open_tiles if len(moments) > 1 else nothing
+    size = 1 << len(tile)
+    if not len(moments):
+        return lambda moments, t, tile, values, place: ()
 
     def each(moments, t, tile, values, place):
         kept, scale, _, decoding, _, _, _, _ = moments[0]
         times = multiplier(kept, t * size, tile, scale[t], decoding)
         open_tile(kept, t * size, tile, times, decoding, values, place)
-        return ((kept, times, decoding, place), *others(moments[1:], t, tile, values, place + size))
+        return ((kept, times, decoding, place), *open_tiles(moments[1:], t, tile, values, place + size))
 
     return each
 
@@ -145,13 +142,15 @@ def open_tiles(moments, t, tile, values, place):
 @specialized_inlined
 def close_tiles(moments, t, tile, values, place, most):
     """In kernels: the values of each moment to codes, with scales for these largest magnitudes."""
-    size, others = 1 << len(tile), close_tiles if len(moments) > 1 else nothing
+    size = 1 << len(tile)
+    if not len(moments):
+        return lambda moments, t, tile, values, place, most: None
 
     def each(moments, t, tile, values, place, most):
         kept, scale, _, _, scale_of, numbers, codes, _ = moments[0]
         scale[t] = absmax_scale(most[0], scale_of)
         encode_tile(values, place, scale[t], kept, t * size, tile, numbers, codes)
-        others(moments[1:], t, tile, values, place + size, most[1:])
+        close_tiles(moments[1:], t, tile, values, place + size, most[1:])
 
     return each
 

@@ -5,6 +5,7 @@ from hashlib import sha256
 from itertools import count
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -13,7 +14,8 @@ from numba.extending import NativeValue, models, register_model, unbox
 from numba.np.arrayobj import populate_array
 
 from halfstep.kernels.arithmetic import Part
-from halfstep.kernels.cpu.lanes import WIDTHS, intrinsic
+from halfstep.kernels.cpu.compiled import specialized_inlined
+from halfstep.kernels.cpu.lanes import WIDTHS, Given, data_of, emitted, parts_of
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -51,51 +53,21 @@ def _unboxed(numba_type: Any, rule: Any, c: Any) -> Any:
 # ---- tuples of moments -----------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def zeros(typing: Any, moments: Any) -> Any:
+@specialized_inlined
+def zeros(moments):
     """In kernels: for each moment the bits of 0."""
-    returned = types.UniTuple(types.uint32, len(moments))
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return context.make_tuple(builder, returned, [ir.Constant(WIDTHS[32], 0)] * len(moments))
-
-    return returned(moments), code
+    none = (np.uint32(0),) * len(moments)
+    return lambda moments: none
 
 
-@intrinsic
-def nothing(typing: Any, *given: Any) -> Any:
-    """In kernels: ()."""
-    returned = types.Tuple(())
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return context.make_tuple(builder, returned, [])
-
-    return returned(*given), code
-
-
-@intrinsic
-def readable(typing: Any, tiles: Any) -> Any:
+@emitted(lambda tiles: types.boolean)
+def readable(context: Any, builder: Any, tiles: Given) -> Any:
     """In kernels: whether what the codes of all these tiles are multiplied by is no NaN."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        found = ir.Constant(ir.IntType(1), 1)
-        for n in range(len(tiles)):
-            times = builder.extract_value(builder.extract_value(values[0], n), 1)
-            found = builder.and_(found, builder.fcmp_ordered("==", times, times))
-        return found
-
-    return types.boolean(tiles), code
-
-
-@intrinsic
-def bare(typing: Any, given: Any) -> Any:
-    """In kernels: a tuple, tuples within it too, with pointers in the place of arrays."""
-    returned = _bare_type(given)
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return _bare(context, builder, given, values[0])
-
-    return returned(given), code
+    found = ir.Constant(ir.IntType(1), 1)
+    for tile in parts_of(builder, tiles):
+        times = builder.extract_value(tile.value, 1)
+        found = builder.and_(found, builder.fcmp_ordered("==", times, times))
+    return found
 
 
 def _bare_type(numba_type: Any) -> Any:
@@ -107,47 +79,45 @@ def _bare_type(numba_type: Any) -> Any:
     return numba_type
 
 
-def _bare(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
-    if isinstance(numba_type, types.Array):
-        return context.make_array(numba_type)(context, builder, value).data
-    if isinstance(numba_type, types.BaseTuple):
-        kinds: Any = numba_type
-        parts = [_bare(context, builder, part, builder.extract_value(value, n)) for n, part in enumerate(kinds)]
-        return context.make_tuple(builder, _bare_type(numba_type), parts)
-    return value
+def _bare(context: Any, builder: Any, given: Given) -> Any:
+    if isinstance(given.type, types.Array):
+        return data_of(context, builder, given)
+    if isinstance(given.type, types.BaseTuple):
+        parts = [_bare(context, builder, part) for part in parts_of(builder, given)]
+        return context.make_tuple(builder, _bare_type(given.type), parts)
+    return given.value
 
 
-@intrinsic
-def placed(typing: Any, like: Any, rows: Any, row: Any) -> Any:
+bare = emitted(_bare_type)(_bare)
+"""In kernels: a tuple, tuples within it too, with pointers in the place of arrays."""
+
+
+@emitted(lambda like, rows, row: like)
+def placed(context: Any, builder: Any, like: Given, rows: Given, row: Given) -> Any:
     """In kernels: a tuple like this one, tuples within it too, whose arrays lie where a row of `rows` says: the
     address and the size of each. What is written to them counts no references."""
+    numbers = context.make_array(rows.type)(context, builder, rows.value)
+    columns = builder.extract_value(numbers.shape, 1)
+    cells = builder.gep(numbers.data, [builder.mul(row.value, columns)])
+    found = count()
 
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        numbers = context.make_array(rows)(context, builder, values[1])
-        columns = builder.extract_value(numbers.shape, 1)
-        cells = builder.gep(numbers.data, [builder.mul(values[2], columns)])
-        found = count()
+    def cell() -> Any:
+        return builder.load(builder.gep(cells, [ir.Constant(WIDTHS[64], next(found))]))
 
-        def cell() -> Any:
-            return builder.load(builder.gep(cells, [ir.Constant(WIDTHS[64], next(found))]))
-
-        return _placed(context, builder, like, values[0], cell)
-
-    return like(like, rows, row), code
+    return _placed(context, builder, like, cell)
 
 
-def _placed(context: Any, builder: Any, numba_type: Any, value: Any, cell: Any) -> Any:
-    if isinstance(numba_type, types.Array):
-        made = context.make_array(numba_type)(context, builder)
-        item = ir.Constant(WIDTHS[64], context.get_abi_sizeof(context.get_data_type(numba_type.dtype)))
+def _placed(context: Any, builder: Any, like: Given, cell: Any) -> Any:
+    if isinstance(like.type, types.Array):
+        made = context.make_array(like.type)(context, builder)
+        item = ir.Constant(WIDTHS[64], context.get_abi_sizeof(context.get_data_type(like.type.dtype)))
         data, shape = builder.inttoptr(cell(), made.data.type), cgutils.pack_array(builder, [cell()])
         populate_array(made, data, shape, cgutils.pack_array(builder, [item]), item, None)
         return made._getvalue()
-    if isinstance(numba_type, types.BaseTuple):
-        kinds: Any = numba_type
-        parts = [_placed(context, builder, part, builder.extract_value(value, n), cell) for n, part in enumerate(kinds)]
-        return context.make_tuple(builder, numba_type, parts)
-    return value
+    if isinstance(like.type, types.BaseTuple):
+        parts = [_placed(context, builder, part, cell) for part in parts_of(builder, like)]
+        return context.make_tuple(builder, like.type, parts)
+    return like.value
 
 
 class Held(types.Type):
@@ -164,23 +134,15 @@ class _HeldModel(models.StructModel):
         super().__init__(manager, numba_type, [("parts", numba_type.parts)])
 
 
-@intrinsic
-def held(typing: Any, parts: Any) -> Any:
+@emitted(Held)
+def held(context: Any, builder: Any, parts: Given) -> Any:
     """In kernels: a tuple as one value."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        struct = ir.Constant(context.get_value_type(signature.return_type), ir.Undefined)
-        struct = builder.insert_value(struct, values[0], 0)
-        return impl_ret_borrowed(context, builder, signature.return_type, struct)
-
-    return Held(parts)(parts), code
+    struct = ir.Constant(context.get_value_type(Held(parts.type)), ir.Undefined)
+    struct = builder.insert_value(struct, parts.value, 0)
+    return impl_ret_borrowed(context, builder, Held(parts.type), struct)
 
 
-@intrinsic
-def parts(typing: Any, held: Any) -> Any:
+@emitted(lambda held: held.parts)
+def parts(context: Any, builder: Any, held: Given) -> Any:
     """In kernels: the tuple again."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return impl_ret_borrowed(context, builder, held.parts, builder.extract_value(values[0], 0))
-
-    return held.parts(held), code
+    return impl_ret_borrowed(context, builder, held.type.parts, builder.extract_value(held.value, 0))

@@ -40,22 +40,14 @@ class Cutting(NamedTuple):
 
 
 def run(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
-    """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`. False where that is not done
-    here: it takes contiguous CPU tensors of one shape, the same one or apart in memory."""
-    numbers = scalars(format, rounding, x.dtype, out.dtype) if plain(x) and plain(out) else None
+    """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`: its value, or its code where
+    these are integers. False where that is not done here: it takes contiguous CPU tensors of one shape, the same one or
+    apart in memory."""
+    numbers = scalars(format, rounding, x.dtype, out.dtype) if plain(x) and plain(out, out.dtype) else None
     if numbers is None or x.shape != out.shape or not separate(x, out):
         return False
-    _values(x.numel(), None if x.data_ptr() == out.data_ptr() else array(x), array(out), numbers)
-    return True
-
-
-def run_encode(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
-    """Write the codes of `x`, rounded as by `run`, to `out`. False where that is not done here: it takes contiguous CPU
-    tensors of one shape."""
-    numbers = scalars(format, rounding, x.dtype, out.dtype) if plain(x) and plain(out, out.dtype) else None
-    if numbers is None or x.shape != out.shape:
-        return False
-    _codes(x.numel(), array(x), array(out), numbers)
+    given = None if x.data_ptr() == out.data_ptr() else array(x)
+    _posits(x.numel(), given, array(out), numbers, None if out.dtype in _HELD else ())
     return True
 
 
@@ -104,19 +96,14 @@ def _rounded(bits: Lane, p: Cutting) -> Lane:
     return (d + (one >> 1) + odd - 1) & (one.constant(0) - one)
 
 
-@elementwise
-def _values_piece(out, value, numbers, like):
-    bits = bits_of(out if value is None else value)
+def _value(bits: Lane, p: Cutting, like: Any) -> Lane:
     magnitude = bits & MAGNITUDE
-    rounded = (_rounded(bits, Cutting(*numbers)) + _ONE) | (bits & SIGN)
+    rounded = (_rounded(bits, p) + _ONE) | (bits & SIGN)
     rounded = magnitude.equals(0).pick(magnitude, rounded)
     return stored_as((magnitude >= INFINITY).pick(bits.constant(NAN), rounded), like)
 
 
-@elementwise
-def _codes_piece(value, numbers, like):
-    p = Cutting(*numbers)
-    bits = bits_of(value)
+def _code(bits: Lane, p: Cutting, like: Any) -> Lane:
     magnitude = bits & MAGNITUDE
     d = _rounded(bits, p)
     cut, regime = _cut(d, p)
@@ -129,15 +116,14 @@ def _codes_piece(value, numbers, like):
     return (magnitude >= INFINITY).pick(d.constant(1) << (p.bits - 1), code).to(like.bitwidth)
 
 
+@elementwise
+def _piece(out, value, numbers, coded, like):
+    made = _value if coded is None else _code
+    return made(bits_of(out if value is None else value), Cutting(*numbers), like)
+
+
 @Kernel
-def _values(x, out, numbers):
+def _posits(x, out, numbers, coded):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
-        _values_piece(out[a:b], piece(x, a, b), numbers)
-
-
-@Kernel
-def _codes(x, out, numbers):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a, b = ends(chunk, x.size)
-        _codes_piece(out[a:b], x[a:b], numbers)
+        _piece(out[a:b], piece(x, a, b), numbers, coded)

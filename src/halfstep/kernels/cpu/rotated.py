@@ -12,8 +12,8 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, none, specialized_inlined, whole_lines
-from halfstep.kernels.cpu.lanes import SIGN, bits_of, intrinsic, lanes, vectorise_fully
-from halfstep.kernels.cpu.runs import multiply
+from halfstep.kernels.cpu.lanes import SIGN, Given, bits_of, emitted, lanes
+from halfstep.kernels.cpu.runs import multiply, place_of, places_of, spread
 from halfstep.quant.quantizer import matrix_shape
 
 
@@ -70,66 +70,45 @@ def _zero(sign):
     return (sign & SIGN).float()
 
 
-@intrinsic
-def transform(context: Any, x: Any, start: Any, scale: Any, out: Any, to: Any, levels: Any) -> Any:
+@emitted(wide=True)
+def transform(
+    context: Any, builder: Any, x: Given, start: Given, scale: Given, out: Given, to: Given, levels: Given
+) -> None:
     """In kernels: a block of x from `start` on, through the transform and times `scale`, to `out` from `to` on.
 
     The pair of each number is the one whose place differs in one bit: a + b in the lane of a is the sum of both lanes,
     and a - b in the lane of b is a plus the lane's own number with the other sign.
     """
-    size = 1 << len(levels)
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        vectorise_fully(builder.function)
-        floats, words = ir.VectorType(ir.FloatType(), size), ir.VectorType(ir.IntType(32), size)
-
-        def place(number: int, what: Any) -> Any:
-            data = context.make_array(what)(context, builder, values[number]).data
-            return builder.bitcast(builder.gep(data, [values[number + 1]]), floats.as_pointer())
-
-        found = builder.load(place(0, x), align=4)
-        for h in (1 << level for level in range(len(levels))):
-            pairs = ir.Constant(ir.VectorType(ir.IntType(32), size), [i ^ h for i in range(size)])
-            signs = ir.Constant(words, [SIGN if i & h else 0 for i in range(size)])
-            own = builder.bitcast(builder.xor(builder.bitcast(found, words), signs), floats)
-            found = builder.fadd(builder.shuffle_vector(found, found, pairs), own)
-        one = builder.insert_element(ir.Constant(floats, ir.Undefined), values[2], ir.Constant(ir.IntType(32), 0))
-        spread = builder.shuffle_vector(one, one, ir.Constant(words, [0] * size))
-        builder.store(builder.fmul(found, spread), place(3, out), align=4)
-        return context.get_dummy_value()
-
-    return types.void(x, start, scale, out, to, levels), code
+    size = 1 << len(levels.type)
+    floats, words = ir.VectorType(ir.FloatType(), size), ir.VectorType(ir.IntType(32), size)
+    pointer, align = place_of(context, builder, x, start.value, size)
+    found = builder.load(pointer, align=align)
+    for h in (1 << level for level in range(len(levels.type))):
+        pairs = ir.Constant(words, [i ^ h for i in range(size)])
+        signs = ir.Constant(words, [SIGN if i & h else 0 for i in range(size)])
+        own = builder.bitcast(builder.xor(builder.bitcast(found, words), signs), floats)
+        found = builder.fadd(builder.shuffle_vector(found, found, pairs), own)
+    found = builder.fmul(found, spread(builder, scale.value, size))
+    builder.store(found, *place_of(context, builder, out, to.value, size))
 
 
-@intrinsic
+@emitted(wide=True)
 def transform_down(
-    context: Any, x: Any, start: Any, stride: Any, scale: Any, out: Any, to: Any, out_stride: Any, levels: Any
-) -> Any:
+    context: Any, builder: Any, x: Given, start: Given, stride: Given, scale: Given, out: Given, to: Given,
+    out_stride: Given, levels: Given,
+) -> None:  # fmt: skip
     """In kernels: the same down as many columns as a register holds, from rows of x a `stride` apart."""
-    size = 1 << len(levels)
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        vectorise_fully(builder.function)
-        floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
-
-        def rows(number: int, what: Any, first: Any, step: Any) -> Any:
-            data = context.make_array(what)(context, builder, values[number]).data
-            for i in range(size):
-                offset = builder.add(first, builder.mul(step, ir.Constant(step.type, i)))
-                yield builder.bitcast(builder.gep(data, [offset]), floats.as_pointer())
-
-        found = [builder.load(row, align=4) for row in rows(0, x, values[1], values[2])]
-        for h in (1 << level for level in range(len(levels))):
-            for i in (i for i in range(size) if not i & h):
-                one, other = found[i], found[i + h]
-                found[i], found[i + h] = builder.fadd(one, other), builder.fsub(one, other)
-        one = builder.insert_element(ir.Constant(floats, ir.Undefined), values[3], ir.Constant(ir.IntType(32), 0))
-        spread = builder.shuffle_vector(one, one, ir.Constant(words, [0] * LANES))
-        for value, row in zip(found, rows(4, out, values[5], values[6]), strict=True):
-            builder.store(builder.fmul(value, spread), row, align=4)
-        return context.get_dummy_value()
-
-    return types.void(x, start, stride, scale, out, to, out_stride, levels), code
+    size = 1 << len(levels.type)
+    found = [
+        builder.load(row, align=align) for row, align in places_of(context, builder, x, start, stride, size, LANES)
+    ]
+    for h in (1 << level for level in range(len(levels.type))):
+        for i in (i for i in range(size) if not i & h):
+            one, other = found[i], found[i + h]
+            found[i], found[i + h] = builder.fadd(one, other), builder.fsub(one, other)
+    times = spread(builder, scale.value, LANES)
+    for value, row in zip(found, places_of(context, builder, out, to, out_stride, size, LANES), strict=True):
+        builder.store(builder.fmul(value, times), *row)
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------

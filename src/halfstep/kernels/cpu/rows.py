@@ -57,7 +57,7 @@ def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor | None:
     limits = _limits(bounds, x.shape[0])
     if dim == 1:
         out = torch.empty(x.shape[0], 1, dtype=torch.float32, device="cpu")
-        _row_amax(x.numel(), matrix(x), *limits, array(out))
+        _row_amax(x.numel(), matrix(x), *limits, None, array(out))
         return out
     found = torch.zeros(-(-x.shape[0] // _TALL), x.shape[1], dtype=torch.float32, device="cpu")
     _column_amax(x.numel(), matrix(x), *limits, matrix(found), _TALL)
@@ -90,14 +90,14 @@ def run_folded(
     numbers = elements.scalars(format, rounding, "saturate", dtype, torch.float32)
     if not _is_read(x, scale) or numbers is None or rounding == "stochastic":
         return None
-    given = x.numel(), matrix(x), scales_of(scale, x)
+    bits, times = matrix(x), scales_of(scale, x)
     found = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
-    _scaled_amax(*given, array(found))
+    _row_amax(x.numel(), bits, None, None, times, array(found))
     factor = rule.factor(found.max(), format)
     if factor is None:
         return None
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _fold(*given, np.float32(factor), numbers, matrix(out))
+    _fold(x.numel(), bits, times, np.float32(factor), numbers, matrix(out))
     return out, factor.reciprocal()
 
 
@@ -120,8 +120,10 @@ def _limits(bounds: Tensor | None, rows: int) -> tuple[Any, Any]:
     return low, high
 
 
-def _larger_between(most, value, low, high):
+def _larger_between(most, value, low, high, scale):
     number = bits_of(value).float()
+    if scale is not None:
+        number = number * scale
     if low is not None:
         number = (number > high).pick(high, number)
         number = (number < low).pick(low, number)
@@ -134,13 +136,13 @@ _amax_of = reduction(_larger_between)
 
 @elementwise
 def _raise(out, value, low, high):
-    return _larger_between(out, value, low, high)
+    return _larger_between(out, value, low, high, None)
 
 
 @Kernel
-def _row_amax(x, low, high, out):
+def _row_amax(x, low, high, scale, out):
     for r in numba.prange(x.shape[0]):
-        out[r] = _amax_of(np.uint32(0), x[r], of_row(low, r), of_row(high, r))
+        out[r] = _amax_of(np.uint32(0), x[r], of_row(low, r), of_row(high, r), of_row(scale, r))
 
 
 @Kernel
@@ -170,21 +172,10 @@ def _rows(x, low, high, factor, back, steps, numbers, out):
         _row(out[r], x[r], of_row(low, r), of_row(high, r), scale, again, steps, numbers)
 
 
-@reduction
-def _larger_product(most, value, scale):
-    return most.max((bits_of(value).float() * scale).bits() & MAGNITUDE)
-
-
 @elementwise
 def _folded(value, scale, factor, numbers, like):
     bits = ((bits_of(value).float() * scale) * factor).bits()
     return stored_as(elements.rounded(bits, Rounding(*numbers)), like)
-
-
-@Kernel
-def _scaled_amax(x, scale, found):
-    for r in numba.prange(x.shape[0]):
-        found[r] = _larger_product(np.uint32(0), x[r], of_row(scale, r))
 
 
 @Kernel

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 
 from halfstep.kernels.cpu.compiled import inner, specialized, specialized_inlined
-from halfstep.kernels.cpu.lanes import WIDTHS, Lane, intrinsic, trace, vectorise_fully
+from halfstep.kernels.cpu.lanes import WIDTHS, Given, Lane, data_of, emitted, trace
 
 
 LONGEST = 128
@@ -34,21 +34,15 @@ def elementwise(body: Callable[..., Lane]) -> Any:
     body = getattr(body, "body", body)  # of one that is under `lanes.lanes`
     names = list(inspect.signature(body).parameters)
 
-    def definition(typing: Any, out: Any, i: Any, arguments: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            vectorise_fully(builder.function)
-            place = _spot(context, builder, out, values[0], values[1])
-            given = {"index": Lane(builder, values[1], i), "like": out.dtype}
-            if "out" in names:
-                given["out"] = Lane(builder, builder.load(place), out.dtype)
-            rest = iter(_elements(context, builder, arguments, values[2], values[1]))
-            traced = {name: given[name] if name in given else next(rest) for name in names}
-            builder.store(body(**traced).value, place)
-            return context.get_dummy_value()
-
-        return types.void(out, i, arguments), code
-
-    element = intrinsic(definition)
+    @emitted(wide=True)
+    def element(context: Any, builder: Any, out: Given, i: Given, arguments: Given) -> None:
+        place = _spot(context, builder, out, i)
+        given = {"index": Lane(builder, i.value, i.type), "like": out.type.dtype}
+        if "out" in names:
+            given["out"] = Lane(builder, builder.load(place), out.type.dtype)
+        rest = iter(_elements(context, builder, arguments, i))
+        traced = {name: given[name] if name in given else next(rest) for name in names}
+        builder.store(body(**traced).value, place)
 
     @inner
     def loop(out, *arguments):
@@ -63,15 +57,9 @@ def reduction(body: Callable[..., Lane]) -> Any:
     else there is as `elementwise` has it, and returns the next total."""
     body = getattr(body, "body", body)
 
-    def definition(typing: Any, total: Any, i: Any, arguments: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            vectorise_fully(builder.function)
-            given = _elements(context, builder, arguments, values[2], values[1])
-            return body(Lane(builder, values[0], total), *given).value
-
-        return total(total, i, arguments), code
-
-    element = intrinsic(definition)
+    @emitted(lambda total, i, arguments: total, wide=True)
+    def element(context: Any, builder: Any, total: Given, i: Given, arguments: Given) -> Any:
+        return body(Lane(builder, total.value, total.type), *_elements(context, builder, arguments, i)).value
 
     @inner
     def loop(total, *arguments):
@@ -91,18 +79,20 @@ def _fewest(out, arguments):
     return lambda out, arguments: min(out.size, arguments[first].size)
 
 
-def _elements(context: Any, builder: Any, numba_type: Any, value: Any, i: Any) -> Any:
+def _elements(context: Any, builder: Any, arguments: Given, i: Given) -> Any:
     """An element of an array, or of those in a tuple, as a lane; others as `lanes.lanes` has them."""
-    if isinstance(numba_type, types.BaseTuple):
-        parts: Any = numba_type
-        return [_elements(context, builder, part, builder.extract_value(value, n), i) for n, part in enumerate(parts)]
-    if not isinstance(numba_type, types.Array):
-        return trace(builder, "", numba_type, value)
-    return Lane(builder, builder.load(_spot(context, builder, numba_type, value, i)), numba_type.dtype)
+
+    def lane(given: Given) -> Lane:
+        if not isinstance(given.type, types.Array):
+            return Lane(builder, given.value, given.type)
+        return Lane(builder, builder.load(_spot(context, builder, given, i)), given.type.dtype)
+
+    return trace(builder, arguments, lane)
 
 
-def _spot(context: Any, builder: Any, array: Any, value: Any, i: Any) -> Any:
-    return cgutils.get_item_pointer(context, builder, array, context.make_array(array)(context, builder, value), [i])
+def _spot(context: Any, builder: Any, array: Given, i: Given) -> Any:
+    made = context.make_array(array.type)(context, builder, array.value)
+    return cgutils.get_item_pointer(context, builder, array.type, made, [i.value])
 
 
 @elementwise
@@ -130,11 +120,14 @@ class Run(Lane):
         return ir.Constant(self.type, [number] * self.type.count)
 
     def times_plus(self, other: Lane, more: Lane) -> Lane:
-        kind, name = self.type, f"llvm.fma.v{self.type.count}f32"
-        function = self.builder.module.globals.get(name)
-        if function is None:
-            function = ir.Function(self.builder.module, ir.FunctionType(kind, [kind] * 3), name)
+        function = declared(self.builder, f"llvm.fma.v{self.type.count}f32", *[self.type] * 4)
         return self._new(self.builder.call(function, [self.value, other.value, more.value]))
+
+
+def declared(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """An intrinsic of LLVM."""
+    found = builder.module.globals.get(name)
+    return ir.Function(builder.module, ir.FunctionType(result, arguments), name) if found is None else found
 
 
 def _length(levels: Any) -> int:
@@ -149,129 +142,87 @@ def length(levels):
 
 
 def runs(body: Callable[..., Lane]) -> Any:
-    """Make a function on lanes one that numba code calls with (out, start, levels, ...): it writes what it gives for
+    """Make a function on lanes one that numba code calls with (out, start, levels, (...)): it writes what it gives for
     the `length(levels)` elements from `start` on to `out`.
 
-    Arrays among its arguments arrive as runs of their elements from `start` on, scalars as runs of one number, and
-    tuples of scalars as lists of those; None stays None. The function that calls it should hold the loop, as for
-    `lanes.lanes`.
+    Arrays among its arguments, which are given as a tuple, arrive as runs of their elements from `start` on, scalars as
+    runs of one number, and tuples of scalars as lists of those; None stays None. The function that calls it should hold
+    the loop, as for `lanes.lanes`.
     """
-    names = list(inspect.signature(body).parameters)
 
-    def definition(context: Any, out: Any, start: Any, levels: Any, *arguments: Any) -> Any:
-        count = _length(levels)
+    @emitted(wide=True)
+    def run(context: Any, builder: Any, out: Given, start: Given, levels: Given, arguments: Given) -> None:
+        count = _length(levels.type)
 
-        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            vectorise_fully(builder.function)
-            traced = [
-                _trace(context, builder, t, v, values[1], count) for t, v in zip(arguments, values[3:], strict=True)
-            ]
-            result = body(*traced).value
-            builder.store(result, *_place(context, builder, out, values[0], values[1], count))
-            return context.get_dummy_value()
+        def lane(given: Given) -> Run:
+            if not isinstance(given.type, types.Array):
+                return Run(builder, spread(builder, given.value, count), given.type)
+            pointer, align = place_of(context, builder, given, start.value, count)
+            return Run(builder, builder.load(pointer, align=align), given.type.dtype)
 
-        return types.void(out, start, levels, *arguments), code
+        result = body(*trace(builder, arguments, lane)).value
+        builder.store(result, *place_of(context, builder, out, start.value, count))
 
-    parameters = [
-        inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for n in ["context", "out", "start", "levels", *(f"{name}_" for name in names)]
-    ]
-    definition.__signature__ = inspect.Signature(parameters)
-    definition.__name__ = body.__name__
-    definition.__doc__ = body.__doc__
-    return intrinsic(definition)
+    return run
 
 
-def _trace(context: Any, builder: Any, numba_type: Any, value: Any, start: Any, count: int) -> Any:
-    if isinstance(numba_type, types.NoneType):
-        return None
-    if isinstance(numba_type, types.BaseTuple):
-        parts = list(numba_type)  # type: ignore[call-overload]
-        return [
-            _trace(context, builder, part, builder.extract_value(value, i), start, count)
-            for i, part in enumerate(parts)
-        ]
-    if isinstance(numba_type, types.Array):
-        place = _place(context, builder, numba_type, value, start, count)
-        return Run(builder, builder.load(place[0], align=place[1]), numba_type.dtype)
-    return Run(builder, spread(builder, value, count), numba_type)
-
-
-def _place(context: Any, builder: Any, array: Any, value: Any, start: Any, count: int) -> tuple[Any, int]:
+def place_of(context: Any, builder: Any, array: Given, start: Any, count: int) -> tuple[Any, int]:
     """Where a run of an array is, and how it is aligned."""
-    data = context.make_array(array)(context, builder, value).data
-    element = data.type.pointee
-    pointer = builder.bitcast(builder.gep(data, [start]), ir.VectorType(element, count).as_pointer())
-    return pointer, element.get_abi_size(context.target_data)
+    data = data_of(context, builder, array)
+    pointer = builder.bitcast(builder.gep(data, [start]), ir.VectorType(data.type.pointee, count).as_pointer())
+    return pointer, data.type.pointee.get_abi_size(context.target_data)
+
+
+def places_of(context: Any, builder: Any, array: Given, start: Given, stride: Given, rows: int, count: int) -> Any:
+    """The same of so many runs, a `stride` apart."""
+    for row in range(rows):
+        offset = builder.mul(stride.value, ir.Constant(stride.value.type, row))
+        yield place_of(context, builder, array, builder.add(start.value, offset), count)
 
 
 def spread(builder: Any, value: Any, count: int) -> Any:
+    """A vector of one number."""
     vector = ir.VectorType(value.type, count)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(WIDTHS[32], 0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(WIDTHS[32], count), None))
 
 
-@intrinsic
-def fill(context: Any, array: Any, start: Any, value: Any, levels: Any) -> Any:
+@emitted()
+def fill(context: Any, builder: Any, array: Given, start: Given, value: Given, levels: Given) -> None:
     """In kernels: write `value` to 2^len(levels) elements from `start` on. LLVM would unroll a loop into scalars."""
-    count = 1 << len(levels)
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer, align = _place(context, builder, array, values[0], values[1], count)
-        builder.store(spread(builder, values[2], count), pointer, align=align)
-        return context.get_dummy_value()
-
-    return types.void(array, start, value, levels), code
+    count = 1 << len(levels.type)
+    pointer, align = place_of(context, builder, array, start.value, count)
+    builder.store(spread(builder, value.value, count), pointer, align=align)
 
 
-@intrinsic
-def widest_registers(context: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        vectorise_fully(builder.function)
-        return context.get_dummy_value()
-
-    return types.void(), code
-
-
-"""In kernels: `vectorise_fully` for a function that has lanes only in what is inlined into it."""
+@emitted(wide=True)
+def widest_registers(context: Any, builder: Any) -> None:
+    """In kernels: `vectorise_fully` for a function that has lanes only in what is inlined into it."""
 
 
 # ---- squares transposed in registers ---------------------------------------------------------------------------------
 
 
-@intrinsic
+@emitted(wide=True)
 def _turn(
-    context: Any, array: Any, start: Any, stride: Any, out: Any, out_start: Any, out_stride: Any, levels: Any
-) -> Any:
+    context: Any, builder: Any, array: Given, start: Given, stride: Given, out: Given, to: Given, out_stride: Given,
+    levels: Given,
+) -> None:  # fmt: skip
     """In kernels: write a square of `array`, a row every `stride` elements from `start` on, transposed to `out`.
 
     Its side is a register's lanes, or the block. Taking turns in pairing rows i and i + half, lane by lane, rotates the
     bits of (row, lane); after as many rounds as either has bits, they have changed places.
     """
-    itemsize = array.dtype.bitwidth // 8
-    side = min(1 << len(levels), 64 // itemsize)
+    side = min(1 << len(levels.type), 64 // (array.type.dtype.bitwidth // 8))
     masks = [[i // 2 + half + i % 2 * side for i in range(side)] for half in (0, side // 2)]
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        vectorise_fully(builder.function)
-        vector = ir.VectorType(context.get_data_type(array.dtype), side)
-
-        def rows(number: int, what: Any, first: Any, step: Any) -> Any:
-            data = context.make_array(what)(context, builder, values[number]).data
-            for i in range(side):
-                offset = builder.add(first, builder.mul(step, ir.Constant(step.type, i)))
-                yield builder.bitcast(builder.gep(data, [offset]), vector.as_pointer())
-
-        found = [builder.load(row, align=itemsize) for row in rows(0, array, values[1], values[2])]
-        pairs = [ir.Constant(ir.VectorType(ir.IntType(32), side), mask) for mask in masks]
-        for _ in range(side.bit_length() - 1):
-            halves = zip(found[: side // 2], found[side // 2 :], strict=True)
-            found = [builder.shuffle_vector(one, two, pair) for one, two in halves for pair in pairs]
-        for value, row in zip(found, rows(3, out, values[4], values[5]), strict=True):
-            builder.store(value, row, align=itemsize)
-        return context.get_dummy_value()
-
-    return types.void(array, start, stride, out, out_start, out_stride, levels), code
+    rows = places_of(context, builder, array, start, stride, side, side)
+    found = [builder.load(row, align=align) for row, align in rows]
+    pairs = [ir.Constant(ir.VectorType(WIDTHS[32], side), mask) for mask in masks]
+    for _ in range(side.bit_length() - 1):
+        halves = zip(found[: side // 2], found[side // 2 :], strict=True)
+        found = [builder.shuffle_vector(one, two, pair) for one, two in halves for pair in pairs]
+    for value, row in zip(found, places_of(context, builder, out, to, out_stride, side, side), strict=True):
+        builder.store(value, *row)
 
 
 @inner

@@ -140,12 +140,8 @@ def element(format: Format, rounding: str) -> Element | None:
             return Element(None, None, 8, first, bins=found)
         if format.bits != 4:
             return None
-        values = format.values()
         cuts = tuple(float(cut) for cut in element_codes.cut_points(format, False))
-        order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
-        low, high = (sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:]))
-        by_place = None if order == list(range(16)) else (low, high)
-        return Element(None, None, 4, first, cuts, _bits(values), by_place)
+        return Element(None, None, 4, first, cuts, _bits(format.values()), element_codes.order_of(format))
     if rounding not in ROUNDINGS or element_codes.in_bytes(format, rounding) is None:
         return None
     return Element(*pair(format, rounding), format.bits, first)

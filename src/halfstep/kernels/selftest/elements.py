@@ -96,13 +96,11 @@ def _decode(format: formats.Format, device: torch.device, dtype: torch.dtype, ru
     yield Case(quant.decode(codes, format, dtype), found, "", codes)
 
 
-def _posit(
-    format: formats.Posit, device: torch.device, dtype: torch.dtype, size: int, run: Run, run_encode: Run
-) -> Cases:
+def _posit(format: formats.Posit, device: torch.device, dtype: torch.dtype, size: int, run: Run) -> Cases:
     x, how = hard(size, dtype, format), (format, "nearest_even")
     out, codes = (torch.empty_like(x, dtype=to, device=device) for to in (dtype, CONTAINERS[format.storage_bits]))
     yield Case(quant.round_to(x, format), written(run, x, out, *how), "values", x)
-    yield Case(quant.encode(x, format), written(run_encode, x, codes, *how), "codes", x)
+    yield Case(quant.encode(x, format), written(run, x, codes, *how), "codes", x)
 
 
 def _finish(dtype: torch.dtype, device: torch.device, rows: int, columns: int, biased: str) -> Cases:
@@ -154,7 +152,7 @@ CPU = (
         "scaled", _SCALED, _scaled, product(DTYPES[:2], _SIZES, DTYPES[:2], _KINDS, ("", "noted")), run=cast.run,
     ),
     *kernel_tests("amax", _FLOATS, _amax, product(_SIZES, _KINDS, [None]), run=amax.run),
-    *kernel_tests("posit", _POSITS, _posit, product(DTYPES[:1], _SIZES), run=posit.run, run_encode=posit.run_encode),
+    *kernel_tests("posit", _POSITS, _posit, product(DTYPES[:1], _SIZES), run=posit.run),
     *kernel_tests("codes", _EVERY, _codes, product(DTYPES[:1], _SIZES, ROUNDINGS), run=codes.run),
     *kernel_tests("packed", _PACKED, _packed, product(DTYPES[:1], _SIZES), run=codes.run, decode=codes.run_decode),
     *kernel_tests("decode", _DECODED, _decode, product(DTYPES[:2]), run=codes.run_decode),
@@ -178,7 +176,7 @@ GPU = (
     ),
     *kernel_tests("decode", _DECODED, _decode, product(DTYPES), run=gpu_cast.run_decode),
     *kernel_tests(
-        "posit", _POSITS, _posit, product(DTYPES, _GPU_SIZES), run=gpu_cast.run_posit, run_encode=gpu_cast.run_posit,
+        "posit", _POSITS, _posit, product(DTYPES, _GPU_SIZES), run=gpu_cast.run_posit,
     ),
     *kernel_tests(
         "amax", _FLOATS, _amax, product((*_GPU_SIZES, (1 << 14) + 5), _KINDS, (None, -0.0, 1e-45, torch.nan)),
