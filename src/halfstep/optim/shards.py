@@ -32,16 +32,14 @@ def is_spread(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def placed(tensor: Tensor) -> object:
+def placed(tensor: Any) -> object:
     """How it is spread, and its shape; None where it is not."""
-    spread: Any = tensor
-    return (spread.shape, spread.placements, spread.device_mesh.shape) if is_spread(tensor) else None
+    return (tensor.shape, tensor.placements, tensor.device_mesh.shape) if is_spread(tensor) else None
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """This rank's part, sharing memory with the whole."""
-    spread: Any = tensor
-    return spread.to_local() if is_spread(tensor) else tensor
+    return tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def part(tensor: Tensor) -> Tensor:
@@ -49,12 +47,11 @@ def part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
-def like(whole: Tensor, tensor: Tensor) -> Tensor:
+def like(whole: Any, tensor: Any) -> Tensor:
     """A tensor cut as `whole` is; a gradient may still be a sum over ranks."""
-    given: Any = tensor
-    if is_spread(tensor) and given.placements != whole.placements:  # type: ignore[attr-defined]
-        given = given.redistribute(placements=whole.placements)  # type: ignore[attr-defined]
-    return given  # type: ignore[no-any-return]
+    if is_spread(tensor) and tensor.placements != whole.placements:
+        tensor = tensor.redistribute(placements=whole.placements)
+    return tensor  # type: ignore[no-any-return]
 
 
 def spread_like(part: Tensor, whole: Tensor) -> Tensor:
@@ -66,10 +63,9 @@ def spread_like(part: Tensor, whole: Tensor) -> Tensor:
     return result
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """All of it, gathered from the ranks that hold parts."""
-    spread: Any = tensor
-    return spread.full_tensor() if is_spread(tensor) else tensor
+    return tensor.full_tensor() if is_spread(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
@@ -86,15 +82,14 @@ def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
     return spread_like(own, tensor)
 
 
-def positions(tensor: Tensor) -> Tensor | None:
+def positions(whole: Any) -> Tensor | None:
     """The index, in the whole tensor laid out flat, of each element of this rank's part; None where that is the whole.
 
     Raises:
         OptimizerError: it is cut in another way than in runs along its dimensions.
     """
-    if not is_spread(tensor):
+    if not is_spread(whole):
         return None
-    whole: Any = tensor
     starts, sizes = _cut(whole)
     if sizes == list(whole.shape):
         return None
@@ -104,14 +99,13 @@ def positions(tensor: Tensor) -> Tensor | None:
     return index.view(sizes)
 
 
-def run_of(tensor: Tensor) -> tuple[int, int, int] | None:
+def run_of(whole: Any) -> tuple[int, int, int] | None:
     """The same as start, run and stride: this rank's element i is number start + i // run * stride + i % run of the
     whole. None where that is not so: a cut along other dimensions than the first and one more.
 
     Raises:
         OptimizerError: as `positions`.
     """
-    whole: Any = tensor
     starts, sizes = _cut(whole)
     shape = list(whole.shape)
     last = max((dim for dim in range(whole.dim()) if sizes[dim] != shape[dim]), default=0)
@@ -165,23 +159,21 @@ def fits(kind: Storage, parameter: Tensor) -> bool:
     return parameter.numel() // parts % tile.columns == 0 if kind.flat else parameter.dim() > 1
 
 
-def start_codes(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
+def start_codes(kind: Storage, name: str, parameter: Any) -> dict[str, Tensor]:
     """The tensors of a moment that is zero, spread as the parameter is."""
-    whole: Any = parameter
     own = codes.store_zeros(kind, name, tuple(local(parameter).shape), local(parameter).device)
     dim = 1 if kind.flat else 0
-    placements = [type(placement)(dim) if placement.is_shard() else placement for placement in whole.placements]
+    placements = [type(placement)(dim) if placement.is_shard() else placement for placement in parameter.placements]
     spread = {}
     for part, (dtype, shape) in kind.layout(name, tuple(parameter.shape)).items():
         stride = torch.empty(shape, dtype=dtype, device="meta").stride()
         given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
-        spread[part] = type(whole).from_local(own[part], whole.device_mesh, placements, **given)
+        spread[part] = type(parameter).from_local(own[part], parameter.device_mesh, placements, **given)
     return spread
 
 
-def _runs(parameter: Tensor) -> int | None:
+def _runs(whole: Any) -> int | None:
     """Into how many runs of rows it is cut; None where it is cut otherwise."""
-    whole: Any = parameter
     parts = 1
     for axis, placement in enumerate(whole.placements):
         if placement.is_replicate():

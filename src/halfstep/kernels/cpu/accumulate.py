@@ -142,7 +142,7 @@ def _aligned_row(a, rhs, of_a, of_rhs, out, size, promote, fraction):
 
 @Kernel
 def _products(lhs, rhs, of_lhs, of_rhs, out, block, promote, how):
-    """Sums that are aligned to fraction bits, where there are exponents `of` both sides; else rounded, to half or not."""
+    """Sums aligned to fraction bits, where there are exponents `of` both sides; else rounded, to half or not."""
     tiles = (out.shape[1] + _COLUMNS - 1) // _COLUMNS
     for part in numba.prange(out.shape[0] * tiles):
         row, first = part % out.shape[0], part // out.shape[0] * _COLUMNS

@@ -7,14 +7,7 @@ from functools import cache
 import torch
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.rules.base import RULE, Group, UpdateRule
-from halfstep.registry import collect
-
-
-@cache
-def update_rules() -> dict[str, UpdateRule]:
-    """Every update rule, by name."""
-    return collect("halfstep.optim.rules", UpdateRule)
+from halfstep.optim.rules.base import RULE, Group, UpdateRule, update_rules
 
 
 @cache

@@ -203,14 +203,16 @@ class UpdateRule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A rule travels by its name: its functions have none that a pickle could find them by."""
-        if _rules().get(self.name) is self:
+        if update_rules().get(self.name) is self:
             return _named, (self.name,)
         return super().__reduce_ex__(protocol)
 
 
 def _named(name: str) -> UpdateRule:
-    return _rules()[name]
+    return update_rules()[name]
 
 
-def _rules() -> dict[str, UpdateRule]:
+@cache
+def update_rules() -> dict[str, UpdateRule]:
+    """Every update rule, by name."""
     return collect("halfstep.optim.rules", UpdateRule)
