@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.formats import Format
 from halfstep.quant import Quantizer
 from halfstep.quant.tile import ROW, TENSOR, Tile, block, square
 
@@ -71,12 +70,12 @@ def pays(rows: int, shared: int, across: int) -> bool:
     return 1 / rows + 1 / shared + 1 / across < PAYS
 
 
-def dtype_of(format: Format) -> torch.dtype | None:
+def dtype_of(format: formats.Format) -> torch.dtype | None:
     """torch's dtype of a format that tensor cores take; that of FP4 holds two numbers."""
     return FP8.get(format.key) or FP4.get(format.key)
 
 
-def in_dtype(codes: Tensor, format: Format) -> Tensor:
+def in_dtype(codes: Tensor, format: formats.Format) -> Tensor:
     """Codes of a byte each as numbers of torch's dtype of their format; two in a byte as they are."""
     return codes.view(FP8[format.key]) if format.key in FP8 else codes
 

@@ -12,7 +12,6 @@ from halfstep.kernels.gpu.kinds import Tensors
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.kernels.selftest.case import Case, Cases, Run, hard, kernel_tests, named, scalar
 from halfstep.ops import code_tensor
-from halfstep.ops.code_tensor import CodeTensor
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.rules.adam import adamw
@@ -54,7 +53,7 @@ def _after(
         nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
         if recipe.codes is None or len(weight) < _LARGE
         else code_tensor.parameter(
-            CodeTensor.encode(weight, recipe.codes.weights.quantizer),
+            code_tensor.CodeTensor.encode(weight, recipe.codes.weights.quantizer),
             grads=recipe.codes.grads.quantizer if recipe.codes.grads else None,
         )
         for weight in weights
@@ -69,7 +68,7 @@ def _after(
     for number, step in enumerate(grads):
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.to(device, parameter.dtype)
-            if isinstance(parameter, CodeTensor):
+            if isinstance(parameter, code_tensor.CodeTensor):
                 code_tensor.round_gradient(parameter)
         for overflowed in (0.0, 1.0) if scaled and not number else (0.0,):  # the second moves nothing
             told = {"grad_scale": scalar(_SCALE, device), "found_inf": scalar(overflowed, device)} if scaled else {}
@@ -79,7 +78,7 @@ def _after(
             parameter.detach()[::7] = 0.0  # as a mask would: what is kept beside them follows
     found: dict[str, Tensor] = {}
     for p in parameters:
-        kept = p.parts if isinstance(p, CodeTensor) else {"weight": p.detach()}
+        kept = p.parts if isinstance(p, code_tensor.CodeTensor) else {"weight": p.detach()}
         found |= {f"{key} of {len(p)}": t for key, t in {**kept, **optimizer.state[p]}.items() if torch.is_tensor(t)}
     return found if way != "together" or optimizer._together.all else {}
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.kernels.cpu.optimizer import Update as KernelUpdate, Updates
-from halfstep.ops import CodeTensor
 from halfstep.optim.rules.base import Fused, Step, UpdateRule
 from halfstep.optim.shards import is_spread, like, local, positions
 from halfstep.optim.stored import Stored
@@ -108,7 +107,7 @@ class Stepping(Stored):
         if not state.keys() >= plan.held:
             self._begin_state(parameter, plan)
         spread = hasattr(parameter, "device_mesh")
-        plain = not spread and not isinstance(parameter, CodeTensor) and not isinstance(grad, CodeTensor)
+        plain = not spread and not isinstance(parameter, ops.CodeTensor) and not isinstance(grad, ops.CodeTensor)
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
         weight = parameter
         kept = {name: state[name] for name in master.keeps} if master.keeps else {}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.errors import OptimizerError
-from halfstep.ops import CodeTensor
 from halfstep.ops.codes import store_zeros
 from halfstep.optim.changed import Changed, as_ours
 from halfstep.optim.checks import check_state, check_subspace
@@ -97,7 +96,7 @@ class Stored(torch.optim.Optimizer):
 
     def _master(self, weight: Tensor) -> Master:
         """What takes the weight's update."""
-        if isinstance(weight, CodeTensor):
+        if isinstance(weight, ops.CodeTensor):
             assert self.recipe.codes is not None
             return CodedWeight("codes", self.recipe.codes)
         name = None if weight.dtype == torch.float32 else self.recipe.master
@@ -106,7 +105,7 @@ class Stored(torch.optim.Optimizer):
     def _master_kind(self, weight: Tensor) -> dict[str, Storage]:
         """How the master of a weight that is codes is kept, if it has one."""
         codes = self.recipe.codes
-        return {MASTER: codes.master} if codes and codes.master and isinstance(weight, CodeTensor) else {}
+        return {MASTER: codes.master} if codes and codes.master and isinstance(weight, ops.CodeTensor) else {}
 
     def _name_formats(self) -> None:
         """Let the groups, which are saved, say how moments that are codes are kept."""

@@ -19,10 +19,8 @@ from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.codes import pack, place, shifts
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner_inlined, piece
 from halfstep.kernels.cpu.divided import divided, search
-from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.noise import keys_at, seed_keys
 from halfstep.kernels.cpu.rotated import NEAR, opened_piece
-from halfstep.kernels.cpu.rules import FAR, TINY, note, room, steps_of
 from halfstep.kernels.cpu.scales import largest_of, power_scalars
 from halfstep.quant.quantizer import Quantizer, matrix_shape
 from halfstep.quant.rounding import Seed
@@ -56,7 +54,7 @@ def values_of(quantizer: Quantizer, columns: int) -> Any:
     else:
         known = quantizer.rounding == "nearest_even" and quantizer.outliers is None and scales.rule.exact
         found = element_numbers(format, quantizer.rounding, scales.rule) if known else None
-    return None if found is None else (found[0], cut_points(format, True))
+    return None if found is None else (found[0], element_codes.cut_points(format, True))
 
 
 def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> bool:
@@ -119,7 +117,7 @@ def round_values(
     found = np.zeros(-(-x.size // size), np.uint32)
     target = stored, found, out, numbers, None, cuts, None
     _tiles(x.size, x, size, run, above, *rotation, *ruled, apart, None, *target, keys)
-    return bool((found & TINY).any())
+    return bool((found & rules.TINY).any())
 
 
 def sides_of(tile: Tile, columns: int) -> Any:
@@ -148,7 +146,8 @@ def ruled_of(
 
 def cuts_of(format: Format) -> Any:
     """What codes of a codebook are found by; None of other formats."""
-    return search(format) if isinstance(format, Codebook) and format.bits == 8 else cut_points(format, False)
+    by_place = isinstance(format, Codebook) and format.bits == 8
+    return search(format) if by_place else element_codes.cut_points(format, False)
 
 
 def levels(tile: Tile) -> tuple[np.uint32, ...]:
@@ -181,11 +180,11 @@ def element_numbers(format: Format, rounding: str, rule: Scaling) -> tuple[Any, 
 def round_piece(x, run, levels, rule, whole, up, steps, apart, coding, stored, out, numbers, codes, cuts, keys, at):
     """Round whole tiles to `out`; what `rules.note` noted of them."""
     largest = largest_of(x, run, levels)
-    divisor, beside = room(largest.size, whole, stored)
-    noted = note(largest, rule, whole, up, steps, coding, stored, divisor, beside)
+    divisor, beside = rules.room(largest.size, whole, stored)
+    noted = rules.note(largest, rule, whole, up, steps, coding, stored, divisor, beside)
     if apart is not None:
-        divided(x, divisor, beside, steps_of(apart), run, levels, out, numbers, codes, cuts, keys, at)
-    elif steps is None or keys is not None or noted & FAR:
+        divided(x, divisor, beside, rules.steps_of(apart), run, levels, out, numbers, codes, cuts, keys, at)
+    elif steps is None or keys is not None or noted & rules.FAR:
         divided(x, divisor, None, None, run, levels, out, numbers, codes, cuts, keys, at)
     else:
         divided(x, beside, None, steps, run, levels, out, numbers, codes, cuts, keys, at)

@@ -21,7 +21,6 @@ from halfstep.kernels.cpu.amax import largest_magnitude
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.codes import encode_piece
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece
-from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 from halfstep.kernels.cpu.runs import elementwise
@@ -59,7 +58,7 @@ class Narrow(NamedTuple):
 def narrow_scalars(format: Format, overflow: str) -> tuple[np.uint16, ...]:
     """The `Narrow` of a format that `elements.scalars` describes."""
     wide = elements.scalars(format, "nearest_even", overflow, torch.bfloat16)
-    p = Rounding(*(int(number) >> 16 for number in wide))  # only fields that bfloat16 holds exactly are used
+    p = elements.Rounding(*(int(number) >> 16 for number in wide))  # only fields that bfloat16 holds exactly are used
     step = format.min_exponent - format.mantissa_bits if isinstance(format, Float) else -format.fraction_bits
     base = step + 127 + _FRACTION
     smallest_normal = format.min_exponent + 127 if isinstance(format, Float) else base
@@ -182,7 +181,7 @@ def _rounded_value(out, value, numbers, keys, index, like, factor):
     bits = bits_of(value)
     if factor is not None:
         bits = (bits.float() * factor.float()).bits()
-    return stored_as(elements.rounded(bits, Rounding(*numbers), noise(keys, index)), like)
+    return stored_as(elements.rounded(bits, elements.Rounding(*numbers), noise(keys, index)), like)
 
 
 _rounded, _piece = lanes("like")(_rounded_value), elementwise(_rounded_value)

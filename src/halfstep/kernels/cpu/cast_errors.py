@@ -17,12 +17,8 @@ from halfstep.formats import Codebook, Format, Integer
 from halfstep.kernels.cpu import element_codes, elements, rules, scales
 from halfstep.kernels.cpu.comparison import PIECE, Errors, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, ends, inner, none, specialized
-from halfstep.kernels.cpu.element_codes import cut_points, looked_up
-from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes
-from halfstep.kernels.cpu.rules import note, room
 from halfstep.kernels.cpu.runs import elementwise, fill
-from halfstep.kernels.cpu.scales import as_bits, largest_stored
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -92,7 +88,7 @@ class CastErrors:
 
     def __init__(self, quantizer: Quantizer, amax: float) -> None:
         self._quantizer, self._amax, self._factor = quantizer, np.float32(amax), _factor(amax)
-        self._cuts = cut_points(quantizer.format, True)
+        self._cuts = element_codes.cut_points(quantizer.format, True)
         self._numbers: Any = None
         if quantizer.scales is None:
             self._numbers = elements.scalars(quantizer.format, "nearest_even", quantizer.overflow)
@@ -164,7 +160,7 @@ def _in_bands(amax: NDArray[np.uint32], high: int) -> NDArray[np.uint32]:
 @cache
 def _saturating(format: Format) -> tuple[np.uint32, ...]:
     """What `_nearest` needs, as bits."""
-    p = Rounding(*elements.scalars(format, "nearest_even", "saturate"))
+    p = elements.Rounding(*elements.scalars(format, "nearest_even", "saturate"))
     return p.magic, np.uint32(0 if isinstance(format, Integer) else int(p.shift) << 23), p.largest
 
 
@@ -175,7 +171,7 @@ def _saturating(format: Format) -> tuple[np.uint32, ...]:
 def _maxima(x, found):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, x.size)
-        as_bits(found[a >> 4 : b >> 4], largest_stored(x[a:b], 4))
+        scales.as_bits(found[a >> 4 : b >> 4], scales.largest_stored(x[a:b], 4))
 
 
 @elementwise
@@ -189,8 +185,8 @@ def _note_scales(amax, rule, whole, up, stored, scale):
     for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, amax.size)
         kept = stored[a:b]
-        divisor, beside = room(b - a, whole, kept)
-        note(amax[a:b], rule, whole, up, None, None, kept, divisor, beside)
+        divisor, beside = rules.room(b - a, whole, kept)
+        rules.note(amax[a:b], rule, whole, up, None, None, kept, divisor, beside)
         scale[a:b] = divisor.view(np.float32)
         _to_divide(scale[a:b], amax[a:b])
 
@@ -210,10 +206,10 @@ def _value(x: Lane) -> Lane:
 def _made(x, scale, numbers, cuts):
     """x rounded; where there is a scale x / scale, rounded, times scale."""
     if scale is None:
-        return elements.rounded(bits_of(x), Rounding(*numbers)).float()
+        return elements.rounded(bits_of(x), elements.Rounding(*numbers)).float()
     quotient = bits_of(x).float() / scale
     if cuts is not None:
-        return looked_up(quotient, cuts) * scale
+        return element_codes.looked_up(quotient, cuts) * scale
     return _nearest(quotient.bits(), *numbers).float() * scale
 
 

@@ -21,9 +21,7 @@ from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import CHUNK, inner, specialized
 from halfstep.kernels.cpu.dequantize import meaning, scales_from, values_piece
 from halfstep.kernels.cpu.divided import divided, search
-from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
 from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN
 from halfstep.kernels.cpu.rules import note, room
 from halfstep.kernels.cpu.runs import elementwise
@@ -192,7 +190,7 @@ def _encode(kept, stored, levels, rule, whole, numbers, codes, cuts, values):
 def _opened_groups(kept, stored, levels, decoding, a, b):
     c, d = a >> len(levels), b >> len(levels)
     values = np.empty(CHUNK, np.float32)[: b - a]
-    decode_groups(kept[a:b], stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, values, decoding)
+    expansion.decode_groups(kept[a:b], stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, values, decoding)
     return values
 
 
@@ -200,7 +198,7 @@ def _opened_groups(kept, stored, levels, decoding, a, b):
 def _closed_groups(kept, stored, levels, rule, numbers, codes, values, a, b):
     c, d = a >> len(levels), b >> len(levels)
     x = values.view(np.uint32)
-    encode_groups(x, stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, kept[a:b], rule, numbers, codes)
+    expansion.encode_groups(x, stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, kept[a:b], rule, numbers, codes)
 
 
 # ---- one scale a tensor ----------------------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ def knows_whole(quantizer: Quantizer, codes: torch.dtype) -> bool:
 
 def _is_byte(format: Float) -> bool:
     known = format.bits == 8 and element_codes.scalars(format, "nearest_even", "saturate") is not None
-    return known and Decoding(*element_codes.decoding_scalars(format)).half > 0
+    return known and element_codes.Decoding(*element_codes.decoding_scalars(format)).half > 0
 
 
 def usual_scale(scale: Tensor) -> bool:
@@ -250,7 +248,7 @@ def whole_factor(quantizer: Quantizer, amax: Any) -> Tensor | None:
 def _values(code, scale, decoding):
     if decoding is None:
         return code.half_to_float() * scale
-    d = Decoding(*decoding)
+    d = element_codes.Decoding(*decoding)
     magnitude = code & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift).to(8)
     value = (element_codes.half_of(code, d) * (d.offset + (15 << 23)).float()).bits()
     nan = value.constant(NAN) | (value & SIGN)
@@ -263,7 +261,7 @@ def close_whole(value, factor, numbers, codes):
     product = value * factor
     if numbers is None:
         return product.float_to_half()
-    return element_codes.encoded_number(product.bits(), Rounding(*numbers), Coding(*codes)).to(8)
+    return element_codes.encoded_number(product.bits(), Rounding(*numbers), element_codes.Coding(*codes)).to(8)
 
 
 @inner

@@ -9,7 +9,6 @@ from halfstep.formats import Format
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, piece, specialized
-from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
@@ -179,7 +178,7 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
 
 @lanes("like")
 def _code(value, numbers, codes, keys, index, like):
-    code = element_codes.encoded(bits_of(value), Rounding(*numbers), Coding(*codes), noise(keys, index))
+    code = element_codes.encoded(bits_of(value), Rounding(*numbers), element_codes.Coding(*codes), noise(keys, index))
     return code.to(like.bitwidth)
 
 

@@ -15,7 +15,6 @@ from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.codes import shifts, unpack
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, specialized
 from halfstep.kernels.cpu.divided import scaled
-from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, lanes, nearest_as
 from halfstep.kernels.cpu.runs import elementwise, reduction
 from halfstep.kernels.cpu.scales import larger_of, powers
@@ -75,18 +74,19 @@ def _numbers_piece(codes, scale, levels, out, meaning):
 
 @lanes("like")
 def _restored_half(code, scale, meaning, like):
-    return nearest_as(element_codes.half_of(code, Decoding(*meaning)) * scale, like)
+    return nearest_as(element_codes.half_of(code, element_codes.Decoding(*meaning)) * scale, like)
 
 
 @lanes(types.uint8)
 def larger_code(most, code, meaning):
-    return most.max(code & (Decoding(*meaning).sign_shift.constant(MAGNITUDE) >> Decoding(*meaning).sign_shift).to(8))
+    shift = element_codes.Decoding(*meaning).sign_shift
+    return most.max(code & (shift.constant(MAGNITUDE) >> shift).to(8))
 
 
 @lanes(types.float32)
 def half_scale(scale, most, meaning):
     """What `half_of` a block's codes is multiplied by, 0 for zeros; NaN where it is not exact, or a code not finite."""
-    d, bits = Decoding(*meaning), scale.bits()
+    d, bits = element_codes.Decoding(*meaning), scale.bits()
     times = bits + d.offset - (112 << 23)
     usual = ((bits - (1 << 23)) < 226 << 23) & ((times - (1 << 23)) < 226 << 23)  # normal numbers up to 2^100
     known = (usual | bits.equals(0)) & (most.to(32) <= d.half.min(d.largest)) & (d.half > 0)

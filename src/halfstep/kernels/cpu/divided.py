@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from halfstep.formats import Format
 from halfstep.kernels.cpu import element_codes, elements
 from halfstep.kernels.cpu.compiled import each, inner_inlined, inner_optimised, none, specialized
-from halfstep.kernels.cpu.element_codes import Coding, cut_points, looked_up, searched
-from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import SIGN, Lane, bits_of, lanes, nearest_as, stored_as
 from halfstep.kernels.cpu.noise import noise
 from halfstep.kernels.cpu.rules import UNSCALED, Steps, nearest
@@ -34,9 +32,11 @@ and what carries when a number above the next cut adds its lower half."""
 def search(format: Format) -> Search | None:
     """None where codes are not in the order of their values, or two cuts lie so near that the upper 16 bits of a number
     do not tell them apart."""
-    cuts, values = np.array(cut_points(format, False), np.float32) + np.float32(0), format.values()  # -0 is +0
+    cuts = np.array(element_codes.cut_points(format, False), np.float32) + np.float32(0)  # -0 is +0
     places = np.searchsorted(cuts, _lowest(np.arange(1 << 16)), side="left")
-    if (np.diff(places, append=len(cuts)) > 1).any() or any(format.decode(c) != v for c, v in enumerate(values)):
+    if (np.diff(places, append=len(cuts)) > 1).any() or any(
+        format.decode(c) != v for c, v in enumerate(format.values())
+    ):
         return None
     found = places.astype(np.uint32) << np.uint32(16)
     bits = cuts.view(np.uint32)
@@ -108,11 +108,11 @@ def rounded(value, divisor, scale, steps, numbers, codes, cuts, keys, index, lik
     if like == types.uint8:
         return _code(over, numbers, codes, cuts, keys, index)
     if cuts is not None:
-        number = looked_up(over.float(), cuts)
+        number = element_codes.looked_up(over.float(), cuts)
     elif steps is not None:
         number = nearest(over, UNSCALED, Steps(*steps)).float()
     else:
-        number = elements.rounded(over, Rounding(*numbers), noise(keys, index)).float()
+        number = elements.rounded(over, elements.Rounding(*numbers), noise(keys, index)).float()
     if scale is not None:
         return stored_as((number * scale).bits(), like)
     own = divisor.float() if divisor.stored == types.uint32 else divisor
@@ -122,8 +122,8 @@ def rounded(value, divisor, scale, steps, numbers, codes, cuts, keys, index, lik
 def _code(over: Lane, numbers: Any, codes: Any, cuts: Any, keys: Any, index: Lane) -> Lane:
     """The code of a quotient's bits."""
     if cuts is not None:
-        return searched(over.float(), cuts, codes)
-    p, c = Rounding(*numbers), Coding(*codes)
+        return element_codes.searched(over.float(), cuts, codes)
+    p, c = elements.Rounding(*numbers), element_codes.Coding(*codes)
     if keys is None and p.add is None and c.complement is None:
         return element_codes.encoded_number(over, p, c).to(8)
     return element_codes.encoded(over, p, c, noise(keys, index)).to(8)

@@ -12,7 +12,6 @@ import torch
 
 from halfstep.formats import Codebook, Float, Format, Integer
 from halfstep.kernels.cpu import elements
-from halfstep.kernels.cpu.elements import Rounding, float_bits
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane
 
 
@@ -48,7 +47,7 @@ def scalars(format: Format, rounding: str, overflow: str) -> Any:
     numbers = elements.scalars(format, rounding, overflow)
     if numbers is None or format.bits > 16:
         return None
-    p = Rounding(*(int(n) for n in numbers))
+    p = elements.Rounding(*(int(n) for n in numbers))
     bias = 0
     if isinstance(format, Float):
         bias = format.min_exponent - 1 + 127 << format.mantissa_bits
@@ -85,7 +84,7 @@ def scalars(format: Format, rounding: str, overflow: str) -> Any:
     return numbers, tuple(np.uint32(number) for number in coding if number is not None)
 
 
-def encoded(bits: Lane, p: Rounding, c: Coding, noise: Lane | None = None) -> Lane:
+def encoded(bits: Lane, p: elements.Rounding, c: Coding, noise: Lane | None = None) -> Lane:
     """The code of float32 bits rounded as by `elements.rounded`; 32 bits wide."""
     magnitude = bits & MAGNITUDE
     if noise is None and p.add is None:
@@ -97,7 +96,7 @@ def encoded(bits: Lane, p: Rounding, c: Coding, noise: Lane | None = None) -> La
     return _finish(bits, magnitude, magnitude.below(p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
 
 
-def encoded_number(bits: Lane, p: Rounding, c: Coding) -> Lane:
+def encoded_number(bits: Lane, p: elements.Rounding, c: Coding) -> Lane:
     """The same in the lower 8 bits, to nearest, of what is not NaN, for floats that saturate and whose signs are alike:
     next to 1.5 times the power of two whose last bit is a step, a float32 sum leaves the number of steps, and a
     magnitude held to the largest needs no more looking at. What the binade's own code exceeds its place by is an even
@@ -111,7 +110,7 @@ def encoded_number(bits: Lane, p: Rounding, c: Coding) -> Lane:
     return (steps & (sign - 1)) | ((bits >> c.sign_shift) & sign)
 
 
-def _finish(bits: Lane, magnitude: Lane, code: Lane, p: Rounding, c: Coding) -> Lane:
+def _finish(bits: Lane, magnitude: Lane, code: Lane, p: elements.Rounding, c: Coding) -> Lane:
     code, sign = elements.within(bits, magnitude, code, c, p.nan_above, c.nan), (bits & SIGN) >> c.sign_shift
     if c.complement is None:
         return code | sign
@@ -152,7 +151,7 @@ def decoding_scalars(format: Format, dtype: torch.dtype | None = None) -> Any:
     ):
         return None
     if isinstance(format, Integer):
-        return np.uint32(32 - format.bits if format.low else 0), np.uint32(float_bits(format.smallest))
+        return np.uint32(32 - format.bits if format.low else 0), np.uint32(elements.float_bits(format.smallest))
     assert isinstance(format, Float)
     magnitude = (1 << format.bits - 1) - 1
     infinity = (1 << format.exponent_bits) - 1 << format.mantissa_bits
@@ -162,7 +161,7 @@ def decoding_scalars(format: Format, dtype: torch.dtype | None = None) -> Any:
         shift=23 - format.mantissa_bits,
         offset=127 - format.bias << 23,
         min_normal=0 if same else 1 << format.mantissa_bits,
-        step=float_bits(1.0 if same else format.min_subnormal),
+        step=elements.float_bits(1.0 if same else format.min_subnormal),
         largest={"ieee": infinity - 1, "fn": magnitude - 1}.get(format.specials, magnitude),
         over=INFINITY if format.has_infinity else NAN,
         nan=1 << format.bits - 1 if format.specials == "fnuz" else elements._ALL,

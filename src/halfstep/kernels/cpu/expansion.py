@@ -14,7 +14,6 @@ from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.blocks import LEVELS
 from halfstep.kernels.cpu.compiled import inner
-from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes
 from halfstep.kernels.cpu.runs import elementwise, length, runs
@@ -40,7 +39,7 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
         and columns % scales.tile.columns == 0
         and isinstance(format, Float)
         and element_codes.in_bytes(format, "nearest_even") is not None
-        and Decoding(*element_codes.decoding_scalars(format)).half > 0
+        and element_codes.Decoding(*element_codes.decoding_scalars(format)).half > 0
         and quantizer.rounding == "nearest_even"
         and quantizer.outliers is None
     )
@@ -96,8 +95,8 @@ def _log2_of_few_bits(x: Lane, fractions: list[Lane]) -> Lane:
 @runs
 def _value(code, log_scale, root, center, meaning):
     """The value of a code."""
-    count = len(Decoding._fields)
-    d, fractions = Decoding(*meaning[:count]), meaning[count:]
+    count = len(element_codes.Decoding._fields)
+    d, fractions = element_codes.Decoding(*meaning[:count]), meaning[count:]
     magnitude = code.to(32) & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift)
     element = element_codes.half_of(magnitude.to(8), d) * (d.offset + (15 << 23)).float()
     value = exp2((_log2_of_few_bits(element, fractions) + log_scale) * root) * center
@@ -115,7 +114,7 @@ def _code(value, log_scale, exponent, center, numbers, codes):
     power = exponent * log2(ratio) - log_scale
     power = ratio.equals(0.0).pick(power.constant(NOTHING), power)
     element = exp2(power).bits() | (bits & SIGN)
-    code = element_codes.encoded_number(element, Rounding(*numbers), Coding(*codes))
+    code = element_codes.encoded_number(element, Rounding(*numbers), element_codes.Coding(*codes))
     return log_scale.is_nan().pick(code.constant(0), code).to(8)
 
 

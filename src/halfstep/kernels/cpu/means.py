@@ -9,10 +9,8 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import blocks, dequantize
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.blocks import round_piece
 from halfstep.kernels.cpu.codes import pack, place, shifts, unpack
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
-from halfstep.kernels.cpu.dequantize import scales_from, values_piece
 from halfstep.kernels.cpu.runs import add, elementwise, multiply
 from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.quant.quantizer import Quantizer
@@ -51,7 +49,9 @@ def _divide(out, count):
 def _into_message(values, out, a, b, scales, levels, rule, numbers, codes, shifts):
     first, part = scales + (a >> len(levels)), place(out, a, b, shifts)
     stored = out[first : first + (b - a >> len(levels))]
-    round_piece(values, 0, levels, rule, None, None, None, None, None, stored, part, numbers, codes, None, None, None)
+    blocks.round_piece(
+        values, 0, levels, rule, None, None, None, None, None, stored, part, numbers, codes, None, None, None
+    )
     pack(part, out, a, b, shifts)
 
 
@@ -64,8 +64,8 @@ def _mean(messages, size, scales, count, inverse, meaning, shifts, levels, rule,
         first, last = scales + (a >> len(levels)), scales + (b >> len(levels))
         for start in range(0, messages.size, stride):
             message = messages[start : start + stride]
-            into = part if start else summed
-            values_piece(unpack(message, a, b, shifts), scales_from(message[first:last]), levels, into, meaning)
+            into, stored = part if start else summed, dequantize.scales_from(message[first:last])
+            dequantize.values_piece(unpack(message, a, b, shifts), stored, levels, into, meaning)
             if start:
                 add(summed.view(np.float32), part.view(np.float32))
         if inverse > 0:

@@ -14,7 +14,6 @@ from numba import types
 
 from halfstep.kernels.arithmetic import SQUARES, Part
 from halfstep.kernels.cpu import element_codes
-from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.lanes import (
     INFINITY,
     MAGNITUDE,
@@ -101,7 +100,7 @@ class Moment:
         if self.values is not None:
             if self._looked_up:
                 return self.values.number()
-            return element_codes.half_of(self.place.read(), Decoding(*self._decoding)) * self._times
+            return element_codes.half_of(self.place.read(), element_codes.Decoding(*self._decoding)) * self._times
         number = self.place.number()
         return number if self.rest is None else number + self.rest.number()
 

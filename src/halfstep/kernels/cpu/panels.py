@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import blocks, rows
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.blocks import UPRIGHT, ruled_by, ruled_of, takes_values
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, inner, inner_inlined, none, piece, specialized_inlined
 from halfstep.kernels.cpu.divided import rounded
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
@@ -52,11 +51,11 @@ def run_values(
     """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`. None where it is not done
     here: it takes contiguous CPU tensors of one shape, apart in memory, that are not empty."""
     numbers, scales = numbers_of(quantizer), quantizer.scales
-    dense = x.dim() and x.numel() and x.shape == out.shape and takes_values(x, out)
+    dense = x.dim() and x.numel() and x.shape == out.shape and blocks.takes_values(x, out)
     if numbers is None or scales is None or not dense:
         return None
     (_, columns), tile = matrix_shape(tuple(x.shape)), scales.tile
-    ruled, apart = ruled_of(x, out, quantizer, seed, tensor_scale)
+    ruled, apart = blocks.ruled_of(x, out, quantizer, seed, tensor_scale)
     sides = (max(_DEEP // tile.rows, 1) * tile.rows, _WIDTH), (tile.rows, tile.columns)
     small = round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed)
     return small or scales.rule.two_level
@@ -74,14 +73,14 @@ def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
     if x.dim() != 2 or not x.numel() or x.shape != out.shape or x.shape[1] % (scales.tile.columns or _ROW):
         return None
     values = blocks.values_of(quantizer, x.shape[1])
-    if values is None or not takes_values(x.t(), out):
+    if values is None or not blocks.takes_values(x.t(), out):
         return None
     known = None
     if scales.tile == ROW:
         found = rows.run_amax(x.t(), None, 0)
         assert found is not None
         known = array(found)
-    high, ruled = scales.tile.columns or _ROW, ruled_by(format, scales.rule, values=True)
+    high, ruled = scales.tile.columns or _ROW, blocks.ruled_by(format, scales.rule, values=True)
     sides = (_TALL, WIDTH), (high, 1)
     turn = (np.uint32(0),) * (high.bit_length() - 1)
     return round_tiles(x.t(), x.shape[0], sides, known, ruled, None, out, turn, values[0], None)
@@ -89,7 +88,7 @@ def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
 
 def round_tiles(
     x: Tensor, columns: int, sides: Any, known: Any, ruled: Any, apart: Any, out: Tensor, turn: Any, numbers: Any,
-    seed: Seed | None, rotation: Any = UPRIGHT,
+    seed: Seed | None, rotation: Any = blocks.UPRIGHT,
 ) -> bool:  # fmt: skip
     """The same by what the functions here, and `_round_strip`, take of tiles, a rule and a format.
 

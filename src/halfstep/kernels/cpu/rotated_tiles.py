@@ -13,11 +13,8 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import blocks, panels, rotated, rules
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.blocks import LEVELS, round_piece, ruled_by, sides_of
 from halfstep.kernels.cpu.compiled import Kernel, whole_lines
 from halfstep.kernels.cpu.noise import column_keys, seed_keys
-from halfstep.kernels.cpu.rotated import WIDTH, in_blocks, rotated_panel
-from halfstep.kernels.cpu.rules import TINY
 from halfstep.kernels.cpu.runs import multiply, transpose
 from halfstep.kernels.cpu.scales import larger_of
 from halfstep.quant.quantizer import Quantizer
@@ -32,7 +29,7 @@ def numbers_of(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: 
         return None
     tile, rule, size = quantizer.scales.tile, quantizer.scales.rule, len(signs)
     along, across = (tile.columns, tile.rows) if dim == 1 else (tile.rows, tile.columns)
-    lies = across == 1 and along in LEVELS and size in rotated.LEVELS and along <= size
+    lies = across == 1 and along in blocks.LEVELS and size in rotated.LEVELS and along <= size
     known = lies and (rule.exact or (rule.two_level and dim == 0))
     dense = plain(signs, torch.float32) and x.dim() == 2 and x.numel() > 0 and plain(x)
     found = blocks.element_numbers(quantizer.format, quantizer.rounding, rule) if known and dense else None
@@ -47,33 +44,32 @@ def run_powers(
     what is written row by row. And whether some values may be below 2^-126, but not 0."""
     size, scales = len(signs), quantizer.scales
     assert scales is not None
-    ruled, turned = ruled_by(quantizer.format, scales.rule, values=True), rotated.rotation(signs, part)
+    ruled, turned = blocks.ruled_by(quantizer.format, scales.rule, values=True), rotated.rotation(signs, part)
     if dim == 1:
-        x = in_blocks(x, size)
+        x = rotated.in_blocks(x, size)
         out = torch.empty(x.shape, dtype=dtype, device="cpu")
-        sides = sides_of(scales.tile, x.shape[1])
+        sides = blocks.sides_of(scales.tile, x.shape[1])
         return out, blocks.round_values(
             array(x), array(out), sides, ruled, None, None, numbers, None, seed_keys(seed), turned
         )
     (rows, columns), high = x.shape, scales.tile.rows
     out = torch.empty(columns, -(-rows // size) * size, dtype=dtype, device="cpu")
-    found = np.zeros(-(-rows // size) * -(-columns // WIDTH), np.uint32)
-    tile = high, (np.uint32(0),) * LEVELS[high]
+    found = np.zeros(-(-rows // size) * -(-columns // rotated.WIDTH), np.uint32)
+    tile = high, (np.uint32(0),) * blocks.LEVELS[high]
     how = *tile, ruled[0], ruled[3], found, array(out), out.shape[1], numbers, seed_keys(seed)
     _down(x.numel(), array(x), rows, columns, *turned, *how)
-    return out.t(), bool((found & TINY).any())
+    return out.t(), bool((found & rules.TINY).any())
 
 
 def tensor_scale(x: Tensor, signs: Tensor, quantizer: Quantizer) -> Tensor | None:
     """The tensor's scale, of two levels, for the matrix rotated along dim 0. None where some number is not finite:
     then it is that of the tiles that are."""
-    assert quantizer.scales is not None
-    rule = quantizer.scales.rule
-    assert isinstance(rule, TwoLevel)
-    found = torch.empty(-(-x.shape[0] // len(signs)) * -(-x.shape[1] // WIDTH), dtype=torch.float32, device="cpu")
+    scales: Any = quantizer.scales
+    pieces = -(-x.shape[0] // len(signs)) * -(-x.shape[1] // rotated.WIDTH)
+    found = torch.empty(pieces, dtype=torch.float32, device="cpu")
     _largest(x.numel(), array(x), *x.shape, *rotated.rotation(signs)[:3], array(found))
     largest = found.max()
-    return rule.tensor_scale(largest, quantizer.format) if bool(largest.isfinite()) else None
+    return scales.rule.tensor_scale(largest, quantizer.format) if bool(largest.isfinite()) else None
 
 
 def run_two_levels(
@@ -86,7 +82,7 @@ def run_two_levels(
     out = torch.empty(-(-rows // size) * size, columns, dtype=dtype, device="cpu")
     ruled = rules.given(quantizer.format, scales.rule, scale)
     apart = rules.apart(quantizer.format, seed, dtype, True)
-    sides = (size, WIDTH), (scales.tile.rows, 1)
+    sides = (size, rotated.WIDTH), (scales.tile.rows, 1)
     panels.round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed, rotated.rotation(signs))
     return out
 
@@ -97,24 +93,24 @@ def run_two_levels(
 
 @Kernel
 def _down(x, rows, columns, signs, norm, levels, part, run, tile, rule, steps, found, out, tall, numbers, seed):
-    size, across = 1 << len(levels), (columns + WIDTH - 1) // WIDTH
+    size, across = 1 << len(levels), (columns + rotated.WIDTH - 1) // rotated.WIDTH
     for piece in numba.prange(found.size):
-        row, a = piece // across * size, piece % across * WIDTH
-        width, to = min(WIDTH, columns - a), a * tall + row
-        held = rotated_panel(x, rows, columns, row, a, width, signs, norm, levels)
+        row, a = piece // across * size, piece % across * rotated.WIDTH
+        width, to = min(rotated.WIDTH, columns - a), a * tall + row
+        held = rotated.rotated_panel(x, rows, columns, row, a, width, signs, norm, levels)
         multiply(held, part)
         turned = whole_lines(held.size)
         transpose(held, levels, turned, 0, size)
         bits, keys = turned[: width * size].view(np.uint32), column_keys(seed, to, tall, width)
-        found[piece] = round_piece(
+        found[piece] = blocks.round_piece(
             bits, run, tile, rule, None, None, steps, None, None, None, out, numbers, None, None, keys, (to, tall, size)
         )
 
 
 @Kernel
 def _largest(x, rows, columns, signs, scale, levels, found):
-    across = (columns + WIDTH - 1) // WIDTH
+    across = (columns + rotated.WIDTH - 1) // rotated.WIDTH
     for piece in numba.prange(found.size):
-        row, a = piece // across << len(levels), piece % across * WIDTH
-        held = rotated_panel(x, rows, columns, row, a, min(WIDTH, columns - a), signs, scale, levels)
+        row, a = piece // across << len(levels), piece % across * rotated.WIDTH
+        held = rotated.rotated_panel(x, rows, columns, row, a, min(rotated.WIDTH, columns - a), signs, scale, levels)
         found[piece] = larger_of(np.uint32(0), held)

@@ -13,7 +13,6 @@ from halfstep.formats import Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import Kernel, inner, of_row
-from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as, stored_as
 from halfstep.kernels.cpu.runs import elementwise, multiply, reduction
 from halfstep.quant.scaling import Scaling
@@ -159,7 +158,8 @@ def _row(value, low, high, factor, back, steps, numbers, like):
         number = (number > high).pick(high, number)
         number = (number < low).pick(low, number)
     scaled = number * factor
-    rounded = elements.rounded(scaled.is_nan().pick(scaled.constant(0.0), scaled).bits(), Rounding(*numbers)).float()
+    usual = scaled.is_nan().pick(scaled.constant(0.0), scaled).bits()
+    rounded = elements.rounded(usual, elements.Rounding(*numbers)).float()
     if like == types.int8:
         return (rounded * steps).truncated().to(8)
     return nearest_as(rounded * back, like)
@@ -175,7 +175,7 @@ def _rows(x, low, high, factor, back, steps, numbers, out):
 @elementwise
 def _folded(value, scale, factor, numbers, like):
     bits = ((bits_of(value).float() * scale) * factor).bits()
-    return stored_as(elements.rounded(bits, Rounding(*numbers)), like)
+    return stored_as(elements.rounded(bits, elements.Rounding(*numbers)), like)
 
 
 @Kernel

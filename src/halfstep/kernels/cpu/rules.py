@@ -19,8 +19,6 @@ from torch import Tensor
 from halfstep.formats import Float, Format, ocp
 from halfstep.kernels.cpu import amax, element_codes, elements
 from halfstep.kernels.cpu.compiled import inner, none, specialized_inlined
-from halfstep.kernels.cpu.element_codes import Coding
-from halfstep.kernels.cpu.elements import Rounding, Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes, nearest_bf16
 from halfstep.kernels.cpu.runs import elementwise
 from halfstep.kernels.cpu.scales import (
@@ -65,7 +63,7 @@ def steps_scalars(format: Format) -> tuple[np.uint32, ...]:
     """The `Steps` of a format that `blocks` knows."""
     first = max(2 - frexp(format.smallest)[1], 0)
     numbers = Steps(first, 0, 0, 0, 0)
-    alike = Rounding(*elements.scalars(format, "nearest_even", "saturate")).zero_sign is None
+    alike = elements.Rounding(*elements.scalars(format, "nearest_even", "saturate")).zero_sign is None
     if alike and isinstance(format, Float) and format.significant_bits <= 8:
         shift, top = 23 - format.mantissa_bits, frexp(format.max)[1] - 1
         span, largest = max(254 - shift - top - first, 0), elements.float_bits(format.max) - (127 << 23)
@@ -130,7 +128,7 @@ E4M3_BITS = 4  # significant ones
 
 
 @cache
-def e4m3_scalars() -> tuple[Scalars, Scalars]:
+def e4m3_scalars() -> tuple[elements.Scalars, elements.Scalars]:
     """What `tile_scales` and `note_codes` need of E4M3."""
     return element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
 
@@ -176,7 +174,7 @@ def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -
 @elementwise
 def _tile_scale(amax, largest, tensor_scale, numbers, up):
     """amax / largest / tensor_scale as a number of E4M3; unless `up` is 0 the next one, where amax is still beyond."""
-    p, amax = Rounding(*numbers), bits_of(amax)
+    p, amax = elements.Rounding(*numbers), bits_of(amax)
     known = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
     scale = elements.rounded((known / largest / tensor_scale).bits(), p)
     step = ((scale & INFINITY).max(p.min_normal) - (E4M3_BITS - 1 << 23)).float()
@@ -187,7 +185,7 @@ def _tile_scale(amax, largest, tensor_scale, numbers, up):
 @elementwise
 def note_codes(scale, numbers, codes):
     """In kernels: the codes of numbers of E4M3."""
-    return element_codes.encoded(scale.bits(), Rounding(*numbers), Coding(*codes)).to(8)
+    return element_codes.encoded(scale.bits(), elements.Rounding(*numbers), element_codes.Coding(*codes)).to(8)
 
 
 @elementwise

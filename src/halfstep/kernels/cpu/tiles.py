@@ -15,7 +15,6 @@ from halfstep.formats import Format
 from halfstep.kernels.cpu import cast, codes, elements
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
-from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
 from halfstep.quant.quantizer import Quantized, Quantizer, as_rows
 from halfstep.quant.rounding import Seed
@@ -105,7 +104,7 @@ def _fused(x: Tensor, out: Tensor, rounding: str) -> bool:
 @lanes(types.float32)
 def _times(value: Lane, scale: Lane, numbers: list[Lane]) -> Lane:
     """value / scale, rounded, times scale; no larger than float32's largest number."""
-    product = elements.rounded((value / scale).bits(), Rounding(*numbers)).float() * scale
+    product = elements.rounded((value / scale).bits(), elements.Rounding(*numbers)).float() * scale
     bits = product.bits()
     largest = bits.constant(INFINITY - 1)
     return ((bits & MAGNITUDE).equals(INFINITY)).pick(largest | (bits & SIGN), bits).float()

@@ -15,7 +15,6 @@ from halfstep.formats import Format, ocp
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.gpu import amax, quantizers
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, prepared
-from halfstep.kernels.gpu.quantizers import Meaning, Rule
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.cast import encode
 from halfstep.quant.quantizer import layout, matrix_shape
@@ -243,7 +242,9 @@ def _launch(
     )  # fmt: skip
 
 
-def restored(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> tuple[Cut, Rule, Meaning] | None:
+def restored(
+    tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer
+) -> tuple[Cut, quantizers.Rule, quantizers.Meaning] | None:
     """What the kernel is compiled for; None where `run` does not write these values, wherever they are."""
     scales, format = quantizer.scales, quantizer.format
     if scales is None or tensors.keys() - _STORED or not lies_plain(out) or not out.numel():

@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.formats import Format, Integer, Posit
 from halfstep.kernels.cpu import element_codes, elements, posit
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.codes import lie_in, shifts
-from halfstep.kernels.cpu.element_codes import Coding, Decoding
-from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY
-from halfstep.kernels.cpu.posit import Cutting
 from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain
 from halfstep.quant.rounding import Seed
 
@@ -28,7 +24,7 @@ ADA = (8, 9)
 def run(
     x: Tensor,
     out: Tensor,
-    format: Format,
+    format: formats.Format,
     rounding: str,
     overflow: str,
     seed: Seed | None,
@@ -40,7 +36,7 @@ def run(
     known = elements.scalars(format, rounding, overflow, out.dtype, x.dtype if factor is None else torch.float32)
     if known is None or not (lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out)):
         return False
-    numbers = Rounding(*map(int, known))
+    numbers = elements.Rounding(*map(int, known))
     _launch(x, out, numbers, None, KINDS[out.dtype], rounding, seed, factor, None if amax is None else bits(amax))
     return True
 
@@ -48,7 +44,7 @@ def run(
 def run_codes(
     x: Tensor,
     out: Tensor,
-    format: Format,
+    format: formats.Format,
     rounding: str,
     overflow: str,
     seed: Seed | None,
@@ -75,11 +71,12 @@ def run_codes(
     packing = tuple(map(int, shifts(format) or ())) if packed else None
     kind = f"uint{8 * out.itemsize}"
     made = None if by_integers or packed else instruction(format, rounding, overflow, x.device)
-    _launch(x, out, Rounding(*numbers), Coding(*codes), kind, rounding, seed, factor, found, packing, made)
+    how = elements.Rounding(*numbers), element_codes.Coding(*codes), kind, rounding
+    _launch(x, out, *how, seed, factor, found, packing, made)
     return not (asked and found is not None and int(found) > INFINITY)
 
 
-def instruction(format: Format, rounding: str, overflow: str, device: torch.device) -> str | None:
+def instruction(format: formats.Format, rounding: str, overflow: str, device: torch.device) -> str | None:
     """The conversion of that GPU that gives the format's codes: of E4M3 and E5M2 to nearest, saturating, from compute
     capability 8.9 on; all 2^32 float32 numbers were compared on an H100. None where there is none."""
     known = rounding == "nearest_even" and overflow == "saturate"
@@ -89,8 +86,8 @@ def instruction(format: Format, rounding: str, overflow: str, device: torch.devi
 def _launch(
     x: Tensor,
     out: Tensor,
-    numbers: Rounding,
-    coding: Coding | None,
+    numbers: elements.Rounding,
+    coding: element_codes.Coding | None,
     target: str,
     rounding: str,
     seed: Seed | None,
@@ -108,7 +105,7 @@ def _launch(
     )  # fmt: skip
 
 
-def run_posit(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
+def run_posit(x: Tensor, out: Tensor, format: formats.Posit, rounding: str) -> bool:
     """Write `x`, rounded to the nearest posit, to `out`: its value, or its code where these are integers. False where
     that is not done here: it takes dense contiguous tensors of one shape, the same one or apart in memory."""
     numbers = (
@@ -119,13 +116,13 @@ def run_posit(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
     n = x.numel()
     launch(
         functions("elementwise").posit, -(-n // BLOCK), bits(x), bits(out), n,
-        device=x.device, P=Cutting(*map(int, numbers)), SOURCE=KINDS[x.dtype],
+        device=x.device, P=posit.Cutting(*map(int, numbers)), SOURCE=KINDS[x.dtype],
         TARGET=KINDS.get(out.dtype, f"uint{8 * out.itemsize}"), B=BLOCK,
     )  # fmt: skip
     return True
 
 
-def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool | None:
+def run_decode(codes: Tensor, out: Tensor, format: formats.Format, packed: bool = False) -> bool | None:
     """Write the values of `codes` to `out`. False: there is a code with more bits than the format has; this is asked
     where a container has such bits, and the host waits for the answer. None where that is not done here: it takes dense
     contiguous tensors, values in fp32, bf16 or fp16."""
@@ -140,22 +137,22 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
     launch(
         functions("elementwise").decode, -(-n // BLOCK),
         bits(codes), bits(out), table, found, n, (1 << format.bits) - 1,
-        device=out.device, D=numbers, WHOLE=isinstance(format, Integer), TARGET=KINDS[out.dtype],
+        device=out.device, D=numbers, WHOLE=isinstance(format, formats.Integer), TARGET=KINDS[out.dtype],
         PACKED=tuple(map(int, shifts(format) or ())) if packed else None, B=BLOCK,
     )  # fmt: skip
     return found is None or not int(found) >> format.bits
 
 
 @cache
-def _numbers(format: Format, dtype: torch.dtype) -> Any:
+def _numbers(format: formats.Format, dtype: torch.dtype) -> Any:
     """What decodes a code by arithmetic; None where its value needs a table, or rounding onto the dtype."""
     found = element_codes.decoding_scalars(format, dtype)
     if found is None:
         return None
     numbers = tuple(map(int, found))
-    return numbers if isinstance(format, Integer) else Decoding(*numbers)
+    return numbers if isinstance(format, formats.Integer) else element_codes.Decoding(*numbers)
 
 
 @cache
-def _table(format: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(format: formats.Format, dtype: torch.dtype, device: torch.device) -> Tensor:
     return element_codes.table(format, dtype).to(device)

@@ -12,11 +12,9 @@ from halfstep.formats import Codebook, Float, Format
 from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
-from halfstep.kernels.cpu.element_codes import Decoding
 from halfstep.kernels.cpu.masters import KEPT
 from halfstep.kernels.gpu import quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
-from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.expansion import Expansion
@@ -120,16 +118,16 @@ class Form(NamedTuple):
 
     kind: str
     tile: int = 0
-    quotient: Rule | None = None
+    quotient: quantizers.Rule | None = None
     """Of tiles under their largest magnitude over the largest element."""
     range: int = 0
     """Of an expanded range the bits of its log2, and of the largest value's log2."""
     top: int = 0
     sixteenths: bool = False
     """Whether exponents are whole sixteenths."""
-    rule: Rule | None = None
-    element: Element | None = None
-    decoding: Decoding | None = None
+    rule: quantizers.Rule | None = None
+    element: quantizers.Element | None = None
+    decoding: element_codes.Decoding | None = None
     """Of floats of a byte."""
     instruction: str | None = None
     """The GPU's own conversion of these codes (`cast.instruction`)."""
@@ -230,7 +228,9 @@ def _told(kept: Any, device: torch.device) -> Form | None:
     if form is None or form.element is None:
         return form
     quantizer, container = kept
-    quotient, element = quantizers.told(quantizer, device, torch.float32, (form.quotient or Rule("", 0), form.element))
+    quotient, element = quantizers.told(
+        quantizer, device, torch.float32, (form.quotient or quantizers.Rule("", 0), form.element)
+    )
     made = element.instruction
     if container == torch.float8_e5m2:  # whose NaN is not torch's
         element = form.element
@@ -261,7 +261,7 @@ def _form(kept: Any) -> Form | None:
         element = element._replace(rounding=rounding._replace(nan_above=None))
     else:  # a NaN has torch's own code
         element = element._replace(coding=coding._replace(nan=0x7F))
-    decoding = Decoding(*map(int, element_codes.decoding_scalars(format)))
+    decoding = element_codes.Decoding(*map(int, element_codes.decoding_scalars(format)))
     return form._replace(element=element, decoding=decoding)
 
 

@@ -14,7 +14,6 @@ from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.blocks import largest_both
 from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
-from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.kernels.units_mm import swizzled_size
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
@@ -48,7 +47,7 @@ Tensors = dict[str, Tensor]
 """What is kept of one copy: `codes`, `scale` ..."""
 
 
-def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[Rule, Element] | None:
+def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[quantizers.Rule, quantizers.Element] | None:
     """What kernels are told of the quantizer. None where `run` does not write both copies of `x`, wherever it is: it
     takes a dense contiguous matrix, in tiles along rows, squares, whole rows or one scale, which is `given` or not. By
     a seed only where both copies have the same codes."""
@@ -59,7 +58,7 @@ def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[Rule, El
 
 
 @cache
-def _told(quantizer: Quantizer, given: bool) -> tuple[Rule, Element] | None:
+def _told(quantizer: Quantizer, given: bool) -> tuple[quantizers.Rule, quantizers.Element] | None:
     if quantizer.scales is None:
         return None
     tile = quantizer.scales.tile
@@ -70,7 +69,7 @@ def _told(quantizer: Quantizer, given: bool) -> tuple[Rule, Element] | None:
         coded = quantizers.element(quantizer.format, quantizer.rounding)
         if coded is None or coded.rounding is None or not quantizer.format.has_nan or tile != TENSOR:
             return None
-        return Rule("reciprocal", float_bits(quantizer.format.max)), coded
+        return quantizers.Rule("reciprocal", float_bits(quantizer.format.max)), coded
     found = quantizers.known(quantizer)
     if found is None or found[1].bins is not None or (found[0].second is not None and tile.columns != _CHOICE[0]):
         return None  # of a tile that is read strip by strip, no sum is formed

@@ -13,8 +13,6 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.formats import Codebook, Format, Integer, ocp
 from halfstep.kernels.cpu import element_codes, elements
-from halfstep.kernels.cpu.element_codes import Coding, Decoding
-from halfstep.kernels.cpu.elements import Rounding, float_bits
 from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.kernels.gpu.cast import instruction
 from halfstep.quant import Quantizer
@@ -41,7 +39,7 @@ class Rule(NamedTuple):
     up: bool = False
     second: Rule | None = None
     """Of two levels with a choice: the rule that a tile takes where it leaves the smaller sum of errors."""
-    nearest: Rounding | None = None
+    nearest: elements.Rounding | None = None
     """How elements are rounded for these sums."""
     group: int = 0
     """How many scales have a scale."""
@@ -53,8 +51,8 @@ class Rule(NamedTuple):
 class Pair(NamedTuple):
     """How numbers are rounded, and coded."""
 
-    rounding: Rounding
-    coding: Coding
+    rounding: elements.Rounding
+    coding: element_codes.Coding
 
 
 class Bins(NamedTuple):
@@ -69,8 +67,8 @@ class Bins(NamedTuple):
 class Element(NamedTuple):
     """How elements are rounded and coded: a float or an integer by a `Pair`'s numbers, a codebook by its cut points."""
 
-    rounding: Rounding | None
-    coding: Coding | None
+    rounding: elements.Rounding | None
+    coding: element_codes.Coding | None
     bits: int
     high_first: bool
     cuts: tuple[float, ...] | None = None
@@ -89,7 +87,7 @@ class Meaning(NamedTuple):
 
     bits: int
     high_first: bool
-    decoding: Decoding | None = None
+    decoding: element_codes.Decoding | None = None
     whole: tuple[int, int] | None = None
     """An integer's: the bits above its sign, and its step's bits."""
     looked_up: bool = False
@@ -102,14 +100,14 @@ ROUNDINGS = ("nearest_even", "stochastic")
 @cache
 def rule(format: Format, scaling: Scaling) -> Rule | None:
     """None for a rule that kernels do not know."""
-    largest = float_bits(format.max)
+    largest = elements.float_bits(format.max)
     inner = scaling if scaling.inner is None else scaling.inner
     if inner.exact and inner.reads:
         numbers = power_scalars(format, inner)
         if numbers is None:
             return None
         added, exponent = int(numbers[0]), int(numbers[1])
-        part = None if inner is scaling else float_bits(scaling.part)
+        part = None if inner is scaling else elements.float_bits(scaling.part)
         return Rule("power", largest, added, exponent - (exponent >> 31 << 32), part)
     if scaling.reciprocal:
         return Rule("reciprocal", largest)
@@ -118,13 +116,13 @@ def rule(format: Format, scaling: Scaling) -> Rule | None:
     if scaling.narrow:
         return Rule("narrow", largest)
     if scaling.two_level:
-        tensor = float_bits(ocp.float8_e4m3fn.max * format.max)
+        tensor = elements.float_bits(ocp.float8_e4m3fn.max * format.max)
         return Rule("two_level", largest, tensor_largest=tensor, up=not scaling.clips)  # type: ignore[attr-defined]
     if isinstance(scaling, DoubleAbsmax):
         return Rule("double", largest, group=GROUP)
     if type(scaling) is FourOverSix and format.key == ocp.float4_e2m1fn.key:  # whose sums of errors are exact
-        tensor = float_bits(scaling.room * format.max)
-        four = Rule("two_level", float_bits(format.max / 1.5), tensor_largest=tensor)
+        tensor = elements.float_bits(scaling.room * format.max)
+        four = Rule("two_level", elements.float_bits(format.max / 1.5), tensor_largest=tensor)
         return Rule("two_level", largest, tensor_largest=tensor, second=four, nearest=pair(format).rounding)
     return None
 
@@ -151,7 +149,7 @@ def element(format: Format, rounding: str) -> Element | None:
 def pair(format: Format, rounding: str = "nearest_even") -> Pair:
     """The numbers of a float or an integer format, saturating."""
     numbers, codes = element_codes.scalars(format, rounding, "saturate")
-    return Pair(Rounding(*map(int, numbers)), Coding(*map(int, codes)))
+    return Pair(elements.Rounding(*map(int, numbers)), element_codes.Coding(*map(int, codes)))
 
 
 @cache
@@ -165,7 +163,7 @@ def meaning(format: Format) -> Meaning | None:
     numbers = tuple(int(number) for number in element_codes.decoding_scalars(format))
     if isinstance(format, Integer):
         return made._replace(whole=(numbers[0], numbers[1]))
-    return made._replace(decoding=Decoding(*numbers))
+    return made._replace(decoding=element_codes.Decoding(*numbers))
 
 
 @cache
@@ -193,16 +191,16 @@ def e4m3() -> Pair:
 
 
 @cache
-def written(dtype: torch.dtype) -> Rounding:
+def written(dtype: torch.dtype) -> elements.Rounding:
     """How products are rounded to a dtype of 16 bits, saturating."""
     format = formats.get(dtype)
-    return Rounding(*map(int, elements.scalars(format, "nearest_even", "saturate")))
+    return elements.Rounding(*map(int, elements.scalars(format, "nearest_even", "saturate")))
 
 
 @cache
-def half() -> Rounding:
+def half() -> elements.Rounding:
     """float16's rounding as torch's conversions do it."""
-    return Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
+    return elements.Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
 
 
 @cache

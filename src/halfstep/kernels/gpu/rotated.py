@@ -16,7 +16,6 @@ from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.blocks import WARPS
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
-from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
@@ -29,7 +28,7 @@ _CHOICE = 32  # columns where it forms two scales a tile: with more, registers w
 _UNIT = 16
 
 
-Told = tuple[Rule | None, Element | None]
+Told = tuple[quantizers.Rule | None, quantizers.Element | None]
 
 
 def told(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> Told | None:

@@ -16,8 +16,6 @@ from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import layouts, quantizers
 from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
-from halfstep.kernels.gpu.layouts import Copy, Tensors
-from halfstep.kernels.gpu.quantizers import Element, Rule
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
 
@@ -28,7 +26,7 @@ _VARYING = 0, 7, 8
 _UNIT = 16  # with rows and columns of any number, registers would spill
 
 
-def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[Rule, Element] | None:
+def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[quantizers.Rule, quantizers.Element] | None:
     """What kernels are told of the quantizer. None where `run` does not write both copies of `x`: it takes a dense
     contiguous matrix of multiples of 16, whose rows fill blocks of the rotation, in tiles along its rows that are no
     longer than these."""
@@ -45,10 +43,10 @@ def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[Rule, Element]
 def run(
     x: Tensor,
     quantizer: Quantizer,
-    told: tuple[Rule, Element],
+    told: tuple[quantizers.Rule, quantizers.Element],
     signs: Tensor,
-    along: Tensors,
-    turned: Tensors,
+    along: layouts.Tensors,
+    turned: layouts.Tensors,
     seed: Seed | None = None,
     turned_seed: Seed | None = None,
 ) -> None:
@@ -71,7 +69,7 @@ class BothTurned:
     def __init__(
         self,
         quantizer: Quantizer,
-        told: tuple[Rule, Element],
+        told: tuple[quantizers.Rule, quantizers.Element],
         size: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -103,8 +101,8 @@ class BothTurned:
         self,
         x: Tensor,
         signs: Tensor,
-        along: Copy,
-        turned: Copy,
+        along: layouts.Copy,
+        turned: layouts.Copy,
         zeros: Tensor | None = None,
         seed: Seed | None = None,
         turned_seed: Seed | None = None,
