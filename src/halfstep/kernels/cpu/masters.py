@@ -51,21 +51,25 @@ def _array(tensor: Tensor) -> Any:
 # ---- what follows the weight -----------------------------------------------------------------------------------
 
 
+def _is_rest(weight: Lane, rest: Lane) -> Lane:
+    """Whether 2^7 |rest| is at most |weight|, by the exponents."""
+    return (rest & 0x7FFF) <= (weight & 0x7FFF).max(0x3C0) - 0x380
+
+
 def followed_rest(weight: Lane, rest: Lane) -> Lane:
     """`quant.masters.base.drop_strange`, of bfloat16 bits."""
-    limit = (weight & 0x7FFF).max(0x3C0) - 0x380
-    return ((rest & 0x7FFF) <= limit).pick(rest, 0)
+    return _is_rest(weight, rest).pick(rest, 0)
+
+
+def _has_image(weight: Lane, master: Lane) -> Lane:
+    """Whether the weight is the master's rounded image."""
+    image = master.float_to_half() if weight.stored == types.int16 else (rounded_up_half(master.bits()) >> 16).to(16)
+    return ~master.is_nan() & image.equals(weight)
 
 
 def followed_master(weight: Lane, master: Lane) -> Lane:
     """The master, where the weight is its rounded image; else the weight."""
-    image = master.float_to_half() if weight.stored == types.int16 else (rounded_up_half(master.bits()) >> 16).to(16)
-    return (~master.is_nan() & image.equals(weight)).pick(master, bits_of(weight).float())
-
-
-def _followed_half(weight: Lane, low: Lane) -> Lane:
-    """The lower bits, or 0 where they make a NaN."""
-    return joined(weight, low).is_nan().pick(low.constant(0), low)
+    return _has_image(weight, master).pick(master, bits_of(weight).float())
 
 
 def joined(weight: Lane, low: Lane) -> Lane:
@@ -73,20 +77,26 @@ def joined(weight: Lane, low: Lane) -> Lane:
     return ((weight.to(32) << 16) + (low.to(32) << 32 - low.type.width).shift_signed(16)).float()
 
 
-def _following(followed: Callable[[Lane, Lane], Lane]) -> Any:
-    """A loop that makes kept numbers what they are when they have `followed` the weight: written where any changes."""
-    changed = reduction(lambda found, weight, kept: found | (~followed(weight, kept).equals(kept)).to(16))
+def _is_half(weight: Lane, low: Lane) -> Lane:
+    """Whether the upper half and the lower bits together are no NaN."""
+    return ~joined(weight, low).is_nan()
+
+
+def _following(stands: Callable[[Lane, Lane], Lane], followed: Callable[[Lane, Lane], Lane]) -> Any:
+    """A loop that looks first, and writes where something kept does not stand beside the weight."""
+    strange = reduction(lambda found, weight, kept: found | (~stands(weight, kept)).to(16))
     write = elementwise(lambda out, weight: followed(weight, out))
 
     @inner
     def follow(weight, kept):
-        if changed(np.uint16(0), weight, kept):
+        if strange(np.uint16(0), weight, kept):
             write(kept, weight)
 
     return follow
 
 
-_follow_rest, _follow_image, _follow_half = map(_following, (followed_rest, followed_master, _followed_half))
+_follow_rest, _follow_image = _following(_is_rest, followed_rest), _following(_has_image, followed_master)
+_follow_half = _following(_is_half, lambda weight, low: _is_half(weight, low).pick(low, 0))
 
 
 @Kernel
