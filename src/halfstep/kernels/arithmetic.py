@@ -61,8 +61,7 @@ def norm(x: Any) -> Any:
         return x.trace.norm(x)
     if hasattr(x, "device_mesh"):
         return torch.sqrt(x.double().square().sum()).to(x.dtype)
-    sums = _halved(_in_blocks(x.detach().flatten()).square_())
-    total, *rest = _in_blocks(sums)
+    total, *rest = _in_blocks(_halved(_in_blocks(x.detach().flatten()).square_()))
     for one in rest:
         total = total + one
     return torch.sqrt(_halved(total)).to(x.dtype)

@@ -1,5 +1,8 @@
-"""Functions of tensors that torch.compile leaves whole: traced, a call is one node of the graph. And what modes that
-watch operators are told of tensors without values, such as torch's FakeTensors, where no kernel can run."""
+"""Functions of tensors that torch.compile leaves whole: traced, a call is one node of the graph.
+
+And what modes that watch operators are told of tensors without values, such as torch's FakeTensors, where no kernel can
+run.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -145,8 +145,7 @@ class CodedWeight(Master):
         changed = self._image(full, self.codes.weights) != now
         fresh = codes.store(self.codes.master, MASTER, torch.where(changed, now, full))
         for name, own in kept.items():  # on a GPU the host would wait to hear whether there is anything to do
-            where = torch.where(changed.any(), as_bytes(fresh[name]), as_bytes(own))
-            as_bytes(own).copy_(where)
+            as_bytes(own).copy_(torch.where(changed.any(), as_bytes(fresh[name]), as_bytes(own)))
 
     def _image(self, values: Tensor, storage: Storage) -> Tensor:
         """What is left of float32 values that are stored so."""

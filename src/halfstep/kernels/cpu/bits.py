@@ -73,16 +73,14 @@ def sorted_float32(bits: NDArray[np.uint32], starts: Counts) -> tuple[Counts, Co
     """
     keys = (bits << np.uint32(1)) | (bits >> np.uint32(31))  # by magnitude, then by sign
     if starts.size > 2:
-        which = np.repeat(np.arange(starts.size - 1, dtype=np.uint64) << np.uint64(32), np.diff(starts))
-        keys = which | keys
+        keys = np.repeat(np.arange(starts.size - 1, dtype=np.uint64) << np.uint64(32), np.diff(starts)) | keys
     *table, numbers = _sorted(0, np.sort(keys).astype(np.uint32, copy=False), starts)
     return *table, [Seen(*row) for row in numbers.tolist()]
 
 
 def add_codes(bits: NDArray[Any], table: Counts) -> None:
     """Add codes of 8 or 16 bits to a table with an entry for each code."""
-    parts = _parts(bits.size)
-    found = np.zeros((parts, 2, table.size), np.uint32)
+    found = np.zeros((_parts(bits.size), 2, table.size), np.uint32)
     _codes(bits.size, bits, found)
     table += found.sum((0, 1), dtype=np.int64)
 
@@ -93,8 +91,7 @@ def raise_amax(bits: NDArray[Any], first: int, largest: NDArray[Any], infinity: 
     `bits` are consecutive elements of the matrix, the first of them in column `first`; magnitudes from
     `infinity` on are not finite.
     """
-    parts = _parts(bits.size)
-    found = np.zeros((parts, largest.size), largest.dtype)
+    found = np.zeros((_parts(bits.size), largest.size), largest.dtype)
     kind = largest.dtype.type
     _amax(bits.size, bits, first, found, kind(_LARGEST[largest.dtype]), kind(infinity))
     np.maximum(largest, found.max(0), out=largest)
@@ -112,8 +109,7 @@ def column_amax(bits: NDArray[np.uint32], starts: Counts, columns: Counts) -> ND
 
 def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
     """The OR of the bits of all values except subnormal ones, whose last bits say nothing of their significands."""
-    parts = _parts(bits.size)
-    found = np.zeros((parts, _PIECE), bits.dtype)
+    found = np.zeros((_parts(bits.size), _PIECE), bits.dtype)
     kind = bits.dtype.type
     _any(bits.size, bits, found, kind(_LARGEST[bits.dtype]), kind(smallest_normal))
     return int(np.bitwise_or.reduce(found, axis=None))

@@ -69,7 +69,7 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
     stored = array(scale) if rule.narrow else scale.view(-1).numpy()
     coding = None
     if rule.two_level:
-        ruled, coding = rules.rule_of(x, format, scales, tensors.get("tensor_scale")), rules.e4m3_scalars()[1]
+        ruled, coding = rules.rule_of(x, format, scales, tensors.get("tensor_scale")), rules.E4M3[1]
     else:
         ruled = ruled_by(format, rule)
     target = codes, *numbers, cuts_of(format), shifts(format)

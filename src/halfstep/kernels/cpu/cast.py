@@ -8,10 +8,9 @@ up a bit a binade, so that a step stays the same. A carry out of the significand
 from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
-from numba import types
+from numba import prange, types
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -113,8 +112,7 @@ def run(
     """
     if not plain(x) or not plain(out) or x.shape != out.shape:
         return False
-    source = x.dtype if factor is None else torch.float32
-    numbers = elements.scalars(format, rounding, overflow, out.dtype, source)
+    numbers = elements.scalars(format, rounding, overflow, out.dtype, x.dtype if factor is None else torch.float32)
     if numbers is None or (x.numel() and not separate(x, out)):
         return False
     if not x.numel():
@@ -198,7 +196,7 @@ def _noting(x, out, numbers, keys, factor):
 
 @Kernel
 def _values(x, out, numbers, seed, factor, found):
-    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
         if found is None:  # in place without x: with it, the loop is compiled for arrays that do not overlap
             _piece(out[a:b], piece(x, a, b), numbers, chunk_keys(seed, chunk), factor)
@@ -226,10 +224,10 @@ def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding)
     chunks, used = (x.size + CHUNK - 1) // CHUNK, np.uint32(0) if state is None else state[0]
     found, noting = np.zeros(chunks, np.uint32), record and used != 0
     if used == 0:
-        for chunk in numba.prange(chunks):
+        for chunk in prange(chunks):
             found[chunk] = largest_magnitude(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)])
         used = stored_bits(_factor(np.float64(_number(raised_by(np.uint32(0), found))), largest))
-    for chunk in numba.prange(chunks):
+    for chunk in prange(chunks):
         a, b = ends(chunk, x.size)
         if noting:
             found[chunk] = _noting(x[a:b], out[a:b], numbers, None, used)

@@ -7,15 +7,14 @@ division an element, and seldom grows: the loops multiply to see whether it does
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import types
+from numba import prange, types
 from numpy.typing import NDArray
 
 from halfstep.formats import Codebook, Format, Integer
 from halfstep.kernels.cpu import element_codes, elements, rules, scales
-from halfstep.kernels.cpu.comparison import PIECE, Errors, unit
+from halfstep.kernels.cpu.comparison import PIECE, Errors, parts_of, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, ends, inner, none, specialized
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes
 from halfstep.kernels.cpu.runs import elementwise, fill
@@ -74,7 +73,7 @@ class Rows:
 
     def squares(self, amax: float) -> float:
         """The sum of the squares of x / unit(amax)."""
-        found = np.zeros(_parts(self.x.size), np.float64)
+        found = np.zeros(parts_of(self.x.size), np.float64)
         sum_squares(self.x.size, self.x, _factor(amax), found)
         return float(found.sum())
 
@@ -98,7 +97,7 @@ class CastErrors:
 
     def add(self, rows: Rows) -> None:
         """Take in more rows."""
-        found = np.zeros((_parts(rows.x.size), 4), np.float64)
+        found = np.zeros((parts_of(rows.x.size), 4), np.float64)
         found[:, 3] = self._largest
         chosen = self._quantizer.scales
         by: Any = None, None
@@ -145,10 +144,6 @@ def _factor(amax: float) -> np.float32 | None:
     return None if unit(amax) == 1 else np.float32(1 / unit(amax))
 
 
-def _parts(size: int) -> int:
-    return max(1, min(size >> 16, 16))
-
-
 def _in_bands(amax: NDArray[np.uint32], high: int) -> NDArray[np.uint32]:
     """The largest of every `high` rows of each column, in each of these rows."""
     whole = len(amax) // high * high
@@ -169,7 +164,7 @@ def _saturating(format: Format) -> tuple[np.uint32, ...]:
 
 @Kernel
 def _maxima(x, found):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((x.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, x.size)
         scales.as_bits(found[a >> 4 : b >> 4], scales.largest_stored(x[a:b], 4))
 
@@ -182,7 +177,7 @@ def _to_divide(out, amax):
 
 @Kernel
 def _note_scales(amax, rule, whole, up, stored, scale):
-    for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((amax.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, amax.size)
         kept = stored[a:b]
         divisor, beside = rules.room(b - a, whole, kept)
@@ -314,7 +309,7 @@ def _above(share):
 @Kernel
 def sum_errors(x, scale, levels, numbers, cuts, factor, found):
     parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
-    for part in numba.prange(parts):
+    for part in prange(parts):
         room_for, mine = np.empty(PIECE, np.float32), found[part]
         for p in range(pieces * part // parts, pieces * (part + 1) // parts):
             a, b = p * PIECE, min(x.size, (p + 1) * PIECE)
@@ -330,6 +325,6 @@ def sum_errors(x, scale, levels, numbers, cuts, factor, found):
 @Kernel
 def sum_squares(x, factor, found):
     parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
-    for part in numba.prange(parts):
+    for part in prange(parts):
         for p in range(pieces * part // parts, pieces * (part + 1) // parts):
             found[part] += _squares(x[p * PIECE : min(x.size, (p + 1) * PIECE)], factor)

@@ -1,8 +1,7 @@
 """Values to codes, packed or not: `quant.encode` onto floats and integers of at most 16 bits; back, from any format."""
 
-import numba
 import numpy as np
-from numba import types
+from numba import prange, types
 from torch import Tensor
 
 from halfstep.formats import Format
@@ -212,7 +211,7 @@ def _look_up(out, codes, meaning):
 
 @Kernel
 def _encode(x, out, numbers, codes, worst, shifts, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((x.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, x.size)
         part = place(out, a, b, shifts)
         encode_piece(x[a:b], part, numbers, codes, chunk_keys(seed, chunk), piece(worst, chunk, chunk + 1))
@@ -227,7 +226,7 @@ def _values_piece(out, codes, meaning):
 
 @Kernel
 def _decode(codes, out, meaning, worst, shifts):
-    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
         part = unpack(codes, a, b, shifts)
         _values_piece(out[a:b], part, meaning)

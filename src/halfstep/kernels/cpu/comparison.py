@@ -43,10 +43,14 @@ def unit(amax: float) -> float:
     return 1.0 if 2.0**-30 < amax < 2.0**30 else max(amax, 2.0**-120)
 
 
+def parts_of(size: int) -> int:
+    """Parts of so many values, whose sums are taken apart."""
+    return max(1, min(size >> 16, 16))
+
+
 def compare(x: NDArray[np.float32], y: NDArray[np.float32], amax: float) -> Errors:
     """Compare two flat arrays of equal size, in units of `unit(amax)`, where amax is near the largest |x|."""
-    parts = max(1, min(x.size >> 16, 16))
-    found = np.zeros((parts, 5), np.float64)
+    found = np.zeros((parts_of(x.size), 5), np.float64)
     _compare(x.size, x, y, np.float32(1 / unit(amax)), found)
     signal, noise, zeroed, infinite, _ = found.sum(0)
     return Errors(float(signal), float(noise), int(zeroed), int(infinite), float(found[:, 4].max()))

@@ -3,10 +3,9 @@
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import types
+from numba import prange, types
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, ocp
@@ -52,8 +51,7 @@ def meaning(format: Format) -> Any:
 
 @lanes("like")
 def _restored(code, scale, meaning, like):
-    value = element_codes.decoded(code.to(32), meaning).float()
-    return nearest_as(scaled(value, scale, like), like)
+    return nearest_as(scaled(element_codes.decoded(code.to(32), meaning).float(), scale, like), like)
 
 
 @lanes("like")
@@ -163,7 +161,7 @@ def values_piece(codes, scale, levels, out, meaning):
 
 @Kernel
 def _values(codes, scale, levels, out, meaning, shifts):
-    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
         part = scale[a >> len(levels) : b >> len(levels)]
         values_piece(unpack(codes, a, b, shifts), scales_from(part), levels, out[a:b], meaning)

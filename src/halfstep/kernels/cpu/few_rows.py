@@ -107,23 +107,6 @@ def run(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor |
         False where codes are not finite, or scales so large that a value may be infinite: what was written is then not
         the product.
     """
-    return _form(x, weight, times, bias, out)
-
-
-def run_values(x: Tensor, weight: Tensor, times: float | None, bias: Tensor | None, out: Tensor) -> None:
-    """The same of x, float32, and a weight (out, in) of values: float32, bfloat16 or float16."""
-    values = array(weight), None, np.int64(0), None, np.uint8(255), *_NO_SCALES
-    _form(array(x, torch.float32), values, times, bias, out)
-
-
-def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
-    """What `run` takes as `times`: a float32 scalar times a number."""
-    if scale is None:
-        return multiplier
-    return float(scale if multiplier is None else scale * multiplier)
-
-
-def _form(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
     across = out.shape[-1]
     rows = out.numel() // across
     columns = x.size // rows
@@ -137,6 +120,19 @@ def _form(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor
         array(out).reshape(rows, across), strange,
     )  # fmt: skip
     return not any(strange.tobytes())
+
+
+def run_values(x: Tensor, weight: Tensor, times: float | None, bias: Tensor | None, out: Tensor) -> None:
+    """The same of x, float32, and a weight (out, in) of values: float32, bfloat16 or float16."""
+    values = array(weight), None, np.int64(0), None, np.uint8(255), *_NO_SCALES
+    run(array(x, torch.float32), values, times, bias, out)
+
+
+def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
+    """What `run` takes as `times`: a float32 scalar times a number."""
+    if scale is None:
+        return multiplier
+    return float(scale if multiplier is None else scale * multiplier)
 
 
 @cache

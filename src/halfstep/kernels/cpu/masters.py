@@ -6,10 +6,9 @@ The conditions are those of `quant.masters`, which says why they never touch wha
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import types
+from numba import prange, types
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
@@ -101,7 +100,7 @@ _follow_half = _following(_is_half, lambda weight, low: _is_half(weight, low).pi
 
 @Kernel
 def _follow(weight, master, low, rest):
-    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((weight.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, weight.size)
         if master is not None:
             _follow_image(weight[a:b], master[a:b])

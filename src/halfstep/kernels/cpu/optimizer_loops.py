@@ -6,9 +6,8 @@ other tiles are computed with. Decoding a whole chunk, then updating, then encod
 leaves memory idle in two of three loops and waits for it in the other.
 """
 
-import numba
 import numpy as np
-from numba import types
+from numba import prange, types
 
 from halfstep.kernels.arithmetic import SQUARES
 from halfstep.kernels.cpu.coded import closed, opened
@@ -194,7 +193,7 @@ def step(starts, rows, rule, like, numbers, seeds, tile):
     """Step tensors `like` these (gradient, weight, what its master keeps, moments), which lie where `rows` says, in
     chunks that are numbered from `starts` on."""
     all_ = held(like)
-    for place in numba.prange(starts[-1]):
+    for place in prange(starts[-1]):
         n = np.searchsorted(starts, place, "right") - 1
         chunk = place - starts[n]
         begin, end = ends(chunk, rows[n, 1])
@@ -221,7 +220,7 @@ def _largest(rule, weight, grad, chunk, numbers, at, size):
 @Kernel
 def note_largest(rule, weight, grad, moments, numbers, found):
     all_ = held(moments)
-    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((weight.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, weight.size)
         most = _largest(rule, weight, grad, open_chunk(parts(all_), a, b), numbers, a, b - a)
         for n in range(len(most)):
@@ -263,7 +262,7 @@ def find_norms(rule, weight, kept, grad, moments, numbers, found):
     """`arithmetic.norm` of each of the rule's results."""
     all_, count = held(moments), found.size
     sums = np.empty((count, (weight.size + SQUARES - 1) // SQUARES))
-    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+    for chunk in prange((weight.size + CHUNK - 1) // CHUNK):
         begin, end = ends(chunk, weight.size)
         numbers_of = open_chunk(parts(all_), begin, end)
         results, squares = np.zeros(count * SQUARES, np.float32), np.empty(SQUARES // 2)

@@ -6,10 +6,9 @@ counts; where bits below them decide, a second pass takes out the numbers of at 
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import types
+from numba import prange, types
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
@@ -85,7 +84,7 @@ def _note_buckets(x, counts):
 @Kernel
 def _count(x, counts):
     size = (x.size + counts.shape[0] - 1) // counts.shape[0]
-    for part in numba.prange(counts.shape[0]):
+    for part in prange(counts.shape[0]):
         _note_buckets(x[part * size : min((part + 1) * size, x.size)], counts[part])
 
 
@@ -101,7 +100,7 @@ def _take_bucket(x, bucket, found, start):
 @Kernel
 def _take(x, bucket, counts, found):
     size = (x.size + counts.shape[0] - 1) // counts.shape[0]
-    for part in numba.prange(counts.shape[0]):
+    for part in prange(counts.shape[0]):
         start = 0
         for before in range(part):
             start += counts[before, bucket]
@@ -110,7 +109,7 @@ def _take(x, bucket, counts, found):
 
 @Kernel
 def _finish(bits, shares, cut, found):
-    for end in numba.prange(2):
+    for end in prange(2):
         found[end, 0] = _quantile(bits, 2 * end, shares[end], cut)
 
 
@@ -188,8 +187,7 @@ def _row(x, places, shares, cut, ordered, kept, found, row):
 
 @Kernel
 def _rows(x, places, shares, cut, found):
-    parts = (x.shape[0] + 15) // 16
-    for part in numba.prange(parts):
+    for part in prange((x.shape[0] + 15) // 16):
         ordered, kept = np.empty(x.shape[1], np.uint32), np.empty(_FEW + 2, np.uint32)
         for row in range(part * 16, min((part + 1) * 16, x.shape[0])):
             _row(x[row], places, shares, cut, ordered, kept, found, row)

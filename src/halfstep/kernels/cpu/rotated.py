@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import prange, types
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
@@ -139,7 +138,7 @@ def opened_piece(x, signs, scale, levels, part):
 
 @Kernel
 def _along(x, rows, columns, signs, scale, out, levels):
-    for part in numba.prange((x.size + NEAR - 1) // NEAR):
+    for part in prange((x.size + NEAR - 1) // NEAR):
         held = np.empty(NEAR, np.float32)
         a = part * NEAR
         b = min(a + NEAR, x.size)
@@ -203,7 +202,7 @@ def _few_columns(part, start, count, scale, out, to, columns, levels):
 def _down(x, rows, columns, signs, scale, out, levels):
     size = 1 << len(levels)
     across = (columns + WIDTH - 1) // WIDTH
-    for piece in numba.prange((rows + size - 1) // size * across):
+    for piece in prange((rows + size - 1) // size * across):
         row, a = piece // across * size, piece % across * WIDTH
         width = min(WIDTH, columns - a)
         part, first = np.zeros(size * WIDTH, np.float32), row * columns + a

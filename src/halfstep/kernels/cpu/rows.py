@@ -1,12 +1,10 @@
-"""Matrices with a scale a row, or a column: clamped, scaled and rounded in one pass; what clamping takes away; products
-of sparse matrices."""
+"""Matrices with a scale a row, or a column, in one pass; what clamping takes away; and products of sparse matrices."""
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import types
+from numba import prange, types
 from torch import Tensor
 
 from halfstep.formats import Format
@@ -140,13 +138,13 @@ def _raise(out, value, low, high):
 
 @Kernel
 def _row_amax(x, low, high, scale, out):
-    for r in numba.prange(x.shape[0]):
+    for r in prange(x.shape[0]):
         out[r] = _amax_of(np.uint32(0), x[r], of_row(low, r), of_row(high, r), of_row(scale, r))
 
 
 @Kernel
 def _column_amax(x, low, high, found, tall):
-    for part in numba.prange(found.shape[0]):
+    for part in prange(found.shape[0]):
         for r in range(part * tall, min((part + 1) * tall, x.shape[0])):
             _raise(found[part], x[r], of_row(low, r), of_row(high, r))
 
@@ -167,7 +165,7 @@ def _row(value, low, high, factor, back, steps, numbers, like):
 
 @Kernel
 def _rows(x, low, high, factor, back, steps, numbers, out):
-    for r in numba.prange(x.shape[0]):
+    for r in prange(x.shape[0]):
         scale, again = of_row(factor, r), of_row(back, r)
         _row(out[r], x[r], of_row(low, r), of_row(high, r), scale, again, steps, numbers)
 
@@ -180,7 +178,7 @@ def _folded(value, scale, factor, numbers, like):
 
 @Kernel
 def _fold(x, scale, factor, numbers, out):
-    for r in numba.prange(x.shape[0]):
+    for r in prange(x.shape[0]):
         _folded(out[r], x[r], of_row(scale, r), factor, numbers)
 
 
@@ -219,13 +217,13 @@ def _take_row(x, low, high, flags, values, columns):
 
 @Kernel
 def _count_beyond(x, low, high, counts):
-    for r in numba.prange(x.shape[0]):
+    for r in prange(x.shape[0]):
         counts[r] = _count_row(np.uint32(0), x[r], low[r], high[r])
 
 
 @Kernel
 def _take_beyond(x, low, high, starts, values, columns):
-    for part in numba.prange((x.shape[0] + 15) // 16):
+    for part in prange((x.shape[0] + 15) // 16):
         flags = np.zeros((x.shape[1] + 7) // 8 * 8, np.uint8)
         for r in range(part * 16, min(part * 16 + 16, x.shape[0])):
             a, b = starts[r], starts[r + 1]
@@ -265,7 +263,7 @@ def _add_products(out, values, others):
 
 @Kernel
 def _product(values, columns, starts, other, scale, out):
-    for r in numba.prange(out.shape[0]):
+    for r in prange(out.shape[0]):
         row = out[r]
         row[:] = 0
         last = starts[r + 1]

@@ -127,10 +127,8 @@ def unscaled(format: Format) -> tuple[np.uint32, ...] | None:
 E4M3_BITS = 4  # significant ones
 
 
-@cache
-def e4m3_scalars() -> tuple[elements.Scalars, elements.Scalars]:
-    """What `tile_scales` and `note_codes` need of E4M3."""
-    return element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
+E4M3 = element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
+"""How tiles' scales are rounded, and coded."""
 
 
 def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | None) -> Any:
@@ -159,7 +157,7 @@ def tensor_scale_of(amax: float, format: Format) -> np.float32:
 
 def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
     """The same for a tensor whose scale is known."""
-    return e4m3_scalars()[0], (np.float32(format.max), np.float32(scale)), np.uint32(not rule.clips), None
+    return E4M3[0], (np.float32(format.max), np.float32(scale)), np.uint32(not rule.clips), None
 
 
 def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -> Any:

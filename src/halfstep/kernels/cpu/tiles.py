@@ -6,9 +6,8 @@ of the time of the reference, which works in float64.
 
 from typing import Any
 
-import numba
 import torch
-from numba import types
+from numba import prange, types
 from torch import Tensor
 
 from halfstep.formats import Format
@@ -121,7 +120,7 @@ def _tile_row(x, out, scale, numbers):
 
 @Kernel
 def _divided(x, out, scales, numbers, high, wide):
-    for row in numba.prange(x.shape[0]):
+    for row in prange(x.shape[0]):
         for tile in range(scales.shape[1]):
             a = tile * wide
             _tile_row(x[row, a : a + wide], out[row, a : a + wide], scales[row // high, tile], numbers)

@@ -129,20 +129,10 @@ def run_values(
     return run(x, made, quantizer, seed) and run_dequantize(made, out, quantizer)
 
 
-def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
-    """The bits of the largest magnitudes that scales need before the pass that rounds: of the whole tensor, of each row
-    or each column; of two levels, of the finite tiles. None where none are needed."""
-    return Largest(quantizer, tuple(x.shape), x.dtype, x.device)(x)[0]
-
-
-def largest_both(x: Tensor, quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
-    """The same, and what `quantizer` needs of the transposed matrix."""
-    return Largest(quantizer, tuple(x.shape), x.dtype, x.device, both=True)(x)
-
-
 class Largest:
-    """The launch that finds these magnitudes in tensors of one shape and dtype, with all decided that is alike for
-    them. It gives those of the tensor, and those of its transpose.
+    """The launch that finds, in tensors of one shape and dtype, the bits of the largest magnitudes that scales need
+    before the pass that rounds: of the whole tensor, of each row or each column; of two levels, of the finite tiles. It
+    gives those of the tensor, and those of its transpose; None where none are needed.
 
     Args:
         both: those of the transpose too.
@@ -234,7 +224,7 @@ def _launch(
     launch(
         functions("tiles").quantise, made.programs,
         bits(x), bits(out), None if scale is None else bits(scale), None if whole is None else bits(whole),
-        largest(x, quantizer), looked_up, made.rows, made.columns // made.unit, *halves(seed),
+        Largest(quantizer, tuple(x.shape), x.dtype, x.device)(x)[0], looked_up, made.rows, made.columns // made.unit, *halves(seed),
         device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
         SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=quantizers.written(values) if narrow else None,
         APART=scale is None and whole is not None, NOISY=seed is not None, H=made.tile[0], W=made.tile[1],

@@ -20,8 +20,7 @@ def places(addresses: list[int], device: torch.device) -> Tensor:
 def run(places: Tensor, scaling: Delayed, element: Format, skipped: Tensor | None) -> None:
     """`scaling.advance` of the states at these places, which are of one format; where `skipped`, a float32 scalar, is
     above 0 their amaxes are forgotten, and nothing else changes."""
-    launch = _launch(scaling, element, places.device)
-    launch(len(places), places, None if skipped is None else bits(skipped))
+    _launch(scaling, element, places.device)(len(places), places, None if skipped is None else bits(skipped))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.blocks import largest_both
+from halfstep.kernels.gpu.blocks import Largest
 from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
 from halfstep.kernels.units_mm import swizzled_size
 from halfstep.quant import Quantizer
@@ -126,7 +126,8 @@ def run(x: Tensor, quantizer: Quantizer, along: Tensors, turned: Tensors, seed: 
     `empty`, or with scales of any strides."""
     form, strides, one, other = laid(quantizer, along, turned)
     both = _both(quantizer, tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
-    both(x, one, other, *largest_both(x, quantizer), seed=seed)
+    largest = Largest(quantizer, tuple(x.shape), x.dtype, x.device, both=True)
+    both(x, one, other, *largest(x), seed=seed)
 
 
 Copy = tuple[Tensor, Tensor, Tensor | None]
@@ -198,7 +199,7 @@ class Both:
         amax: Tensor | None = None,
         seed: Seed | None = None,
     ) -> None:
-        """Write both copies. `found`: what `blocks.largest` gives, or of the form `whole` max |x|."""
+        """Write both copies. `found`: what `blocks.Largest` gives, or of the form `whole` max |x|."""
         self._launch(
             self._grid, x, *along, found, *turned, turned_found, factor, amax, *self._sizes, *halves(seed),
             *self._strides,

@@ -193,8 +193,7 @@ def e4m3() -> Pair:
 @cache
 def written(dtype: torch.dtype) -> elements.Rounding:
     """How products are rounded to a dtype of 16 bits, saturating."""
-    format = formats.get(dtype)
-    return elements.Rounding(*map(int, elements.scalars(format, "nearest_even", "saturate")))
+    return elements.Rounding(*map(int, elements.scalars(formats.get(dtype), "nearest_even", "saturate")))
 
 
 @cache
