@@ -221,10 +221,11 @@ def _launch(
     rule, element = given
     narrow = values is not None and values.itemsize == 2
     looked_up = None if element.bins is None else quantizers.table(quantizer.format, x.device)
+    found, _ = Largest(quantizer, tuple(x.shape), x.dtype, x.device)(x)
     launch(
         functions("tiles").quantise, made.programs,
         bits(x), bits(out), None if scale is None else bits(scale), None if whole is None else bits(whole),
-        Largest(quantizer, tuple(x.shape), x.dtype, x.device)(x)[0], looked_up, made.rows, made.columns // made.unit, *halves(seed),
+        found, looked_up, made.rows, made.columns // made.unit, *halves(seed),
         device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
         SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=quantizers.written(values) if narrow else None,
         APART=scale is None and whole is not None, NOISY=seed is not None, H=made.tile[0], W=made.tile[1],
