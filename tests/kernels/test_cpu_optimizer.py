@@ -310,7 +310,7 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     program = traced(lambda weight, grad, moments, options: (weight - grad, {}), [], [], [], {})
     one_chunk(
         rule_of(program.element), stored.view(torch.uint16).numpy(), (None,) * 5, (-gradient).numpy(), (),
-        (np.float32(1),), keys_of(seed_keys(seed), start // CHUNK), 0, 0, n,
+        (np.float32(1),), tuple(map(np.uint32, keys_of(seed_keys(seed), start // CHUNK))), 0, 0, n,
     )  # fmt: skip
     bits = gradient.view(torch.int32).long() & 0xFFFFFFFF
     rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)

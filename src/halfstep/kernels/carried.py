@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu import finish
+from halfstep.kernels.gpu import cast
 from halfstep.kernels.gpu.launch import lies_plain, plain
 from halfstep.kernels.operator import Operator
 from halfstep.kernels.watched import plus, times
@@ -82,7 +82,7 @@ def run_native(
         torch.mm(lhs, rhs, out_dtype=torch.float32) if lhs.device.type == "cuda" else torch.mm(lhs.float(), rhs.float())
     )
     if plain(product) and (bias is None or lies_plain(bias, lhs.dtype)):
-        return finish.run(product, scale, bias, lhs.dtype)
+        return cast.run_finish(product, scale, bias, lhs.dtype)
     product = times(product, scale)
     return (product if bias is None else product + bias).to(lhs.dtype)
 

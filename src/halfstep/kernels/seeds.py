@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu import seeds as gpu_seeds
+from halfstep.kernels.gpu import cast
 from halfstep.kernels.gpu.launch import here
 from halfstep.kernels.operator import Operator
 from halfstep.quant.rounding import Seed, draw_seed
@@ -30,7 +30,7 @@ def seeds(x: Tensor, key: Tensor, count: int) -> Sequence[Seed]:
 
 
 def _eager(x: Tensor, key: Tensor, count: int) -> list[int] | Tensor:
-    if here(x) and (found := gpu_seeds.run(x.detach(), key, count, steps(x))) is not None:
+    if here(x) and (found := cast.run_seeds(x.detach(), key, count, steps(x))) is not None:
         return found
     if x.is_cuda:
         return by_torch(x, key, count)

@@ -124,10 +124,14 @@ class LowBit(Stepping):
             check_parameters(self.param_groups, self._name)
             if self.check_new is not None:
                 self.check_new(self.param_groups[-1]["params"])
+            self._check_group(self.param_groups[-1])
         except OptimizerError:
             self.param_groups.pop()
             raise
         self._known = len(self._parameters())
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse the options of a new group, the last one, or its parameters."""
 
     def agree_on_the_seed(self) -> None:
         """Take the seed of stochastic rounding from the first of the processes that train together, once."""

@@ -1,6 +1,9 @@
-"""`quant.round_to`, `quant.encode` and `quant.decode` of CUDA tensors of fp32, bf16 and fp16, each in one pass."""
+"""What goes over a CUDA tensor element by element, in one pass: `quant.round_to`, `quant.encode` and `quant.decode` of
+fp32, bf16 and fp16; products finished; and seeds."""
 
+from collections.abc import Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from halfstep.kernels.cpu import element_codes, elements, posit
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.codes import lie_in, shifts
 from halfstep.kernels.cpu.lanes import INFINITY
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain, prepared
 from halfstep.quant.rounding import Seed
 
 
@@ -156,3 +159,52 @@ def _numbers(format: formats.Format, dtype: torch.dtype) -> Any:
 @cache
 def _table(format: formats.Format, dtype: torch.dtype, device: torch.device) -> Tensor:
     return element_codes.table(format, dtype).to(device)
+
+
+# ---- what follows an emulated matmul: its float32 result times a scale, plus a bias, rounded -------------------------
+
+
+@cache
+def half() -> elements.Rounding:
+    """float16's rounding as torch's conversions do it."""
+    return elements.Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
+
+
+def run_finish(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`(product * scale + bias).to(dtype)`, each operation rounded to float32: 6 bytes an element instead of 18.
+
+    Args:
+        product: (rows, columns), float32, that `launch.lies_plain`.
+        scale: a float32 scalar.
+        bias: (columns), contiguous, in `dtype`: bf16 or fp16.
+    """
+    out = torch.empty(product.shape, dtype=dtype, device=product.device)
+    launch(
+        functions("elementwise").finish, -(-product.numel() // BLOCK),
+        bits(product), scale.detach(), None if bias is None else bits(bias), bits(out), product.numel(),
+        product.shape[1], device=product.device, TARGET=KINDS[dtype], HALF=half(), B=BLOCK,
+    )  # fmt: skip
+    return out
+
+
+# ---- seeds that follow from a key and from a tensor's numbers: what torch's operators take twenty launches for -------
+
+_SAMPLE = 1024
+
+
+def run_seeds(x: Tensor, key: Tensor, count: int, steps: Sequence[int]) -> Tensor | None:
+    """`kernels.seeds.seeds` of a sample of x with these steps along its dimensions: int64 (count). None where that is
+    not done here: it takes fp32, bf16 and fp16 of at most four dimensions, of any strides, and a key beside it."""
+    if x.dtype not in KINDS or x.dim() > 4 or x.is_neg() or key.device != x.device:
+        return None
+    counts = [-(-size // step) for size, step in zip(x.shape, steps, strict=True)]
+    apart = [stride * step for stride, step in zip(x.stride(), steps, strict=True)]
+    fill = 4 - x.dim()
+    counts, apart = [1] * fill + counts, [0] * fill + apart
+    out = torch.empty(count, dtype=torch.int64, device=x.device)
+    launch = prepared(
+        functions("elementwise").seeds, x.device, as_bits=True, varying=(0, 1), kinds=(x.dtype, max(apart) >> 31),
+        COUNT=count, ROOM=1 << (count - 1).bit_length(), B=_SAMPLE,
+    )  # fmt: skip
+    launch(1, x, key, out, prod(counts), *counts[1:], *apart)
+    return out

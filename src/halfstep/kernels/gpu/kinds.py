@@ -13,7 +13,7 @@ from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.masters import KEPT
-from halfstep.kernels.gpu import quantizers, table
+from halfstep.kernels.gpu import cast, quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
@@ -213,7 +213,7 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
     _, kind, *kept = key
     looked_up = tuple(quantizers.table(one[0].format, device) if isinstance(one, tuple) else None for one in kept[-2:])
     forms = {name: _told(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
-    return looked_up, {"K": kind, **forms, "HALF": quantizers.half()}
+    return looked_up, {"K": kind, **forms, "HALF": cast.half()}
 
 
 def has_one_scale(constants: Mapping[str, Any]) -> bool:

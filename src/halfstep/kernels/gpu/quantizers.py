@@ -197,12 +197,6 @@ def written(dtype: torch.dtype) -> elements.Rounding:
 
 
 @cache
-def half() -> elements.Rounding:
-    """float16's rounding as torch's conversions do it."""
-    return elements.Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
-
-
-@cache
 def told(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, given: tuple[Rule, Element] | None = None
 ) -> tuple[Rule, Element]:

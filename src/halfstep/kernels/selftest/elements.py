@@ -11,9 +11,7 @@ from halfstep.kernels.cpu import amax, cast, codes, posit
 from halfstep.kernels.gpu import (
     amax as gpu_amax,
     cast as gpu_cast,
-    finish,
     history,
-    seeds,
 )
 from halfstep.kernels.selftest.case import (
     BFLOAT16,
@@ -107,7 +105,7 @@ def _finish(dtype: torch.dtype, device: torch.device, rows: int, columns: int, b
     """Results of whole blocks, and with a rest; biases shorter and longer than a block."""
     product, bias, scale = hard(rows * columns).view(rows, columns), hard(columns, dtype), scalar(0.3)
     wide = product * scale + bias if biased else product * scale
-    found = finish.run(product.to(device), scale.to(device), bias.to(device) if biased else None, dtype)
+    found = gpu_cast.run_finish(product.to(device), scale.to(device), bias.to(device) if biased else None, dtype)
     yield Case(wide.to(dtype), found, "", product)
 
 
@@ -115,7 +113,7 @@ def _seeds(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], cou
     """Of tensors of any dimensions, as they lie and by other strides."""
     x, key = hard(prod(shape), dtype).view(shape), torch.tensor([2**62 + 5, -3], dtype=torch.int64, device="cpu")
     for one in (x, x.mT[..., ::2]) if len(shape) > 1 else (x,):
-        found = seeds.run(one.to(device), key.to(device), count, seeds_of.steps(one))
+        found = gpu_cast.run_seeds(one.to(device), key.to(device), count, seeds_of.steps(one))
         yield Case(seeds_of.by_torch(one, key, count), found, str(one.stride()))
 
 
