@@ -111,9 +111,8 @@ def as_ours(
         kept = {name: value for name, value in found.items() if name not in own}
         made = [_of_bitsandbytes(name, found, digit, number) for name, digit in zip(ADAM, "12", strict=True)]
     else:
-        ours = {name for name, value in found.items() if not _decodes(value)}
-        kept = {name: value for name, value in found.items() if name in ours}
-        made = [_of_torchao(name, value) for name, value in found.items() if name not in ours]
+        kept = {name: value for name, value in found.items() if not _decodes(value)}
+        made = [_of_torchao(name, value) for name, value in found.items() if name not in kept]
     said: Labels = {}
     for tensors, label in made:
         kept |= tensors

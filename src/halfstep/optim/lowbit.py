@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -197,11 +197,8 @@ class LowBit(Stepping):
         Raises:
             OptimizerError: as `step`.
         """
-        stepped, numbers = list[Any](), count()
-        for group in self.param_groups:
-            for parameter, index in zip(group["params"], numbers, strict=False):
-                if parameter.grad is not None:
-                    stepped.append((parameter, parameter.grad, group, index))
+        every = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        stepped = [(p, p.grad, group, index) for index, (p, group) in enumerate(every) if p.grad is not None]
         self.check()
         if not stepped and self.per_layer is None and self._parameters():
             if self.recipe.codes is not None:

@@ -146,8 +146,7 @@ def fits(kind: Storage, parameter: Tensor) -> bool:
         OptimizerError: tiles are not pieces of a row, or all of them hang together.
     """
     scales = kind.quantizer.scales
-    tile = scales.tile if scales else None
-    if tile is None or scales is None or tile.rows != 1 or not tile.columns or scales.rule.two_level:
+    if scales is None or scales.tile.rows != 1 or not scales.tile.columns or scales.rule.two_level:
         raise OptimizerError(
             f"a moment of a sharded parameter of shape {tuple(parameter.shape)} would be kept as {kind}, which needs "
             "the whole tensor, and no rank has it. Under fully_shard keep moments in tiles along rows ('adamw-8bit', "
@@ -156,7 +155,7 @@ def fits(kind: Storage, parameter: Tensor) -> bool:
     parts = _runs(parameter)
     if parts is None or parameter.shape[0] % parts:
         return False
-    return parameter.numel() // parts % tile.columns == 0 if kind.flat else parameter.dim() > 1
+    return parameter.numel() // parts % scales.tile.columns == 0 if kind.flat else parameter.dim() > 1
 
 
 def start_codes(kind: Storage, name: str, parameter: Any) -> dict[str, Tensor]:

@@ -45,9 +45,7 @@ class Together:
         self._forget()
 
     def _forget(self) -> None:
-        for steps in self._steps.values():
-            if steps.held:
-                self._held.append(steps)
+        self._held += [steps for steps in self._steps.values() if steps.held]
         self._steps = {}
         self.ways: list[Way] = []
         """How the parameters that no GPU's kernels step are stepped."""
@@ -121,15 +119,14 @@ class Together:
         """
         options = _options(owner)
         for steps in (*self._steps.values(), *self._held):
-            if not steps.takes(options):
-                if not steps.held:
-                    continue
+            if steps.takes(options):
+                steps.set(options)
+            elif steps.held:
                 raise OptimizerError(
                     "betas of a parameter group, or whether it has an option at all, have changed since a step of this "
                     "optimizer was captured in a CUDA graph, which has them as they were; set them back, or capture a "
                     "step that was taken with them"
                 )
-            steps.set(options)
 
     # ---- a step that is not -------------------------------------------------------------------------------------
 
@@ -176,8 +173,7 @@ class Together:
                 self._followed.append(parameter)
             self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
         self.batches, self.alone = batched(self.ways)
-        for device, tensors in by_device.items():
-            self._steps[device] = Steps(tensors, options)
+        self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
         self._kinds = [own.program for own in options] if self._steps else []
         self._rule = owner.rule
         self._left = [-1] * len(self._followed)

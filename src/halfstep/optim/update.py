@@ -35,13 +35,10 @@ class Update:
 def _kept_where_lost(kinds: Mapping[str, Storage], old: Moments, new: Moments) -> Moments:
     """New moments; the old ones of elements of which a moment that is codes would not be finite: a gradient of 1e25 has
     no square, and the scale of codes is others' too. Their weights move, or become NaN, as torch's do."""
-    lost = None
-    for name, kind in kinds.items():
-        if kind.dtype is None and name in new:
-            own = ~new[name].isfinite()
-            lost = own if lost is None else lost | own
-    if lost is None:
+    coded = [~new[name].isfinite() for name, kind in kinds.items() if kind.dtype is None and name in new]
+    if not coded:
         return new
+    lost = torch.stack(coded).any(0)
     return {n: torch.where(lost, old[n], own) if own.shape == lost.shape else own for n, own in new.items()}
 
 

@@ -64,10 +64,12 @@ def finding(program: Program, by_step: int) -> str:
     """
     names = [f"{name}_" for name in program.names]
     loads = [f"{names[0]} = number.to(tl.float64)"]
-    for place, name in enumerate(names[1 : by_step + 1]):
-        loads.append(f"{name} = tl.load(by_step + settled * {by_step} + {place}, mask=inside, other=1.0)")
-    for place, name in enumerate(names[by_step + 1 :]):
-        loads.append(f"{name} = tl.load(given + {place}, mask=inside, other=1.0)")
+    loads += [
+        f"{name} = tl.load(by_step + settled * {by_step} + {place}, mask=inside, other=1.0)"
+        for place, name in enumerate(names[1 : by_step + 1])
+    ]
+    given = enumerate(names[by_step + 1 :])
+    loads += [f"{name} = tl.load(given + {place}, mask=inside, other=1.0)" for place, name in given]
     one = [f"{name}_" for name in program.shared]
     loads += [f"{name} = tl.load(shared, mask=inside, other=1.0)" for name in one]
     lines, results = _lines(program.scalars, [*names, *one])
