@@ -30,7 +30,8 @@ def found(groups: Sequence[Group]) -> Histories | None:
     for states, rule, _ in groups:
         if type(rule) is not Delayed or rule.first is None or rule.history > _LONGEST:
             return None
-        kinds |= {(type(s), s.device.type, s.dtype, s.is_contiguous(), s.is_neg()) for s in states}
+        for state in states:
+            kinds.add((type(state), state.device.type, state.dtype, state.is_contiguous(), state.is_neg()))
     if kinds == {(Tensor, "cpu", torch.float32, True, False)}:
         return Histories(groups, on_cpu)
     on_a_gpu = kinds == {(Tensor, "cuda", torch.float32, True, False)} and launch.missing() is None

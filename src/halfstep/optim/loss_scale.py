@@ -161,8 +161,9 @@ class LossScaler(Unscaling):
             LossScaleError: no step was taken or unscaled; or the gradients overflow at the scale's floor, or in
                 too many steps in a row of a constant scale.
         """
-        pending = self._pending.take()
-        moved = [one.moved(optimizer) for optimizer, one in pending]
+        pending, moved = self._pending.take(), []
+        for optimizer, one in pending:
+            moved.append(one.moved(optimizer))
         if self._enabled:
             checked = [p for _, p in pending if p.found_inf is not None]
             if new_scale is not None:
@@ -263,7 +264,10 @@ def _divides(optimizer: torch.optim.Optimizer) -> bool:
 
 def _none(moved: list[bool | Tensor]) -> bool | Tensor:
     """Whether there were optimizers, and not one of them has moved."""
-    if not moved or any(one is True for one in moved):
+    for one in moved:
+        if one is True:
+            return False
+    if not moved:
         return False
     unread = [one for one in moved if isinstance(one, Tensor)]
     return ~torch.stack([one.to(unread[0].device) for one in unread]).any() if unread else True

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from operator import itemgetter
 from typing import Any
 
@@ -124,14 +124,10 @@ class LowBit(Stepping):
             check_parameters(self.param_groups, self._name)
             if self.check_new is not None:
                 self.check_new(self.param_groups[-1]["params"])
-            self._check_group(self.param_groups[-1])
         except OptimizerError:
             self.param_groups.pop()
             raise
         self._known = len(self._parameters())
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse the options of a new group, the last one, or its parameters."""
 
     def agree_on_the_seed(self) -> None:
         """Take the seed of stochastic rounding from the first of the processes that train together, once."""
@@ -197,8 +193,11 @@ class LowBit(Stepping):
         Raises:
             OptimizerError: as `step`.
         """
-        every = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        stepped = [(p, p.grad, group, index) for index, (p, group) in enumerate(every) if p.grad is not None]
+        stepped, numbers = list[Any](), count()
+        for group in self.param_groups:
+            for parameter, index in zip(group["params"], numbers, strict=False):
+                if parameter.grad is not None:
+                    stepped.append((parameter, parameter.grad, group, index))
         self.check()
         if not stepped and self.per_layer is None and self._parameters():
             if self.recipe.codes is not None:

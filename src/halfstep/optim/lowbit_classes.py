@@ -205,13 +205,24 @@ class GaLoreAdamW(LowBitAdamW):
             raise OptimizerError("correct_bias=False; expected True: moments are corrected, as in the paper")
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; a group with a `rank` is projected.
+
+        Raises:
+            OptimizerError: as the class. Nothing was added.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
         if "rank" in group:
             for option, usual in _USUAL.items():
                 group.setdefault(option, usual)
         first = sum(len(known["params"]) for known in self.param_groups[:-1])
-        for index, parameter in enumerate(group["params"], first):
-            self._check(parameter, index, self.group_projection(group))
+        try:
+            for index, parameter in enumerate(group["params"], first):
+                self._check(parameter, index, self.group_projection(group))
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
 
     def _check(self, parameter: Tensor, index: int, projection: Projection | None) -> None:
         if projection is None:

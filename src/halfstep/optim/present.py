@@ -108,8 +108,13 @@ class _Seen:
     """
 
     def __init__(self, modules: Sequence[nn.Module], held: Sequence[Tensor]) -> None:
-        self._wholes: list[Any] = [weakref.ref(module) for module in modules if module._modules]
-        self._owners: list[Any] = [weakref.ref(module) for module in modules if module._parameters]
+        self._wholes: list[Any] = []
+        self._owners: list[Any] = []
+        for module in modules:
+            if module._modules:
+                self._wholes.append(weakref.ref(module))
+            if module._parameters:
+                self._owners.append(weakref.ref(module))
         self._found = self._now(held)
 
     def stands(self, held: Sequence[Tensor]) -> bool:

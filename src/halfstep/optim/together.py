@@ -45,7 +45,9 @@ class Together:
         self._forget()
 
     def _forget(self) -> None:
-        self._held += [steps for steps in self._steps.values() if steps.held]
+        for steps in self._steps.values():
+            if steps.held:
+                self._held.append(steps)
         self._steps = {}
         self.ways: list[Way] = []
         """How the parameters that no GPU's kernels step are stepped."""
@@ -173,7 +175,8 @@ class Together:
                 self._followed.append(parameter)
             self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
         self.batches, self.alone = batched(self.ways)
-        self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
+        for device, tensors in by_device.items():
+            self._steps[device] = Steps(tensors, options)
         self._kinds = [own.program for own in options] if self._steps else []
         self._rule = owner.rule
         self._left = [-1] * len(self._followed)

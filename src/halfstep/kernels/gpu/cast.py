@@ -1,5 +1,4 @@
-"""What goes over a CUDA tensor element by element, in one pass: `quant.round_to`, `quant.encode` and `quant.decode` of
-fp32, bf16 and fp16; products finished; and seeds."""
+"""What goes over a CUDA tensor element by element, in one pass: roundings, codes and their values, products, seeds."""
 
 from collections.abc import Sequence
 from functools import cache

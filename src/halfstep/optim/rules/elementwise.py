@@ -79,9 +79,13 @@ class Formula:
 
     def program(self, group: Group, options: Mapping[str, Any], by_step: Mapping[str, float]) -> Program:
         """What kernels do for a group's options."""
-        known = {name: option for name, option in options.items() if option is None or isinstance(option, bool)}
-        names = *by_step, *[name for name in options if name not in known]
-        program = _program(self.element, names, self.moments(group), self.shape, tuple(known.items()))
+        names, known = list(by_step), []
+        for name, option in options.items():
+            if option is None or isinstance(option, bool):
+                known.append((name, option))
+            else:
+                names.append(name)
+        program = _program(self.element, tuple(names), self.moments(group), self.shape, tuple(known))
         if self.elementwise and program.normed.results:
             raise TypeError(
                 "a formula takes a norm of the whole tensor, of which a rank may have a part. Expected its rule with "
