@@ -354,13 +354,14 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> d
     """The multiply-adds of all three passes by kind, pass and bits, as that recipe rounds the operands."""
     matched = match(model, recipe, None)
     float32 = wide.find(model, recipe.float32_modules)
+    usual = formats.get(recipe.weights if recipe.compute == "fp32" else recipe.compute).bits  # where no rule rounds
     found: dict[_Key, float] = defaultdict(float)
     cores: Counter[str] = Counter()
     for product in products:
         kind = _kind(product, model)
         spec = _spec(product, kind, matched, recipe, cores[product.path])
         cores[product.path] += kind == ATTENTION_CORE
-        plain = 32 if any(f"{product.path}.".startswith(f"{path}.") for path in float32) else _bits(recipe)
+        plain = 32 if any(f"{product.path}.".startswith(f"{path}.") for path in float32) else usual
         matmuls = spec.output, spec.grad_input, spec.grad_weight
         for step, matmul, formed in zip(PASSES, matmuls, (True, product.input_grad, product.weight_grad), strict=True):
             if formed:
@@ -408,11 +409,6 @@ def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> It
     rounded = spec.output.rhs
     if step == PASSES[2] and rounded is not None and rounded.estimator is not None:
         yield ESTIMATES, weight
-
-
-def _bits(recipe: Recipe) -> int:
-    """The bits of an operand that no rule rounds."""
-    return formats.get(recipe.weights if recipe.compute == "fp32" else recipe.compute).bits
 
 
 def _wider(matmul: Matmul, plain: int) -> int:

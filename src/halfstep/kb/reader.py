@@ -157,11 +157,6 @@ def entry_from(data: Mapping[str, Any], family: str, origin: str, overlay: bool 
     return Entry(**rest, references=references, family=family, origin=origin, overlay=overlay)
 
 
-def failure_from(data: Mapping[str, Any], origin: str) -> FailureReport:
-    """A failure report from its TOML table, which the schema has accepted."""
-    return FailureReport(**{key: _frozen(value) for key, value in data.items()}, origin=origin)
-
-
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -319,7 +314,8 @@ def read(folder: Traversable, overlay: bool = False, check: bool = True) -> Know
         if check and (found := list(file_problems(name, data))):
             raise KnowledgeBaseError("\n".join(found))
         entries += [entry_from(table, data["family"], name, overlay) for table in data.get("entry", ())]
-        failures += [failure_from(table, name) for table in data.get("failure", ())]
+        tables = ({key: _frozen(value) for key, value in table.items()} for table in data.get("failure", ()))
+        failures += [FailureReport(**table, origin=name) for table in tables]
     return KnowledgeBase(tuple(entries), tuple(failures))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import quant
 from halfstep.bits.histogram import ExponentHistogram
 from halfstep.bits.limits import limits_of
 from halfstep.errors import QuantizationError
@@ -21,7 +20,7 @@ from halfstep.ops import amax_of, round_to, values_of
 from halfstep.ops.codes import read
 from halfstep.ops.part import part_of
 from halfstep.optim import LowBit, Update
-from halfstep.quant import Quantizer, rotate
+from halfstep.quant import Quantizer, rotate, round_to as reference
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec, Matmul
@@ -54,7 +53,7 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
     """
     whole, format = as_rows(x.detach()).float(), quantizer.format
     wide, beyond, ratio, back = _scaled(whole, quantizer, state)
-    rounded = quant.round_to(ratio, format)
+    rounded = reference(ratio, format)
     total, nonzero = max(wide.numel(), 1), max(int((wide != 0).sum()), 1)
     norm = float(whole.norm()) or 1.0
     return (

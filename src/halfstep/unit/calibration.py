@@ -84,13 +84,6 @@ def calibrate(
     return Calibration(op, numbers[0], given, tuple(errors))
 
 
-def _gradients(output: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Those of the leaves for an output gradient of N(0, 1); None for one that the output does not depend on."""
-    if not leaves or not output.requires_grad:
-        return (None,) * len(leaves)
-    return torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)
-
-
 def _squares(
     op: Callable[..., Tensor], shapes: Sequence[Sequence[int] | Tensor], dtype: torch.dtype, device: str | torch.device
 ) -> Tensor:
@@ -105,7 +98,11 @@ def _squares(
     if not isinstance(output, Tensor) or not output.is_floating_point():
         raise ModelError(f"an operation to be calibrated gave {type(output).__name__}; expected one floating tensor")
     leaves = [x for x, s in zip(inputs, shapes, strict=True) if not isinstance(s, Tensor)]
-    grads = _gradients(output, leaves)
+    grads: Sequence[Tensor | None] = (
+        torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)
+        if leaves and output.requires_grad
+        else [None] * len(leaves)
+    )
     none = torch.zeros((), dtype=torch.float64, device="cpu")
     squares = (none if g is None else g.double().square().mean() for g in grads)
     found = torch.stack([output.detach().double().var(correction=0).cpu(), *(square.cpu() for square in squares)])

@@ -24,11 +24,7 @@ def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
 
 def _transfer(base_width: int, width: int) -> Callable[[Role, OptimizerKind, str | None], float]:
     """sqrt(base_width / width) for hidden matrices: the learning rate is that of the base width."""
-
-    def lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
-        return _rate(role, optimizer, (base_width / width) ** 0.5)
-
-    return lr
+    return lambda role, optimizer, readout: _rate(role, optimizer, (base_width / width) ** 0.5)
 
 
 munit = Parametrization(
