@@ -78,10 +78,9 @@ def calibrate(
     mean = squares.mean(0)
     deviation = squares.std(0) if runs > 1 else torch.full_like(mean, torch.inf)
     numbers = mean.rsqrt().tolist()
-    errors = (deviation / mean / 2 / runs**0.5).tolist()
     grads = iter(numbers[1:])
     given = tuple(None if isinstance(shape, Tensor) else next(grads) for shape in shapes)
-    return Calibration(op, numbers[0], given, tuple(errors))
+    return Calibration(op, numbers[0], given, tuple((deviation / mean / 2 / runs**0.5).tolist()))
 
 
 def _squares(
