@@ -3,8 +3,6 @@
 The theoretical cost of a recipe's products on an architecture is a share of training in 16 bits.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict
@@ -222,11 +220,11 @@ class Cost:
         """Over training in 16 bits."""
         return self.base / self.time
 
-    def without(self, *kinds: str) -> Cost:
+    def without(self, *kinds: str) -> "Cost":
         """The same without products of these kinds, as papers count that leave the head out."""
         return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.kind not in kinds))
 
-    def of(self, step: str) -> Cost:
+    def of(self, step: str) -> "Cost":
         """One of `PASSES` alone."""
         return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.step == step))
 

@@ -3,8 +3,6 @@
 The model is an architecture by name, Hugging Face's config, the header of a checkpoint, or what a function makes.
 """
 
-from __future__ import annotations
-
 import inspect
 import tomllib
 import warnings
@@ -52,7 +50,7 @@ class Batch:
         """What the model returns for it."""
         return model(*self.args, **dict(self.named), **more)
 
-    def without(self, name: str) -> Batch:
+    def without(self, name: str) -> "Batch":
         """The same but for that one."""
         return Batch(self.args, tuple(pair for pair in self.named if pair[0] != name))
 

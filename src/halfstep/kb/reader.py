@@ -1,7 +1,5 @@
 """What the knowledge base holds, entries and failure reports, read from the package's data files and the user's own."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -104,7 +102,7 @@ class Entry:
             return []
         return [name for name in self.globs if matches(name, model_id)]
 
-    def conflicts(self, other: Entry) -> bool:
+    def conflicts(self, other: "Entry") -> bool:
         """Whether one declares a conflict with the other."""
         return self.conflict_with == other.id or other.conflict_with == self.id
 

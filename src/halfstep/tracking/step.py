@@ -1,7 +1,5 @@
 """Numbers of a training step: its operands, rounded; how much of an update arrives; what became zero; sharpness."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -268,7 +266,7 @@ class Arrival:
         """The share of wanted updates that moved nothing; None where nothing was wanted."""
         return self.lost / self.moved if self.moved else None
 
-    def __add__(self, other: Arrival) -> Arrival:
+    def __add__(self, other: "Arrival") -> "Arrival":
         return Arrival(
             self.along + other.along, self.wanted + other.wanted, self.lost + other.lost, self.moved + other.moved
         )
@@ -334,7 +332,7 @@ class Zeros:
     zeros: int = 0
     of: int = 0
 
-    def __add__(self, other: Zeros) -> Zeros:
+    def __add__(self, other: "Zeros") -> "Zeros":
         return Zeros(self.zeros + other.zeros, self.of + other.of)
 
 

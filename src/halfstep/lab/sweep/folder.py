@@ -6,8 +6,6 @@ POINT/RECIPE/seed-N/cell.json   how the cell ended: status, reason, seconds
 summary.json, rates.png         the report
 """
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os
@@ -32,7 +30,6 @@ Cell = tuple[str, str, int]
 _FIXED = ("recipes", "task", "seeds", "baseline_seeds", "margin", "recipe_lr", "betas", "checkpoints")
 """Fields of an experiment that are the same at every point."""
 AXES = tuple(field.name for field in fields(Experiment) if field.name not in _FIXED)
-_KINDS = {"str": str, "str | None": str, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Sweep:
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Sweep:
+    def from_data(cls, data: Mapping[str, Any]) -> "Sweep":
         """What `to_dict` wrote.
 
         Raises:
@@ -101,7 +98,7 @@ class Sweep:
         except (KeyError, AttributeError, TypeError) as error:
             raise RunError(f"this is no sweep that halfstep wrote ({type(error).__name__}: {error})") from error
 
-    def check_extends(self, recorded: Sweep) -> None:
+    def check_extends(self, recorded: "Sweep") -> None:
         """Refuse another sweep than the one recorded; more seeds, and more values of an axis, are the same one.
 
         Raises:
@@ -131,7 +128,9 @@ def read_grid(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     Raises:
         RunError: a field twice or unknown, or a value that it cannot take.
     """
-    kinds = {field.name: _KINDS.get(str(field.type), str) for field in fields(Experiment)}
+    kinds: dict[str, Any] = {
+        field.name: field.type if field.type in (int, float) else str for field in fields(Experiment)
+    }
     grid: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, _, values = text.partition("=")
