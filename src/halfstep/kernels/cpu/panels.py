@@ -183,7 +183,8 @@ def _write(x, first, stride, tall, size, divisor, scale, steps, values, out, to,
 @inner
 def _maxima(x, first, stride, tall, size, wide, largest):
     """The largest magnitude of each tile, as it is stored; what a short tile lacks is 0."""
-    largest[:] = 0
+    for i in range(np.uintp(largest.size)):
+        largest[i] = 0
     for r in range(np.uintp(tall)):
         row = np.uintp(first) + r * np.uintp(stride)
         for i in range(np.uintp(size)):
