@@ -381,15 +381,11 @@ def _fitted(
     generator = np.random.default_rng(0)
     drawn = [constants(solved(generator.integers(0, count, count), [best.tolist()])) for _ in range(resamples)]
     found = constants(best)
-    ends = {name: _ends([constants[name] for constants in drawn]) for name in (found if drawn else ())}
+    quantiles = {name: np.quantile([c[name] for c in drawn], [0.025, 0.975]) for name in (found if drawn else ())}
+    ends = {name: (float(low), float(high)) for name, (low, high) in quantiles.items()}
     rest = predicted(best, *inputs) - target
     r2 = 1 - float(np.square(rest).sum() / np.square(target - target.mean()).sum())
     return Fitted(found, ends, r2, count, float(np.sqrt(np.square(rest).mean())))
-
-
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    low, high = np.quantile(values, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def least_squares(residuals: Callable[[Numbers], Numbers], start: Numbers, steps: int = 300) -> Numbers:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from halfstep.accounting import Account, account, architectures, named
+from halfstep.accounting import account, architectures, named
 from halfstep.errors import AccountError, HalfstepError
 from halfstep.printable import printable
 from halfstep.recipe import get_recipe, list_recipes
@@ -32,19 +32,16 @@ def measure(model: str, recipe: str) -> list[int] | str:
     depth = next((key for key in _DEPTHS if key in config), None)
     try:
         if depth is None or any(rule.blocks for rule in get_recipe(recipe).rules):  # which count from an end
-            return _row(_account(model, recipe))
-        few, more = (_row(_account(model, recipe, **{depth: blocks})) for blocks in _FEW)
+            return _row(model, recipe)
+        few, more = (_row(model, recipe, **{depth: blocks}) for blocks in _FEW)
     except HalfstepError as error:
         return printable(str(error))
     return [two + (config[depth] - _FEW[1]) * (two - one) for one, two in zip(few, more, strict=True)]
 
 
-def _account(model: str, recipe: str, **changes: int) -> Account:
+def _row(model: str, recipe: str, **changes: int) -> list[int]:
     """What stays from step to step; nothing is run."""
-    return account(replace(named(model, **changes), batch=None), recipe)
-
-
-def _row(made: Account) -> list[int]:
+    made = account(replace(named(model, **changes), batch=None), recipe)
     return [made.parameters, made.trained, *(getattr(made.bytes, role) for role in ROLES)]
 
 

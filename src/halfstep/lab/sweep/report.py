@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
 from numpy.typing import NDArray
 
 from halfstep.lab.folder import Row, write_json
@@ -280,9 +279,8 @@ def picture(summary: dict[str, Any]) -> Figure:
             low, high = ([at["interval"][end] for at in banded] for end in ("low", "high"))
             panel.fill_between([at["lr"] for at in banded], low, high, color=look.colour, alpha=0.12, linewidth=0)
         panel.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss")
-        panel.xaxis.set_major_locator(FixedLocator(rates))
-        panel.xaxis.set_minor_locator(NullLocator())
-        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        panel.minorticks_off()
         panel.grid(axis="y")
         panel.legend(fontsize=8, ncols=2)
         if len(settings) > 1:

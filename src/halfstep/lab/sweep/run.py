@@ -116,7 +116,10 @@ def open_sweep(sweep: Sweep, path: Path, resume: bool) -> Cells:
         if recorded is not None:
             named.check_extends(recorded)
         for point in sweep.points():
-            _checked(cells, point)
+            try:
+                cells.comparison(point)
+            except HalfstepError as error:
+                raise type(error)(f"at {point}: {error}") from error
     except HalfstepError:
         for point in sweep.points() if made else ():
             shutil.rmtree(path / point, ignore_errors=True)
@@ -125,13 +128,6 @@ def open_sweep(sweep: Sweep, path: Path, resume: bool) -> Cells:
     cells.sweep = named
     folder.write(named)
     return cells
-
-
-def _checked(cells: Cells, point: str) -> None:
-    try:
-        cells.comparison(point)
-    except HalfstepError as error:
-        raise type(error)(f"at {point}: {error}") from error
 
 
 def run_sweep(cells: Cells, executor: Executor, watch: Callable[[Beat], None], retry: bool = False) -> None:
