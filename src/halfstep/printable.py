@@ -1,4 +1,4 @@
-"""Text from untrusted files, made safe to print."""
+"""Text from untrusted files, made safe to print; numbers, names and tables in reports."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +36,17 @@ def some(names: Sequence[str], shown: int = 3) -> str:
     'a and 2 more'
     """
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def percent(share: float) -> str:
+    """A share in percent, never rounded to none or all.
+
+    >>> percent(0.9999999), percent(0.00001), percent(0.5)
+    ('>99.99%', '<0.01%', '50%')
+    """
+    if share in (0, 1):
+        return f"{share:.0%}"
+    return "<0.01%" if share < 0.0001 else ">99.99%" if share > 0.9999 else f"{100 * share:.3g}%"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

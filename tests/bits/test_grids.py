@@ -12,9 +12,8 @@ from halfstep import formats
 from halfstep.bits.grids import CERTAIN, ENOUGH, GRIDS, WHOLE, fit_levels, fit_tiles
 from halfstep.bits.origin import origin
 from halfstep.bits.scan import Levels, scan
-from halfstep.bits.sentences import Evidence
+from halfstep.bits.sentences import Evidence, verdict
 from halfstep.bits.values import InMemory, Places
-from halfstep.bits.verdict import verdict
 from halfstep.formats import Float
 
 

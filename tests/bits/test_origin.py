@@ -10,10 +10,9 @@ import torch
 import halfstep
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.scan import scan
-from halfstep.bits.sentences import Evidence
-from halfstep.bits.statistics import statistics
+from halfstep.bits.sentences import Evidence, verdict
+from halfstep.bits.statistics import of_scans
 from halfstep.bits.values import InMemory
-from halfstep.bits.verdict import verdict
 from halfstep.inspection.inspector import quick_origin
 
 
@@ -151,7 +150,7 @@ def test_figures_of_a_tensor_are_those_of_torch():
     x = torch.randn(40, 64) * torch.logspace(-9, 5.5, 40).unsqueeze(1)
     x[0, 0], x[1, 1], x[2, 2], x[3] = torch.inf, torch.nan, 1e-40, 0.0
     x[:, 7] *= 1e3
-    found = statistics(scanned(x), stored_format("float32"))
+    (found,) = of_scans([scanned(x)], stored_format("float32"))
     finite, used = x[x.isfinite()], x[x.isfinite() & (x != 0)].abs()
     assert (found.values, found.infinities, found.nans) == (x.numel(), 1, 1)
     assert found.zeros == int((finite == 0).sum())

@@ -11,9 +11,8 @@ from torch import Tensor
 from families import for_each
 from halfstep.bits.origin import origin
 from halfstep.bits.scan import scan
-from halfstep.bits.sentences import Evidence
+from halfstep.bits.sentences import Evidence, verdict
 from halfstep.bits.values import InMemory
-from halfstep.bits.verdict import verdict
 
 
 DRAWN = {"tuned on": (1, (256, 384), 6), "held out": (4711, (384, 512), 6)}

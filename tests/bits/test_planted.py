@@ -13,9 +13,8 @@ from torch import Tensor
 
 from halfstep.bits.origin import Origin, origin
 from halfstep.bits.scan import scan
-from halfstep.bits.sentences import Evidence
+from halfstep.bits.sentences import Evidence, verdict
 from halfstep.bits.values import InMemory
-from halfstep.bits.verdict import verdict
 
 
 @dataclass(frozen=True)

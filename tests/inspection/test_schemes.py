@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import halfstep
-from halfstep.cli.inspect_text import text_of
+from halfstep.cli.inspect import text_of
 from halfstep.inspection.page import to_html
 
 

@@ -11,8 +11,8 @@ from halfstep import formats
 from halfstep.kernels.cpu import blocks as kernel, dequantize
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.ops.casts import values
+from halfstep.quant import Scales
 from halfstep.quant.quantizer import Quantizer, get_quantizer
-from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.absmax import Absmax
 from halfstep.quant.scaling.power_of_two import PowerOfTwoScaling

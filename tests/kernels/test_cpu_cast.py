@@ -11,8 +11,7 @@ from halfstep.formats import Integer
 from halfstep.kernels.cpu import cast as kernel
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.quant.cast import encode, round_to
-from halfstep.quant.scaling.current import current
-from halfstep.quant.scaling.delayed import delayed
+from halfstep.quant.scaling.delayed import current, delayed
 from kernels.inputs import OVERFLOWS, ROUNDINGS, all_formats, float32_input, inputs
 from oracles.numbers import same_bits
 

@@ -9,8 +9,8 @@ from families import for_each, slow_unless
 from halfstep import formats
 from halfstep.kernels.cpu import blocks, panels as kernel
 from halfstep.ops.casts import values
+from halfstep.quant import Scales
 from halfstep.quant.quantizer import Quantizer, get_quantizer
-from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import Tile
 from kernels.test_cpu_blocks import hard

@@ -11,8 +11,8 @@ from halfstep import formats
 from halfstep.kernels.cpu import blocks, panels as kernel
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.ops.casts import values, values_noted
+from halfstep.quant import Scales
 from halfstep.quant.quantizer import Quantizer
-from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import Tile
 from kernels.test_cpu_blocks import hard

@@ -21,8 +21,7 @@ from halfstep.nn.scaling import Scalings, states_of
 from halfstep.ops.casts import round_scaled
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import from_text, get_scaling, named
-from halfstep.quant.scaling.current import factor_of
-from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.scaling.delayed import Delayed, factor_of
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LossScale, get_recipe
 from oracles.numbers import same_bits

@@ -12,8 +12,7 @@ from halfstep.errors import RecipeError
 from halfstep.ops import CodeTensor
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
-from halfstep.quant.scaling.current import Current
-from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.scaling.delayed import Current, Delayed
 from halfstep.quant.tile import ROW, TENSOR, Tile
 from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule, from_data, to_data
 from halfstep.recipe.files import to_toml

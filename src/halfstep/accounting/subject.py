@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import AccountError, HalfstepError, ModelError, unknown
 from halfstep.inspection import open_checkpoint
-from halfstep.inspection.readers.sharded import read_json
+from halfstep.inspection.readers.safetensors import read_json
 from halfstep.registry import load_function
 
 

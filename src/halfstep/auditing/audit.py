@@ -1,9 +1,7 @@
 """Audit a live training setup: who is who among its tensors, and one pass over the bits of each."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -16,12 +14,12 @@ from halfstep.auditing.report import Audit, Finding, Item
 from halfstep.auditing.setup import Setup, kept_as, leaves, name_of, place, rounds_to, scanned, set_up, size, values
 from halfstep.bits.origin import narrowed, origin, progression, stored_format
 from halfstep.bits.scan import Scan
-from halfstep.bits.sentences import percent
 from halfstep.bits.table import Table
 from halfstep.grouping import grouped
 from halfstep.nn.dtypes import RECOMPUTE
 from halfstep.nn.stages import applied_in
 from halfstep.ops import CodeTensor
+from halfstep.printable import percent
 from halfstep.recipe import PROJECTOR
 
 
@@ -130,27 +128,31 @@ def _tensors(setup: Setup) -> Iterator[tuple[str, str, Tensor]]:
 def find(
     setup: Setup,
     items: Sequence[Item],
-    unmoved: Mapping[str, Unmoved],
+    unmoved: "Mapping[str, Unmoved]",
     rounded: Mapping[str, str],
     loss_scale: float | None,
 ) -> tuple[Finding, ...]:
     """All findings, warnings first; `rounded` has the buffers whose values were rounded to a type of 16 bits."""
-    looked = chain(
-        _no_master(setup, unmoved),
-        _too_small(unmoved),
-        _still(setup, items),
-        _squares(setup, items),
-        _zero_gradients(setup, items),
-        _scale(loss_scale),
-        _outside(setup, items),
-        _lost(setup, items),
-        _rounded(setup, items, rounded),
-        (one for one in _of_tensors(setup, items) if one.tensors),
-        _mixed(items),
-        _shared(items),
-        _projected(setup),
+    return tuple(
+        sorted(
+            chain(
+                _no_master(setup, unmoved),
+                _too_small(unmoved),
+                _still(setup, items),
+                _squares(setup, items),
+                _zero_gradients(setup, items),
+                _scale(loss_scale),
+                _outside(setup, items),
+                _lost(setup, items),
+                _rounded(setup, items, rounded),
+                (one for one in _of_tensors(setup, items) if one.tensors),
+                _mixed(items),
+                _shared(items),
+                _projected(setup),
+            ),
+            key=lambda one: one.level != "warning",
+        )
     )
-    return tuple(sorted(looked, key=lambda one: one.level != "warning"))
 
 
 def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
@@ -185,8 +187,12 @@ def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) ->
             f", every value exactly {type}: a cast, or the file that they came from," if again else f"{beside}: a cast"
         )
         noted = saved if again else not wide
-        text = f"buffers in {dtype}{how} rounded them; {RECOMPUTE}"
-        yield Finding("note" if noted else "warning", "rounded buffers", text, tuple(names))
+        yield Finding(
+            "note" if noted else "warning",
+            "rounded buffers",
+            f"buffers in {dtype}{how} rounded them; {RECOMPUTE}",
+            tuple(names),
+        )
 
 
 def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
@@ -256,8 +262,12 @@ def _mixed(items: Iterable[Item]) -> Iterator[Finding]:
         if len(dtypes) > 1:
             counts = ", ".join(f"{len(found)} in {dtype}" for dtype, found in dtypes.items())
             dtype, fewest = min(dtypes.items(), key=lambda pair: len(pair[1]))
-            text = f"{kind} is not stored alike everywhere: {counts}. In {dtype}"
-            yield Finding("note", "mixed states", text, tuple(item.name for item in fewest))
+            yield Finding(
+                "note",
+                "mixed states",
+                f"{kind} is not stored alike everywhere: {counts}. In {dtype}",
+                tuple(item.name for item in fewest),
+            )
 
 
 def _projected(setup: Setup) -> Iterator[Finding]:
@@ -266,21 +276,24 @@ def _projected(setup: Setup) -> Iterator[Finding]:
     if names:
         whole = [name for name, p in setup.trained.items() if p.dim() == 2 and name not in names]
         others = f", others ({', '.join(whole[:5])}{' ...' * (len(whole) > 5)}) as a whole" if whole else ""
-        text = f"matrices updated in subspaces of their gradients (GaLore){others}"
-        yield Finding("note", "projected", text, tuple(names))
+        yield Finding(
+            "note", "projected", f"matrices updated in subspaces of their gradients (GaLore){others}", tuple(names)
+        )
 
 
 def _shared(items: Iterable[Item]) -> Iterator[Finding]:
     for kind, found in grouped((item.kind, item) for item in items if item.shared_with is not None).items():
-        first = f"{found[0].label} is {found[0].shared_with}"
-        text = f"{kind} in the memory of another tensor, counted once: {first}"
-        yield Finding("note", "shared", text, tuple(item.name for item in found))
+        yield Finding(
+            "note",
+            "shared",
+            f"{kind} in the memory of another tensor, counted once: {found[0].label} is {found[0].shared_with}",
+            tuple(item.name for item in found),
+        )
 
 
 SMALLEST_SCALE = 1e-6
 """Loss scales below it have been halved 36 times from 65536: no step of a working setup overflows so."""
 
-_SQUARES = ("exp_avg_sq", "square_avg")
 _MOST = 0.5  # of a tensor's values, from which on it is the tensor that does not move
 
 
@@ -307,31 +320,40 @@ def unmoved_by(setup: Setup, name: str, dtype: str, table: Table) -> Unmoved | N
 
 
 def _no_master(setup: Setup, unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
-    by_dtype = grouped((name_of(kept_as(parameter)), name) for name, parameter in setup.narrow.items())
-    for dtype, names in by_dtype.items():
+    for dtype, names in grouped(
+        (name_of(kept_as(parameter)), name) for name, parameter in setup.narrow.items()
+    ).items():
         share = _shares([unmoved[name] for name in names if name in unmoved])
-        text = f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}"
-        yield Finding("warning", "no master", text, tuple(names))
+        yield Finding(
+            "warning",
+            "no master",
+            f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}",
+            tuple(names),
+        )
 
 
 def _too_small(unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
     found = {name: one for name, one in unmoved.items() if one.dtype == "float32" and one.lost > _MOST * one.nonzero}
     if found:
         shares = _shares(found.values())
-        text = f"learning rate too small for parameters in float32: an update below half their spacing is lost{shares}"
-        yield Finding("warning", "learning rate too small", text, tuple(found))
+        yield Finding(
+            "warning",
+            "learning rate too small",
+            f"learning rate too small for parameters in float32: an update below half their spacing is lost{shares}",
+            tuple(found),
+        )
 
 
-def _shares(found: Iterable[Unmoved]) -> str:
+def _shares(found: Collection[Unmoved]) -> str:
     """The shares that are lost, by role, and the learning rates."""
-    gone, all_values, rates = Counter[str](), Counter[str](), set[float]()
-    for one in found:
-        gone[one.role] += one.lost
-        all_values[one.role] += one.nonzero
-        rates.add(one.rate)
-    if not all_values.total():
+    shares = ", ".join(
+        f"{role} {percent(sum(one.lost for one in same) / count)}"
+        for role, same in grouped((one.role, one) for one in found).items()
+        if (count := sum(one.nonzero for one in same))
+    )
+    if not shares:
         return ""
-    shares = ", ".join(f"{role} {percent(gone[role] / count)}" for role, count in all_values.items() if count)
+    rates = [one.rate for one in found]
     ends = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
     return f", as one of lr = {ends} (Adam's size) is for these shares of the values: {shares}"
 
@@ -348,11 +370,13 @@ def _still(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     )
     for (kind, dtype, decay), names in found.items():
         what = "averages of weights or activations" if kind in ("parameters", "buffers") else f"averages ({kind})"
-        text = (
+        yield Finding(
+            "warning",
+            "average stands still",
             f"{what} in {dtype} that cannot decay: {decay:g} times a value rounds back to it, as 1 - {decay:g} = "
-            f"{1 - decay:.1g} is below 2^-{_SIXTEEN[dtype] + 1}, half of the finest spacing; keep them in float32"
+            f"{1 - decay:.1g} is below 2^-{_SIXTEEN[dtype] + 1}, half of the finest spacing; keep them in float32",
+            tuple(names),
         )
-        yield Finding("warning", "average stands still", text, tuple(names))
 
 
 _SIXTEEN = {"bfloat16": formats.get("bf16").significant_bits, "float16": formats.get("fp16").significant_bits}
@@ -365,17 +389,19 @@ def _squares(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     gone: dict[str, dict[str, float]] = {}
     for (kind, name), item in named.items():
         beside = named.get(("exp_avg", name), named.get(("gradients", name)))
-        if kind in _SQUARES and beside is not None and setup.steps.get(name, 1) > 0:
+        if kind in ("exp_avg_sq", "square_avg") and beside is not None and setup.steps.get(name, 1) > 0:
             alive, expected = item.numel - item.zeros, beside.numel - beside.zeros
             if expected and alive < (1 - _MOST) * expected:
                 gone.setdefault(item.dtype, {})[name] = 1 - alive / expected
     for dtype, shares in gone.items():
         ends = " to ".join(dict.fromkeys(map(percent, (min(shares.values()), max(shares.values())))))
-        text = (
+        yield Finding(
+            "warning",
+            "second moments vanished",
             f"second moments in {dtype} that are zero where the gradients were not, {ends} of them: their "
-            "squares underflowed, and the update is divided by eps alone"
+            "squares underflowed, and the update is divided by eps alone",
+            tuple(shares),
         )
-        yield Finding("warning", "second moments vanished", text, tuple(shares))
 
 
 def _zero_gradients(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
@@ -383,24 +409,31 @@ def _zero_gradients(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     if not grads or any(item.zeros < item.numel for item in grads):
         return
     moments = [item for item in items if item.kind in ("exp_avg", "momentum_buffer") and item.effective is not None]
-    remembers = any("betas" in group or group.get("momentum") for group in (setup.groups or {}).values())
-    never = remembers and all(item.zeros == item.numel for item in moments)
+    never = any("betas" in group or group.get("momentum") for group in (setup.groups or {}).values()) and all(
+        item.zeros == item.numel for item in moments
+    )
     why = (
         ", and none was another before: they underflowed, or the loss does not depend on the parameters"
         if never
         else ": by zero_grad(set_to_none=False), or they underflowed in this step"
     )
-    text = f"every gradient is zero, all {sum(item.numel for item in grads):,} values{why}"
-    yield Finding("warning" if never else "note", "gradients are zero", text, tuple(item.name for item in grads))
+    yield Finding(
+        "warning" if never else "note",
+        "gradients are zero",
+        f"every gradient is zero, all {sum(item.numel for item in grads):,} values{why}",
+        tuple(item.name for item in grads),
+    )
 
 
 def _scale(scale: float | None) -> Iterator[Finding]:
     if scale is not None and scale < SMALLEST_SCALE:
-        text = (
+        yield Finding(
+            "warning",
+            "loss scale too small",
             f"the loss scale is {scale:.1e}, below {SMALLEST_SCALE:g}: step after step was skipped, for gradients that "
-            "are finite at no scale. Look for the first infinity or NaN (halfstep.tracking), in float32 too"
+            "are finite at no scale. Look for the first infinity or NaN (halfstep.tracking), in float32 too",
+            (),
         )
-        yield Finding("warning", "loss scale too small", text, ())
 
 
 def _outside(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
@@ -409,8 +442,10 @@ def _outside(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     cast = Counter(item.effective for item in grads if item.effective in ("bf16", "fp16", "bf16+fp16"))
     wide = [item.name for item in grads if item.dtype == "float32" and item.effective == "full"]
     if wide and cast.total() > len(wide):
-        text = (
+        yield Finding(
+            "note",
+            "outside autocast",
             f"weights whose gradients use all of float32, where those of {cast.total()} others are exactly "
-            f"{max(cast, key=cast.__getitem__)}: their products are computed outside autocast"
+            f"{max(cast, key=cast.__getitem__)}: their products are computed outside autocast",
+            tuple(wide),
         )
-        yield Finding("note", "outside autocast", text, tuple(wide))

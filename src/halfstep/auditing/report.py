@@ -1,7 +1,5 @@
 """What an audit found: records, a text, JSON, and how two audits differ."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -132,15 +130,18 @@ class Audit:
         places = {kind: place for place, kind in enumerate(kinds)}
         return tuple(sorted(rows, key=lambda row: (places[row.kind], -row.numel)))
 
-    def differences(self, before: Audit) -> tuple[str, ...]:
+    def differences(self, before: "Audit") -> tuple[str, ...]:
         """What has changed since an earlier audit, such as one from before a resume, in one sentence each.
 
         Gradients count only where both have some, and a tensor that told nothing before may tell something now.
         """
         now, then = ({(item.kind, item.name): item for item in one.items} for one in (self, before))
         both = all(any(kind == "gradients" for kind, _ in named) for named in (now, then))
-        compared = [key for key in then | now if both or key[0] != "gradients"]
-        changed = {key: change for key in compared if (change := _change(then.get(key), now.get(key)))}
+        changed = {
+            key: change
+            for key in then | now
+            if (both or key[0] != "gradients") and (change := _change(then.get(key), now.get(key)))
+        }
         changes = grouped((f"{kind}: {change}", name) for (kind, name), change in changed.items())
         had, has = (0 if one.steps is None else one.steps[1] for one in (before, self))
         counted = "none" if self.steps is None else has
@@ -163,7 +164,7 @@ class Audit:
         Path(path).write_text(json.dumps(self.to_dict()))
 
     @classmethod
-    def load(cls, path: str | Path) -> Audit:
+    def load(cls, path: str | Path) -> "Audit":
         """What `save` has written.
 
         Raises:
@@ -188,16 +189,19 @@ class Audit:
             raise CheckpointError(f"{path} is not a whole audit ({error}); save it again") from error
 
     def __str__(self) -> str:
-        plan = [] if self.plan is None else [self.plan]
-        return shortened([self._title(), *plan, *_table(self), *map(str, self.findings)])
+        return shortened(
+            [self._title(), *([] if self.plan is None else [self.plan]), *_table(self), *map(str, self.findings)]
+        )
 
     def _title(self) -> str:
         ends = " to ".join(f"{step:,}" for step in sorted({*(self.steps or ())}))
         steps = "" if self.steps is None else f", {ends} step{'s' * (self.steps != (1, 1))}"
         scale = "" if self.loss_scale in (None, 1.0) else f", loss scale {self.loss_scale:g}"
         stage = "" if self.stage is None else f"; {self.stage}"
-        trained = f"{self.trained:,} trained parameters"
-        return f"{self.model}, {self.optimizer or 'no optimizer'}: {trained}{steps}{scale}{stage}"
+        return (
+            f"{self.model}, {self.optimizer or 'no optimizer'}: {self.trained:,} trained parameters"
+            f"{steps}{scale}{stage}"
+        )
 
 
 def folded(text: str) -> str:
@@ -260,8 +264,7 @@ def _table(report: Audit) -> list[str]:
 def _fitting(names: Sequence[str], room: int) -> str:
     """As many of the names as there is room for, and how many more there are."""
     texts = (some(names, shown) for shown in range(len(names), 0, -1))
-    none = f"{len(names)} roles" if len(names) > 1 else names[0]
-    return next((text for text in texts if len(text) <= room), none)
+    return next((text for text in texts if len(text) <= room), f"{len(names)} roles" if len(names) > 1 else names[0])
 
 
 def _megabytes(nbytes: int) -> str:

@@ -182,16 +182,12 @@ def set_up(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Setup:
     check_initialized(model)
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
-    groups: dict[str, Mapping[str, Any]] = {}
+    stepped = [(p, group) for one in optimizers for group in one.param_groups for p in group["params"]]
+    groups: dict[str, Mapping[str, Any]] = {names[id(p)]: group for p, group in stepped if id(p) in names}
+    strangers = [(number, p, group) for number, (p, group) in enumerate(stepped) if id(p) not in names]
     by_hand: dict[str, Tensor] = {}
     foreign: dict[str, Tensor] = {}
-    strangers = []
-    stepped = [(p, group) for one in optimizers for group in one.param_groups for p in group["params"]]
-    for number, (parameter, group) in enumerate(stepped):
-        if id(parameter) in names:
-            groups[names[id(parameter)]] = group
-        else:
-            strangers.append((number, parameter, group))
+
     for number, parameter, group in strangers:
         name = _rounded(parameter, {n: p for n, p in parameters.items() if n not in groups})
         if name is None:
@@ -209,7 +205,7 @@ def set_up(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Setup:
         *((name, value) for name, key, value in states if key == "step"),
         *((name, group["step"]) for name, group in groups.items() if "step" in group),
     ]
-    by_chance = [p for one in optimizers if _stochastic(one) for group in one.param_groups for p in group["params"]]
+
     return Setup(
         every=tuple(model.named_parameters(remove_duplicate=False)),
         parameters=parameters,
@@ -220,7 +216,13 @@ def set_up(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Setup:
         by_hand=by_hand,
         foreign=foreign,
         steps={name: int(value) for name, value in counted},
-        stochastic={names[id(p)] for p in by_chance},
+        stochastic={
+            names[id(p)]
+            for one in optimizers
+            if _stochastic(one)
+            for group in one.param_groups
+            for p in group["params"]
+        },
         saved=saved(model),
         decays=decays(model),
         products=products(model),
@@ -248,19 +250,22 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None:
     """The first of the parameters that holds the values of `full` in a narrower dtype."""
-    narrower = {name: p for name, p in candidates.items() if p.is_floating_point() and p.itemsize < full.itemsize}
-    return next((name for name, p in narrower.items() if p.shape == full.shape and rounds_to(full, p)), None)
+    return next(
+        (
+            name
+            for name, p in candidates.items()
+            if p.is_floating_point() and p.itemsize < full.itemsize and p.shape == full.shape and rounds_to(full, p)
+        ),
+        None,
+    )
 
 
 def _kind(key: str) -> str:
     """A state's name; a state that keeps more of a weight than the weight itself is "master", or "master (name)"."""
-    if role_of(key) == _MASTER:
-        return _MASTER
-    return f"{_MASTER} ({key})" if is_master(key) else key
+    return _MASTER if role_of(key) == _MASTER else f"{_MASTER} ({key})" if is_master(key) else key
 
 
 _AVERAGED = (nn.modules.batchnorm._NormBase,)
-_MULTIPLIES = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 def saved(model: nn.Module) -> dict[str, bool]:
@@ -299,7 +304,7 @@ def products(model: nn.Module) -> set[str]:
     return {
         f"{path}.weight" if path else "weight"
         for path, module in model.named_modules()
-        if isinstance(module, _MULTIPLIES) and used[id(module._parameters.get("weight"))] == 1
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and used[id(module._parameters.get("weight"))] == 1
     }
 
 
@@ -320,8 +325,7 @@ def frozen_norms(model: nn.Module) -> Iterator[str]:
 
 
 def _outside(module: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Parameter]:
-    parts = (part for part in module.modules() if part not in norms)
-    return (p for part in parts for p in part._parameters.values() if p is not None)
+    return (p for part in module.modules() if part not in norms for p in part._parameters.values() if p is not None)
 
 
 def _is_norm(module: nn.Module) -> bool:

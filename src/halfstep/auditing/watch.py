@@ -1,7 +1,5 @@
 """A running setup: which updates of its steps left their value as it was, its audit, and what mends it."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from halfstep.auditing.audit import audit
 from halfstep.auditing.report import COLUMNS, SCHEMA, Audit, folded
 from halfstep.auditing.setup import Setup, kept_as, leaves, name_of, set_up
-from halfstep.bits.sentences import percent
 from halfstep.errors import OptimizerError, RunError
 from halfstep.grouping import grouped
 from halfstep.ops import CodeTensor
 from halfstep.optim import rule_of
+from halfstep.printable import percent
 from halfstep.recipe import get_recipe, is_master
 
 
@@ -61,13 +59,14 @@ class Watch:
         self.trainer: type | None = None
         """The class of the Trainer of transformers whose optimizer steps, where one does."""
         self._limit, self._enough = steps, enough
-        self._counted: dict[torch.optim.Optimizer, int] = {}
+        self.counted: dict[torch.optim.Optimizer, int] = {}
+        """The steps of each optimizer."""
         self._models: dict[torch.optim.Optimizer, nn.Module | None] = {}
         self._before: dict[Tensor, list[Tensor]] = {}
         self._rates: dict[Tensor, float] = {}
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         disable: Any = torch.compiler.disable
         before, after = disable(self._note), disable(self._compare)
         self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
@@ -82,7 +81,7 @@ class Watch:
     @property
     def steps(self) -> int:
         """The most steps that one optimizer has taken."""
-        return max(self._counted.values(), default=0)
+        return max(self.counted.values(), default=0)
 
     @property
     def setups(self) -> list[tuple[nn.Module, list[torch.optim.Optimizer]]]:
@@ -90,13 +89,8 @@ class Watch:
         self._look()
         return [*grouped((model, one) for one, model in self._models.items() if model is not None).items()]
 
-    @property
-    def homeless(self) -> list[torch.optim.Optimizer]:
-        """Optimizers none of whose parameters belong to a module."""
-        return [optimizer for optimizer, model in self._models.items() if model is None]
-
     def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        taken = self._counted.get(optimizer, 0)
+        taken = self.counted.get(optimizer, 0)
         if self._limit is not None and taken >= self._limit:
             self._enough()
         if taken:
@@ -109,7 +103,7 @@ class Watch:
         }
 
     def _compare(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        step = self._counted[optimizer] = self._counted.get(optimizer, 0) + 1
+        step = self.counted[optimizer] = self.counted.get(optimizer, 0) + 1
         before, self._before = self._before, {}
         if bool(getattr(optimizer, "found_inf", None) or False):  # a loss scaler's: the step wrote nothing
             return
@@ -121,7 +115,7 @@ class Watch:
                     after = [_sample(one) for one in _kept(optimizer, parameter)]
                     self._rates[parameter] = max(rate, self._rates.get(parameter, 0.0))
                     self.moved[parameter] = Moved(step, rate, highest, *_counted(grad, before[parameter], after))
-        if step == 1 and len(self._counted) == 1:
+        if step == 1 and len(self.counted) == 1:
             self._look()
 
     def _tells(self, parameter: Tensor, rate: float) -> bool:
@@ -130,7 +124,7 @@ class Watch:
 
     def _look(self) -> None:
         """Find the models of optimizers that are new, all of a round at once: it goes through every object."""
-        new = [optimizer for optimizer in self._counted if optimizer not in self._models]
+        new = [optimizer for optimizer in self.counted if optimizer not in self._models]
         if new:
             objects = gc.get_objects()
             self._models |= models_of(new, objects)
@@ -140,7 +134,7 @@ class Watch:
     def _steps_for(self, trainer: Any) -> bool:
         """Whether one of the optimizers is that trainer's, below what accelerate puts around it."""
         optimizer = getattr(trainer, "optimizer", None)
-        while optimizer is not None and not any(optimizer is one for one in self._counted):
+        while optimizer is not None and not any(optimizer is one for one in self.counted):
             optimizer = getattr(optimizer, "optimizer", None)
         return optimizer is not None
 
@@ -269,7 +263,7 @@ class Running:
 
     updates: tuple[Updates, ...]
     audit: Audit
-    mend: Mend | None
+    mend: "Mend | None"
     """None where nothing is lost."""
 
     @property
@@ -279,9 +273,13 @@ class Running:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        updates = [asdict(one) | {"share": one.share} for one in self.updates]
-        made = None if self.mend is None else asdict(self.mend)
-        return {"schema": SCHEMA, "loses": self.loses, "updates": updates, "mend": made, "audit": self.audit.to_dict()}
+        return {
+            "schema": SCHEMA,
+            "loses": self.loses,
+            "updates": [asdict(one) | {"share": one.share} for one in self.updates],
+            "mend": None if self.mend is None else asdict(self.mend),
+            "audit": self.audit.to_dict(),
+        }
 
     def __str__(self) -> str:
         said = [fill(str(one), COLUMNS, subsequent_indent="  ", break_on_hyphens=False) for one in self.updates]
@@ -301,7 +299,7 @@ def running(watch: Watch) -> tuple[Running, ...]:
             "each process: torchrun -m halfstep audit train.py)"
         )
     if not watch.setups:
-        names = ", ".join(dict.fromkeys(type(one).__name__ for one in watch.homeless))
+        names = ", ".join(dict.fromkeys(type(one).__name__ for one in watch.counted))
         raise RunError(
             f"what {names} steps on is no parameter of a module in memory: it keeps copies of its own, flat or cut, as "
             "DeepSpeed's and Megatron's do; expected the model's own parameters. Audit them in their script, "
@@ -407,11 +405,18 @@ def mend(
 ) -> Mend:
     """What mends a setup that loses updates of values in these dtypes; `trainer` is transformers' class, if any."""
     dtype = next((one for one in dtypes if one in _RECIPES), dtypes[0])
-    recipes = {}
-    if dtype in _RECIPES and len(optimizers) == 1 and (moments := _moments(optimizers[0])) is not None:
-        recipes = {name: get_recipe(name).bytes_per_parameter(moments).total for name in _RECIPES[dtype]}
-    lines = tuple(_lines(next(iter(recipes)), trainer)) if recipes else ()
-    return Mend(dtype, report.nbytes / (report.trained or 1), lines, recipes)
+    moments = _moments(optimizers[0]) if dtype in _RECIPES and len(optimizers) == 1 else None
+    recipes = (
+        {}
+        if moments is None
+        else {name: get_recipe(name).bytes_per_parameter(moments).total for name in _RECIPES[dtype]}
+    )
+    return Mend(
+        dtype,
+        report.nbytes / (report.trained or 1),
+        tuple(_lines(next(iter(recipes)), trainer)) if recipes else (),
+        recipes,
+    )
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:

@@ -1,7 +1,5 @@
 """Whether values are those of a narrower type times a factor, or codes times powers of two; first looks at scans."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,8 +60,7 @@ def factored(places: Places, again: Repeats, wide: Float | None) -> tuple[str, T
         wholes = (n for n in _WHOLE if _evidence(_magnitudes(places, tile, wide), n, stored, whole=True) >= CERTAIN)
         if (whole := next(wholes, None)) is not None:
             return (f"int{whole + 1}", None, evidence) if tile is None else None
-        few = _evidence(_magnitudes(places, tile, wide), _FEW, stored) >= CERTAIN
-        return None if few else (name, tile, evidence)
+        return None if _evidence(_magnitudes(places, tile, wide), _FEW, stored) >= CERTAIN else (name, tile, evidence)
     return None
 
 
@@ -179,9 +176,9 @@ def _ends(values: NDArray[np.float64]) -> tuple[Whole, Whole]:
 
 def _tiled(reduce: np.ufunc, ends: Whole, high: int, wide: int) -> Whole:
     """The ends of tiles."""
-    down = reduce.reduceat(ends, np.arange(0, ends.shape[0], high), axis=0)
-    found: Whole = reduce.reduceat(down, np.arange(0, ends.shape[1], wide), axis=1)
-    return found
+    return reduce.reduceat(
+        reduce.reduceat(ends, np.arange(0, ends.shape[0], high), axis=0), np.arange(0, ends.shape[1], wide), axis=1
+    )
 
 
 @dataclass(frozen=True)
@@ -264,8 +261,7 @@ def copied(places: Places) -> float | None:
         return None
     different = np.unique(rows, axis=0).shape[0] / len(rows) * np.unique(columns, axis=0).shape[0] / len(columns)
     turned = [_differ(rows[1:, 1:], rows[:-1, :-1]), _differ(rows[1:, :-1], rows[:-1, 1:])]
-    least = min(different, *turned)
-    return least if different <= COPIED or min(turned) <= TURNED else None
+    return min(different, *turned) if different <= COPIED or min(turned) <= TURNED else None
 
 
 def _differ(one: Doubles, other: Doubles) -> float:
@@ -291,8 +287,7 @@ def _apart(values: Doubles, wide: Float | None, used: int) -> float:
     if levels.size < 2 or 2 * np.sort(np.bincount(both, times))[-CHOSEN:].sum() < times.sum():
         return 0.0
     rarer = np.where(times[1:] < times[:-1], levels[1:], levels[:-1])
-    lowest = wide.min_exponent if wide else -1022
-    steps = 2.0 ** (np.maximum(np.frexp(rarer)[1] - 1, lowest) + 1.0 - used)
+    steps = 2.0 ** (np.maximum(np.frexp(rarer)[1] - 1, wide.min_exponent if wide else -1022) + 1.0 - used)
     bits = (np.minimum(times[1:], times[:-1]) - 1) * np.log2(np.diff(levels) / steps)
     return max(0.0, float(bits.max()) - float(np.log2(levels.size)))
 

@@ -1,7 +1,5 @@
 """How surprising it is that values fit a format, counted in bits; whether those that share a scale lie on a grid."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -104,8 +102,9 @@ def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) 
         np.min([_ends(None, one, scan.table.lowest, len(scan.table.counts), WIDTH)[1] for one in wide], axis=0),
     )
     few = np.full(most.size, table.significant_bits) if step is None else np.maximum(table.rows - step + 1, 0)
-    found = _fit(scan, np.minimum(few, most), most).bits - np.log2(WIDTH if step is None else table.rows.size)
-    return max(0.0, float(found))
+    return max(
+        0.0, float(_fit(scan, np.minimum(few, most), most).bits - np.log2(WIDTH if step is None else table.rows.size))
+    )
 
 
 def halved(scan: Scan, look: First) -> tuple[int, float]:
@@ -146,8 +145,7 @@ def _fit(scan: Scan, few: NDArray[np.int64], most: NDArray[np.int64]) -> Fit:
         return Fit(0, beyond, short=short, filled=filled)
     chance = (2.0 ** np.maximum(few - 1, 0) - 1) / (2.0 ** np.maximum(most - 1, 1) - 1)
     bits = float((held * -np.log2(np.where(held > 0, chance, 1.0))).sum())
-    expected = float((able * chance).sum() / able.sum())
-    return Fit(count, beyond, bits * _weight(scan, count), expected, short, filled)
+    return Fit(count, beyond, bits * _weight(scan, count), float((able * chance).sum() / able.sum()), short, filled)
 
 
 Magnitudes = NDArray[np.float64]
@@ -231,8 +229,9 @@ def fit_tiles(places: Places, wide: Float | None, names: Sequence[str] | None = 
     names = suspects([places], wide)[0] if names is None else names
     if not names:
         return None
-    kinds = [tile for tile in TILES if places.has(tile)]
-    begun = [(tile, matches) for tile in kinds if (matches := _matches(places.first, tile, names, wide))]
+    begun = [
+        (tile, matches) for tile in TILES if places.has(tile) and (matches := _matches(places.first, tile, names, wide))
+    ]
     for tile, matches in begun:  # what the first tile does not fit, all do not
         found = _matches(places, tile, [match.grid for match in matches], wide)
         if (best := _best(match for match in found if match.sure)) is not None:
@@ -254,8 +253,11 @@ def _partly(match: Match, places: Places, tile: Tile, wide: Float | None) -> Mat
     """The same match, its fit the tiles that do and those that do not."""
     tiles = [np.unique(np.abs(values)) for values in places.tiles(tile)]
     held = [one.scale for levels in tiles if (one := _held(levels, match.grid, wide, every=True)) is not None]
-    even = match.grid == WHOLE and _even(held, wide)
-    return replace(match, even=even, fit=replace(match.fit, held=len(held), beyond=len(tiles) - len(held)))
+    return replace(
+        match,
+        even=match.grid == WHOLE and _even(held, wide),
+        fit=replace(match.fit, held=len(held), beyond=len(tiles) - len(held)),
+    )
 
 
 def _even(steps: list[float], wide: Float | None) -> bool:
@@ -274,8 +276,7 @@ def suspects(places: Sequence[Places], wide: Float | None) -> list[list[str]]:
     starts = np.cumsum([0, *(part.size for part in some)])
     limits, room = (TILES[-1].columns, _FEW, _CORNERS), (_relative(wide), wide.min_subnormal if wide else 0.0)
     columns = np.array([part.shape[1] for part in some])
-    values = np.concatenate([part.ravel() for part in some])
-    found = looks.suspects(values, starts, columns, _grids(), limits, room)
+    found = looks.suspects(np.concatenate([part.ravel() for part in some]), starts, columns, _grids(), limits, room)
     return [[GRIDS[i] for i in row.nonzero()[0]] if row.any() else [] for row in found]
 
 
@@ -284,8 +285,7 @@ def _grids() -> tuple[Magnitudes, NDArray[np.int64], Magnitudes]:
     """All grids one after the other, where each begins, and the ratios of all pairs of values of each, ascending."""
     grids = [_grid(name) for name in GRIDS]
     ratios = np.unique(np.concatenate([(grid[:, None] / grid).ravel() for grid in grids]))
-    starts = np.cumsum([0, *(grid.size for grid in grids)])
-    return np.concatenate(grids), starts, ratios[ratios <= 1]
+    return np.concatenate(grids), np.cumsum([0, *(grid.size for grid in grids)]), ratios[ratios <= 1]
 
 
 def _relative(wide: Float | None) -> float:
@@ -389,8 +389,7 @@ def _tops(levels: Magnitudes, name: str, wide: Float | None, every: bool = False
     if levels.size > grid.size:
         return grid[:0]
     tops = grid if every or name == WHOLE else grid[-_TOPS:]
-    found: Magnitudes = tops[on_grid(levels, grid, tops, *_room(levels[-1], wide))]
-    return found
+    return tops[on_grid(levels, grid, tops, *_room(levels[-1], wide))]
 
 
 def _bits(levels: Magnitudes, name: str, tops: Magnitudes, wide: Float | None) -> Magnitudes:
@@ -401,8 +400,7 @@ def _bits(levels: Magnitudes, name: str, tops: Magnitudes, wide: Float | None) -
     low, high = grid[place - 1], grid[place]
     near = np.where(scaled - low < high - scaled, low, high)
     tolerance = relative * near + step * tops[:, None]
-    found: Magnitudes = -np.log2(np.minimum(2 * tolerance / (high - low), 1.0))
-    return found
+    return -np.log2(np.minimum(2 * tolerance / (high - low), 1.0))
 
 
 def _room(largest: float, wide: Float | None) -> tuple[float, float]:

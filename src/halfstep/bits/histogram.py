@@ -1,7 +1,5 @@
 """Values counted by binary exponent, and what a format makes of each binade [2^e, 2^(e+1)). Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

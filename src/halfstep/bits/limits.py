@@ -1,7 +1,5 @@
 """What a format makes of magnitudes, told from where it ends: which overflow, are subnormal, or become zero."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,15 +46,19 @@ def limits_of(format: Format, stored: bool) -> Limits:
     overflows = stored and isinstance(format, Float) and format.has_infinity
     beyond, normal = _next(format.max), 0.0
     if isinstance(format, Float):
-        half_step = 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
         # The tie beyond the largest value has an odd neighbour below it, and so goes to infinity.
-        beyond = format.max + half_step if overflows else beyond
+        beyond = format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1) if overflows else beyond
         # The tie below the smallest normal value goes up to it, which is even.
         normal = float(_float32(format.min_normal - format.min_subnormal / 2))
     tie = format.smallest / 2
     below = _next(tie, 0.0)
-    vanishing = tie if _vanishes(tie, format) else below if _vanishes(below, format) else -1.0
-    return Limits(format, overflows, beyond, normal, vanishing)
+    return Limits(
+        format,
+        overflows,
+        beyond,
+        normal,
+        tie if _vanishes(tie, format) else below if _vanishes(below, format) else -1.0,
+    )
 
 
 def _vanishes(value: float, format: Format) -> bool:

@@ -1,7 +1,5 @@
 """Which types a tensor's values went through before they were stored, as far as their bits say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +18,6 @@ from halfstep.kernels.cpu.tables import First
 from halfstep.quant import TENSOR
 
 
-_CASTS = ("bf16", "fp16", "tf32")
 _FEW = {2: "e8m1", 3: "e8m2", 4: "e8m3"}
 """By their significant bits: what powers of two, tile by tile, make of a format's exponents."""
 
@@ -123,15 +120,15 @@ def origin(scan: Scan, stored: str) -> Origin:
 
 def origins(scans: Sequence[Scan], stored: str) -> list[Origin]:
     """The same of several tensors, all stored so."""
-    telling = [scan for scan in scans if scan.table.told]
-    looked = looks(telling, stored_format(stored), list(_casts(stored_format(stored)).values()))
+    looked = looks(
+        [scan for scan in scans if scan.table.told], stored_format(stored), list(_casts(stored_format(stored)).values())
+    )
     return [_origin(scan, stored, next(looked)) if scan.table.told else Origin(stored) for scan in scans]
 
 
 def _origin(scan: Scan, stored: str, look: Looks) -> Origin:
     found, telling = _found(scan, stored, look), scan.table.told
-    codes = found.scale is not None or found.levels is not None
-    told = 1.0 if codes else _told(scan, telling)
+    told = 1.0 if found.scale is not None or found.levels is not None else _told(scan, telling)
     return Origin(**(vars(found) | {"telling": telling, "told": told, "distinct": scan.magnitudes}))
 
 
@@ -159,8 +156,7 @@ def _found(scan: Scan, stored: str, look: Looks) -> Origin:
     if different is not None:  # a copy's values count once
         once = replace(scan, distinct=int(scan.distinct * different))
         cast = replace(_cast(once, stored, wide, look.table, halved(once, look.table)), copied=True)
-    grids = look.grids if narrow is wide else None
-    found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow, grids)
+    found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow, look.grids if narrow is wide else None)
     found = found or _factored(scan, stored, wide, cast, looked)
     if found is None and different is None:
         found = _few(scan, stored, narrow, used, again)
@@ -177,10 +173,8 @@ def stored_format(stored: str) -> Float | None:
     """The stored type; float32 for what is decoded to it, None for float64."""
     if stored == "float64":
         return None
-    if stored in ("bfloat16", "float16") or stored.startswith("float8"):
-        found = formats.get(stored)
-        return found if isinstance(found, Float) else _format("fp32")
-    return _format("fp32")
+    found = formats.get(stored) if stored in ("bfloat16", "float16") or stored.startswith("float8") else None
+    return found if isinstance(found, Float) else _format("fp32")
 
 
 def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
@@ -198,8 +192,13 @@ def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     if not found.format.startswith("int"):
         best = scan.table.best_shift(_format(found.format))
         scale = f"2^{best[0]}" if best is not None and best[1] == scan.table.nonzero else "2^k"
-    also = found.also or ((STEPS,) if found.format.startswith("int") and one else ())
-    return Origin(stored, (found.format,), scale=scale, also=also, evidence=evidence)
+    return Origin(
+        stored,
+        (found.format,),
+        scale=scale,
+        also=found.also or ((STEPS,) if found.format.startswith("int") and one else ()),
+        evidence=evidence,
+    )
 
 
 def _scaled(
@@ -237,14 +236,15 @@ def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin, looked:
     if found is None:
         return None
     name, tile, evidence = found
-    also = (STEPS,) if name.startswith("int") else ()
-    return Origin(stored, (name,), scale=named(tile), also=also, evidence=evidence)
+    return Origin(
+        stored, (name,), scale=named(tile), also=(STEPS,) if name.startswith("int") else (), evidence=evidence
+    )
 
 
 @cache
 def _casts(wide: Float | None) -> dict[str, Float]:
     """What casts are looked for; from 64 bits float32 too."""
-    return {name: _format(name) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
+    return {name: _format(name) for name in ("bf16", "fp16", "tf32", *(("fp32",) if wide is None else ()))}
 
 
 def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[int, float]) -> Origin:
@@ -257,8 +257,8 @@ def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[
     # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
-    some = scan.magnitudes > CHOSEN or scan.table.nonzero <= 2 * CHOSEN  # codes of signs use all bits of their scale
-    full = used >= most - 1 and some
+    # Codes of signs use all bits of their scale.
+    full = used >= most - 1 and (scan.magnitudes > CHOSEN or scan.table.nonzero <= 2 * CHOSEN)
     averaged = Origin(stored, bits=half[0], half=True, evidence=half[1]) if half[1] >= CERTAIN else None
     if averaged and not held and not full:
         return averaged
@@ -266,8 +266,9 @@ def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[
     fewer = {step: fit_bits(scan, [wide, *(casts[name] for name in held)], step) for step in steps}
     if max(fewer.values(), default=0.0) >= CERTAIN:
         step = scan.table.last_bit if fewer[scan.table.last_bit] >= fewer[None] + CERTAIN else None
-        whole = used if step is None else int(scan.table.rows[-1]) - step + 1
-        return Origin(stored, bits=whole, step=step, evidence=fewer[step])
+        return Origin(
+            stored, bits=used if step is None else int(scan.table.rows[-1]) - step + 1, step=step, evidence=fewer[step]
+        )
     if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:
         return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits)
     if held:
@@ -276,10 +277,11 @@ def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[
             ("a uniform draw",) if _uniform(scan, stored) else ()
         )
         return Origin(stored, tuple(held), also=also, evidence=min(fits[name].bits for name in held))
-    partly = {}
-    if look.mixes:
-        fits = {name: fit(scan, casts[name], wide, used) for i, name in enumerate(casts) if look.mixes >> i & 1}
-        partly = {name: found for name, found in fits.items() if found.mixed}
+    partly = {
+        name: found
+        for i, (name, format) in enumerate(casts.items())
+        if look.mixes >> i & 1 and (found := fit(scan, format, wide, used)).mixed
+    }
     if partly:
         name, found = max(partly.items(), key=lambda item: item[1].bits)
         return Origin(stored, (name,), found.share, evidence=found.bits)
@@ -293,7 +295,6 @@ def _uniform(scan: Scan, stored: str) -> bool:
     return stored == "bfloat16" and 2 * int(scan.table.exponents[-2:].sum()) > scan.table.nonzero
 
 
-_TYPES = {"bfloat16": "bf16", "float16": "fp16"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MULTIPLES = 16
 """Of a table with a fixed step the smallest value is a few of its steps; of rounded values it has all the bits."""
@@ -304,7 +305,7 @@ def narrowed(scan: Scan, stored: str) -> str | None:
     that every value fits. None where they may have been exact in it: counters, powers of two, the ends of a mask, few
     values, those of fewer bits, and multiples of one step (k / 128, slopes of powers of two times positions).
     """
-    name = _TYPES.get(stored)
+    name = {"bfloat16": "bf16", "float16": "fp16"}.get(stored)
     if stored == "float32":
         said = origin(scan, stored)
         name = said.through[0] if said.key in ("bf16", "fp16", "bf16+fp16", "fp16+bf16") else None

@@ -1,7 +1,5 @@
 """Two tensors of as many values, read side by side: how much one differs from the other, and whether by a low rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -41,8 +39,7 @@ def comparable(dtype: str) -> bool:
 def as_numbers(piece: NDArray[Any], dtype: str) -> Doubles:
     """Stored bits as the float64 numbers that they stand for."""
     if dtype in FLOAT8 or dtype == "float16":
-        values: Doubles = decoded(dtype)[piece]
-        return values
+        return decoded(dtype)[piece]
     with np.errstate(invalid="ignore"):  # a signalling NaN
         if dtype == "bfloat16":
             return (piece.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -68,11 +65,6 @@ class Pair:
         """The values of both, in runs of `count` each."""
         for one, other in self.stored(count):
             yield as_numbers(one, self.a.dtype), as_numbers(other, self.b.dtype)
-
-    @property
-    def swapped(self) -> Pair:
-        """The second one first."""
-        return Pair(self.b, self.a)
 
 
 def same_bytes(pair: Pair) -> bool:
@@ -125,7 +117,7 @@ class Change:
         """The share of leading bits that agree; None where the types differ."""
         return self.bits / self.of_bits if self.of_bits else None
 
-    def __add__(self, other: Change) -> Change:
+    def __add__(self, other: "Change") -> "Change":
         return Change(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Change)))
 
 
@@ -168,8 +160,7 @@ def _agreeing(one: NDArray[Any], other: NDArray[Any]) -> tuple[int, int]:
 
 
 def _length(bits: NDArray[Any]) -> NDArray[np.int32]:
-    found: NDArray[np.int32] = np.frexp(bits.astype(np.float64))[1]
-    return found
+    return np.frexp(bits.astype(np.float64))[1]
 
 
 @dataclass(frozen=True)
@@ -199,8 +190,7 @@ def low_rank(pair: Pair, significant_bits: int) -> LowRank | None:
     difference, result = corner
     singular = np.asarray(np.linalg.svd(difference, compute_uv=False), np.float64)
     total = float((singular**2).sum())
-    noise = _noise(_squared(result, significant_bits), total)
-    rank = _rank(singular, total, noise, min(difference.shape) // _LOW)
+    rank = _rank(singular, total, _noise(_squared(result, significant_bits), total), min(difference.shape) // _LOW)
     return _whole(pair, rows, columns, rank, significant_bits) if rank else None
 
 
@@ -225,8 +215,7 @@ def _corner(pair: Pair, rows: int, columns: int) -> tuple[Doubles, Doubles] | No
 
 def _squared(values: Doubles, significant_bits: int) -> float:
     """The energy that rounding to so many bits leaves on average: a twelfth of the square of each value's step."""
-    exponents = np.frexp(values[values != 0])[1].astype(np.float64)
-    return float(np.exp2(2 * (exponents - significant_bits)).sum()) / 12
+    return float(np.exp2(2 * (np.frexp(values[values != 0])[1].astype(np.float64) - significant_bits)).sum()) / 12
 
 
 def _rank(singular: Doubles, total: float, noise: float, most: int) -> int:

@@ -1,12 +1,10 @@
 """What two tensors' bits say of how one came from the other: which cast, which grid, which merge; or only how far."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,7 +31,6 @@ _FORMATS = (
     "bf16", "fp16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "tf32", "fp32",
 )  # fmt: skip
 _CHAINS = (("bf16", "fp16"), ("fp16", "bf16"), ("bf16", "float8_e4m3fn"), ("fp16", "float8_e4m3fn"))
-_AVERAGED = ("bf16", "fp16")
 _FIRST = 1 << 10  # values that a guess is tried on before all are
 _EVIDENT = 4  # values that must follow from a factor
 _FOLLOWING = 0.5  # of A's values on a grid: GPTQ goes to others than the nearest, to mend the errors of others
@@ -61,9 +58,7 @@ class Relation:
         found = self.rounded
         if found is not None:
             return f"{self.kind} {f'{found.through}, then ' if found.through else ''}{found.format}"
-        if self.grid is not None:
-            return f"{self.kind} {self.grid.grid}"
-        return self.kind
+        return self.kind if self.grid is None else f"{self.kind} {self.grid.grid}"
 
 
 def relation(pair: Pair) -> Relation:
@@ -83,14 +78,13 @@ def relation(pair: Pair) -> Relation:
 def _apart(far: Change) -> str:
     # A few values that exploded hide what the others have in common.
     hidden = far.kept >= _KEPT or not far.squares_a <= _HIDDEN * far.squares_b <= _HIDDEN**2 * far.squares_a
-    strange = far.values >= _MANY and not hidden and abs(far.cosine) < _UNRELATED
-    return "unrelated" if strange else "changed"
+    return "unrelated" if far.values >= _MANY and not hidden and abs(far.cosine) < _UNRELATED else "changed"
 
 
 def _rounded(pair: Pair, far: Change) -> Relation | None:
     """B as A rounded to a format, or A as B; of a format that holds both the neighbours say nothing."""
     chance = near = None
-    for kind, one in (("cast", pair), ("uncast", pair.swapped)):
+    for kind, one in (("cast", pair), ("uncast", Pair(pair.b, pair.a))):
         for guess in _guesses(one):
             held = _held(guess, one)
             if held is not None and (found := held.found()).telling and held.evidence(_bits(one.b.dtype)) >= CERTAIN:
@@ -102,11 +96,7 @@ def _rounded(pair: Pair, far: Change) -> Relation | None:
     return chance or near
 
 
-class _Guess(Protocol):
-    def add(self, a: Doubles, b: Doubles) -> bool: ...
-
-
-G = TypeVar("G", bound=_Guess)
+G = TypeVar("G", bound="Rounding | Multiple | Alike | Average")
 
 
 def _held(make: Callable[[], G], pair: Pair) -> G | None:
@@ -138,9 +128,9 @@ def _derived(pair: Pair, far: Change) -> Relation | None:
     multiple = _held(partial(Multiple, stored), pair)
     if multiple is not None and multiple.telling >= _EVIDENT:
         return Relation("multiple", far, factor=multiple.factor)
-    for name in _AVERAGED:
+    for name in ("bf16", "fp16"):
         average = _held(partial(Average, _format(name), stored), pair)
-        if average is not None and average.evident:
+        if average is not None and average.evidence >= CERTAIN:
             return Relation("average", far, averaged=name)
     found = scan(pair.b)
     bits = min(found.table.significant_bits, stored.significant_bits)
@@ -207,8 +197,7 @@ class Alike:
             return False
         finite = np.isfinite(a)
         a, b = a[finite], b[finite]
-        room = steps(np.abs(a), self._one) + steps(np.abs(b), self._other)
-        return bool((2 * np.abs(b - a) <= room).all())
+        return bool((2 * np.abs(b - a) <= steps(np.abs(a), self._one) + steps(np.abs(b), self._other)).all())
 
 
 class Average:
@@ -221,11 +210,6 @@ class Average:
     def __init__(self, narrow: Float, stored: Float) -> None:
         self._narrow, self._bits = narrow, stored.significant_bits
         self.evidence = 0.0
-
-    @property
-    def evident(self) -> bool:
-        """Whether chance does not explain what was taken in."""
-        return self.evidence >= CERTAIN
 
     def add(self, a: Doubles, b: Doubles) -> bool:
         """Take in the next values; False if one refutes the guess."""

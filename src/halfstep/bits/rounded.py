@@ -1,7 +1,5 @@
 """Whether one tensor is another one rounded: to a format, and by which rounding, or to a quantiser's grid."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,9 +48,7 @@ class Rounded:
 
 def steps(magnitudes: Doubles, format: Float) -> Doubles:
     """The distance of the format's values around each magnitude (of values from a power of two on, above it)."""
-    exponents = np.frexp(magnitudes)[1] - 1
-    found: Doubles = np.ldexp(1.0, np.maximum(exponents, format.min_exponent) - format.mantissa_bits)
-    return found
+    return np.ldexp(1.0, np.maximum(np.frexp(magnitudes)[1] - 1, format.min_exponent) - format.mantissa_bits)
 
 
 def nearest(values: Doubles, format: Float) -> Doubles:
@@ -61,8 +57,7 @@ def nearest(values: Doubles, format: Float) -> Doubles:
     step = steps(np.abs(finite), format)
     rounded = np.rint(finite / step) * step
     rounded = np.where(np.abs(rounded) > format.max, np.copysign(np.inf, finite), rounded)
-    found: Doubles = np.where(np.isfinite(values), rounded, values)
-    return found
+    return np.where(np.isfinite(values), rounded, values)
 
 
 class Rounding:
@@ -137,8 +132,7 @@ class Rounding:
         share, outward, low, positive = share[telling], outward[telling], low[telling], positive[telling]
         tie = share == 0.5
         half = np.where(tie, 2, share > 0.5)
-        kinds = half * 4 + outward * 2 + (outward == positive)
-        self._counts += np.bincount(kinds, minlength=12).reshape(3, 2, 2)
+        self._counts += np.bincount(half * 4 + outward * 2 + (outward == positive), minlength=12).reshape(3, 2, 2)
         self._odd += int((tie & ((low % 2 == 0) == outward)).sum())
         self._farther += float(np.minimum(share, 1 - share).sum())
         self._variance += float((share * (1 - share)).sum())
@@ -203,8 +197,7 @@ def requantised(pair: Pair, origin: Origin, significant_bits: int) -> Requantise
         levels = np.unique(b)
         if levels.size > _LEVELS or not (np.isfinite(a).all() and np.isfinite(b).all()):
             return None
-        between = (levels[1:] + levels[:-1]) / 2
-        best = levels[np.searchsorted(between, a)]
+        best = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, a)]
         room = _ROOM * 2.0**-significant_bits * np.maximum(np.abs(best), np.abs(b))
         nearest += int((np.abs(a - b) <= np.abs(a - best) + room).sum())
         count += a.size

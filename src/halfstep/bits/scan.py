@@ -1,7 +1,5 @@
 """One pass over a tensor's bits: the table of exponents and significant bits, and what the table cannot say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -145,7 +143,7 @@ def readable(tensor: Values) -> bool:
 
 def scan(tensor: Values, progress: Progress | None = None) -> Scan:
     """Read a `readable` tensor once, CHUNK bytes at a time."""
-    chunks = _told(tensor.chunks(CHUNK), progress)
+    chunks = told(tensor.chunks(CHUNK), progress)
     if tensor.dtype == "float64":
         return _scan_double(chunks)
     if is_small(tensor):
@@ -153,7 +151,8 @@ def scan(tensor: Values, progress: Progress | None = None) -> Scan:
     return _scan_codes(chunks, tensor) if tensor.dtype in _NARROW else _scan_float32(chunks, tensor)
 
 
-def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[NDArray[Any]]:
+def told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[NDArray[Any]]:
+    """The pieces; their bytes are told when each was taken."""
     for chunk in chunks:
         yield chunk
         if progress is not None:
@@ -206,8 +205,7 @@ def _small_channels(
 ) -> list[Channels | None]:
     columns = np.array([tensor.shape[-1] if _are_channels(tensor) else 0 for tensor in tensors])
     amax = kernel.column_amax(bits, starts, columns).view(np.float32).astype(np.float64)
-    parts = np.split(amax, np.cumsum(columns)[:-1])
-    return [_channels(part) if part.size else None for part in parts]
+    return [_channels(part) if part.size else None for part in np.split(amax, np.cumsum(columns)[:-1])]
 
 
 def _are_channels(tensor: Values) -> bool:
@@ -232,8 +230,9 @@ def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     if table.nonzero > LEVELS >= seen.magnitudes:
         distinct = np.unique(drawn.rows.view(np.float32))
         levels = levels_of(tensor, distinct) if may_be_few(table, distinct) else None
-    tell = seen.telling, seen.telling_magnitudes
-    return _finished(table, amax.max(), smallest, tell, levels, columns, amax, places.found())
+    return _finished(
+        table, amax.max(), smallest, (seen.telling, seen.telling_magnitudes), levels, columns, amax, places.found()
+    )
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
@@ -254,8 +253,9 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
     where = places.found(tensor.dtype) if places is not None else None
     levels = counted(used, counts) if may_be_few(table, magnitudes) else None
-    found = _finished(table, amax, smallest, telling(used), levels, columns, values[columns.largest], where)
-    return replace(found, codes=times)
+    return replace(
+        _finished(table, amax, smallest, telling(used), levels, columns, values[columns.largest], where), codes=times
+    )
 
 
 def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
@@ -269,8 +269,13 @@ def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
         smallest, amax = min(smallest, magnitudes.min(initial=np.inf)), max(amax, magnitudes.max(initial=0.0))
         table = table + from_values(values)
     distinct, times = np.unique(sample, return_counts=True)
-    levels = counted(distinct, times) if table.size <= SAMPLE and may_be_few(table, distinct) else None
-    return _finished(table, amax, smallest, telling(distinct), levels)
+    return _finished(
+        table,
+        amax,
+        smallest,
+        telling(distinct),
+        counted(distinct, times) if table.size <= SAMPLE and may_be_few(table, distinct) else None,
+    )
 
 
 @cache
@@ -327,5 +332,6 @@ def _finished(
 def _channels(amax: NDArray[np.float64]) -> Channels:
     ordered = np.sort(amax)
     median = float(ordered[(amax.size - 1) // 2] + ordered[amax.size // 2]) / 2
-    outliers = amax.size - int(ordered.searchsorted(OUTLIER * median)) if median else 0
-    return Channels(amax.size, median, float(ordered[-1]), outliers)
+    return Channels(
+        amax.size, median, float(ordered[-1]), amax.size - int(ordered.searchsorted(OUTLIER * median)) if median else 0
+    )

@@ -1,14 +1,14 @@
-"""What tensors of one kind of origin are, and what quantised weights hold, in words."""
+"""What the bits of many tensors say together, and what quantised weights hold, in words, and how sure that is."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from halfstep.bits.grids import CHOSEN
-from halfstep.bits.origin import MOST, STEPS, Origin
+from halfstep.bits.origin import MOST, STEPS, Origin, bounded
+from halfstep.grouping import grouped
+from halfstep.printable import percent
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,12 @@ class Evidence:
         """What was found, in a word or two."""
         if self.layer is not None:
             return f"{self.layer.scheme}, {self.layer.tile}"
-        if self.codes:
-            return "codes"
-        return self.origin.key if self.origin else "none"
+        return "codes" if self.codes else self.origin.key if self.origin else "none"
 
     @property
     def confidence(self) -> str:
         """How sure that is: "named" where names, types and shapes say it."""
-        if self.layer is not None:
-            return "named"
-        return self.origin.confidence if self.origin else "none"
+        return "named" if self.layer is not None else self.origin.confidence if self.origin else "none"
 
 
 def sentence(same: Sequence[Evidence]) -> str:
@@ -137,8 +133,10 @@ def _spoke(same: Sequence[Evidence]) -> str:
     copied = "; rows, columns or blocks repeat others" if any(one.copied for one in origins) else ""
     if told >= MOST:
         return copied
-    rest = "the others are zeros, powers of two or small whole numbers"
-    return f"{copied}; only {percent(told)} of the values tell so, {rest}"
+    return (
+        f"{copied}; only {percent(told)} of the values tell so, the others are zeros, powers of two or small whole "
+        "numbers"
+    )
 
 
 def _quantised(layers: Sequence[Layer]) -> str:
@@ -198,8 +196,10 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
     if origin.scale is not None:
         scales = {one.origin.scale for one in same if one.origin}
         word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
-        past = f"quantised to {_either(same)} before it was stored{_counted(same)}"
-        return f"stored {stored}, every value exactly {names} times {word}: {past}"
+        return (
+            f"stored {stored}, every value exactly {names} times {word}: quantised to {_either(same)} before it was "
+            f"stored{_counted(same)}"
+        )
     if stored == "float16" and "bf16" in origin.through:
         return f"stored float16{_subnormals(same)}, every value exactly bf16: cast from bf16"
     if len(origin.through) > 1:
@@ -250,12 +250,10 @@ def _full(same: Sequence[Evidence]) -> str:
             "full mantissas: from no narrower type that was looked for (float32 training, a master copy, a merge or an "
             "average fit; codes under scales of other places or several, or partly written since, would look so, too)"
         )
-    bits = {"float16": 11, "bfloat16": 8}.get(stored)
-    if bits is not None:
-        subnormals = _subnormals(same) if stored == "float16" else ""
-        short = {"float16": "fp16", "bfloat16": "bf16"}[stored]
+    if stored in ("float16", "bfloat16"):
+        what = f"all 11 bits in use{_subnormals(same)}: fp16" if stored == "float16" else "all 8 bits in use: bf16"
         return (
-            f"all {bits} bits in use{subnormals}: {short} weights, or a cast from a wider type (bits cannot tell "
+            f"{what} weights, or a cast from a wider type (bits cannot tell "
             "which, nor whether they were codes under scales that were not looked for)"
         )
     return "full mantissas" if stored == "float64" else "as it is stored: bits say no more"
@@ -270,14 +268,106 @@ def values_of(same: Sequence[Evidence]) -> int:
     return sum(one.numel for one in same)
 
 
-def percent(share: float) -> str:
-    """A share in percent, never rounded to none or all.
+@dataclass(frozen=True)
+class PrecisionVerdict:
+    """What a group of tensors is, in words, and how sure that is: certain, likely, none, not counted, or named, where
+    names, types and shapes say it and no bits."""
 
-    >>> percent(0.9999999), percent(0.00001), percent(0.5)
-    ('>99.99%', '<0.01%', '50%')
+    text: str
+    confidence: str
+    kinds: tuple[str, ...] = ()
+    """What was found, the most values first: the stored type and `Evidence.key`, as "float32 bf16"."""
+
+
+TOLD = 0.1
+"""The share of a group's bytes in integers of no known layout from which on they are spoken of."""
+
+_SILENT = ("unknown", "none")  # keys of tensors that tell nothing
+_SHOWN = 3  # kinds that a verdict on several tensors spells out
+
+
+def verdict(group: Sequence[Evidence]) -> PrecisionVerdict:
+    """What a group of tensors is: one sentence for each kind in it, the most values first.
+
+    Where integers of no known layout have half of the bytes or more, the others say nothing of the whole.
     """
-    if share in (0, 1):
-        return f"{share:.0%}"
-    if share < 0.0001:
-        return "<0.01%"
-    return ">99.99%" if share > 0.9999 else f"{100 * share:.3g}%"
+    codes = [one for one in group if one.codes]
+    share = unread(group)
+    if share < TOLD:
+        return _read(group)
+    rest = _read([one for one in group if not one.codes])
+    types = ", ".join(dict.fromkeys(one.dtype for one in codes))
+    text = (
+        f"{percent(share)} of the bytes are integers ({types}) of no known layout: codes of a quantiser, whose values "
+        "cannot be told"
+    )
+    kinds = tuple(dict.fromkeys((*(f"{one.dtype} codes" for one in codes), *rest.kinds)))
+    if rest.kinds:
+        text = f"{text}. The rest: {rest.text}"
+    return PrecisionVerdict(text, "none" if 2 * share >= 1 else rest.confidence, kinds)
+
+
+def unread(group: Sequence[Evidence]) -> float:
+    """The share of the bytes in integers of no known layout."""
+    total = sum(one.nbytes for one in group)
+    return sum(one.nbytes for one in group if one.codes) / total if total else 0.0
+
+
+def _read(group: Sequence[Evidence]) -> PrecisionVerdict:
+    kinds = grouped(((one.dtype, one.key), one) for one in group if one.numel)
+    if not kinds:
+        return PrecisionVerdict("no values", "none")
+    order = sorted([key for key in kinds if key[1] not in _SILENT] or kinds, key=lambda key: -values_of(kinds[key]))
+    silent = sum(len(found) for key, found in kinds.items() if key not in order)
+    total = values_of([one for found in kinds.values() for one in found])
+    texts = [sentence(kinds[key]) + _part(kinds[key], total, len(order)) for key in order[:_SHOWN]]
+    if len(order) > _SHOWN:
+        rest = [one for key in order[_SHOWN:] for one in kinds[key]]
+        texts.append(f"{len(order) - _SHOWN} other kinds{_part(rest, total, len(order))}")
+    if silent:
+        texts.append(f"{_tensors(silent)} with too little to tell{_hushed(group)}")
+    return PrecisionVerdict(
+        "; ".join(texts),
+        bounded(max(kinds[order[0]], key=lambda one: one.numel).confidence, _told(group)),
+        tuple(" ".join(key) for key in order),
+    )
+
+
+def _told(group: Sequence[Evidence]) -> float:
+    """The share of the values that are in tensors which tell something; zeros elsewhere do not count."""
+    silent = sum(one.nonzero for one in group if one.key in _SILENT)
+    told = values_of([one for one in group if one.key not in _SILENT])
+    return told / (told + silent) if told else 1.0
+
+
+def _hushed(group: Sequence[Evidence]) -> str:
+    share = 1 - _told(group)
+    return f" ({percent(share)} of values that are not zero)" if share >= TOLD else ""
+
+
+def _part(same: Sequence[Evidence], total: int, kinds: int) -> str:
+    return f" ({_tensors(len(same))}, {percent(values_of(same) / total)} of values)" if kinds > 1 else ""
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' if count != 1 else ''}"
+
+
+def whole(by_role: Mapping[str, PrecisionVerdict], everything: Sequence[Evidence]) -> PrecisionVerdict:
+    """The verdict on several roles together: one sentence where all agree, else one for each that some share."""
+    if 2 * unread(everything) >= 1:
+        return verdict(everything)
+    told = {role: found for role, found in by_role.items() if found.confidence != "none"}
+    if len({found.kinds for found in told.values()}) <= 1:
+        return verdict(everything)
+    text = ". ".join(
+        f"{', '.join(roles)}: {words}"
+        for words, roles in grouped((found.text, role) for role, found in told.items()).items()
+    )
+    worst = min(
+        (found.confidence for found in told.values()), key=("none", "not counted", "named", "likely", "certain").index
+    )
+    kinds = tuple(dict.fromkeys(kind for found in told.values() for kind in found.kinds))
+    if hushed := _hushed(everything):
+        text = f"{text}. Others have too little to tell{hushed}"
+    return PrecisionVerdict(f"mixed by role. {text}", bounded(worst, _told(everything)), kinds)

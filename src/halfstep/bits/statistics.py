@@ -1,7 +1,5 @@
 """What is reported of a tensor's, or a role's, values: figures read off the table of one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,11 +61,6 @@ class Statistics:
     def nonfinite(self) -> int:
         """Infinities and NaN."""
         return self.infinities + self.nans
-
-
-def statistics(scan: Scan, stored: Float | None) -> Statistics:
-    """The figures of one tensor."""
-    return of_scans([scan], stored)[0]
 
 
 def of_scans(scans: Sequence[Scan], stored: Float | None) -> list[Statistics]:

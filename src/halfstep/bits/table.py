@@ -1,7 +1,5 @@
 """Values counted by exponent and by significant bits: from this table follows what any binary format can hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -126,7 +124,7 @@ class Table:
         inside, at_powers = 2 * update < spacing, 2 * update < halved
         return int(((self.exponents - powers) * inside + powers * at_powers).sum())
 
-    def __add__(self, other: Table) -> Table:
+    def __add__(self, other: "Table") -> "Table":
         return total([self, other])
 
 
@@ -213,8 +211,7 @@ def tells(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Which finite values are among `Table.telling`."""
     magnitudes = np.abs(values)
     whole = (np.floor(magnitudes) == magnitudes) & (magnitudes < 2.0**WHOLE)
-    found: NDArray[np.bool_] = ~whole & (np.frexp(magnitudes)[0] != 0.5)
-    return found
+    return ~whole & (np.frexp(magnitudes)[0] != 0.5)
 
 
 @lru_cache(1 << 10)
@@ -250,15 +247,13 @@ def from_kernel(found: Counts) -> Table:
 def from_values(values: NDArray[np.float64], times: Counts | None = None) -> Table:
     """The table of float64 values, each counted `times` (once if None)."""
     times = np.ones(values.shape, np.int64) if times is None else times
-    finite = np.isfinite(values)
-    used = finite & (values != 0)
+    used = np.isfinite(values) & (values != 0)
     mantissa, exponent = np.frexp(np.abs(values[used]))
     whole = (mantissa * 2.0**53).astype(np.int64)  # in [2^52, 2^53)
     _, last = np.frexp((whole & -whole).astype(np.float64))
     width, weights = 54 - last, times[used]
     lowest = int(exponent.min(initial=1)) - 1
-    high = int(exponent.max(initial=lowest + 1)) - 1
-    shape = (high - lowest + 1, WIDTH)
+    shape = (int(exponent.max(initial=lowest + 1)) - lowest, WIDTH)
     places = np.ravel_multi_index((exponent - 1 - lowest, width), shape)
     counts = np.bincount(places, weights, minlength=shape[0] * WIDTH).astype(np.int64).reshape(shape)
     fifteen = whole == 15 << 49

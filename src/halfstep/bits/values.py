@@ -1,7 +1,5 @@
 """The values of one tensor, wherever they lie, and the types they are stored in; some places of it, copied."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -88,8 +86,9 @@ class Values(Protocol):
 
 
 class Shaped:
-    """A tensor of a known shape."""
+    """A tensor of a known shape and type."""
 
+    dtype: str
     shape: tuple[int, ...]
 
     @property
@@ -97,43 +96,33 @@ class Shaped:
         """The number of values."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Their bytes, as its type has them."""
+        return TYPES[self.dtype].nbytes(self.shape)
+
 
 class Decoded(Shaped):
     """One whose values come in float32, in which it is not stored."""
 
     dtype = "float32"
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the values."""
-        return 4 * self.numel
 
-
-@dataclass(frozen=True, slots=True)
-class InMemory:
+@dataclass(frozen=True)
+class InMemory(Shaped):
     """A plain tensor of one of `dtypes.TYPES`, on any device, as `Values`."""
 
     tensor: Tensor
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> str:  # type: ignore[override]
         """torch's name without "torch."."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """The sizes of its dimensions."""
         return tuple(self.tensor.shape)
-
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return self.tensor.numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes."""
-        return self.tensor.nbytes
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order; copied only where they do not lie so in this machine's memory."""
@@ -219,7 +208,7 @@ class Places:
     """The type that these are the bits of; float32's, where values were decoded."""
 
     @property
-    def first(self) -> Places:
+    def first(self) -> "Places":
         """Those at the beginning."""
         return Places(self.lines[:1], self.bands[:1], self.dtype)
 
@@ -230,8 +219,7 @@ class Places:
     def used(self, bits: NDArray[Any]) -> NDArray[np.float64]:
         """Those which are finite and not zero."""
         values = self.doubles(bits)
-        found: NDArray[np.float64] = values[np.isfinite(values) & (values != 0)]
-        return found
+        return values[np.isfinite(values) & (values != 0)]
 
     def has(self, tile: Tile) -> bool:
         """Whether there are tiles of a kind of which no larger one is the same."""
@@ -303,8 +291,13 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 def _is_whole(shape: Sequence[int], columns: int) -> bool:
     """Whether all of a matrix is looked at."""
+    return len(shape) == 2 and shape[0] <= min(_lines(columns), BAND) and columns <= _WIDE
+
+
+def _lines(columns: int) -> int:
+    """How many rows of so many columns are looked at in all their length."""
     fewest, most = _LINES
-    return len(shape) == 2 and shape[0] <= min(max(_LINED // columns, fewest), most, BAND) and columns <= _WIDE
+    return min(max(_LINED // columns, fewest), most)
 
 
 def small_places(tensor: Values, bits: NDArray[np.uint32]) -> Places | None:
@@ -326,16 +319,13 @@ class Spread:
         self._runs: list[Runs] = []
         if not 0 < columns <= _LONGEST or not tensor.numel:
             return
-        fewest, most = _LINES
-        most = min(max(_LINED // columns, fewest), most)
-        self._runs.append(Runs(_spread(tensor.numel // columns, most, columns), columns, dtype))
+        self._runs.append(Runs(_spread(tensor.numel // columns, _lines(columns), columns), columns, dtype))
         blocks = -(-high // BAND)
         for i, band in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
             top, width = band % blocks * BAND, min(columns, _WIDE)
             left = min(i * _WIDE, (columns - width) // BAND * BAND)
             first = (band // blocks * high + top) * columns + left
-            rows = range(first, first + min(BAND, high - top) * columns, columns)
-            self._runs.append(Runs(rows, width, dtype))
+            self._runs.append(Runs(range(first, first + min(BAND, high - top) * columns, columns), width, dtype))
 
     def add(self, bits: NDArray[Any]) -> None:
         """Take in the next elements."""
@@ -362,8 +352,7 @@ def repeats(places: Sequence[Places]) -> list[Repeats]:
 
 def as_bits(stored: NDArray[Any], dtype: str) -> NDArray[np.uint32]:
     """The bits of stored values as float32."""
-    found: NDArray[np.uint32] = stored if dtype == "float32" else as_float32(stored, dtype).view(np.uint32)
-    return found
+    return stored if dtype == "float32" else as_float32(stored, dtype).view(np.uint32)
 
 
 def as_doubles(values: NDArray[np.float32]) -> NDArray[np.float64]:

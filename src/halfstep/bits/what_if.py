@@ -1,7 +1,5 @@
 """What would a cast cost? Matrices through candidate quantizers, in pieces of bounded size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.bits.scan import Progress, Scan, decoded
-from halfstep.bits.sentences import percent
+from halfstep.bits.scan import Progress, Scan, decoded, told
 from halfstep.bits.values import Values, as_float32, even
 from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
 from halfstep.kernels.cpu.comparison import Errors, compare, unit
+from halfstep.printable import percent
 from halfstep.quant import ROW, TENSOR, Quantizer, Scales, get_quantizer, get_scaling, layout
 
 
@@ -79,9 +77,7 @@ class Cast:
     @property
     def decibels(self) -> str:
         """The `sqnr` in words."""
-        if self.sqnr is None:
-            return "-" if self.overflowing else "exact"
-        return f"{self.sqnr:.1f}"
+        return f"{self.sqnr:.1f}" if self.sqnr is not None else "-" if self.overflowing else "exact"
 
     @property
     def harm(self) -> str | None:
@@ -120,8 +116,9 @@ class Trials:
             # Errors of tensors add up in the units of the values.
             cast = _cast(format, errors[format], tensor.numel, size, tensor.nbytes - size)
             scale, found = unit(scan.amax) ** 2, errors[format]
-            absolute = found._replace(signal=found.signal * scale, noise=found.noise * scale)
-            self._casts[format].append((name, cast, absolute))
+            self._casts[format].append(
+                (name, cast, found._replace(signal=found.signal * scale, noise=found.noise * scale))
+            )
 
     def found(self) -> tuple[WhatIf, ...]:
         """What each format did to all tensors, and to which it did most."""
@@ -130,8 +127,10 @@ class Trials:
 
 def nbytes(quantizer: Quantizer, shape: tuple[int, ...]) -> int:
     """Bytes of codes and scales of a tensor."""
-    parts = layout(quantizer, shape, torch.float32).values()
-    return sum(dtype.itemsize * math.prod(size or 0 for size in sizes) for dtype, sizes in parts)
+    return sum(
+        dtype.itemsize * math.prod(size or 0 for size in sizes)
+        for dtype, sizes in layout(quantizer, shape, torch.float32).values()
+    )
 
 
 def _errors(
@@ -158,8 +157,7 @@ def _errors(
         if others:
             x = torch.from_numpy(as_float32(chunk, tensor.dtype)).view(-1, columns)
             for name in others:
-                y = _values(x, rest[name], scan, buffer)
-                others[name] += compare(x.view(-1).numpy(), y.view(-1).numpy(), amax)
+                others[name] += compare(x.view(-1).numpy(), _values(x, rest[name], scan, buffer).view(-1).numpy(), amax)
     return found | others | {name: cast.errors(signal, scan.table.nonzero) for name, cast in fused.items()}
 
 
@@ -205,8 +203,7 @@ def _values(rows: Tensor, quantizer: Quantizer, scan: Scan, buffer: _Buffer) -> 
     """The values that a quantizer makes of some rows of a scanned tensor, in the buffer."""
     x = rows
     if needs_largest(quantizer):  # one scale for a tensor with infinities or NaN is NaN
-        lost = not _has_tiles(quantizer) and scan.table.nonfinite
-        x = with_largest(rows, math.nan if lost else scan.amax)
+        x = with_largest(rows, math.nan if not _has_tiles(quantizer) and scan.table.nonfinite else scan.amax)
     out = buffer.like(x)
     if quantizer.scales is None:
         operators.round_into(x, out, quantizer.format, quantizer.rounding, quantizer.overflow, None)
@@ -261,11 +258,7 @@ def with_largest(rows: Tensor, amax: float) -> Tensor:
 def stored_pieces(tensor: Values, progress: Progress | None = None) -> Iterator[NDArray[Any]]:
     """The rows of a tensor as they are stored, flat, some whole multiple of 128 at a time (the last ones fewer)."""
     columns = tensor.shape[-1]
-    rows = max(_ROWS, PIECE // columns // _ROWS * _ROWS)
-    for chunk in even(tensor, rows * columns):
-        yield chunk
-        if progress is not None:
-            progress(chunk.nbytes)
+    return told(even(tensor, max(_ROWS, PIECE // columns // _ROWS * _ROWS) * columns), progress)
 
 
 def pieces(tensor: Values) -> Iterator[Tensor]:

@@ -1,7 +1,5 @@
 """The `halfstep` command."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -48,7 +46,7 @@ COMMANDS = {
 }
 """Each command, with its line in the list of commands; a command's file is imported when it is called."""
 
-_FILES = {"train": "compare", "mismatch": "probe"}
+_FILES = {"train": "compare", "mismatch": "probe", "site": "kb", "diff": "inspect"}
 _EXTRAS = {
     "matplotlib": "lab",
     "jinja2": "lab",
@@ -66,8 +64,9 @@ class _Commands(TyperGroup):
     """Lists commands by their names and lines of help, and imports the one that a command line calls."""
 
     def __init__(self, **attributes: Any) -> None:
-        commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
-        super().__init__(**{**attributes, "commands": commands})
+        super().__init__(
+            **{**attributes, "commands": {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}}
+        )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)

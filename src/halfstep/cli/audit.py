@@ -1,7 +1,5 @@
 """`halfstep audit`: run a training script as it is, and say which of its updates are lost."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import traceback
@@ -108,7 +106,7 @@ def _program(words: list[str], module: bool) -> Callable[[], None]:
     return run
 
 
-def _watched(program: Callable[[], None], steps: int | None) -> tuple[Running, ...]:
+def _watched(program: Callable[[], None], steps: int | None) -> "tuple[Running, ...]":
     """The reports of a program's steps; none on other ranks than the first.
 
     Raises:

@@ -1,7 +1,5 @@
 """`halfstep claims`: what papers and forums claim, what we measured, and measuring it again."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess
@@ -77,8 +75,11 @@ def _list(claims: Sequence[Claim]) -> str:
     )
     lines = []
     for subject, rows in by_subject(claims).items():
-        told = (f"{claim.id}: {claim.verdict}\n{text.fill(claim.claim)}" for claim in rows)
-        lines += [typer.style(fold.fill(subject), bold=True), *told, ""]
+        lines += [
+            typer.style(fold.fill(subject), bold=True),
+            *(f"{claim.id}: {claim.verdict}\n{text.fill(claim.claim)}" for claim in rows),
+            "",
+        ]
     return "\n".join(lines)
 
 

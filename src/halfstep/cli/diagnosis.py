@@ -1,7 +1,5 @@
 """What `halfstep doctor` finds: the path of each recipe on this machine, and how the kernels did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -49,10 +47,15 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
         tests += [outcome(t._replace(kernel=f"gpu {t.kernel}"), gpu) for t in (*selftest.GPU, *optim.GPU)]
     proven = {} if absent is None else {proof.kernel: str(proof) for proof in proofs()}
     wrong = [test for test in tests if not test.passed]
-    kernels = [
-        {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
-    ]
-    told = {"machine": machine, "recipes": paths, "claims": _claims(), "kernels": kernels, "proven": proven}
+    told = {
+        "machine": machine,
+        "recipes": paths,
+        "claims": _claims(),
+        "kernels": [
+            {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
+        ],
+        "proven": proven,
+    }
     head = ["recipe", "products", "operands", "FP8 tensor cores", *(["operands on the GPU"] if with_gpu else [])]
     compared = sum(test.compared for test in tests)
     parts = [
@@ -81,8 +84,7 @@ def source_of(name: str) -> str:
         raise OptimizerError(f"{name!r} {found}: kernels are made of {', '.join(sorted(made))}")
     kind = made[name].torch_class
     own = made[name].options(kind([torch.zeros(1, dtype=torch.float32, device="cpu")]).defaults)  # type: ignore[misc,call-arg]
-    after_step = len(own.program.names) - 1 - len(own.numbers)
-    made_of = [finding(own.program, after_step), moving(own.program)]
+    made_of = [finding(own.program, len(own.program.names) - 1 - len(own.numbers)), moving(own.program)]
     if own.program.normed.results:
         made_of.insert(1, norming(own.program))
     return "\n\n".join([f"# {kind.__module__.split('.')[0]}.optim.{kind.__name__}", *made_of])
@@ -93,14 +95,19 @@ def _machine() -> dict[str, str]:
     units = (
         {k: v for k, v in tell().items() if v is True and any(w in k for w in ("bf16", "fp16", "amx"))} if tell else {}
     )
-    known = ", ".join(sorted(units)) or ("none" if tell else f"torch {torch.__version__} does not tell")
-    found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "16-bit units": known}
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        here = carried.supports(dtype, torch.device("cpu"))
-        why = "no units for it: products carried in float32" if here else "torch's own products"
-        found[f"{name} on CPU"] = why
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
-    return {**found, "cuda": cuda, "compiled code": kept_code()}
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "16-bit units": ", ".join(sorted(units)) or ("none" if tell else f"torch {torch.__version__} does not tell"),
+        **{
+            f"{name} on CPU": "no units for it: products carried in float32"
+            if carried.supports(dtype, torch.device("cpu"))
+            else "torch's own products"
+            for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+        },
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here",
+        "compiled code": kept_code(),
+    }
 
 
 def _claims() -> list[str]:
@@ -160,8 +167,7 @@ def _path(quantizer: Quantizer) -> str:
     if quantizer.by_rows and rows.scalars(quantizer.format, quantizer.rounding) is not None:
         return across + "kernel"
     quantizer = quantizer.plain.inner or quantizer.plain
-    found = blocks.values_of(quantizer, scales.tile.columns or 1)
-    if found is not None or panels.numbers_of(quantizer) is not None:
+    if blocks.values_of(quantizer, scales.tile.columns or 1) is not None or panels.numbers_of(quantizer) is not None:
         return across + "kernel"
     if tiles.numbers_of(quantizer) is not None:
         return across + "kernel, in several passes"

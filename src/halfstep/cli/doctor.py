@@ -1,7 +1,5 @@
 """`halfstep doctor`: which path each recipe takes on this machine, and whether the kernels are right on it."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

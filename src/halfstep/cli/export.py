@@ -1,7 +1,5 @@
 """`halfstep export`: a model as a folder that servers load, its weights rounded as training rounded them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated
@@ -56,9 +54,14 @@ def export(
         source = Path(model).expanduser() if ":" not in model else None
         stored = dtype if format in GGUF else dtype or _stored(source)
         has = source is not None and (format not in GGUF or any(source.glob("tokenizer*")))
-        beside = source if tokenizer and has else None
         done = write(
-            loaded, output, format, recipe=recipe, dtype=stored, max_shard_size=max_shard_size, tokenizer=beside
+            loaded,
+            output,
+            format,
+            recipe=recipe,
+            dtype=stored,
+            max_shard_size=max_shard_size,
+            tokenizer=source if tokenizer and has else None,
         )
     answer(as_json, lambda: {**vars(done), "path": str(done.path)}, lambda: str(done))
 

@@ -1,6 +1,4 @@
-"""`halfstep kb`: in which precision was this model pre-trained? Imports no torch."""
-
-from __future__ import annotations
+"""`halfstep kb`: in which precision was this model pre-trained? `halfstep site`: a page of tools. Imports no torch."""
 
 import re
 import sys
@@ -16,7 +14,6 @@ from halfstep.errors import KnowledgeBaseError, unknown
 from halfstep.kb import (
     DEFAULT_OVERLAY,
     Entry,
-    KnowledgeBase,
     add as adding,
     export as exporting,
     load,
@@ -142,12 +139,8 @@ def _part(text: str) -> tuple[str, str]:
     return name.strip(), precision.strip()
 
 
-class Format(StrEnum):
-    """What `kb export` writes."""
-
-    json = "json"
-    csv = "csv"
-    md = "md"
+Format = StrEnum("Format", ["json", "csv", "md"])
+"""What `kb export` writes."""
 
 
 @kb.command()
@@ -158,8 +151,11 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: the question cannot be answered."""
-    verdict = judge(_load(overlay), model, use)
-    derived = {name: _plain(getattr(verdict, name)) for name in ("keep_in_fp32", "failures", "next_steps")}
+    verdict = judge(load(overlay or DEFAULT_OVERLAY), model, use)
+    derived = {
+        name: [asdict(item) if hasattr(item, "__dataclass_fields__") else item for item in getattr(verdict, name)]
+        for name in ("keep_in_fp32", "failures", "next_steps")
+    }
     answer(
         as_json,
         lambda: {**asdict(verdict), "tier": verdict.answer.tier, **derived},
@@ -171,7 +167,7 @@ def check(
 @kb.command()
 def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
     """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
-    found = find(_load(overlay), model)
+    found = find(load(overlay or DEFAULT_OVERLAY), model)
     steps = [] if found.known else [f"next: {step}" for step in _measure(model)]
     answer(
         as_json,
@@ -189,7 +185,7 @@ def search(
 ) -> None:
     """List the entries in which every word of TEXT occurs. Exit code 1 if there is none."""
     wanted = " ".join(text)
-    _print_entries(find_text(_load(overlay), wanted), as_json, f"every word of {wanted!r}")
+    _print_entries(find_text(load(overlay or DEFAULT_OVERLAY), wanted), as_json, f"every word of {wanted!r}")
 
 
 @kb.command("list")
@@ -203,7 +199,7 @@ def listing(
     as_json: Json = False,
 ) -> None:
     """List the entries. Exit code 1 if none fits."""
-    entries = _load(overlay).entries
+    entries = load(overlay or DEFAULT_OVERLAY).entries
     precisions = {*words("train_precision"), *(kind for entry in entries for kind in entry.computes)}
     for option, value, known in (("precision", precision, precisions), ("tier", tier, words("tier"))):
         if value is not None and value not in known:
@@ -224,7 +220,7 @@ def listing(
 @kb.command("model-card")
 def model_card(model: Model, overlay: Overlay = None) -> None:
     """Print the field of a model card that says how MODEL was trained, as YAML."""
-    typer.echo(exporting.model_card(find(_load(overlay), model)))
+    typer.echo(exporting.model_card(find(load(overlay or DEFAULT_OVERLAY), model)))
 
 
 @kb.command()
@@ -255,17 +251,13 @@ def export(
     overlay: Overlay = None,
 ) -> None:
     """Write the whole knowledge base; `halfstep site` writes the page for a browser."""
-    base = _load(overlay)
+    base = load(overlay or DEFAULT_OVERLAY)
     text = {"json": exporting.to_json, "csv": exporting.to_csv, "md": exporting.to_markdown}[form](base)
     if output is None:
         sys.stdout.write(text)
     else:
         write_text(output, text, KnowledgeBaseError)
         typer.echo(f"wrote {output}: {_counted(base.entries)}")
-
-
-def _load(overlay: Path | None) -> KnowledgeBase:
-    return load(overlay) if overlay else load()
 
 
 def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
@@ -283,9 +275,15 @@ def _table(entries: Any) -> str:
 
 
 def _row(entry: Entry) -> list[str]:
-    names = (*entry.model_ids, *entry.aliases)
-    precision = "; ".join(f"{part} {word}" for part, word in entry.parts.items()) or entry.train_precision
-    return [entry.id, precision, entry.tier, str(entry.year), entry.evidence_kind.replace("_", " "), some(names, 1)]
+
+    return [
+        entry.id,
+        "; ".join(f"{part} {word}" for part, word in entry.parts.items()) or entry.train_precision,
+        entry.tier,
+        str(entry.year),
+        entry.evidence_kind.replace("_", " "),
+        some((*entry.model_ids, *entry.aliases), 1),
+    ]
 
 
 def _counted(entries: Any) -> str:
@@ -303,5 +301,26 @@ def _measure(model: str) -> list[str]:
     ]
 
 
-def _plain(value: Any) -> Any:
-    return [asdict(item) if hasattr(item, "__dataclass_fields__") else item for item in value]
+def site(
+    output: Annotated[Path, typer.Argument(help="The file to write: index.html. One that is there is written over.")],
+    overlay: Annotated[
+        Path | None,
+        typer.Option("--overlay", help="A folder with your own entries of the knowledge base, added to the package's."),
+    ] = None,
+    space: Annotated[
+        bool,
+        typer.Option("--space", help="Write README.md beside it: with both a static Space of Hugging Face's is made."),
+    ] = False,
+) -> None:
+    """Write one page that needs no network: the knowledge base, number formats, and the memory of training."""
+    from halfstep.site.page import space as card, to_html
+
+    readme = output.with_name("README.md")
+    if space and readme.exists():
+        raise KnowledgeBaseError(f"{str(readme)!r} is there already; --space writes that file: name another folder")
+    texts = {output: to_html(load(overlay))}
+    if space:
+        texts[readme] = card(file=output.name)
+    for path, text in texts.items():
+        write_text(path, text, KnowledgeBaseError)
+        typer.echo(f"wrote {path}: {len(text.encode()) / 1000:.0f} kB")

@@ -1,7 +1,5 @@
 """`halfstep law`: what scaling laws for precision predict, and their constants from a sweep."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfstep.cli.compare import Json
 from halfstep.cli.terminal import answer, table_text, write_text
-from halfstep.cli.training import Json
 from halfstep.errors import LawError
 
 
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
     from halfstep.law import Law
 
 law = typer.Typer(no_args_is_help=True)
-
-_Folders = Annotated[list[Path], typer.Argument(metavar="SWEEP...", help="Folders of sweeps.")]
 
 
 @law.command("predict")
@@ -66,7 +62,7 @@ def predict(
 
 
 def _predicted(
-    law: Law, parameters: float, tokens: float, bits: float | None, weights: float | None, post: float | None
+    law: "Law", parameters: float, tokens: float, bits: float | None, weights: float | None, post: float | None
 ) -> dict[str, float]:
     widths = {} if bits is None else dict.fromkeys(law.widths, bits)
     widths |= {} if weights is None else {"weights": weights}
@@ -79,14 +75,16 @@ def _predicted(
             "effective_parameters": parameters * law.share(widths),
         }
     if post is not None:
-        harmful = law.harmful_tokens(parameters, post)
-        found |= {"of_it_by_rounding": law.damage(parameters, tokens, post), "tokens_beyond_which_more_harm": harmful}
+        found |= {
+            "of_it_by_rounding": law.damage(parameters, tokens, post),
+            "tokens_beyond_which_more_harm": law.harmful_tokens(parameters, post),
+        }
     return found
 
 
 @law.command("fit")
 def fit(
-    folders: _Folders,
+    folders: Annotated[list[Path], typer.Argument(metavar="SWEEP...", help="Folders of sweeps.")],
     out: Annotated[Path | None, typer.Option(help="A file for the constants, which `predict --law` reads.")] = None,
     resamples: Annotated[int, typer.Option(min=0, help="Resamples of the runs for the intervals.")] = 200,
     as_json: Json = False,
@@ -104,10 +102,12 @@ def fit(
             fits["damage"] = fit_damage(positive, resamples)
         except LawError as error:
             unfitted = f"the damage of rounding is not fitted: {error}"
-    data: dict[str, Any] = {name: found.to_dict() for name, found in fits.items()}
-    data |= {"damages_left_out": len(rounded) - len(positive), "damage_not_fitted": unfitted}
-    fitted = fits["loss"].law(fits.get("damage"))
-    data["law"] = asdict(fitted)
+    data = {
+        **{name: found.to_dict() for name, found in fits.items()},
+        "damages_left_out": len(rounded) - len(positive),
+        "damage_not_fitted": unfitted,
+        "law": asdict(fits["loss"].law(fits.get("damage"))),
+    }
     if out is not None:
         write_text(out, json.dumps(data, indent=2) + "\n", LawError)
     answer(as_json, lambda: data, lambda: _text(fits, data, len(rounded)))
@@ -116,8 +116,11 @@ def fit(
 def _text(fits: dict[str, Any], data: dict[str, Any], damages: int) -> str:
     parts = []
     for name, found in fits.items():
-        rows = [[key, f"{value:.4g}", _ends(found.intervals.get(key))] for key, value in found.constants.items()]
-        constants = table_text(["constant", "value", "95% interval"], rows, right=["value", "95% interval"])
+        constants = table_text(
+            ["constant", "value", "95% interval"],
+            [[key, f"{value:.4g}", _ends(found.intervals.get(key))] for key, value in found.constants.items()],
+            right=["value", "95% interval"],
+        )
         parts.append(f"{name}: {found.cells} runs, R2 {found.r2:.4f}, residual {found.residual:.3g}\n{constants}\n")
     if left_out := data["damages_left_out"]:
         parts.append(f"{left_out} of {damages} damages are not positive and have no logarithm: the fit left them out")
@@ -144,7 +147,7 @@ def round_(
     answer(as_json, lambda: rows, lambda: table_text([*forms], table, right=forms))
 
 
-def _read(path: Path) -> Law:
+def _read(path: Path) -> "Law":
     from halfstep.law import Law, PostTraining, Width
 
     try:

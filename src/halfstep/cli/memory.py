@@ -1,7 +1,5 @@
 """`halfstep memory`: the bytes of a training setup by role, before it exists."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,16 +89,22 @@ def memory(
         found = [(_inference if inference else _training)(subject, each, plan, progress) for each in recipes]
     if plot is not None:
         _draw(plot, subject, found, limit, inference)
-    setup = {k: v for k, v in asdict(plan).items() if k != "memory"} | {"device_memory": limit}
-    data = {"model": model, "inference": inference, **setup, "remarks": subject.remarks, "recipes": found}
+    data = {
+        "model": model,
+        "inference": inference,
+        **{name: value for name, value in asdict(plan).items() if name != "memory"},
+        "device_memory": limit,
+        "remarks": subject.remarks,
+        "recipes": found,
+    }
     answer(as_json, lambda: data, lambda: _text(subject, found, plan, inference, device_memory))
     raise typer.Exit(int(any(row.get("largest_batch") == 0 for row in found)))
 
 
-def _training(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dict[str, Any]:
+def _training(subject: "Subject", recipe: Any, plan: _Plan, progress: Any) -> dict[str, Any]:
     from halfstep.accounting import account, largest, share
 
-    def counted(batch: int) -> tuple[Account, Share]:
+    def counted(batch: int) -> "tuple[Account, Share]":
         progress(f"{recipe.name}: a batch of {batch}")
         made = account(
             subject,
@@ -130,13 +134,12 @@ def _training(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dict
                 f"{subject.name}: the largest batch takes a model that can be run, and a checkpoint has no forward "
                 "pass; give its config.json or its folder, or leave --device-memory out"
             )
-        known = plan.batch, part.peak
-        batch, peak = largest(lambda batch: counted(batch)[1].peak, plan.memory, known)
+        batch, peak = largest(lambda batch: counted(batch)[1].peak, plan.memory, (plan.batch, part.peak))
         found |= {"largest_batch": batch, "its_peak": peak}
     return found
 
 
-def _inference(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dict[str, Any]:
+def _inference(subject: "Subject", recipe: Any, plan: _Plan, progress: Any) -> dict[str, Any]:
     from halfstep.accounting import inference, largest
 
     if plan.ranks > 1 or plan.zero or plan.checkpointing != "none" or plan.per_layer:
@@ -156,7 +159,7 @@ def _inference(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dic
     return found
 
 
-def _title(subject: Subject, first: dict[str, Any], plan: _Plan, inference: bool) -> str:
+def _title(subject: "Subject", first: dict[str, Any], plan: _Plan, inference: bool) -> str:
     length = plan.sequence or subject.sequence
     examples = f"a batch of {plan.batch}" + (f" x {length} tokens" if length else "")
     if inference:
@@ -172,12 +175,14 @@ def _title(subject: Subject, first: dict[str, Any], plan: _Plan, inference: bool
     )
 
 
-def _text(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference: bool, given: str | None) -> str:
+def _text(subject: "Subject", found: list[dict[str, Any]], plan: _Plan, inference: bool, given: str | None) -> str:
     unit, size = ("GiB", 2**30) if max(row["bytes"]["persistent"] for row in found) >= 2**30 else ("MiB", 2**20)
 
     def cells(role: str, divisor: int) -> list[str]:
-        sizes = [row["bytes"].get(role) for row in found]
-        return ["unknown" if number is None else f"{number / divisor:,.2f}" for number in sizes]
+        return [
+            "unknown" if number is None else f"{number / divisor:,.2f}"
+            for number in [row["bytes"].get(role) for row in found]
+        ]
 
     counted = {
         role: [row["bytes"][role] for row in found] for role in _ROWS if all(role in row["bytes"] for row in found)
@@ -189,8 +194,7 @@ def _text(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference:
     ]
     rows = [(_ROWS[role], *cells(role, size)) for role in shown]
     if any(row["bytes"]["peak"] is not None for row in found):
-        decimal = unit.replace("i", "")
-        rows.append((f"peak, in {decimal}", *cells("peak", 10**9 if unit == "GiB" else 10**6)))
+        rows.append((f"peak, in {unit.replace('i', '')}", *cells("peak", 10**9 if unit == "GiB" else 10**6)))
     if plan.ranks > 1:
         sizes = [row["bytes"]["persistent"] * plan.ranks / size for row in found]
         rows.append((f"persistent, all {plan.ranks} devices", *(f"{number:,.2f}" for number in sizes)))
@@ -204,7 +208,7 @@ def _text(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference:
     return "\n".join([title, counts, *map(printable, subject.remarks)])
 
 
-def _draw(path: str, subject: Subject, found: list[dict[str, Any]], limit: int | None, inference: bool) -> None:
+def _draw(path: str, subject: "Subject", found: list[dict[str, Any]], limit: int | None, inference: bool) -> None:
     from halfstep.accounting import Share
     from halfstep.accounting.plot import figure
 
@@ -212,7 +216,9 @@ def _draw(path: str, subject: Subject, found: list[dict[str, Any]], limit: int |
         raise AccountError(
             "--plot draws the step of a model that trains; leave --inference out, or give a model that runs"
         )
-    roles = {row["recipe"]: {k: v for k, v in row["bytes"].items() if k != "persistent"} for row in found}
-    drawn = figure(subject.name, {name: Share(**sizes) for name, sizes in roles.items()}, limit)
-    save_figure(drawn, path, "memory", AccountError)
+    shares = {
+        row["recipe"]: Share(**{role: size for role, size in row["bytes"].items() if role != "persistent"})
+        for row in found
+    }
+    save_figure(figure(subject.name, shares, limit), path, "memory", AccountError)
     typer.echo(f"wrote {path}", err=True)

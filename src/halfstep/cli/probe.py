@@ -1,7 +1,5 @@
 """`halfstep probe`: is this model safe in fp16? `halfstep mismatch`: how far is a policy from its rollout."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,8 +103,7 @@ def batches_for(loaded: Any, data: str | None, batches: int, batch: int, context
         return tensor_batches(data), f"the tensors in {data}"
     if data is None and loaded.inputs:
         return list(loaded.inputs), "the inputs that came with the model"
-    corpus = load_corpus(data, 0)
-    made, how = text_batches(corpus.train, loaded, batches, batch, context)
+    made, how = text_batches(load_corpus(data, 0).train, loaded, batches, batch, context)
     return made, f"{data or 'the Python standard library'}, {how}"
 
 
@@ -120,7 +117,7 @@ def _known(model: str, format: str) -> Verdict | None:
     return None
 
 
-def _text(report: ProbeReport, known: Verdict | None) -> str:
+def _text(report: "ProbeReport", known: Verdict | None) -> str:
     lines = [*map(printable, str(report).split("\n"))]
     if known is not None:
         ids = ", ".join(entry.id for entry in known.answer.entries) or "failure reports only"
@@ -132,7 +129,7 @@ def _text(report: ProbeReport, known: Verdict | None) -> str:
     return "\n".join([*lines, "", table_text(_COLUMNS, rows, right=_COLUMNS[:-1])])
 
 
-def _write(report: ProbeReport, path: Path) -> None:
+def _write(report: "ProbeReport", path: Path) -> None:
     from halfstep.recipe.files import to_toml
 
     passed = report.trial if report.recipe_safe else report.suggestion
@@ -184,14 +181,21 @@ def mismatch(
         loaded = load_model(policy)
         found, described = batches_for(loaded, data, batches, batch, context)
         progress("comparing")
-        served = names[1] if exported is None else from_pretrained(exported)
-        report = measured(loaded.model, found, names[0], served, rows=rows, padding=padding, clip=clip)
+        report = measured(
+            loaded.model,
+            found,
+            names[0],
+            names[1] if exported is None else from_pretrained(exported),
+            rows=rows,
+            padding=padding,
+            clip=clip,
+        )
     lines = [printable(line) for line in (f"{described}:", *str(report).split("\n"))]
     answer(as_json, lambda: {"policy": policy, "data": described, **report.to_dict()}, lambda: "\n".join(lines))
     raise typer.Exit(int(report.kl_most > 0 or report.difference_most > 0))
 
 
-def _rows(report: ProbeReport, count: int) -> list[tuple[str, ...]]:
+def _rows(report: "ProbeReport", count: int) -> list[tuple[str, ...]]:
     """The worst tensors, a row each, as `_COLUMNS` says. One that several modules hand on is shown once."""
     distinct: dict[Counts, Range] = {}
     for found in report.worst():
@@ -199,7 +203,7 @@ def _rows(report: ProbeReport, count: int) -> list[tuple[str, ...]]:
     return [_row(found, report) for found in list(distinct.values())[:count]]
 
 
-def _row(found: Range, report: ProbeReport) -> tuple[str, ...]:
+def _row(found: "Range", report: "ProbeReport") -> tuple[str, ...]:
     error = report.trial.errors.get(found.site.module) if found.site.role == "output" else None
     return (
         f"{found.counts.largest:.4g}",

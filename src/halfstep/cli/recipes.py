@@ -1,7 +1,5 @@
 """`halfstep recipes`: the recipes, every field of one, and what it costs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,27 +41,33 @@ def cost(
         sent = {name: sent_a_parameter(get_recipe(recipe), zero) for name, zero in (("ddp", 0), ("fsdp", 3))}
     body = made.without(HEAD)
     tokens = seq or subject.sequence
-    parts = {"all": made, "without_head": body}
+
     data = {
         "model": model, "recipe": made.recipe, "batch": batch, "sequence": tokens, "speeds": given, "sent": sent,
         "remarks": subject.remarks, "products": [asdict(work) for work in made.works],
-        **{name: {"share": part.share, "speed_up": part.speed_up} for name, part in parts.items() if part.works},
+        **{
+            name: {"share": part.share, "speed_up": part.speed_up}
+            for name, part in (("all", made), ("without_head", body)) if part.works
+        },
     }  # fmt: skip
     examples = f"a batch of {batch}" + (f" x {tokens} tokens" if tokens else "")
-    count = f"{made.multiply_adds:.3g} multiply-adds a step"
+
     title = (
-        f"{printable(subject.name)}, {examples}: {count}; {printable(made.recipe)} at {printable(speeds)}; "
+        f"{printable(subject.name)}, {examples}: {made.multiply_adds:.3g} multiply-adds a step; "
+        f"{printable(made.recipe)} at {printable(speeds)}; "
         f"each of N devices sends {sent['ddp']:.4g} bytes a parameter under DDP, {sent['fsdp']:.4g} where weights are "
         "sharded (ZeRO 3), times (N - 1) / N"
     )
     answer(as_json, lambda: data, lambda: "\n".join([title, _table(made, body), *map(printable, subject.remarks)]))
 
 
-def _table(made: Cost, body: Cost) -> str:
+def _table(made: "Cost", body: "Cost") -> str:
     from halfstep.accounting import PASSES
 
-    kinds = dict.fromkeys(work.kind for work in made.works)
-    rows = [_row(kind, made, [work for work in made.works if work.kind == kind]) for kind in kinds]
+    rows = [
+        _row(kind, made, [work for work in made.works if work.kind == kind])
+        for kind in dict.fromkeys(work.kind for work in made.works)
+    ]
     totals = {"all": made, "without the head": body} if body.works and body.works != made.works else {"all": made}
     of_all = {name: part.multiply_adds / made.multiply_adds for name, part in totals.items()}
     rows += [
@@ -73,7 +77,7 @@ def _table(made: Cost, body: Cost) -> str:
     return table_text(["products", "share", *PASSES, "time", "speed-up"], rows, right=["share", "time", "speed-up"])
 
 
-def _row(kind: str, made: Cost, works: list[Any]) -> tuple[str, ...]:
+def _row(kind: str, made: "Cost", works: list[Any]) -> tuple[str, ...]:
     """A line of one kind of products: its share of the multiply-adds, the bits in each pass, its time."""
     from halfstep.accounting import OVERHEADS, PASSES, Cost
 
@@ -82,8 +86,13 @@ def _row(kind: str, made: Cost, works: list[Any]) -> tuple[str, ...]:
     widths = [", ".join(f"{width} bits" for width in each) or "-" for each in bits]
     if kind in OVERHEADS:
         return (kind, "", *widths, f"{part.time / made.base:.1%}", "")
-    share = part.multiply_adds / made.multiply_adds
-    return (kind, f"{share:.1%}", *widths, f"{part.share:.1%}", f"{part.speed_up:.2f}")
+    return (
+        kind,
+        f"{part.multiply_adds / made.multiply_adds:.1%}",
+        *widths,
+        f"{part.share:.1%}",
+        f"{part.speed_up:.2f}",
+    )
 
 
 recipes = typer.Typer(invoke_without_command=True)

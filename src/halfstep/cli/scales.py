@@ -1,8 +1,6 @@
 """`halfstep scales`: how far the values of every tensor of a training step spread, beside what formats hold."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 
     from halfstep.lab.task import Task
     from halfstep.probe import Scales
-
-_FORMATS = "fp16,e4m3fn,e5m2"
 
 
 def scales(
@@ -49,7 +45,7 @@ def scales(
         bool,
         typer.Option("--unit", help="Measure it unit-scaled as well (`halfstep.unit_scale`), side by side."),
     ] = False,
-    to: Annotated[str, typer.Option("--formats", help="Formats to hold the scales against.")] = _FORMATS,
+    to: Annotated[str, typer.Option("--formats", help="Formats to hold the scales against.")] = "fp16,e4m3fn,e5m2",
     seed: Annotated[int, typer.Option(help="Of random weights and random data.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every tensor.")] = False,
     plot: Annotated[str | None, typer.Option(help="Draw it to this file: scales.png, scales.svg.")] = None,
@@ -75,7 +71,7 @@ def scales(
                     subject.model,
                     subject.batches,
                     to=names,
-                    loss=subject.loss,
+                    loss=None if subject.task is None else subject.task.loss,
                     steps=taken,
                     learning_rate=lr,
                     described=subject.words,
@@ -83,8 +79,7 @@ def scales(
                 )
                 moments[f"unit-scaled, {found.moment}" if scaled else found.moment] = found
     if plot is not None:
-        drawn = figure(f"{model}: standard deviations", list(moments.items()))
-        save_figure(drawn, plot, "scales", ModelError)
+        save_figure(figure(f"{model}: standard deviations", list(moments.items())), plot, "scales", ModelError)
     found_data = [{"moment": moment, **found.to_dict()} for moment, found in moments.items()]
     answer(as_json, lambda: {"model": model, "scales": found_data}, lambda: _text(moments))
 
@@ -106,16 +101,11 @@ _Given = tuple[list[Any], str]
 class _Subject:
     """A model, and what to run it on."""
 
-    model: nn.Module
+    model: "nn.Module"
     batches: list[Any]
     words: str
     """What the batches are."""
-    task: Task | None = None
-
-    @property
-    def loss(self) -> Callable[..., Any] | None:
-        """The task's loss; None for the model's own."""
-        return None if self.task is None else self.task.loss
+    task: "Task | None" = None
 
     def unit_scale(self) -> None:
         """Unit-scale the model by its first batch."""
@@ -130,7 +120,7 @@ class _Subject:
         named = dict(batch) if isinstance(batch, Mapping) else {}
         args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
-        def loss(output: Any) -> Tensor:
+        def loss(output: Any) -> "Tensor":
             found, _ = loss_of_output(output)
             assert found is not None  # unit_scale refuses a model that returns no floating tensor
             return found
@@ -152,8 +142,9 @@ def _subject(name: str, task: str | None, data: str | None, sizes: _Sizes, seed:
         return _of_task(name, task, sizes, seed)
     if data is not None and not is_tensor_file(data):
         raise DataError(f"{data}: expected tensors in .safetensors or .pt, by the names of the model's arguments")
-    given = None if data is None else (tensor_batches(data), f"the tensors in {data}")
-    return (_of_function if ":" in name else _of_config)(name, given, sizes, seed)
+    return (_of_function if ":" in name else _of_config)(
+        name, None if data is None else (tensor_batches(data), f"the tensors in {data}"), sizes, seed
+    )
 
 
 def _of_task(name: str, task: str, sizes: _Sizes, seed: int) -> _Subject:
@@ -165,8 +156,12 @@ def _of_task(name: str, task: str, sizes: _Sizes, seed: int) -> _Subject:
     context = {"context": sizes.context} if "context" in spec.options else {}
     opened = spec.open(experiment_for(task, recipes=("fp32",), batch=sizes.batch, **context))
     batches = [opened.batch(seed, step) for step in range(1, sizes.batches + 1)]
-    words = f"{sizes.batches} x {opened.count(batches[0])} {spec.facts.unit} of the task {task}"
-    return _Subject(build_model(name, opened.models(), seed), batches, words, opened)
+    return _Subject(
+        build_model(name, opened.models(), seed),
+        batches,
+        f"{sizes.batches} x {opened.count(batches[0])} {spec.facts.unit} of the task {task}",
+        opened,
+    )
 
 
 def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Subject:
@@ -202,7 +197,7 @@ def _of_config(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Su
     return _Subject(model, *(given or _random(model, dict(blank.named) if blank.named else blank.args, sizes, seed)))
 
 
-def _random(model: nn.Module, blank: Any, sizes: _Sizes, seed: int) -> _Given:
+def _random(model: "nn.Module", blank: Any, sizes: _Sizes, seed: int) -> _Given:
     """Batches like a blank one, of random tokens or normal numbers; arguments that are one tensor stay one."""
     import torch
     from torch.utils._pytree import tree_map
@@ -215,25 +210,29 @@ def _random(model: nn.Module, blank: Any, sizes: _Sizes, seed: int) -> _Given:
 
         def fill(x: Any) -> Any:
             if id(x) not in made:
-                floating = x.is_floating_point()
-                if not floating and not tables:
+                if not (x.is_floating_point() or tables):
                     raise ModelError(
                         f"{type(model).__name__} has no embedding of tokens, and what it takes is not known; give "
                         "--data, or have the function return (model, inputs)"
                     )
-                drawn = torch.randn if floating else torch.randint
-                size = (x.shape,) if floating else (tables[0], x.shape)
-                made[id(x)] = drawn(*size, generator=generator)
+
+                made[id(x)] = (
+                    torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
+                    if x.is_floating_point()
+                    else torch.randint(tables[0], x.shape, generator=generator, dtype=torch.int64, device="cpu")
+                )
             return made[id(x)]
 
         return tree_map(fill, blank)
 
     kind = f"random tokens, {sizes.batch} x {sizes.context}" if tables else "random normal numbers"
-    number = f"{sizes.batches} batch{'es' if sizes.batches > 1 else ''}"
-    return [filled() for _ in range(sizes.batches)], f"{number} of {kind}"
+    return (
+        [filled() for _ in range(sizes.batches)],
+        f"{sizes.batches} batch{'es' if sizes.batches > 1 else ''} of {kind}",
+    )
 
 
-def _text(moments: Mapping[str, Scales]) -> str:
+def _text(moments: "Mapping[str, Scales]") -> str:
     from halfstep.probe.spread import deviations, shares
 
     first = next(iter(moments.values()))

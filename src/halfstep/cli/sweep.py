@@ -1,7 +1,5 @@
 """`halfstep sweep`: an experiment at every point of a grid; where it stands, and what it shows."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import textwrap
@@ -12,8 +10,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from halfstep.cli.terminal import answer, line_width, number, table_text
-from halfstep.cli.training import (
+from halfstep.cli.compare import (
     Batch,
     Context,
     Data,
@@ -30,6 +27,7 @@ from halfstep.cli.training import (
     fresh_folder,
     resumable,
 )
+from halfstep.cli.terminal import answer, line_width, number, table_text
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.sweep.folder import FAILED, Sweep, SweepFolder, counts, read_grid, seconds_left
@@ -105,11 +103,9 @@ def run(
     from halfstep.lab.sweep.run import open_sweep, run_sweep
 
     wanted = _resumed(ctx, path) if resume else _new(ctx)
-    at_once = jobs or max(1, len(os.sched_getaffinity(0)) // wanted.threads)
-    place = get_executor(executor, at_once)
+    place = get_executor(executor, jobs or max(1, len(os.sched_getaffinity(0)) // wanted.threads))
     cells = open_sweep(wanted, path, resume)
-    command = ["halfstep", "sweep", "run", "--out", str(path), "--resume", "--executor", executor]
-    with resumable(path, command, console):
+    with resumable(path, ["halfstep", "sweep", "run", "--out", str(path), "--resume", "--executor", executor], console):
         run_sweep(cells, place, _Watch(cells, place.at_once, console), retry)
     report(path, as_json)
 
@@ -176,9 +172,20 @@ def _new(ctx: typer.Context) -> Sweep:
     for name in grid.keys() & given.keys():
         raise RunError(f"--{name.replace('_', '-')} and --grid {name} both given; give one of them")
     seeds = given.setdefault("seeds", Experiment.seeds)
-    first = {name: values[0] for name, values in grid.items()}
-    experiment = experiment_for(**{"task": Experiment.task, **given, **first, "baseline_seeds": seeds})
-    return Sweep(experiment, grid, ctx.params["sample"], ctx.params["threads"] or 1)
+
+    return Sweep(
+        experiment_for(
+            **{
+                "task": Experiment.task,
+                **given,
+                **{name: values[0] for name, values in grid.items()},
+                "baseline_seeds": seeds,
+            }
+        ),
+        grid,
+        ctx.params["sample"],
+        ctx.params["threads"] or 1,
+    )
 
 
 def _resumed(ctx: typer.Context, path: Path) -> Sweep:
@@ -187,17 +194,19 @@ def _resumed(ctx: typer.Context, path: Path) -> Sweep:
     given = asked_fields(ctx)
     if "seeds" in given:
         given["baseline_seeds"] = given["seeds"]
-    options = {name: ctx.params[name] for name in ("sample", "threads") if ctx.params[name] is not None}
-    grid = read_grid(ctx.params["grid"] or ()) or recorded.grid
+
     return dataclasses.replace(
-        recorded, experiment=dataclasses.replace(recorded.experiment, **given), grid=grid, **options
+        recorded,
+        experiment=dataclasses.replace(recorded.experiment, **given),
+        grid=read_grid(ctx.params["grid"] or ()) or recorded.grid,
+        **{name: ctx.params[name] for name in ("sample", "threads") if ctx.params[name] is not None},
     )
 
 
 class _Watch:
     """Says of each cell that ends how it ended, how many are left, and for how long."""
 
-    def __init__(self, cells: Cells, at_once: int, console: Console) -> None:
+    def __init__(self, cells: "Cells", at_once: int, console: Console) -> None:
         self._folder, self._at_once, self._console = cells.folder, at_once, console
         self._states = {cell: self._folder.state(cell) for cell in cells.sweep.cells()}
 
@@ -210,9 +219,11 @@ class _Watch:
         time = "" if left is None else f"; {left // 60:.0f} min {left % 60:02.0f} s left"
         why = f" ({state.reason})" if state.status == FAILED else ""
         point, recipe, seed = said
-        ended_as = f"{point}, {recipe}, seed {seed}: {state.status} at step {state.step}{why}"
         self._console.print(
-            printable(f"{ended_as}. {ended} of {len(states)}{time}"),
+            printable(
+                f"{point}, {recipe}, seed {seed}: {state.status} at step {state.step}{why}. {ended} of {len(states)}"
+                f"{time}"
+            ),
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -233,7 +244,7 @@ def text_of(summary: dict[str, Any], file: Path) -> str:
     return "\n\n".join([*parts, textwrap.fill(summary["rule"], line_width(120)), f"summary: {file}"])
 
 
-def leads_text(leads: dict[str, Lead]) -> str:
+def leads_text(leads: "dict[str, Lead]") -> str:
     """A row a series."""
     columns = [
         "series",
@@ -247,12 +258,20 @@ def leads_text(leads: dict[str, Lead]) -> str:
     for name, lead in leads.items():
         mean, interval = lead.ahead_of.get("loss", (None, None))
         earlier = "-" if interval is None else f"{mean:+.1f} ({interval.low:+.1f} to {interval.high:+.1f})"
-        ahead = f"{sum(lead.steps) / len(lead.steps):.1f}"
-        rows.append([name, f"{lead.threshold:.1f}", _share(lead.false_alarms), _share(lead.caught), ahead, earlier])
+        rows.append(
+            [
+                name,
+                f"{lead.threshold:.1f}",
+                _share(lead.false_alarms),
+                _share(lead.caught),
+                f"{sum(lead.steps) / len(lead.steps):.1f}",
+                earlier,
+            ]
+        )
     return table_text(columns, rows, right=columns[1:])
 
 
-def causes_text(found: list[Caused], quiet: dict[str, dict[str, Any]]) -> str:
+def causes_text(found: "list[Caused]", quiet: dict[str, dict[str, Any]]) -> str:
     """A row a spike, and how often something moves where nothing spikes."""
     columns = ["point", "recipe", "seed", "spike at step", "moved first", "at step", "what", "times its past"]
     rows = []
@@ -263,8 +282,10 @@ def causes_text(found: list[Caused], quiet: dict[str, dict[str, Any]]) -> str:
     lines = [table_text(columns, rows, right=["seed", "spike at step", "at step", "times its past"])]
     for recipe, hits in quiet.items():
         named = [bool(spike.moved) for spike in found if spike.recipe == recipe]
-        words = f"{recipe}: something moved before {sum(named)} of {len(named)} spikes"
-        lines.append(f"{words}, and in {_share(hits)} of windows without")
+        lines.append(
+            f"{recipe}: something moved before {sum(named)} of {len(named)} spikes, and in {_share(hits)} of windows "
+            "without"
+        )
     return "\n".join(lines)
 
 
@@ -319,18 +340,18 @@ def _pairs(tests: dict[str, Any]) -> str:
         mine, base = tests["shares"][pair["recipe"]], tests["shares"][pair["baseline"]]
         more = pair["runs_to_tell"]
         would = f": about {more} runs a side would" if pair["verdict"] == "cannot tell" and more else ""
-        shares = f"{_share(mine)} against {_share(base)}"
         rows.append(
             [
                 f"{pair['recipe']} beside {pair['baseline']}",
-                shares,
+                f"{_share(mine)} against {_share(base)}",
                 f"{pair['p']:.3g}",
                 f"{pair['power']:.0%}",
                 pair["verdict"] + would,
             ]
         )
-    columns = ["recipes", "runs", "p", "power for 10 points", "verdict"]
-    return table_text(columns, rows, right=["p", "power for 10 points"])
+    return table_text(
+        ["recipes", "runs", "p", "power for 10 points", "verdict"], rows, right=["p", "power for 10 points"]
+    )
 
 
 def _share(share: dict[str, Any]) -> str:

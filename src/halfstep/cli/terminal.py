@@ -1,7 +1,5 @@
 """How the command line speaks: errors and progress on standard error, tables on standard output."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,9 +82,11 @@ def table_text(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         whole = column in numeric
-        heading = column.replace(" ", "\n") if whole else column
         table.add_column(
-            heading, justify="right" if whole else "left", overflow="fold", no_wrap=whole or column == columns[0]
+            column.replace(" ", "\n") if whole else column,
+            justify="right" if whole else "left",
+            overflow="fold",
+            no_wrap=whole or column == columns[0],
         )
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
@@ -107,8 +107,10 @@ def reading(total: int) -> Iterator[Callable[[int], None] | None]:
     if not console.is_terminal:
         yield None
         return
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress("reading", *columns, console=console, transient=True) as bar:
+    with Progress(
+        "reading", BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
+        console=console, transient=True,
+    ) as bar:  # fmt: skip
         task = bar.add_task("reading", total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -38,10 +38,9 @@ nf4 = Codebook(
     aliases=("normalfloat4",),
 )
 
-_FP4_TWELFTHS = (0, 0.0625, 8, 12, 4, 6, 2, 3)
 bnb_fp4 = Codebook(
     "bnb_fp4",
-    tuple(_float32(sign * v / 12) for sign in (1.0, -1.0) for v in _FP4_TWELFTHS),
+    tuple(_float32(sign * v / 12) for sign in (1.0, -1.0) for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
     source="bitsandbytes' FP4: not e2m1, and its codes are not in the order of their values",
 )
 

@@ -88,14 +88,12 @@ def negated(format: Float, code: int) -> int:
 def nan_codes(format: Format) -> tuple[range, ...]:
     """The codes that stand for NaN, in runs."""
     sign = 1 << format.bits - 1
-    if isinstance(format, Posit):
+    if isinstance(format, Posit) or (isinstance(format, Float) and format.specials == "fnuz"):
         return (range(sign, sign + 1),)
     if not isinstance(format, Float):
         return tuple(_runs(code for code in format.codes() if isnan(format.decode(code))))
     if not format.has_nan:
         return ()
-    if format.specials == "fnuz":
-        return (range(sign, sign + 1),)
     first = infinity_code(format) + 1 if format.has_infinity else sign - 1
     return range(first, sign), range(first | sign, 2 * sign)
 
@@ -191,24 +189,23 @@ def round_exactly(
         one_of(kind, name, known, FormatError)
     if x != x or (format.min > 0 and x <= 0):
         return Rounded(x, nan, nan_code(format))
+    end = format.max if x > 0 else format.min
     if not is_finite(x):
-        end = format.max if x > 0 else format.min
         lost = isinstance(format, Posit) or (isinstance(format, Float) and format.specials == "fnuz")
         return _beyond(Rounded(x, end, None, overflow=True), end, format, rounding, "ieee" if lost else overflow)
     below, above = neighbours(Fraction(x), format)
     at = next((n for n in (below, above) if n is not None and n.value == x), None)
     if at is not None and at.code is not None:
         return _landed(Rounded(x, None, None), at.value, format)
-    if below is None or above is None:
-        end = format.max if below else format.min
-        return _beyond(Rounded(x, end, None, overflow=True), end, format, rounding, overflow)
+    if below is None or above is None:  # of positive values alone, some are below the smallest one
+        last = format.max if below else format.min
+        return _beyond(Rounded(x, last, None, overflow=True), last, format, rounding, overflow)
     turn = boundary(below.value, above.value, format)
     between = Rounded(x, None, None, below, above, turn)
     chance = between.chance_up
     certain = rounding != "stochastic" or chance in (0, 1)
     rises = chance == 1 if rounding == "stochastic" else _rises(Fraction(x), below, above, turn, rounding, format)
     chosen = above if rises else below
-    end = format.max if x > 0 else format.min
     if certain and chosen.code is not None:
         # A directed mode may keep the largest value where the exact one rounds beyond it: overflow all the same.
         past = any(n.code is None and abs(Fraction(x)) >= abs(n.value) for n in (below, above))

@@ -267,8 +267,7 @@ class Float(Format):
         """Sign, stored exponent and stored mantissa of a code."""
         self.check_code(code)
         mantissa = code & ((1 << self.mantissa_bits) - 1)
-        exponent = code >> self.mantissa_bits & ((1 << self.exponent_bits) - 1)
-        return code >> (self.bits - 1), exponent, mantissa
+        return code >> (self.bits - 1), code >> self.mantissa_bits & ((1 << self.exponent_bits) - 1), mantissa
 
     def decode(self, code: int) -> float:
         sign, exponent, mantissa = self.fields(code)
@@ -279,8 +278,9 @@ class Float(Format):
             return nan
         if self.specials == "fnuz" and code == 1 << (self.bits - 1):
             return nan
-        steps = mantissa + (1 << self.mantissa_bits if exponent else 0)
-        value = ldexp(steps, max(exponent, 1) - self.bias - self.mantissa_bits)
+        value = ldexp(
+            mantissa + (1 << self.mantissa_bits if exponent else 0), max(exponent, 1) - self.bias - self.mantissa_bits
+        )
         return -value if sign else value
 
 
@@ -297,7 +297,12 @@ def ieee(
     >>> ieee("e8m3", 8, 3, "made up").eps
     0.125
     """
-    bias = 2 ** (exponent_bits - 1) - 1
     return Float(
-        name, exponent_bits, mantissa_bits, bias, container_bits=container_bits, source=source, aliases=aliases
+        name,
+        exponent_bits,
+        mantissa_bits,
+        2 ** (exponent_bits - 1) - 1,
+        container_bits=container_bits,
+        source=source,
+        aliases=aliases,
     )

@@ -71,8 +71,7 @@ class Posit(Format):
         )
 
     def boundaries(self) -> tuple[float, ...]:
-        top = 1 << (self.width - 1)
-        between = [_magnitude(2 * code + 1, self.width + 1, self.es) for code in range(1, top - 1)]
+        between = [_magnitude(2 * code + 1, self.width + 1, self.es) for code in range(1, (1 << (self.width - 1)) - 1)]
         return (*(-b for b in reversed(between)), 0.0, 0.0, *between)
 
 

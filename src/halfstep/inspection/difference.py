@@ -1,7 +1,5 @@
 """Two checkpoints tensor by tensor: which belong together, and how B's follow from A's, as far as bits show it."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +15,6 @@ from halfstep.bits.pair import RUN, Change, Pair, as_numbers, comparable, same_b
 from halfstep.bits.relation import Relation, relation
 from halfstep.bits.rounded import nearest
 from halfstep.bits.scan import Progress
-from halfstep.bits.sentences import percent
 from halfstep.bits.values import Values, even
 from halfstep.formats import Float
 from halfstep.grouping import grouped
@@ -27,7 +24,7 @@ from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.inspector import open_checkpoint
 from halfstep.inspection.layers import HELD, First, Held, Weight, weights
 from halfstep.inspection.roles import role_of
-from halfstep.printable import printable, shortened, some
+from halfstep.printable import percent, printable, shortened, some
 
 
 SCHEMA = 1
@@ -70,16 +67,21 @@ class Difference:
             f"{count(group)} ({percent(values(group) / total) if total else 'none'} of the values): {sentence(group)}."
             for group in sorted(groups.values(), key=lambda group: -values(group))
         ]
-        sides = zip(("A's", "B's"), self.prefixes, strict=True)
-        names = " and ".join(f"{which} begin with {name!r}" for which, name in sides if name)
+        names = " and ".join(
+            f"{which} begin with {name!r}" for which, name in zip(("A's", "B's"), self.prefixes, strict=True) if name
+        )
         renamed = [f"{one.name} is {one.name_b}" for one in self.tensors if one.how == "contents"]
-        alone = [(which, singles) for which, singles in (("A", self.only_a), ("B", self.only_b)) if singles]
+
         return [
             *([self._whole] if self._whole else []),
             *said,
             *([f"Names differ in what they begin with: {names}."] if names else []),
             *([f"Renamed, with the same bytes: {some(renamed)}."] if renamed else []),
-            *(f"Only in {which}: {count(of)}, {some([one.name for one in of])}." for which, of in alone),
+            *(
+                f"Only in {which}: {count(of)}, {some([one.name for one in of])}."
+                for which, of in (("A", self.only_a), ("B", self.only_b))
+                if of
+            ),
         ]
 
     @property
@@ -181,8 +183,9 @@ def _compared(
         one, other = a[name], b[name_b]
         how = "contents" if name in renamed else "name" if name == name_b else "prefix"
         found, seen = (Relation("identical"), "") if how == "contents" else _relation(one, other)
-        stored, shapes = (one.stored, other.stored), (one.shape, other.shape)
-        yield TensorDifference(name, name_b, role_of(name), stored, shapes, found, seen, how)
+        yield TensorDifference(
+            name, name_b, role_of(name), (one.stored, other.stored), (one.shape, other.shape), found, seen, how
+        )
         if progress is not None:
             progress(one.tensor.nbytes)
 
@@ -222,8 +225,12 @@ def _turned(a: Values, b: Values) -> Relation | None:
     if not 0 < a.nbytes <= HELD:
         return None
     found = relation(Pair(Held.turned(a), b))
-    close = found.kind == "changed" and found.change is not None and found.change.cosine > _APART
-    return found if found.kind in _FOUND or close else None
+    return (
+        found
+        if found.kind in _FOUND
+        or (found.kind == "changed" and found.change is not None and found.change.cosine > _APART)
+        else None
+    )
 
 
 _TRIED = 16  # names from which a prefix is read off
@@ -246,12 +253,11 @@ def match(a: Mapping[str, Weight], b: Mapping[str, Weight]) -> Matching:
     """The tensors that belong together. Contents are read of those alone whose names say nothing, and are the same."""
     partner = {name: name for name in a if name in b}
     left_a, left_b = [name for name in a if name not in b], [name for name in b if name not in a]
-    prefixes = _prefixes(left_a, left_b)
-    if prefixes != ("", ""):
-        here, there = prefixes
-        stems = {name.removeprefix(there): name for name in left_b if name.startswith(there)}
-        begun = {name: name.removeprefix(here) for name in left_a if name.startswith(here)}
-        partner |= {name: stems[stem] for name, stem in begun.items() if stem in stems}
+    here, there = prefixes = _prefixes(left_a, left_b)
+    stems = {name.removeprefix(there): name for name in left_b if name.startswith(there)}
+    partner |= {
+        name: stems[stem] for name in left_a if name.startswith(here) and (stem := name.removeprefix(here)) in stems
+    }
     taken = set(partner.values())
     left_a, left_b = [name for name in left_a if name not in partner], [name for name in left_b if name not in taken]
     renamed = _by_contents(left_a, left_b, a, b)
@@ -271,8 +277,7 @@ def _prefixes(left_a: list[str], left_b: list[str]) -> tuple[str, str]:
     among_a, among_b = set(left_a), set(left_b)
     best, most = ("", ""), 0
     for here, there in dict.fromkeys(_candidates(left_a[:: max(len(left_a) // _TRIED, 1)], left_b)):
-        stems = [name.removeprefix(here) for name in among_a if name.startswith(here)]
-        found = sum(f"{there}{stem}" in among_b for stem in stems)
+        found = sum(f"{there}{name.removeprefix(here)}" in among_b for name in among_a if name.startswith(here))
         if found > most:
             best, most = (here, there), found
     return best if 2 * most >= min(len(left_a), len(left_b)) and most > 1 else ("", "")
@@ -301,8 +306,7 @@ def _by_contents(
         grouped((_hash(weight), weight.name) for weight in side if _kind(weight) in kinds)
         for side in (plain_a, plain_b)
     )
-    alike = {key: names for key, names in one.items() if len(names) == 1 and len(other.get(key, ())) == 1}
-    return {names[0]: other[key][0] for key, names in alike.items()}
+    return {names[0]: other[key][0] for key, names in one.items() if len(names) == 1 and len(other.get(key, ())) == 1}
 
 
 def _kind(weight: Weight) -> tuple[object, ...]:
@@ -331,15 +335,16 @@ def permuted(a: Values, b: Values, far: Change) -> tuple[Held, str] | None:
     column which columns do (64-bit sums of scrambled values): one pass over each tensor, and one over A to read it. It
     is for the caller to see whether the whole then follows. Of two types, both are rounded to the narrower one first.
     """
-    shape = (*a.shape[:2], math.prod(a.shape[2:]))
-    shape = shape if len(a.shape) > 1 else (a.numel, 1, 1)
+    shape = (*a.shape[:2], math.prod(a.shape[2:])) if len(a.shape) > 1 else (a.numel, 1, 1)
     room = _SAME if a.dtype == b.dtype else _NEAR
-    if not 0 < a.nbytes <= HELD or shape[1] * shape[2] > _LONGEST:
+    too_large = not 0 < a.nbytes <= HELD or shape[1] * shape[2] > _LONGEST
+    if too_large or not abs(far.squares_a - far.squares_b) <= room * far.squares_a:
         return None
-    if not abs(far.squares_a - far.squares_b) <= room * far.squares_a:
-        return None
-    formats = [format for one in (a, b) if a.dtype != b.dtype and (format := stored_format(one.dtype)) is not None]
-    narrow = min(formats, key=lambda format: format.significant_bits, default=None)
+    narrow = min(
+        (format for one in (a, b) if a.dtype != b.dtype and (format := stored_format(one.dtype)) is not None),
+        key=lambda format: format.significant_bits,
+        default=None,
+    )
     one, other = _sums(a, shape, narrow), _sums(b, shape, narrow)
     rows, columns = (_order(x, y) for x, y in zip(one, other, strict=True))
     if rows is None or columns is None:

@@ -1,7 +1,5 @@
 """How tensors of one checkpoint follow from another's, and in sentences: one for all of which the same is true."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,9 +7,8 @@ from dataclasses import dataclass
 from halfstep.bits.pair import Change
 from halfstep.bits.relation import Relation
 from halfstep.bits.rounded import NEAREST
-from halfstep.bits.sentences import percent
 from halfstep.inspection.schemes import written
-from halfstep.printable import some
+from halfstep.printable import percent, some
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,14 @@ def values(group: Iterable[TensorDifference]) -> int:
 
 def sentence(group: Sequence[TensorDifference]) -> str:
     """What is true of tensors of one key, which were seen in one way."""
-    said = _SAID[group[0].relation.kind](group)
-    seen = group[0].seen
-    if seen == "first rows":
-        first = group[0]
-        rows = f"{first.shapes[0][0]} rows in A and {first.shapes[1][0]} in B"
-        return f"{rows}{' (the first of them)' if len(group) > 1 else ''}; of those that both have, {said}"
-    return f"{seen}; {said}" if seen else said
+    first = group[0]
+    said = _SAID[first.relation.kind](group)
+    if first.seen == "first rows":
+        return (
+            f"{first.shapes[0][0]} rows in A and {first.shapes[1][0]} in B"
+            f"{' (the first of them)' if len(group) > 1 else ''}; of those that both have, {said}"
+        )
+    return f"{first.seen}; {said}" if first.seen else said
 
 
 def _change(group: Sequence[TensorDifference]) -> Change:
@@ -91,9 +89,7 @@ def cosine(value: float) -> str:
     >>> cosine(0.99999987), cosine(0.25), cosine(1.0)
     ('1 - 1.3e-07', '0.250', '1')
     """
-    if value >= 1 - 1e-15:
-        return "1"
-    return f"1 - {1 - value:.1e}" if value > 0.999 else f"{value:z.3f}"
+    return "1" if value >= 1 - 1e-15 else f"1 - {1 - value:.1e}" if value > 0.999 else f"{value:z.3f}"
 
 
 def _types(group: Sequence[TensorDifference]) -> str:

@@ -59,7 +59,14 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is not a JSON object, is too deep, too large for memory, or has a key twice.
     """
-    needed = _memory(data)
+    # An upper estimate: CPython's sizes of a dict, a list and a small value, and of the text itself.
+    # one wide character makes the whole string wide
+    needed = (
+        data.count(b"{") * 240
+        + data.count(b"[") * 96
+        + data.count(b",") * 64
+        + 2 * (1 if data.isascii() else 4) * len(data)
+    )
     if needed > PARSED:
         raise CheckpointError(
             f"{what} would take {needed >> 20} MiB of memory; expected at most {PARSED >> 20}: no checkpoint needs more"
@@ -81,13 +88,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice!r} is there twice")
     return found
-
-
-def _memory(data: bytes) -> int:
-    """An upper estimate: CPython's sizes of a dict, a list and a small value, and of the text itself."""
-    width = 1 if data.isascii() else 4  # one wide character makes the whole string wide
-    objects = data.count(b"{") * 240 + data.count(b"[") * 96 + data.count(b",") * 64
-    return objects + 2 * width * len(data)
 
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -190,8 +190,9 @@ def _descriptor(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         # Without blocking: the opening of a pipe would wait for a writer.
         descriptor = os.open(path, _FLAGS)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{str(path)!r} cannot be opened: {why}; expected a checkpoint's file") from error
+        raise CheckpointError(
+            f"{str(path)!r} cannot be opened: {getattr(error, 'strerror', None) or error}; expected a checkpoint's file"
+        ) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -367,8 +368,15 @@ class Strided:
         shape = tuple(stop - first for first, stop in index)
         low = sum(first * stride for (first, _), stride in zip(index, self.strides, strict=True))
         span = sum((size - 1) * stride for size, stride in zip(shape, self.strides, strict=True))
-        held = self.file.view(descriptor, self.start + low, span + self.dtype.itemsize, np.dtype("u1"))
-        return native(np.ndarray(shape, self.dtype, held.data, 0, self.strides))
+        return native(
+            np.ndarray(
+                shape,
+                self.dtype,
+                self.file.view(descriptor, self.start + low, span + self.dtype.itemsize, np.dtype("u1")).data,
+                0,
+                self.strides,
+            )
+        )
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -378,8 +386,9 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether these strides, in values, are the contiguous ones; those of dimensions of size 1 do not matter."""
-    axes = zip(shape, strides, row_major(shape), strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in axes)
+    return all(
+        size == 1 or stride == wanted for size, stride, wanted in zip(shape, strides, row_major(shape), strict=True)
+    )
 
 
 def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Index]:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-Decoder = Callable[[Bytes], Floats]
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class BlockType:
     name: str
     values: int
     nbytes: int
-    decode: Decoder | None = None
+    decode: Callable[[Bytes], Floats] | None = None
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -44,8 +43,7 @@ def _nibbles(codes: Bytes, width: int) -> Bytes:
 def _fields(codes: Bytes, width: int, bits: int, count: int) -> Bytes:
     """`count` fields of `bits` bits a byte, lowest first, each over a whole group of `width` bytes."""
     shifts = np.arange(count, dtype=np.uint8).reshape(1, 1, count, 1) * np.uint8(bits)
-    groups = codes.reshape(len(codes), -1, 1, width) >> shifts
-    return (groups & np.uint8((1 << bits) - 1)).reshape(len(codes), -1)
+    return ((codes.reshape(len(codes), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(codes), -1)
 
 
 def _spread(scales: Floats, each: int) -> Floats:
@@ -58,8 +56,7 @@ def _fifth(blocks: Bytes, at: int) -> Bytes:
 
 
 def _q5_0(blocks: Bytes) -> Floats:
-    codes = _nibbles(blocks[:, 6:], 16) | _fifth(blocks, 2)
-    return _half(blocks, 0) * (codes.astype(np.float32) - 16)
+    return _half(blocks, 0) * ((_nibbles(blocks[:, 6:], 16) | _fifth(blocks, 2)).astype(np.float32) - 16)
 
 
 def _q2_k(blocks: Bytes) -> Floats:
@@ -71,8 +68,7 @@ def _q2_k(blocks: Bytes) -> Floats:
 def _q3_k(blocks: Bytes) -> Floats:
     high, packed = _fields(blocks[:, :32], 32, 1, 8), blocks[:, 96:108]
     low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
-    top = _fields(packed[:, 8:], 4, 2, 4)
-    scales = (low | top << 4).astype(np.float32) - 32
+    scales = (low | _fields(packed[:, 8:], 4, 2, 4) << 4).astype(np.float32) - 32
     codes = _fields(blocks[:, 32:96], 32, 2, 4).astype(np.float32) - 4 + 4 * high
     return _spread(_half(blocks, 108) * scales, 16) * codes
 
@@ -80,9 +76,10 @@ def _q3_k(blocks: Bytes) -> Floats:
 def _scales_k4(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Eight scales and eight minima of 6 bits each, from 12 bytes."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([first & 63, (last & 15) | (first >> 6) << 4], axis=1)
-    least = np.concatenate([second & 63, (last >> 4) | (second >> 6) << 4], axis=1)
-    return scales, least
+    return (
+        np.concatenate([first & 63, (last & 15) | (first >> 6) << 4], axis=1),
+        np.concatenate([second & 63, (last >> 4) | (second >> 6) << 4], axis=1),
+    )
 
 
 def _k4(blocks: Bytes, codes: Bytes) -> Floats:
@@ -92,16 +89,15 @@ def _k4(blocks: Bytes, codes: Bytes) -> Floats:
 
 def _q6_k(blocks: Bytes) -> Floats:
     codes = _nibbles(blocks[:, :128], 64) | _fields(blocks[:, 128:192], 32, 2, 4) << 4
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
-    return _spread(scales, 16) * (codes.astype(np.float32) - 32)
+    return _spread(_half(blocks, 208) * blocks[:, 192:208].view(np.int8), 16) * (codes.astype(np.float32) - 32)
 
 
 _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
-    half = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)  # 255 is 2^128 here, not OCP's NaN
-    return half * _TWICE_E2M1[_nibbles(blocks[:, 1:], 16)]
+    # 255 is 2^128 here, not OCP's NaN
+    return np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128) * _TWICE_E2M1[_nibbles(blocks[:, 1:], 16)]
 
 
 _IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -110,8 +106,7 @@ _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
 
 def _iq4_xs(blocks: Bytes) -> Floats:
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
-    high = _fields(blocks[:, 2:4], 1, 2, 4)
-    scales = (low | high << 4).astype(np.float32) - 32
+    scales = (low | _fields(blocks[:, 2:4], 1, 2, 4) << 4).astype(np.float32) - 32
     return _spread(_half(blocks, 0) * scales, 32) * _IQ4_NL[_nibbles(blocks[:, 8:], 16)]
 
 
@@ -122,8 +117,9 @@ def _trits(codes: Bytes, width: int, count: int) -> Floats:
 
 
 def _tq1_0(blocks: Bytes) -> Floats:
-    parts = [_trits(blocks[:, :32], 32, 5), _trits(blocks[:, 32:48], 16, 5), _trits(blocks[:, 48:52], 4, 4)]
-    return _half(blocks, 52) * np.concatenate(parts, axis=1)
+    return _half(blocks, 52) * np.concatenate(
+        [_trits(blocks[:, :32], 32, 5), _trits(blocks[:, 32:48], 16, 5), _trits(blocks[:, 48:52], 4, 4)], axis=1
+    )
 
 
 def _nvfp4(blocks: Bytes) -> Floats:
@@ -157,13 +153,11 @@ def _negative(bits: NDArray[Any]) -> Floats:
 
 def _scaled(scales: Floats, values: Floats) -> Floats:
     """Values, each run of them times a scale of its own."""
-    found: Floats = (scales[:, :, None] * values.reshape(*scales.shape, -1)).reshape(len(values), -1)
-    return found
+    return (scales[:, :, None] * values.reshape(*scales.shape, -1)).reshape(len(values), -1)
 
 
 def _rows(name: str, codes: NDArray[Any]) -> Floats:
-    found: Floats = codebook(name)[codes].reshape(len(codes), -1)
-    return found
+    return codebook(name)[codes].reshape(len(codes), -1)
 
 
 def iq2_xxs(blocks: Bytes) -> Floats:
@@ -178,15 +172,15 @@ def iq2_xxs(blocks: Bytes) -> Floats:
 def iq2_xs(blocks: Bytes) -> Floats:
     """Of eight values a code of nine bits and seven signs; of 16 a scale."""
     words = _words(blocks[:, 2:66], "<u2")
-    scales = _quarters(blocks, blocks[:, 66:])
-    return _scaled(scales, _rows("iq2_xs", words & np.uint32(511))) * _negative(_SIGNS[words >> 9])
+    return _scaled(_quarters(blocks, blocks[:, 66:]), _rows("iq2_xs", words & np.uint32(511))) * _negative(
+        _SIGNS[words >> 9]
+    )
 
 
 def iq2_s(blocks: Bytes) -> Floats:
     """Of eight values a code of ten bits, of which two lie apart, and eight signs; of 16 a scale."""
     codes = blocks[:, 2:34] | _bit_fields(blocks[:, 66:74], 2, 4) << 8
-    scales = _quarters(blocks, blocks[:, 74:])
-    return _scaled(scales, _rows("iq2_s", codes)) * _negative(blocks[:, 34:66])
+    return _scaled(_quarters(blocks, blocks[:, 74:]), _rows("iq2_s", codes)) * _negative(blocks[:, 34:66])
 
 
 def _quarters(blocks: Bytes, scales: Bytes) -> Floats:
@@ -197,15 +191,17 @@ def iq3_xxs(blocks: Bytes) -> Floats:
     """Of four values a code of a byte; of 32 a word of four times seven signs, and a scale in its last four bits."""
     words = _words(blocks[:, 66:], "<u4")
     scales = _half(blocks, 0) * (np.float32(0.5) + (words >> 28).astype(np.float32)) * np.float32(0.5)
-    signs = _negative(_SIGNS[_bit_fields(words, 7, 4)])
-    return _scaled(scales, _rows("iq3_xxs", blocks[:, 2:66].astype(np.uint32))) * signs
+    return _scaled(scales, _rows("iq3_xxs", blocks[:, 2:66].astype(np.uint32))) * _negative(
+        _SIGNS[_bit_fields(words, 7, 4)]
+    )
 
 
 def iq3_s(blocks: Bytes) -> Floats:
     """Of four values a code of nine bits, of which one lies apart, and four signs; of 32 a scale."""
     codes = blocks[:, 2:66] | _bit_fields(blocks[:, 66:74], 1, 8) << 8
-    scales = _half(blocks, 0) * (1 + 2 * _bit_fields(blocks[:, 106:], 4, 2).astype(np.float32))
-    return _scaled(scales, _rows("iq3_s", codes)) * _negative(blocks[:, 74:106])
+    return _scaled(
+        _half(blocks, 0) * (1 + 2 * _bit_fields(blocks[:, 106:], 4, 2).astype(np.float32)), _rows("iq3_s", codes)
+    ) * _negative(blocks[:, 74:106])
 
 
 def iq1_s(blocks: Bytes) -> Floats:

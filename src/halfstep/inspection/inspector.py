@@ -1,7 +1,5 @@
 """Open a checkpoint of any kind, and inspect it in one pass: what the bits say by tensor, by role and in all."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os
@@ -16,11 +14,10 @@ from pathlib import Path
 from halfstep.bits.origin import Origin, origins, stored_format
 from halfstep.bits.pair import Pair, same_bytes
 from halfstep.bits.scan import CHUNK, Progress, Scan, is_small, readable, scan, scan_small
-from halfstep.bits.sentences import Evidence, summed
+from halfstep.bits.sentences import Evidence, summed, verdict, whole
 from halfstep.bits.statistics import Statistics, of_scans, of_table
 from halfstep.bits.table import EMPTY, Table, total
 from halfstep.bits.values import Values
-from halfstep.bits.verdict import verdict, whole
 from halfstep.bits.what_if import Trials
 from halfstep.errors import CheckpointError
 from halfstep.grouping import grouped
@@ -77,8 +74,12 @@ def _unknown(path: Path) -> str:
     if not path.is_dir():
         found = "is not a checkpoint of a known kind" if path.stat().st_size else "is empty"
         return f"{found}; expected one of: {kinds}"
-    inner = (found for place in ("*", "snapshots/*") for found in sorted(path.glob(place)))
-    known = (found for found in inner if any(reader.recognises(found) for reader in readers().values()))
+    known = (
+        found
+        for place in ("*", "snapshots/*")
+        for found in sorted(path.glob(place))
+        if any(reader.recognises(found) for reader in readers().values())
+    )
     near = [str(found) for found in islice(known, _NAMED)]
     hint = f"name one of what it holds: {', '.join(map(repr, near))}" if near else "nothing in it is a checkpoint"
     return f"is a folder, and not one of a known kind (Hugging Face's or torch DCP's); {hint}"
@@ -94,8 +95,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
                 f"{checkpoint.path}: two tensors are called {tensor.name!r}; open its files one by one"
             )
         seen.add(tensor.name)
-    texts = [*seen, *checkpoint.metadata, *checkpoint.metadata.values()]
-    if any(map(_HALF.search, texts)):
+    if any(map(_HALF.search, [*seen, *checkpoint.metadata, *checkpoint.metadata.values()])):
         raise CheckpointError(f"{checkpoint.path}: a name or a value of the metadata holds half a character")
     claimed = sum(tensor.nbytes for tensor in checkpoint.tensors)
     present = sum(File.of(file).size for file in checkpoint.files)
@@ -141,8 +141,9 @@ def _windows(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
 
 
 def _read_small(tensors: Sequence[StoredTensor], progress: Progress | None) -> Iterator[Read]:
-    plain = {tensor.name: tensor.source for tensor in tensors if isinstance(tensor.source, Plain) and tensor.numel}
-    at_hand = read_together(plain)
+    at_hand = read_together(
+        {tensor.name: tensor.source for tensor in tensors if isinstance(tensor.source, Plain) and tensor.numel}
+    )
     pieces = {one.name: [at_hand[one.name]] if one.name in at_hand else [*one.chunks(CHUNK)] for one in tensors}
     if progress is not None:
         progress(sum(tensor.nbytes for tensor in tensors))
@@ -237,8 +238,12 @@ def inspect(
         tensors.append(found)
     _add(tables, counted)
     tensors, findings = _confirmed(tensors, layers)
-    report = _report(checkpoint, tuple(tensors), tables, quick, known)
-    return replace(report, findings=findings, casts=trials.found(), remarks=checkpoint.remarks)
+    return replace(
+        _report(checkpoint, tuple(tensors), tables, quick, known),
+        findings=findings,
+        casts=trials.found(),
+        remarks=checkpoint.remarks,
+    )
 
 
 def _is_read(tensor: StoredTensor) -> bool:
@@ -248,8 +253,12 @@ def _is_read(tensor: StoredTensor) -> bool:
 
 def _once(tensors: Sequence[StoredTensor]) -> Collection[StoredTensor]:
     """Of tensors that are stored in the same bytes the first."""
-    same = grouped(((tensor.storage, "" if tensor.nbytes else tensor.name), tensor) for tensor in tensors)
-    return [found[0] for found in same.values()]
+    return [
+        found[0]
+        for found in grouped(
+            ((tensor.storage, "" if tensor.nbytes else tensor.name), tensor) for tensor in tensors
+        ).values()
+    ]
 
 
 def _add(tables: dict[str, Table], counted: list[tuple[str, Table]]) -> None:
@@ -269,8 +278,9 @@ def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[Tensor
         if layer is not None and scales is not None:
             if scales.nonfinite:
                 findings.append(f"{layer.parts[0]}: {scales.nonfinite} of {scales.values} scales are not finite")
-            powers = scales.significant_bits == 1 and scales.nonzero > 1 and layer.scale != "float8_e8m0fnu"
-            layer = replace(layer, powers=powers)
+            layer = replace(
+                layer, powers=scales.significant_bits == 1 and scales.nonzero > 1 and layer.scale != "float8_e8m0fnu"
+            )
         found.append(tensor if layer is None else replace(tensor, layer=layer))
     return found, tuple(findings)
 
@@ -316,13 +326,12 @@ def _report(
 
 def _role(role: str, found: list[tuple[TensorReport, Evidence]], tables: dict[str, Table]) -> RoleReport:
     tensors = [tensor for tensor, _ in found]
-    dtypes = {dtype: sum(sizes) for dtype, sizes in grouped((t.dtype, t.numel) for t in tensors).items()}
     return RoleReport(
         role,
         len(tensors),
         sum(tensor.numel for tensor in tensors),
         sum(tensor.nbytes for tensor in tensors),
-        dtypes,
+        {dtype: sum(sizes) for dtype, sizes in grouped((t.dtype, t.numel) for t in tensors).items()},
         verdict([said for _, said in found]),
         _together([t.statistics for t in tensors if t.statistics], tables[role]) if role in tables else None,
     )
@@ -330,9 +339,15 @@ def _role(role: str, found: list[tuple[TensorReport, Evidence]], tables: dict[st
 
 def _together(parts: list[Statistics], table: Table) -> Statistics:
     """The figures of several tensors. Subnormals are of each one's own type; scales are each one's, too."""
-    smallest = min((part.smallest for part in parts if part.nonzero), default=0.0)
-    found = of_table(table, max(part.amax for part in parts), smallest)
-    return replace(found, subnormal=sum(part.subnormal for part in parts), exact_scaled={})
+    return replace(
+        of_table(
+            table,
+            max(part.amax for part in parts),
+            min((part.smallest for part in parts if part.nonzero), default=0.0),
+        ),
+        subnormal=sum(part.subnormal for part in parts),
+        exact_scaled={},
+    )
 
 
 def _evidence(tensor: TensorReport) -> Evidence:
@@ -368,8 +383,10 @@ def _earlier(seen: dict[tuple[object, ...], StoredTensor], tensor: StoredTensor,
     """
     if found.distinct < 2:
         return None
-    counts = hashlib.sha256(found.table.counts.tobytes()).digest()
-    key = (tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest, counts)
+    key = (
+        *(tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest),
+        hashlib.sha256(found.table.counts.tobytes()).digest(),
+    )
     first = seen.setdefault(key, tensor)
     return first.name if first is not tensor and same_bytes(Pair(first, tensor)) else None
 
@@ -396,11 +413,14 @@ def quick_origin(tensor: Values, progress: Progress | None = None) -> Origin | N
             break
     used = ored & (1 << fraction) - 1
     bits = fraction + 1 - ((used & -used).bit_length() - 1) if used else 1
-    through = _through(bits, fraction + 1)
-    return Origin(tensor.dtype, through, full=bits == fraction + 1, telling=tensor.numel if used else 0, counted=False)
+    return Origin(
+        tensor.dtype,
+        _through(bits, fraction + 1),
+        full=bits == fraction + 1,
+        telling=tensor.numel if used else 0,
+        counted=False,
+    )
 
 
 def _through(bits: int, most: int) -> tuple[str, ...]:
-    if bits == most or bits == 1:
-        return ()
-    return ("bf16",) if bits <= 8 < most else ("fp16",) if bits <= 11 < most else ()
+    return () if bits in (most, 1) else ("bf16",) if bits <= 8 < most else ("fp16",) if bits <= 11 < most else ()

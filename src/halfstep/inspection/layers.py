@@ -49,15 +49,17 @@ def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
     findings: list[str] = []
     used: dict[str, Scheme] = {}
     for tensor in tensors:
-        fitting = [(scheme, parts) for scheme in _schemes(tensor.dtype) if (parts := _parts(tensor, scheme, names))]
-        if not fitting:
-            continue
-        tried = [(scheme, parts, *_layer(scheme, parts)) for scheme, parts in fitting]
-        # Schemes whose names are alike differ in what they need and in how shapes fit.
-        scheme, parts, layer, wrong = min(tried, key=lambda one: (one[2] is None, len(one[3])))
-        used |= {part.name: scheme for part in parts.values()}
-        found |= {tensor.name: layer} if layer is not None else {}
-        findings += wrong
+        tried = [
+            (scheme, parts, *_layer(scheme, parts))
+            for scheme in _schemes(tensor.dtype)
+            if (parts := _parts(tensor, scheme, names))
+        ]
+        if tried:
+            # Schemes whose names are alike differ in what they need and in how shapes fit.
+            scheme, parts, layer, wrong = min(tried, key=lambda one: (one[2] is None, len(one[3])))
+            used |= {part.name: scheme for part in parts.values()}
+            found |= {tensor.name: layer} if layer is not None else {}
+            findings += wrong
     return Layers(found, (*findings, *_left_over(tensors, used, set(found))))
 
 
@@ -75,8 +77,11 @@ def _parts(codes: StoredTensor, scheme: Scheme, names: Mapping[str, StoredTensor
     scale = names.get(stem + scheme.scale)
     if scale is None or scale is codes or scale.dtype not in scheme.scale_dtypes:
         return None
-    parts = {suffix: names.get(_name(stem, suffix)) for suffix in (scheme.scale, *scheme.needs, *scheme.may)}
-    return {"codes": codes} | {suffix: part for suffix, part in parts.items() if part is not None}
+    return {"codes": codes} | {
+        suffix: part
+        for suffix in (scheme.scale, *scheme.needs, *scheme.may)
+        if (part := names.get(_name(stem, suffix))) is not None
+    }
 
 
 def _name(stem: str, suffix: str) -> str:
@@ -88,15 +93,20 @@ def _layer(scheme: Scheme, parts: dict[str, StoredTensor]) -> tuple[Layer | None
     """The layer, None where its shapes do not fit, and what is wrong with it."""
     codes, scale = parts["codes"], parts[scheme.scale]
     stem = codes.name.removesuffix(scheme.codes)
-    missing = [_last(_name(stem, suffix)) for suffix in scheme.needs if suffix not in parts]
-    wrong = [f"{codes.name} ({scheme.name}): no {name} beside it" for name in missing]
+    wrong = [
+        f"{codes.name} ({scheme.name}): no {_last(_name(stem, suffix))} beside it"
+        for suffix in scheme.needs
+        if suffix not in parts
+    ]
     shape = scheme.packing.shape(parts)
     values = prod(shape or (0,))
     tile = _tile(scheme, shape, scale.shape) if shape is not None and values else None
     bits = round(8 * codes.nbytes / values) if values else 0
     if tile is None or not 0 < bits <= 8:
-        sizes = f"codes of shape {written(codes.shape)}, scales of shape {written(scale.shape)}"
-        return None, [f"{codes.name} ({scheme.name}): {sizes} do not fit together"]
+        return None, [
+            f"{codes.name} ({scheme.name}): codes of shape {written(codes.shape)}, scales of shape "
+            f"{written(scale.shape)} do not fit together"
+        ]
     format = f"int{bits}" if scheme.format == "int" else scheme.format or codes.dtype
     held = tuple(part.name for suffix, part in parts.items() if suffix != "codes")
     nbytes = sum(part.nbytes for part in parts.values())
@@ -116,8 +126,9 @@ def _tile(scheme: Scheme, shape: Shape, scale: Shape) -> str | None:
 def tile_text(tile: tuple[int, int], shape: Shape) -> str:
     """A tile of rows and columns, 0 for all, in words."""
     rows, columns = tile
-    words = {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}
-    return words.get(tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block")
+    return {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}.get(
+        tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block"
+    )
 
 
 def _left_over(tensors: Sequence[StoredTensor], used: Mapping[str, Scheme], codes: set[str]) -> Iterator[str]:
@@ -233,9 +244,17 @@ def _from_labels(checkpoint: Checkpoint) -> Iterator[Own | str]:
             continue
         *lead, rows, columns = (1, 1, *codes.shape)[-max(len(codes.shape), 2) :]
         columns = columns * 8 // quantizer.format.bits if quantizer.format.bits in (4, 6) else columns
-        of_one = layout(quantizer, (rows, columns), torch.float32)
-        of_all = {part: (dtype, (*lead, *shape)) for part, (dtype, shape) in of_one.items()}
-        yield Own(stem, quantizer, (*lead, rows, columns), torch.float32, of_all, (label.name,))
+        yield Own(
+            stem,
+            quantizer,
+            (*lead, rows, columns),
+            torch.float32,
+            {
+                part: (dtype, (*lead, *shape))
+                for part, (dtype, shape) in layout(quantizer, (rows, columns), torch.float32).items()
+            },
+            (label.name,),
+        )
 
 
 def _of_own(own: Own, names: Mapping[str, StoredTensor]) -> tuple[Layer | None, list[str]]:
@@ -255,7 +274,7 @@ def _of_own(own: Own, names: Mapping[str, StoredTensor]) -> tuple[Layer | None, 
     if wrong:
         return None, [f"{own.stem}codes ({_SCHEME}): {text}" for text in wrong]
     scales, matrix = own.quantizer.scales, matrix_shape(own.shape)
-    names_of = tuple(found.name for part, found in parts.items() if part != "codes")
+
     return Layer(
         parts["codes"].name,
         _SCHEME,
@@ -265,7 +284,7 @@ def _of_own(own: Own, names: Mapping[str, StoredTensor]) -> tuple[Layer | None, 
         prod(matrix),
         own.quantizer.format.bits,
         sum(found.nbytes for found in parts.values()),
-        (*names_of, *own.label),
+        (*(found.name for part, found in parts.items() if part != "codes"), *own.label),
         " ".join(text for part, text in _ALSO.items() if part in parts),
     ), []
 
@@ -291,13 +310,7 @@ class Held(Shaped):
     @classmethod
     def ordered(cls, tensor: Values, rows: NDArray[np.intp], columns: NDArray[np.intp]) -> "Held":
         """A tensor with the slices of its first two dimensions in the order that their indices have here."""
-        values = _whole(tensor).reshape(rows.size, columns.size, -1)[rows]
-        return cls(values[:, columns], tensor.dtype, tensor.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes."""
-        return self.held.nbytes
+        return cls(_whole(tensor).reshape(rows.size, columns.size, -1)[rows][:, columns], tensor.dtype, tensor.shape)
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order, copied."""
@@ -321,7 +334,7 @@ class First(Shaped):
     shape: Shape
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> str:  # type: ignore[override]
         """That of the whole."""
         return self.whole.dtype
 
@@ -383,8 +396,6 @@ _SCALED: Mapping[str, tuple[tuple[int, int] | None, float]] = {
 }  # fmt: skip
 """The schemes of a byte a code, whose values are code times scale: the usual tile, and what divides a scale."""
 
-_SUFFIXES = ("_packed", "_qdata", "_blocks", ".codes", "_codes")
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -408,9 +419,11 @@ class Restored(Decoded):
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order."""
-        held = {part: _tensor(stored) for part, stored in self.parts.items()}
-        decoded = Quantized(self.quantizer, self.shape, self.of, held).dequantize(torch.float32)
-        yield from InMemory(decoded).chunks(nbytes)
+        yield from InMemory(
+            Quantized(
+                self.quantizer, self.shape, self.of, {part: _tensor(stored) for part, stored in self.parts.items()}
+            ).dequantize(torch.float32)
+        ).chunks(nbytes)
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Weight]:
@@ -435,12 +448,11 @@ def weights(checkpoint: Checkpoint) -> dict[str, Weight]:
 
 def _coded(layer: Layer, stored: Mapping[str, StoredTensor], ours: Mapping[str, Restored]) -> Weight:
     codes, name = stored[layer.codes], layer.codes
-    for suffix in _SUFFIXES:
+    for suffix in ("_packed", "_qdata", "_blocks", ".codes", "_codes"):
         name = name.removesuffix(suffix)
     if name.endswith(".qweight"):
         name = f"{name.removesuffix('.qweight')}.weight"
-    if layer.codes in ours:
-        restored = ours[layer.codes]
+    if (restored := ours.get(layer.codes)) is not None:
         return Weight(name, f"{layer.scheme} {layer.format}", restored.shape, codes, restored)
     values = _scaled(layer, codes, stored)
     return Weight(name, layer.scheme, codes.shape if values is None else values.shape, codes, values)
@@ -467,5 +479,6 @@ def _ours(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> dict[st
 
 
 def _tensor(stored: StoredTensor) -> torch.Tensor:
-    data = b"".join(piece.tobytes() for piece in stored.chunks())
-    return torch.frombuffer(bytearray(data), dtype=getattr(torch, stored.dtype)).view(stored.shape)
+    return torch.frombuffer(
+        bytearray(b"".join(piece.tobytes() for piece in stored.chunks())), dtype=getattr(torch, stored.dtype)
+    ).view(stored.shape)

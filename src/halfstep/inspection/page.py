@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from halfstep.bits.sentences import percent
 from halfstep.errors import CheckpointError
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
-from halfstep.printable import printable
+from halfstep.printable import percent, printable
 
 
 try:
@@ -44,8 +43,11 @@ def to_html(report: Inspection) -> str:
 
 def _outliers(report: Inspection) -> list[TensorReport]:
     """Tensors with outlier channels, those that stand out most first; tied ones once."""
-    found = [(t.statistics.channels, t) for t in report.tensors if t.statistics is not None and t.tied_to is None]
-    ratios = [(c.largest / c.median, tensor) for c, tensor in found if c is not None and c.outliers]
+    ratios = [
+        (c.largest / c.median, t)
+        for t in report.tensors
+        if t.statistics is not None and t.tied_to is None and (c := t.statistics.channels) is not None and c.outliers
+    ]
     return [tensor for _, tensor in sorted(ratios, key=lambda item: -item[0])]
 
 
@@ -83,8 +85,7 @@ def png(report: Inspection) -> bytes:
 def _ends(roles: Sequence[RoleReport]) -> tuple[int, int]:
     found = [role.statistics for role in roles if role.statistics is not None]
     low = min(min(one.lowest_exponent for one in found), -26)
-    high = max(max(one.highest_exponent for one in found) + 1, 2)
-    return max(low, _LOWEST), min(high, _HIGHEST)
+    return max(low, _LOWEST), min(max(max(one.highest_exponent for one in found) + 1, 2), _HIGHEST)
 
 
 def _draw(axes: Any, role: RoleReport, low: int, high: int) -> None:
@@ -111,8 +112,10 @@ def _draw(axes: Any, role: RoleReport, low: int, high: int) -> None:
     beyond = sum(n for e, n in enumerate(found.exponents, found.lowest_exponent) if e < low or e >= high)
     more = f"; {percent(beyond / found.nonzero)} beyond, at the edge" if beyond else ""
     axes.set_title(f"{role.role}: {role.numel:,} values{more}", loc="left", fontsize=9, fontweight="bold", color=INK)
-    subnormal = percent(found.fp16_subnormal / found.nonzero)
-    lost = percent((found.fp16_below + found.fp16_above) / found.nonzero)
-    axes.set_title(f"fp16: {subnormal} subnormal, {lost} out of range", loc="right", fontsize=8.5, color=FAINT)
+    words = (
+        f"fp16: {percent(found.fp16_subnormal / found.nonzero)} subnormal, "
+        f"{percent((found.fp16_below + found.fp16_above) / found.nonzero)} out of range"
+    )
+    axes.set_title(words, loc="right", fontsize=8.5, color=FAINT)
     axes.set(xlim=(low, high), ylabel="%")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,20 +1,17 @@
 """What an inspection found, as frozen records and as data for JSON, and what of it contradicts what others say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.bits.origin import Origin
-from halfstep.bits.sentences import Evidence, Layer, SchemeReport, percent
+from halfstep.bits.sentences import Evidence, Layer, PrecisionVerdict, SchemeReport
 from halfstep.bits.statistics import Statistics
-from halfstep.bits.verdict import PrecisionVerdict
 from halfstep.bits.what_if import WhatIf
 from halfstep.grouping import grouped
 from halfstep.inspection.schemes import SCHEMES, written
-from halfstep.printable import printable, shortened
+from halfstep.printable import percent, printable, shortened
 
 
 SCHEMA = 1
@@ -70,7 +67,7 @@ class Inspection:
     verdict: PrecisionVerdict
     config_dtype: str | None = None
     """The type that config.json names; no evidence."""
-    known: Known | None = None
+    known: "Known | None" = None
     contradictions: tuple[str, ...] = ()
     quick: bool = False
     casts: tuple[WhatIf, ...] = ()
@@ -97,15 +94,26 @@ class Inspection:
             f"{role.role}: {role.tensors} tensors, {role.numel:,} values, {printable(role.verdict.text)}"
             for role in self.roles
         ]
-        schemes = [f"{one.size}, {one.values:,} weights: {one.text}" for one in self.schemes]
-        return shortened([self.title, self.conclusion, *self.alarms, *self.claims, *roles, *schemes])
+
+        return shortened(
+            [
+                self.title,
+                self.conclusion,
+                *self.alarms,
+                *self.claims,
+                *roles,
+                *(f"{one.size}, {one.values:,} weights: {one.text}" for one in self.schemes),
+            ]
+        )
 
     @property
     def title(self) -> str:
         """What was read: the path, the kind of file, the number of tensors and their bytes."""
         size = f"{self.nbytes / 1e9:.3g} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.3g} MB"
-        files = f"{len(self.files)} files" if len(self.files) != 1 else "1 file"
-        return f"{printable(str(self.path))}: {self.kind}, {files}, {len(self.tensors)} tensors, {size}"
+        return (
+            f"{printable(str(self.path))}: {self.kind}, {len(self.files)} file{'s' * (len(self.files) != 1)}, "
+            f"{len(self.tensors)} tensors, {size}"
+        )
 
     @property
     def conclusion(self) -> str:
@@ -161,13 +169,13 @@ def _first(before: str, texts: Sequence[str], what: str) -> list[str]:
 
 def _tensor(tensor: TensorReport) -> dict[str, Any]:
     origin = tensor.origin
-    said = None if origin is None else {**asdict(origin), "key": origin.key, "confidence": origin.confidence}
-    layer = None if tensor.layer is None else {**asdict(tensor.layer), "text": tensor.layer.text}
-    return {**asdict(tensor), "origin": said, "layer": layer}
+    return {
+        **asdict(tensor),
+        "origin": None if origin is None else {**asdict(origin), "key": origin.key, "confidence": origin.confidence},
+        "layer": None if tensor.layer is None else {**asdict(tensor.layer), "text": tensor.layer.text},
+    }
 
 
-_BITS = ("bits", "w_bit", "num_bits")
-_GROUPS = ("group_size", "q_group_size")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -229,14 +237,14 @@ def disagreements(config: Mapping[str, object] | None, layers: Sequence[Layer]) 
 
 def _sizes(declared: Mapping[str, object], layer: Layer, holds: str) -> Iterator[str]:
     weights = _weights(declared)
-    bits = next((weights[key] for key in _BITS if isinstance(weights.get(key), int)), None)
+    bits = next((weights[key] for key in ("bits", "w_bit", "num_bits") if isinstance(weights.get(key), int)), None)
     bits = 4 if declared.get("load_in_4bit") is True else 8 if declared.get("load_in_8bit") is True else bits
     if bits is not None and bits != layer.code_bits:
         yield f"config.json says {bits} bits a weight; the files hold {holds}"
     block = declared.get("weight_block_size")
     if isinstance(block, list) and block and "block" in layer.tile and written(block) != layer.tile.split()[0]:
         yield f"config.json says blocks of {written(block)}; the files hold {holds}"
-    group = next((weights[key] for key in _GROUPS if isinstance(weights.get(key), int)), None)
+    group = next((weights[key] for key in ("group_size", "q_group_size") if isinstance(weights.get(key), int)), None)
     sizes = [int(size) for size in layer.tile.split()[0].split("x")] if "block" in layer.tile else []
     if isinstance(group, int) and group > 0 and sizes and group != max(sizes):
         yield f"config.json says groups of {group}; the files hold {holds}"

@@ -23,8 +23,7 @@ ARRAY = "numpy.ndarray"
 _PARAMETERS = "torch.nn.ParameterDict"
 """The record of a container of parameters."""
 
-_CONTAINERS = tuple(f"torch.nn.modules.container.Parameter{kind}" for kind in ("Dict", "List"))
-_PATHS = ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")
+
 _DEPTH = 64
 _OBJECTS = 5_000_000
 
@@ -209,11 +208,18 @@ TENSORS: Allowed = {
     "collections.deque": _elements,
     "_codecs.encode": _only,
     **{f"{module}.{kind}": make for module in ("__builtin__", "builtins") for kind, make in _BUILTINS.items()},
-    **{f"{module}.{kind}Path": _nothing for module in ("pathlib", "pathlib._local") for kind in _PATHS},
+    **{
+        f"{module}.{kind}Path": _nothing
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")
+    },
     **{f"datetime.{kind}": _nothing for kind in ("datetime", "date", "time", "timedelta", "timezone")},
     **record("argparse.Namespace"),
     **record("types.SimpleNamespace"),
-    **{name: lambda args: Record(_PARAMETERS, args) for name in _CONTAINERS},
+    **{
+        f"torch.nn.modules.container.Parameter{kind}": lambda args: Record(_PARAMETERS, args)
+        for kind in ("Dict", "List")
+    },
     **{f"numpy.{core}.multiarray.scalar": _only for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray._reconstruct": lambda args: Record(ARRAY, args) for core in ("core", "_core")},
     "numpy.ndarray": None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -125,19 +125,6 @@ class Written:
     """Of copied tensors whose type few readers of safetensors know, or none."""
 
 
-class Target(Protocol):
-    """How tensors are cast for a new file."""
-
-    def casts(self, tensor: StoredTensor) -> bool:
-        """Whether a tensor is cast; others are copied."""
-
-    def parts(self, tensor: StoredTensor) -> list[Part]:
-        """What the file holds of a tensor that is cast."""
-
-    def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The parts' values, piece by piece, with the part's name; counts in `lost` what overflows and becomes zero."""
-
-
 @dataclass(frozen=True)
 class Plain:
     """All floating-point tensors in one type that every reader of safetensors knows, without scales."""
@@ -146,12 +133,15 @@ class Plain:
     format: str
 
     def casts(self, tensor: StoredTensor) -> bool:
+        """Whether a tensor is cast; others are copied."""
         return tensor.dtype in ("float64", "float32", "bfloat16", "float16") or tensor.dtype in DECODED
 
     def parts(self, tensor: StoredTensor) -> list[Part]:
+        """What the file holds of a tensor that is cast."""
         return [Part(tensor.name, self.dtype, tensor.shape)]
 
     def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The parts' values, piece by piece, with the part's name; counts in `lost` what overflows and becomes zero."""
         format = formats.get(self.format)
         stored: torch.dtype = getattr(torch, self.dtype)
         came = "float32" if tensor.dtype in DECODED else tensor.dtype
@@ -169,7 +159,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Matrices as codes and scales, which `halfstep.load_quantized` reads; other tensors are copied."""
+    """Matrices as codes and scales, which `halfstep.load_quantized` reads; other tensors are copied. As `Plain`."""
 
     quantizer: Quantizer
 
@@ -177,10 +167,9 @@ class Scaled:
         return castable(tensor)
 
     def parts(self, tensor: StoredTensor) -> list[Part]:
-        made = layout(self.quantizer, tensor.shape, getattr(torch, tensor.dtype))
         return [
             Part(f"{tensor.name}.{name}", str(dtype).removeprefix("torch."), tuple(size or 0 for size in shape))
-            for name, (dtype, shape) in made.items()
+            for name, (dtype, shape) in layout(self.quantizer, tensor.shape, getattr(torch, tensor.dtype)).items()
         ]
 
     def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -195,8 +184,8 @@ class Scaled:
                 if name != "codes" and (whole or not part.dim()):
                     once[name] = part  # of the whole tensor: the same in every piece
                 else:
-                    own = part[: sizes[name][0]]  # without those of the largest magnitude's row
-                    yield f"{tensor.name}.{name}", own.contiguous().view(torch.uint8).numpy()
+                    # without those of the largest magnitude's row
+                    yield f"{tensor.name}.{name}", part[: sizes[name][0]].contiguous().view(torch.uint8).numpy()
         for name, part in once.items():
             yield f"{tensor.name}.{name}", part.view(-1).view(torch.uint8).numpy()
 
@@ -204,7 +193,7 @@ class Scaled:
         yield from layout(self.quantizer, tuple(x.shape), x.dtype).items()
 
 
-TARGETS: Mapping[str, Target] = {
+TARGETS: Mapping[str, Plain | Scaled] = {
     "fp32": Plain("float32", "fp32"),
     "fp16": Plain("float16", "fp16"),
     "bf16": Plain("bfloat16", "bf16"),

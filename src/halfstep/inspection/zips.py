@@ -20,7 +20,6 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _TABLE = 32 << 20  # bytes of the longest table that is read
-_ENCRYPTED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ def _sizes64(file: File, extra: bytes, *values: int) -> tuple[int, ...]:
 
 
 def _name(file: File, raw: bytes, flags: int) -> str:
-    if flags & _ENCRYPTED:
+    if flags & 1:
         raise CheckpointError(f"{file.path}: member {raw!r} is encrypted; save the checkpoint without")
     try:
         name = raw.decode("utf-8")

@@ -1,7 +1,5 @@
 """Accelerate: `accelerator.prepare`, for a model that follows a recipe."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -92,9 +90,9 @@ def prepare(
     accelerator.unscale_gradients = clipping.unscale  # which its clip_grad_value_ begins with
     accelerator.clip_grad_norm_ = clipping.clip_norm
     accelerator.free_memory = partial(_free, accelerator, weakref.ref(model))
-    given = [low_bit if one is optimizer else one for one in objects]
-    prepared: tuple[Any, ...] = accelerator.prepare(*given, device_placement=device_placement)
-    return prepared
+    return accelerator.prepare(
+        *(low_bit if one is optimizer else one for one in objects), device_placement=device_placement
+    )
 
 
 def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any) -> tuple[Any, ...]:
@@ -141,14 +139,11 @@ class _Clipping:
     def clip_norm(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of these parameters' gradients, unscaled; returns the norm before."""
         given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
-        if not self._with_gradients() - given:
+        if not {p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None} - given:
             self._check_accumulated()
             return self._scaler.clip_grad_norm_(self._optimizer, max_norm, norm_type)
         self.unscale()
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-
-    def _with_gradients(self) -> set[Tensor]:
-        return {p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     def _check_accumulated(self) -> None:
         if self._scaler.is_enabled() and not self._accelerator.sync_gradients:

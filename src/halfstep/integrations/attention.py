@@ -7,8 +7,6 @@ model.set_attn_implementation("halfstep")
 model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)  # a recipe with `attention`
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -72,6 +70,6 @@ def attention(
     width = query.shape[-1]
     if scaling is not None and not math.isclose(scaling, width**-0.5, rel_tol=1e-9):
         query = query * (scaling * width**0.5)
-    spec = part_of(module).attention
-    mixed = ops.attention(query, key, value, causal, attention_mask, dropout, spec, noise=key_of(module))
-    return mixed.transpose(1, 2).contiguous(), None
+    return ops.attention(
+        query, key, value, causal, attention_mask, dropout, part_of(module).attention, noise=key_of(module)
+    ).transpose(1, 2).contiguous(), None

@@ -1,7 +1,5 @@
 """Lightning: a precision plugin, by which a LightningModule follows a recipe."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -113,8 +111,13 @@ class HalfstepPrecision(Precision):
         """Make the optimizers follow the recipe too, after the strategy wrapped the module."""
         if all(one in self._optimizers for one in optimizers):  # evaluation: none, or those of the last fit
             return model, optimizers, lr_schedulers
-        trained = [(one, p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
-        masters = {**self._masters, **{p: one.full(p) for one, p in trained if p in self._mastered}}
+        masters = dict(self._masters) | {
+            p: one.full(p)
+            for one in self._optimizers
+            for group in one.param_groups
+            for p in group["params"]
+            if p in self._mastered
+        }
         if not masters and full_weights(self._module(), self.recipe):
             warnings.warn(
                 f"{type(self._module()).__name__} follows {self.recipe.name!r} already, and its masters are with "
@@ -284,8 +287,7 @@ def _store_copies(trainer: Trainer) -> None:
         if isinstance(callback, ModelPruning):
             for layer in (callback._original_layers or {}).values():
                 for index, name in layer["names"]:
-                    held = getattr(callback._parameters_to_prune[index][0], name)
-                    store(getattr(layer["data"], name), held.dtype)
+                    store(getattr(layer["data"], name), getattr(callback._parameters_to_prune[index][0], name).dtype)
 
 
 def _check(trainer: Trainer) -> None:
@@ -314,8 +316,10 @@ def _check_stages(module: LightningModule) -> None:
 def _is_looked_at(model: LightningModule) -> bool:
     """Whether a user's hook may read gradients before the step."""
     hook, trainer = "on_before_optimizer_step", model.trainer
-    own = any(is_overridden(name, model) for name in (hook, "configure_gradient_clipping"))
-    return own or any(is_overridden(hook, callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(is_overridden(name, model) for name in (hook, "configure_gradient_clipping")) or any(
+        is_overridden(hook, callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,8 +3,6 @@
 Trainer(model=model, args=args, train_dataset=data, callbacks=[NumericsCallback(every=100, to="numerics.jsonl")])
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from halfstep.errors import MissingLibraryError

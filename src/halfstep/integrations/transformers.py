@@ -8,8 +8,6 @@
 For any other trainer, put the mixin first: `class Tuner(HalfstepMixin, trl.SFTTrainer): ...`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import ExitStack
@@ -133,7 +131,7 @@ class HalfstepMixin(_Base):
         if self._prepared is not None:
             prepared, low_bit = self._prepared
             if prepared is trained and getattr(self.optimizer, "optimizer", self.optimizer) is low_bit:
-                return self.optimizer  # type: ignore[no-any-return]
+                return self.optimizer
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             _check_optim(str(getattr(self.args.optim, "value", self.args.optim)))
         super().create_optimizer(model)
@@ -211,8 +209,7 @@ class HalfstepMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and Path(checkpoint, _CODES).exists():
-            states = torch.load(Path(checkpoint, _CODES), map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(states)
+            self.optimizer.load_state_dict(torch.load(Path(checkpoint, _CODES), map_location="cpu", weights_only=True))
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.scaler.is_enabled():  # a stock Trainer fails on a file that it has no scaler for
@@ -222,8 +219,9 @@ class HalfstepMixin(_Base):
         file = Path(resume_from_checkpoint, _ORIGIN)
         if file.exists():
             saved = json.loads(file.read_text())
-            origin = Origin(self.recipe, self._options["recipe_change"])
-            origin.differs(f"{saved['recipe']} @{saved['digest']}", f"the checkpoint {resume_from_checkpoint}")
+            Origin(self.recipe, self._options["recipe_change"]).differs(
+                f"{saved['recipe']} @{saved['digest']}", f"the checkpoint {resume_from_checkpoint}"
+            )
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -284,12 +282,11 @@ class HalfstepCallback(TrainerCallback):
         if scaler.skipped_steps == self._skipped:
             return
         self._skipped, names = scaler.skipped_steps, scaler.overflowed
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         _LOG.warning(
             "step %d was skipped: the gradients of %s%s are not finite; the loss scale is now %g",
             state.global_step + 1,
             ", ".join(names[:3]) or "another rank",
-            more,
+            f" and {len(names) - 3} more" if len(names) > 3 else "",
             scaler.get_scale(),
         )
 

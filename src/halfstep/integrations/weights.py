@@ -3,8 +3,6 @@
 HalfstepTrainer(model=model, args=args, train_dataset=data, callbacks=[CachedWeightsCallback()])
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

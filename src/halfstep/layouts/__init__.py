@@ -27,9 +27,7 @@ def get_layout(name: str | Layout) -> Layout:
     Raises:
         LayoutError: no layout has that name; the nearest are shown.
     """
-    if isinstance(name, Layout):
-        return name
-    return _by_name()[one_of("layout", name, _by_name(), LayoutError)]
+    return name if isinstance(name, Layout) else _by_name()[one_of("layout", name, _by_name(), LayoutError)]
 
 
 def fitting(quantizers: tuple[Quantizer, ...], inputs: tuple[Quantizer | None, ...] = ()) -> list[Layout]:
@@ -39,10 +37,12 @@ def fitting(quantizers: tuple[Quantizer, ...], inputs: tuple[Quantizer | None, .
     what all these quantizers, of which there are some, make of inputs.
     """
     static = bool(inputs)
-    able = [
-        layout
-        for layout in _by_name().values()
-        if all(layout.refusal(quantizer) is None for quantizer in quantizers)
-        and (not layout.static or (static and all(layout.input_refusal(quantizer) is None for quantizer in inputs)))
-    ]
-    return sorted(able, key=lambda layout: (layout.static, *layout.distance(quantizers), layout.rank))
+    return sorted(
+        (
+            layout
+            for layout in _by_name().values()
+            if all(layout.refusal(quantizer) is None for quantizer in quantizers)
+            and (not layout.static or (static and all(layout.input_refusal(quantizer) is None for quantizer in inputs)))
+        ),
+        key=lambda layout: (layout.static, *layout.distance(quantizers), layout.rank),
+    )

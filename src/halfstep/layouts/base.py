@@ -1,7 +1,5 @@
 """A layout: the tensors that a quantised matrix has in a file, from codes and back; how its scales are stored."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +16,6 @@ from halfstep.quant.family import power_of_two
 from halfstep.quant.pack import pack, unpack
 
 
-Config = Callable[[Sequence[str]], dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class Layout:
     """How a matrix (out, in) of codes and scales lies in a file: NAME + `codes`, and what `scales` adds to it.
@@ -33,8 +28,8 @@ class Layout:
     summary: str
     element: Format
     tile: Tile
-    scales: StoredScales
-    config: Config = field(repr=False)
+    scales: "StoredScales"
+    config: Callable[[Sequence[str]], dict[str, Any]] = field(repr=False)
     """The `quantization_config` of config.json, given the names of the linear layers that are not quantised."""
     codes: str = "weight"
     """What the tensor of codes is called."""
@@ -62,7 +57,8 @@ class Layout:
         if self.scales.way(scales.rule) is None:
             return f"its scales ({scales.rule}) are not {self.scales.text}"
         own, its = (self.tile.rows, self.tile.columns), (scales.tile.rows, scales.tile.columns)
-        if not all(_divides(small, large) for small, large in zip(own, its, strict=True)):
+        # Of a side of a tile 0 stands for the whole dimension.
+        if not all(not large if not small else large % small == 0 for small, large in zip(own, its, strict=True)):
             return f"its tile ({scales.tile}) is not made of whole tiles of {self.tile}"
         return None
 
@@ -84,10 +80,12 @@ class Layout:
 
     def distance(self, quantizers: Sequence[Quantizer]) -> tuple[bool, bool]:
         """How far quantizers are from the layout: whether codes are rewritten, and scales repeated."""
-        scales = [q.scales for q in quantizers]
         return (
             any(q.format.bits != self.element.bits for q in quantizers),
-            any(s is None or s.tile != self.tile or self.scales.way(s.rule) != "same" for s in scales),
+            any(
+                s is None or s.tile != self.tile or self.scales.way(s.rule) != "same"
+                for s in (q.scales for q in quantizers)
+            ),
         )
 
     def tensors(self, made: Quantized) -> dict[str, Tensor]:
@@ -103,8 +101,7 @@ class Layout:
             codes = encode(decode(codes, quantizer.format, torch.float32), self.element)
         packed = pack(codes, self.element.bits)
         written = packed.view(torch.float8_e4m3fn) if self.element.bits == 8 else packed
-        tile = quantizer.scales.tile if quantizer.scales else Tile(0, 0)
-        places = [_finer(*axis) for axis in _axes((rows, columns), tile, self.tile)]
+        places = [_finer(*axis) for axis in self._axes((rows, columns), quantizer)]
         found = self.scales.tensors(made, lambda grid: grid[places[0]][:, places[1]])
         return {self.codes: written.contiguous(), **{name: tensor.contiguous() for name, tensor in found.items()}}
 
@@ -128,26 +125,27 @@ class Layout:
         if quantizer.format.key != self.element.key:
             codes = encode(decode(codes, self.element, torch.float32), quantizer.format)
         codes = pack(codes, quantizer.format.bits, quantizer.format.high_nibble_first)
-        tile = quantizer.scales.tile if quantizer.scales else Tile(0, 0)
-        at, across = (_coarser(*axis) for axis in _axes((rows, columns), tile, self.tile))
+        at, across = (_coarser(*axis) for axis in self._axes((rows, columns), quantizer))
         grid, expected = self.tile.grid(rows, columns), parts_of(quantizer, shape, dtype)
         scales = self.scales.stored(tensors, quantizer, grid, lambda g: g[at][:, across], note)
-        made = {name: part.to(expected[name][0]) for name, part in {"codes": codes, **scales}.items()}
-        return Quantized(quantizer, shape, dtype, made)
+        return Quantized(
+            quantizer,
+            shape,
+            dtype,
+            {name: part.to(expected[name][0]) for name, part in {"codes": codes, **scales}.items()},
+        )
 
     def _expected(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        eight = self.element.bits == 8
-        codes = (torch.float8_e4m3fn, (rows, columns)) if eight else (torch.uint8, (rows, -(-columns // 2)))
-        return {self.codes: codes, **self.scales.layout(self.tile.grid(rows, columns))}
+        eight, four = (torch.float8_e4m3fn, (rows, columns)), (torch.uint8, (rows, -(-columns // 2)))
+        return {
+            self.codes: eight if self.element.bits == 8 else four,
+            **self.scales.layout(self.tile.grid(rows, columns)),
+        }
 
-
-def _divides(small: int, large: int) -> bool:
-    """Whether one side of a tile, 0 for the whole dimension, is made of whole smaller ones."""
-    return not large if not small else large % small == 0
-
-
-def _axes(sizes: tuple[int, int], theirs: Tile, own: Tile) -> list[tuple[int, int, int]]:
-    return list(zip(sizes, (theirs.rows, theirs.columns), (own.rows, own.columns), strict=True))
+    def _axes(self, sizes: tuple[int, int], quantizer: Quantizer) -> list[tuple[int, int, int]]:
+        """Of each dimension its size, and the sides of the quantizer's tiles and of the layout's."""
+        theirs = quantizer.scales.tile if quantizer.scales else Tile(0, 0)
+        return list(zip(sizes, (theirs.rows, theirs.columns), (self.tile.rows, self.tile.columns), strict=True))
 
 
 def _finer(size: int, large: int, small: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Is this model safe in fp16, or another format? Measured forward and backward, then run for real; `probe_model`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -116,29 +114,42 @@ def probe_model(
             start = max(1.0, min(scale.init, scales.largest)) if scale is not None else 1.0
             return trial(own, batches, recipe, loss, expected, start)
 
-        conditions = Conditions(
-            model=type(model).__name__,
-            parameters=sum(p.numel() for p in own.parameters()),
-            data=described,
-            batches=len(batches),
-            examples=sum(len(t[0]) for batch in batches if (t := tensors_in(batch)) and t[0].dim()),
-            tokens=_tokens(batches),
-            loss=found.loss,
-            train_steps=train_steps,
-            learning_rate=learning_rate,
-            unreached=found.unreached,
-            frozen=frozen,
-        )
         report = ProbeReport(
-            goal, conditions, found.ranges, scales, run(goal.recipe), own_error, tuple(sorted(expected.noise))
+            goal,
+            Conditions(
+                model=type(model).__name__,
+                parameters=sum(p.numel() for p in own.parameters()),
+                data=described,
+                batches=len(batches),
+                examples=sum(len(t[0]) for batch in batches if (t := tensors_in(batch)) and t[0].dim()),
+                tokens=_tokens(batches),
+                loss=found.loss,
+                train_steps=train_steps,
+                learning_rate=learning_rate,
+                unreached=found.unreached,
+                frozen=frozen,
+            ),
+            found.ranges,
+            scales,
+            run(goal.recipe),
+            own_error,
+            tuple(sorted(expected.noise)),
         )
         if dtype not in (None, torch.float32):
             assert dtype is not None
             progress(f"running model.to({dtype})")
             cast = cast_trial(own, batches, dtype, expected)
-            changed = rounded_buffers(own, batches[0], dtype, expected)
-            buffers = Buffers(changed, own_error.output_error, rounding, tuple(rounded(model)))
-            report = replace(report, cast=cast, decides=decides, buffers=buffers)
+            report = replace(
+                report,
+                cast=cast,
+                decides=decides,
+                buffers=Buffers(
+                    rounded_buffers(own, batches[0], dtype, expected),
+                    own_error.output_error,
+                    rounding,
+                    tuple(rounded(model)),
+                ),
+            )
         if report.safe:
             return report
         tried = (report.trial,) if report.recipe_safe else _search(own, report, goal, run)
@@ -169,6 +180,5 @@ def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Re
 
 
 def _tokens(batches: Sequence[Batch]) -> int | None:
-    first = [next((t for t in tensors_in(b) if not t.is_floating_point()), None) for b in batches]
-    counts = [t.numel() for t in first if t is not None]
+    counts = [found[0].numel() for b in batches if (found := [t for t in tensors_in(b) if not t.is_floating_point()])]
     return sum(counts) if counts else None

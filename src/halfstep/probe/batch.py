@@ -29,8 +29,6 @@ Batch = Any
 """What the model is called with: a mapping gives arguments by name, a tuple or list by position, a tensor alone."""
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-_STAND_IN = "the outputs times fixed normal noise, summed, over their rows (the model returns no loss)"
-
 
 def call(model: nn.Module, batch: Batch) -> Any:
     """What the model returns for a batch.
@@ -77,7 +75,14 @@ def loss_of_output(output: Any) -> tuple[Tensor | None, str]:
     given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if given is None and isinstance(output, Tensor) and output.dim() == 0:
         given = output
-    return (given, "the model's own") if isinstance(given, Tensor) else (_stand_in(output), _STAND_IN)
+    return (
+        (given, "the model's own")
+        if isinstance(given, Tensor)
+        else (
+            _stand_in(output),
+            "the outputs times fixed normal noise, summed, over their rows (the model returns no loss)",
+        )
+    )
 
 
 def _stand_in(output: Any) -> Tensor | None:
@@ -370,8 +375,9 @@ def _quiet(folder: Path, load: Callable[..., Any], *args: Any, **options: Any) -
     try:
         return load(*args, **options)
     except Exception as error:
-        why = " ".join(str(error).split())  # transformers and torch write several lines
-        raise ModelError(f"{folder}: cannot be loaded ({type(error).__name__}: {why})") from error
+        raise ModelError(  # transformers and torch write several lines
+            f"{folder}: cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
 
 
 def _refuse(model: nn.Module, main: str) -> Batch:

@@ -1,7 +1,5 @@
 """What running a model in a format means: the recipe that does it, recipes to try, or a cast by `model.to(dtype)`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +90,6 @@ _ROUNDS = 8
 
 _MOST = 0.5
 """The largest share of the parameters to keep in float32: with more, another format is the better advice."""
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # these are never called: a forward of theirs would not run
 
 
 def suggest(
@@ -154,7 +151,11 @@ def keeping(recipe: Recipe, places: tuple[str, ...] = (), buffers: tuple[str, ..
 
 def widened(model: nn.Module, kept: tuple[str, ...], path: str) -> tuple[str, ...] | None:
     """What to keep in float32 when the module at `path` failed; None where that would be everything."""
-    while path and (any(_covers(place, path) for place in kept) or isinstance(model.get_submodule(path), _LISTS)):
+    # Lists are never called: a forward of theirs would not run.
+    while path and (
+        any(_covers(place, path) for place in kept)
+        or isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))
+    ):
         path = path.rpartition(".")[0]
     if not path:
         return None
@@ -242,8 +243,11 @@ def _named(batch: Batch) -> list[tuple[object, Tensor]]:
     """The tensors that a batch is made of, by name or position."""
     if isinstance(batch, Mapping):
         return [(name, value) for name, value in batch.items() if isinstance(value, Tensor)]
-    parts = batch if isinstance(batch, (tuple, list)) else [batch]
-    return [(number, value) for number, value in enumerate(parts) if isinstance(value, Tensor)]
+    return [
+        (number, value)
+        for number, value in enumerate(batch if isinstance(batch, (tuple, list)) else [batch])
+        if isinstance(value, Tensor)
+    ]
 
 
 def _overflow(name: str, tensor: Tensor, dtype: torch.dtype, kinds: Mapping[str, str]) -> Failure | None:

@@ -1,7 +1,5 @@
 """How far the policy that is trained is from the one that generates: two recipes, or batches of other sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -161,8 +159,10 @@ def _kept(batch: Batch) -> Tensor:
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
     """(rows, length, vocabulary), without the loss that labels would ask for."""
     tokens = _tokens(batch)
-    given = {name: value for name, value in batch.items() if name != "labels"} if isinstance(batch, Mapping) else batch
-    output = call(model, given)
+    output = call(
+        model,
+        {name: value for name, value in batch.items() if name != "labels"} if isinstance(batch, Mapping) else batch,
+    )
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape or not logits.is_floating_point():
         what = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -191,13 +191,13 @@ def _in_pieces(model: nn.Module, batch: Batch, rows: int | None, padding: int) -
     return torch.cat(found)
 
 
+@dataclass(frozen=True)
 class _Sums:
     """Figures of all tokens so far."""
 
-    def __init__(self, clip: float) -> None:
-        self._clip = clip
-        self._kl: list[Tensor] = []
-        self._apart: list[Tensor] = []
+    clip: float
+    kl: list[Tensor] = field(default_factory=list)
+    apart: list[Tensor] = field(default_factory=list)
 
     def add(self, own: Tensor, other: Tensor, kept: Tensor, generator: torch.Generator) -> None:
         """Logits of the trainer and of the rollout."""
@@ -208,12 +208,12 @@ class _Sums:
             )
         q, p = own[kept].log_softmax(-1), other[kept].to(own.device).log_softmax(-1)
         chances = p.exp()
-        self._kl.append(torch.where(chances > 0, chances * (p - q), 0.0).sum(-1).clamp(min=0.0))
-        self._apart.append((q - p).gather(-1, torch.multinomial(chances, 1, generator=generator)).squeeze(-1))
+        self.kl.append(torch.where(chances > 0, chances * (p - q), 0.0).sum(-1).clamp(min=0.0))
+        self.apart.append((q - p).gather(-1, torch.multinomial(chances, 1, generator=generator)).squeeze(-1))
 
     def figures(self) -> dict[str, Any]:
         """Those of a `Mismatch`."""
-        kl, apart = torch.cat(self._kl), torch.cat(self._apart)
+        kl, apart = torch.cat(self.kl), torch.cat(self.apart)
         if not kl.numel():
             raise DataError("attention_mask takes out every position of every batch; give tokens to compare")
         ratios = apart.exp()
@@ -225,8 +225,8 @@ class _Sums:
             "difference_most": float(apart.abs().max()),
             "ratio_least": float(ratios.min()),
             "ratio_most": float(ratios.max()),
-            "clip": self._clip,
-            "clipped": float(((ratios - 1).abs() > self._clip).double().mean()),
+            "clip": self.clip,
+            "clipped": float(((ratios - 1).abs() > self.clip).double().mean()),
         }
 
 

@@ -1,7 +1,5 @@
 """The range of a tensor, and what a format would make of it; every tensor of a forward and a backward pass, seen."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -56,10 +54,9 @@ class Counts:
     lost: float = 0.0
     """What vanishing and saturating take from it."""
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: "Counts") -> "Counts":
         largest = math.nan if math.nan in (self.largest, other.largest) else max(self.largest, other.largest)
-        pairs = ((getattr(self, name), getattr(other, name)) for name in _ADDED)
-        return Counts(largest, *(one + two for one, two in pairs))
+        return Counts(largest, *(getattr(self, name) + getattr(other, name) for name in _ADDED))
 
 
 _ADDED = ("values", "nonzero", "beyond", "subnormal", "vanished", "magnitude", "lost")
@@ -185,12 +182,14 @@ def window(
     largest, over = math.inf, None
     for found in gradients:
         if found.counts.largest:
-            one = _largest(found.counts.largest, limits.beyond), found.site
-            largest, over = min((largest, over), one, key=lambda pair: pair[0])
+            largest, over = min(
+                (largest, over), (_largest(found.counts.largest, limits.beyond), found.site), key=lambda pair: pair[0]
+            )
     smallest, under = 0.0, None
     for site, histogram in histograms.items():
-        scale = _smallest(histogram, limits, tolerance)
-        smallest, under = max((smallest, under), (scale, site), key=lambda pair: pair[0])
+        smallest, under = max(
+            (smallest, under), (_smallest(histogram, limits, tolerance), site), key=lambda pair: pair[0]
+        )
     return Window(smallest, largest, under, over)
 
 
@@ -230,7 +229,6 @@ _FUSED = {
     )
     if hasattr(_aten, name)
 }
-_SHOWN = (nn.Linear, nn.modules.conv._ConvNd)  # their product is their output
 _CHUNK = 1 << 22  # values of attention logits that are formed at a time
 
 
@@ -258,7 +256,10 @@ class _Eyes:
     def __init__(self, model: nn.Module, see: See) -> None:
         self.see = see
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-        self._shown = {path for path, module in model.named_modules() if isinstance(module, _SHOWN)}
+        # Of these the product is the output.
+        self._shown = {
+            path for path, module in model.named_modules() if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+        }
         self._running: list[str] = []
         self._arrived: str | None = None
         """In the backward: the module whose gradient arrived last."""

@@ -1,7 +1,5 @@
 """What a probe found: the verdict, what it rests on, and its limits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -123,8 +121,9 @@ class ProbeReport:
     @property
     def headroom(self) -> Range | None:
         """The forward's tensor nearest to the end of the format, or furthest beyond it."""
-        forward = (found for found in self.ranges if not found.site.backward)
-        return min(forward, key=lambda found: found.headroom, default=None)
+        return min(
+            (found for found in self.ranges if not found.site.backward), key=lambda found: found.headroom, default=None
+        )
 
     @property
     def residual(self) -> tuple[Range, ...]:

@@ -1,7 +1,5 @@
 """How far the values of every tensor of a training step spread: standard deviations, beside what formats hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +31,7 @@ class Moments:
     mean: float = 0.0
     squares: float = 0.0
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, other: "Moments") -> "Moments":
         """Those of both together.
 
         Source: Chan, Golub and LeVeque 1983, on updating variances.
@@ -116,8 +114,8 @@ class Scales:
     @property
     def moment(self) -> str:
         """When it was, in words."""
-        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        return f"after {steps} of AdamW at {self.learning_rate:g}" if self.steps else "at the start"
+        after = f"after {self.steps} step{'s' * (self.steps > 1)} of AdamW at {self.learning_rate:g}"
+        return after if self.steps else "at the start"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -204,8 +202,7 @@ class _Gauge:
     """Gathers the moments and counts of every tensor over passes."""
 
     def __init__(self, model: nn.Module, limits: Sequence[Limits]) -> None:
-        self._model = model
-        self._limits = limits
+        self._model, self._limits = model, limits
         self._held: dict[Site, _Held] = {}
         self._versions: Any = WeakIdKeyDictionary()
         """Of the tensors that were seen, as they then were."""
@@ -228,8 +225,13 @@ class _Gauge:
         """All of it: what is activated and its gradients in the order of execution, then weights and theirs."""
         repeated = blocks(self._model)
         for order, (site, held) in enumerate(self._held.items()):
-            ranges = (Range(site, order, *pair) for pair in zip(held.counts, self._limits, strict=True))
-            yield Spread(site, held.kind, _folded(site.module, repeated), held.moments, tuple(ranges))
+            yield Spread(
+                site,
+                held.kind,
+                _folded(site.module, repeated),
+                held.moments,
+                tuple(Range(site, order, *pair) for pair in zip(held.counts, self._limits, strict=True)),
+            )
 
     def _see(self, site: Site, tensor: Tensor) -> None:
         if tensor.dim() == 0:
@@ -294,8 +296,8 @@ _BEFORE = {"input": 0, "product": 1, "attention logits": 1, "": 2}
 
 def rows(found: Scales) -> list[Row]:
     """The modules in the order of execution."""
-    order = [*dict.fromkeys(spread.folded for spread in found.spreads)]  # activations come first
-    places = {folded: place for place, folded in enumerate(order)}
+    # Activations come first.
+    places = {folded: place for place, folded in enumerate(dict.fromkeys(spread.folded for spread in found.spreads))}
     table: dict[tuple[int, int, str], list[list[Spread]]] = {}
     for spread in found.spreads:
         name = _tensor(spread)
@@ -315,7 +317,7 @@ def _tensor(spread: Spread) -> str:
 
 def deviations(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The headings and the rows of a table of standard deviations; of like modules, the smallest and the largest."""
-    lines = [
+    return ("tensor", "module", *KINDS), [
         (
             (row.module or "the model") + (f": {row.tensor}" if row.tensor else ""),
             row.kind,
@@ -323,7 +325,6 @@ def deviations(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         )
         for row in rows(found)
     ]
-    return ("tensor", "module", *KINDS), lines
 
 
 def _ends(values: Sequence[float]) -> str:

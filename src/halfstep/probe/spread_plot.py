@@ -96,8 +96,7 @@ def _labels(scales: Scales, places: dict[str, int], room: float) -> dict[int, st
         parts = folded[module].split(".")
         depth = parts.index("*") + 1 if "*" in parts else None
         name = ".".join(module.split(".")[:depth]) if len(places) > _MANY else module
-        near = labels and (place - max(labels)) * room < _GAP
-        if name not in seen and not near:
+        if name not in seen and not (labels and (place - max(labels)) * room < _GAP):
             labels[place] = _short(name)
         seen.add(name)
     return labels

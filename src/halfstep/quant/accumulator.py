@@ -1,7 +1,5 @@
 """How the terms of a product of matrices are summed, where that is not float32: the reference for every kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -90,9 +88,7 @@ def get_accumulator(accumulator: str | Format | Accumulator) -> Accumulator:
     """
     if isinstance(accumulator, Accumulator):
         return accumulator
-    if accumulator in NAMED:
-        return NAMED[str(accumulator)]
-    return Accumulator(formats.get(accumulator))
+    return NAMED[str(accumulator)] if accumulator in NAMED else Accumulator(formats.get(accumulator))
 
 
 _HOPPER = formats.get("e8m13")
@@ -129,9 +125,7 @@ def accumulate(lhs: Tensor, rhs: Tensor, accumulator: Accumulator) -> Tensor:
 def unless_finite(result: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
     """The result, except where lhs's row or rhs's column has an infinity or NaN: there float32's."""
     rows, columns = lhs.isfinite().all(1, keepdim=True), rhs.isfinite().all(0)
-    if bool(rows.all() & columns.all()):
-        return result
-    return torch.where(rows & columns, result, lhs @ rhs)
+    return result if bool(rows.all() & columns.all()) else torch.where(rows & columns, result, lhs @ rhs)
 
 
 def _add(running: Tensor, lhs: Tensor, rhs: Tensor, accumulator: Accumulator) -> Tensor:

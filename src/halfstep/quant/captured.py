@@ -79,8 +79,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
                 f"torch {torch.__version__} was built without CUDA, whose graphs these are; expected a torch for CUDA "
                 "and an NVIDIA GPU. Without them run the step itself: it draws the same noise"
             )
-        made: CUDAGraph = super().__new__(cls, *args, **kwargs)
-        return made
+        return super().__new__(cls, *args, **kwargs)
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         super().capture_begin(*args, **kwargs)
@@ -109,8 +108,7 @@ def opened(draws: Draws | None) -> None:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream."""
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return begun and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def drawn(what: str, draw: Draw, count: int, device: torch.device | None) -> Sequence[int] | Tensor:

@@ -1,7 +1,5 @@
 """Round tensors onto scalar formats, and turn values into codes and back: the reference for everything faster."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -51,8 +49,9 @@ def round_at(x: Tensor, format: torch.dtype, seed: int, index: Tensor) -> Tensor
     flat, written = x.contiguous().view(-1), torch.empty(x.numel(), dtype=format, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
         piece = slice(start, start + _CHUNK)
-        noise = noise_at(seed, index.view(-1)[piece])
-        written[piece] = round_values(flat[piece], formats.get(format), "stochastic", "ieee", noise, format)
+        written[piece] = round_values(
+            flat[piece], formats.get(format), "stochastic", "ieee", noise_at(seed, index.view(-1)[piece]), format
+        )
     return written.view(x.shape)
 
 

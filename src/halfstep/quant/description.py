@@ -12,8 +12,7 @@ from halfstep import formats
 from halfstep.errors import HalfstepError
 from halfstep.formats import Format
 from halfstep.quant.estimator import Clamp
-from halfstep.quant.quantizer import Quantizer, layout
-from halfstep.quant.scales import Scales
+from halfstep.quant.quantizer import Quantizer, Scales, layout
 from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import TENSOR, Tile
 
@@ -62,15 +61,18 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
         raise ValueError(f"shape {shape} found; expected whole numbers, at most 2^48 elements")
     if data["dtype"] not in DTYPES:
         raise ValueError(f"dtype {data['dtype']!r} found; expected one of {', '.join(DTYPES)}")
-    quantizer = Quantizer(
-        _restore_format(data["format"]),
-        data["rounding"],
-        data["overflow"],
-        _restore_scales(data["tile"], data["scaling"]),
-        data["outliers"],
-        Clamp(**data["clamp"]) if "clamp" in data else None,
+    return (
+        Quantizer(
+            _restore_format(data["format"]),
+            data["rounding"],
+            data["overflow"],
+            _restore_scales(data["tile"], data["scaling"]),
+            data["outliers"],
+            Clamp(**data["clamp"]) if "clamp" in data else None,
+        ),
+        shape,
+        DTYPES[data["dtype"]],
     )
-    return quantizer, shape, DTYPES[data["dtype"]]
 
 
 def label(q: Quantizer) -> str:
@@ -92,9 +94,13 @@ def from_label(text: str) -> Quantizer:
     key, tile, rule = text.rsplit(", ", 2)
     if rule == "no scale":
         return Quantizer(_by_key()[key])
-    sizes = (0 if size == "all" else int(size) for size in tile.split("x"))
-    scales = Scales(TENSOR if tile == str(TENSOR) else Tile(*sizes), _restore_rule(rule))
-    return Quantizer(_by_key()[key], scales=scales)
+    return Quantizer(
+        _by_key()[key],
+        scales=Scales(
+            TENSOR if tile == str(TENSOR) else Tile(*(0 if size == "all" else int(size) for size in tile.split("x"))),
+            _restore_rule(rule),
+        ),
+    )
 
 
 @cache
@@ -145,4 +151,4 @@ def _restore_format(data: Any) -> Format:
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "kind"}
     if data["kind"] not in _KINDS:
         raise ValueError(f"format kind {data['kind']!r} found; expected one of {', '.join(_KINDS)}")
-    return _KINDS[data["kind"]](**fields)  # type: ignore[no-any-return]
+    return _KINDS[data["kind"]](**fields)

@@ -1,7 +1,5 @@
 """Training in FP4 after Wang et al. 2025: smooth derivatives of rounding, and outliers clamped before it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -81,8 +79,7 @@ class Estimator:
         x = scaled.float()
         low, gap = _neighbours(x, format)
         away = ((x - (low + gap / 2)).abs() * (2 / gap)).clamp(max=1, min=SMALLEST)
-        found = exp2(log2(away) * self.exponent) * (1 / self.k)
-        return torch.where(x.isnan(), x, found.clamp(max=self.largest))
+        return torch.where(x.isnan(), x, (exp2(log2(away) * self.exponent) * (1 / self.k)).clamp(max=self.largest))
 
     def curve(self, scaled: Tensor, format: Format) -> Tensor:
         """f at each number, in float64; beyond the largest value, that value."""

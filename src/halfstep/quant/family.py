@@ -84,8 +84,7 @@ class Floats:
         if format.specials == "ieee":
             values = torch.where(exponent == last, torch.where(mantissa == 0, math.inf, math.nan), values)
         if format.specials == "fn":
-            full = (exponent == last) & (mantissa == (1 << format.mantissa_bits) - 1)
-            values = torch.where(full, math.nan, values)
+            values = torch.where((exponent == last) & (mantissa == (1 << format.mantissa_bits) - 1), math.nan, values)
         if format.specials == "fnuz":
             values = torch.where(negative & (steps == 0) & (exponent == 0), math.nan, values)
         return torch.where(negative, -values, values)
@@ -116,8 +115,7 @@ class Posits:
         Infinities become NaN (NaR); everything else stays within ± max, whatever `overflow` says.
         """
         magnitude, negative = x.abs(), x.signbit()
-        inside = magnitude.clamp(format.smallest, format.max).nan_to_num(format.max)
-        low, rest, half = _cut(inside, format)
+        low, rest, half = _cut(magnitude.clamp(format.smallest, format.max).nan_to_num(format.max), format)
         top = (1 << format.bits - 1) - 1
         if rounding.startswith("nearest"):
             outward = {"nearest_even": low & 1 == 1, "nearest_away": torch.ones_like(negative), "nearest_up": ~negative}
@@ -190,8 +188,9 @@ class Listed:
 
     def encode(self, values: Tensor, format: Format) -> Tensor:
         order, codes, nan = (t.to(values.device) for t in _codes(format))
-        found = codes[torch.searchsorted(order, values.nan_to_num(0.0)).clamp(max=len(codes) - 1)]
-        return torch.where(values.isnan(), nan, found)
+        return torch.where(
+            values.isnan(), nan, codes[torch.searchsorted(order, values.nan_to_num(0.0)).clamp(max=len(codes) - 1)]
+        )
 
     def decode(self, codes: Tensor, format: Format) -> Tensor:
         return _decoded(format).to(codes.device)[codes]
@@ -216,8 +215,7 @@ def _cut(magnitude: Tensor, format: Posit) -> tuple[Tensor, Tensor, Tensor]:
     payload = (exponent & (1 << format.es) - 1) << _FRACTION | bits & (1 << _FRACTION) - 1
     length = torch.where(regime >= 0, regime + 2, 1 - regime)  # of the regime with the bit that ends it
     room = (format.bits - 1 - length).clamp(min=0)
-    ones = ((torch.ones_like(regime) << regime.clamp(min=0) + 1) - 1) << 1
-    prefix = torch.where(regime >= 0, ones, 1)
+    prefix = torch.where(regime >= 0, ((torch.ones_like(regime) << regime.clamp(min=0) + 1) - 1) << 1, 1)
     prefix = torch.where(length > format.bits - 1, prefix >> 1, prefix)  # max: the word ends before the regime does
     shift = format.es + _FRACTION - room
     one = torch.ones_like(shift)

@@ -4,8 +4,6 @@
 over. Scales of blocks as small as the rotation gain nothing by that: a block's maximum is stored well in any case.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -72,7 +70,7 @@ class Hadamard:
         return "".join("+-"[derive_seed(int(self.seed), i) >> 63] for i in range(self.size))
 
     @property
-    def still(self) -> Hadamard:
+    def still(self) -> "Hadamard":
         """This transform; where its signs are drawn for each product, one whose signs stay: for a caller that only
         looks, and draws nothing from a run's generator."""
         return replace(self, seed=0) if self.seed == RANDOM else self
@@ -125,8 +123,10 @@ def _drawn_words(size: int) -> list[int]:
 
 def _words(negative: Sequence[bool | int]) -> list[int]:
     """Whole numbers of so many signs, a bit each."""
-    words = (negative[start : start + _WORD] for start in range(0, len(negative), _WORD))
-    return [sum(bool(bit) << i for i, bit in enumerate(word)) for word in words]
+    return [
+        sum(bool(bit) << i for i, bit in enumerate(negative[start : start + _WORD]))
+        for start in range(0, len(negative), _WORD)
+    ]
 
 
 def _made_there(words: Sequence[int] | Tensor, size: int, device: torch.device | None) -> Tensor:

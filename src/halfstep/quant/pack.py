@@ -26,8 +26,7 @@ def pack(codes: Tensor, bits: int, high_nibble_first: bool = False) -> Tensor:
     else:
         word = padded[..., 0] | padded[..., 1] << 6 | padded[..., 2] << 12 | padded[..., 3] << 18
         whole = torch.stack([word & 255, word >> 8 & 255, word >> 16], dim=-1).to(torch.uint8).flatten(1)
-    packed: Tensor = whole[:, : packed_columns(codes.shape[1], bits)].contiguous()
-    return packed
+    return whole[:, : packed_columns(codes.shape[1], bits)].contiguous()
 
 
 def unpack(packed: Tensor, bits: int, columns: int, high_nibble_first: bool = False) -> Tensor:

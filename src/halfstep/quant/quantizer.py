@@ -1,6 +1,4 @@
-"""A quantizer: how a tensor is rounded onto a format, and with which scales; and what it makes of one."""
-
-from __future__ import annotations
+"""A quantizer: how a tensor is rounded onto a format, with scales of which tiles; and what it makes of a tensor."""
 
 import math
 from dataclasses import dataclass, replace
@@ -27,9 +25,33 @@ from halfstep.quant.estimator import Clamp, Estimator
 from halfstep.quant.memory import has_memory
 from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import Seed, check_rounding, draw_seed, noise_bits
-from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import NonlinearScaling, Scaling, StatefulScaling, get_scaling
-from halfstep.quant.tile import ROW, Tile
+from halfstep.quant.tile import ROW, TENSOR, Tile
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The elements of a `tile` share a scale, which a `rule` chooses.
+
+    Raises:
+        QuantizationError: a rule that keeps a state, and so one scale a tensor, with other tiles.
+    """
+
+    tile: Tile
+    rule: Scaling
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rule, StatefulScaling) and self.tile != TENSOR:
+            raise QuantizationError(f"{self.rule.name} scaling with tile {self.tile}: it keeps one scale a tensor")
+        _ = self.rule.text  # known from here on: a traced graph cannot take a cached property's lock
+
+    def __str__(self) -> str:
+        return f"{self.rule}, {self.tile}"
+
+    @property
+    def transposed(self) -> "Scales":
+        """The scales of the transposed matrix."""
+        return replace(self, tile=self.tile.transposed)
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ class Quantizer:
         return rule if isinstance(rule, StatefulScaling) else None
 
     @cached_property
-    def plain(self) -> Quantizer:
+    def plain(self) -> "Quantizer":
         """This quantizer without clamp and estimator: what the clamped values are rounded by."""
         return replace(self, clamp=None, estimator=None) if self.clamp or self.estimator else self
 
@@ -122,17 +144,17 @@ class Quantizer:
         return CONTAINERS[self.format.storage_bits]
 
     @cached_property
-    def inner(self) -> Quantizer | None:
+    def inner(self) -> "Quantizer | None":
         """The quantizer of the rule for a part of the numbers, where the scale rule has one (`Scaling.inner`)."""
         rule = self.scales.rule.inner if self.scales is not None else None
         return None if self.scales is None or rule is None else replace(self, scales=replace(self.scales, rule=rule))
 
     @cached_property
-    def down(self) -> Quantizer:
+    def down(self) -> "Quantizer":
         """This quantizer with its tiles down the columns: for an operand whose shared dimension is its first."""
         return self if self.scales is None else replace(self, scales=self.scales.transposed)
 
-    def quantize(self, x: Tensor, generator: torch.Generator | Seed | None = None) -> Quantized:
+    def quantize(self, x: Tensor, generator: torch.Generator | Seed | None = None) -> "Quantized":
         """Codes and scales of x (any shape; float32, bfloat16, float16 or float64).
 
         Raises:
@@ -187,9 +209,13 @@ class Quantizer:
             matrix = _quotient(matrix, tile.spread(rule.scale(matrix, tile, self.format)[1], *matrix.shape), rule)
         return self.estimator.derivative(matrix, self.format).view(x.shape)
 
-    def _quantized(self, x: Tensor, tensors: dict[str, Tensor]) -> Quantized:
-        codes = pack(tensors["codes"], self.format.bits, self.format.high_nibble_first)
-        return Quantized(self, tuple(x.shape), x.dtype, tensors | {"codes": codes})
+    def _quantized(self, x: Tensor, tensors: dict[str, Tensor]) -> "Quantized":
+        return Quantized(
+            self,
+            tuple(x.shape),
+            x.dtype,
+            tensors | {"codes": pack(tensors["codes"], self.format.bits, self.format.high_nibble_first)},
+        )
 
 
 @dataclass(frozen=True, eq=False)

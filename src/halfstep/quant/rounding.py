@@ -23,11 +23,6 @@ NOISE_CHUNK = 1 << 14
 """Elements that share a pair of noise keys; see `noise_bits`."""
 
 
-def nearest_even(r: Tensor, negative: Tensor) -> Tensor:
-    """Round to the nearest whole number, ties to the even one (IEEE 754 roundTiesToEven)."""
-    return torch.round(r)
-
-
 def nearest_away(r: Tensor, negative: Tensor) -> Tensor:
     """Round to the nearest whole number, ties to the larger magnitude (IEEE 754 roundTiesToAway)."""
     down = torch.floor(r)
@@ -42,19 +37,14 @@ def nearest_up(r: Tensor, negative: Tensor) -> Tensor:
     return down + torch.where(negative, rest > 0.5, rest >= 0.5)
 
 
-def toward_zero(r: Tensor, negative: Tensor) -> Tensor:
-    """Drop the remainder (IEEE 754 roundTowardZero; "truncation")."""
-    return torch.floor(r)
-
-
-def up(r: Tensor, negative: Tensor) -> Tensor:
-    """Round to the whole number above (IEEE 754 roundTowardPositive)."""
-    return torch.where(negative, torch.floor(r), torch.ceil(r))
-
-
-def down(r: Tensor, negative: Tensor) -> Tensor:
-    """Round to the whole number below (IEEE 754 roundTowardNegative)."""
-    return torch.where(negative, torch.ceil(r), torch.floor(r))
+_MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nearest_even": lambda r, negative: torch.round(r),  # IEEE 754 roundTiesToEven
+    "nearest_away": nearest_away,
+    "nearest_up": nearest_up,
+    "toward_zero": lambda r, negative: torch.floor(r),  # IEEE 754 roundTowardZero
+    "up": lambda r, negative: torch.where(negative, torch.floor(r), torch.ceil(r)),  # IEEE 754 roundTowardPositive
+    "down": lambda r, negative: torch.where(negative, torch.ceil(r), torch.floor(r)),  # IEEE 754 roundTowardNegative
+}
 
 
 def stochastic(r: Tensor, noise: Tensor) -> Tensor:
@@ -148,19 +138,9 @@ def number(seed: Seed | None) -> int | None:
     return seed
 
 
-DETERMINISTIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "nearest_even": nearest_even,
-    "nearest_away": nearest_away,
-    "nearest_up": nearest_up,
-    "toward_zero": toward_zero,
-    "up": up,
-    "down": down,
-}
-
-
 def round_steps(r: Tensor, negative: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
     """`r` rounded by the mode of that name; noise, where there is some, makes it stochastic."""
-    return DETERMINISTIC[rounding](r, negative) if noise is None else stochastic(r, noise)
+    return _MODES[rounding](r, negative) if noise is None else stochastic(r, noise)
 
 
 def carries_to_infinity(rounding: str, negative: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Tiles: which elements of a tensor share a scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,7 +31,7 @@ class Tile:
         return f"{self.rows or 'all'}x{self.columns or 'all'}"
 
     @property
-    def transposed(self) -> Tile:
+    def transposed(self) -> "Tile":
         """The tile of the transposed matrix."""
         return Tile(self.columns, self.rows)
 
@@ -46,7 +44,7 @@ class Tile:
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
         padded = pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]), fill)
-        return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))  # type: ignore[no-any-return]
+        return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))
 
     def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:
         """Each tile's number at each of its elements: (tile rows, tile columns) to (rows, columns)."""

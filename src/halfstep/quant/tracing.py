@@ -20,7 +20,7 @@ def untraced(function: Function) -> Function:
     call: seconds, though nothing is compiled. A torch that has it otherwise takes that.
     """
     if not _KNOWN:
-        return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+        return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     _skip(function, "SKIP")
     return function

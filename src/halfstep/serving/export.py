@@ -1,12 +1,9 @@
 """Write a trained, stock or quantised model for servers, its weights rounded as training rounded them."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -117,8 +114,14 @@ def export(
         return _gguf(model, path, format, recipe, tokenizer)
     quantized, layout = _quantized(model, recipe), None if format is None else get_layout(format)
     made = write_pretrained(quantized, path, layout, stored, max_shard_size, _beside(tokenizer))
-    nbytes = sum(file.stat().st_size for file in path.iterdir())
-    return Exported(path, made.layout.name, made.described["recipe"]["name"], nbytes, made.quantized, made.kept)
+    return Exported(
+        path,
+        made.layout.name,
+        made.described["recipe"]["name"],
+        sum(file.stat().st_size for file in path.iterdir()),
+        made.quantized,
+        made.kept,
+    )
 
 
 def check_format(format: str | Layout | None) -> None:
@@ -147,9 +150,9 @@ def _gguf(
     """A GGUF file: as it is of a model whose weights no recipe rounds, and none is to."""
     found, folder = part_of(model).applied, None if tokenizer is None else _folder(tokenizer)
     plain = recipe is None and not (isinstance(found, Applied) and (found.quantized or _rounds(found.recipe)))
-    write: Any = import_module("halfstep.serving.gguf").write_gguf
-    made = model if plain else _quantized(model, recipe)
-    name, kind, quantized, kept = write(made, path, format, halfstep.__version__, folder)
+    name, kind, quantized, kept = import_module("halfstep.serving.gguf").write_gguf(
+        model if plain else _quantized(model, recipe), path, format, halfstep.__version__, folder
+    )
     return Exported(path, format, name, path.stat().st_size, quantized, kept, kind)
 
 
@@ -157,31 +160,29 @@ def _quantized(model: nn.Module, recipe: str | Recipe | None) -> nn.Module:
     """The model, or a copy of it, with its weights in codes."""
     found = part_of(model).applied
     wanted = None if recipe is None else get_recipe(recipe)
-    if not isinstance(found, Applied):
-        if wanted is None:
+    if isinstance(found, Applied):
+        if wanted is not None and wanted != found.recipe:
             raise RecipeError(
-                f"this {type(model).__name__} follows no recipe, so nothing says how its weights are rounded: give one "
-                f"(recipe='fp8-rowwise'; one of {', '.join(_rounding())})"
+                f"this {type(model).__name__} follows {found.recipe.name!r}, and recipe={wanted.name!r} is given; "
+                "leave it out, or halfstep.revert the model first"
             )
-        made = copy.deepcopy(model)
-        quantize_model(made, wanted)
-        return made
-    if wanted is not None and wanted != found.recipe:
+        if found.quantized:
+            return model
+        if not _rounds(found.recipe):
+            raise RecipeError(
+                f"this {type(model).__name__} follows {found.recipe.name!r}, which rounds no weights in its products: "
+                "model.save_pretrained(folder) writes it as it is. To serve it in few bits, halfstep.revert it and "
+                f"give a recipe (one of {', '.join(_rounding())})"
+            )
+        wanted = found.recipe
+    if wanted is None:
         raise RecipeError(
-            f"this {type(model).__name__} follows {found.recipe.name!r}, and recipe={wanted.name!r} is given; leave it "
-            "out, or halfstep.revert the model first"
-        )
-    if found.quantized:
-        return model
-    if not _rounds(found.recipe):
-        raise RecipeError(
-            f"this {type(model).__name__} follows {found.recipe.name!r}, which rounds no weights in its products: "
-            "model.save_pretrained(folder) writes it as it is. To serve it in few bits, halfstep.revert it and give a "
-            f"recipe (one of {', '.join(_rounding())})"
+            f"this {type(model).__name__} follows no recipe, so nothing says how its weights are rounded: give one "
+            f"(recipe='fp8-rowwise'; one of {', '.join(_rounding())})"
         )
     made = copy.deepcopy(model)
     made.zero_grad(set_to_none=True)
-    quantize_model(made, found.recipe)
+    quantize_model(made, wanted)
     return made
 
 
@@ -213,5 +214,7 @@ def layouts_of(recipe: Recipe) -> list[Layout]:
     products = [rule.linear.output for rule in recipe.rules if rule.linear.output.rhs is not None]
     if recipe.stages or recipe.unit_scaled or not products or any(product.hadamard for product in products):
         return []
-    weights = tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None))
-    return fitting(weights, tuple(product.lhs for product in products))
+    return fitting(
+        tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None)),
+        tuple(product.lhs for product in products),
+    )

@@ -114,8 +114,9 @@ def write_gguf(
     kind_of_tokenizer = "" if tokenizer is None else write_tokenizer(writer, tokenizer, config.vocab_size)
     writer.add_quantized_by(f"halfstep {version}")
     recipe = applied_to(model).recipe if quantized else None
-    said = {"halfstep": version, "layout": format, "recipe": None if recipe is None else to_data(recipe)}
-    writer.add_string(KEY, json.dumps(said))
+    writer.add_string(
+        KEY, json.dumps({"halfstep": version, "layout": format, "recipe": None if recipe is None else to_data(recipe)})
+    )
     names = gguf.get_tensor_name_map(kind.id, config.num_hidden_layers)
     for name in (*plain, *made):
         target = names.get_name(name, (".weight", ".bias"))
@@ -175,8 +176,7 @@ def _blocks(tensors: dict[str, Tensor], rows: Tensor | None) -> NDArray[Any]:
         scale, packed = scale[rows], packed[rows]
     codes = unpack(packed, 4, 2 * packed.shape[1]).view(-1, 2, _BLOCK // 2)
     halves = pack(codes.transpose(1, 2).reshape(-1, _BLOCK), 4)
-    blocks = torch.cat([scale.reshape(-1, 1), halves], dim=1)
-    return blocks.view(len(packed), -1).numpy()
+    return torch.cat([scale.reshape(-1, 1), halves], dim=1).view(len(packed), -1).numpy()
 
 
 def _stored(values: Tensor, type: str) -> tuple[NDArray[Any], str]:
@@ -203,7 +203,6 @@ def _architecture(model: nn.Module) -> _Architecture:
 
 
 def _describe_llama(config: Any) -> dict[str, Any]:
-    size = config.head_dim or config.hidden_size // config.num_attention_heads
     return {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -211,7 +210,10 @@ def _describe_llama(config: Any) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "head_count": config.num_attention_heads,
         "head_count_kv": config.num_key_value_heads,
-        **dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), size),
+        **dict.fromkeys(
+            ("key_length", "value_length", "rope_dimension_count"),
+            config.head_dim or config.hidden_size // config.num_attention_heads,
+        ),
         "rope_freq_base": float((config.rope_parameters or {}).get("rope_theta", 10000.0)),
         "layer_norm_rms_eps": config.rms_norm_eps,
     }
@@ -226,8 +228,9 @@ def _rotary_factors(model: Any) -> dict[str, Tensor]:
         made: Any = stock_class(model.model.rotary_emb)(model.config)  # the model's own may have been cast
     scaled = made.inv_freq.double()
     steps = torch.arange(len(scaled), dtype=torch.float64, device="cpu") / len(scaled)
-    name = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]
-    return {f"{name}.weight": (rope["rope_theta"] ** -steps / scaled).float()}
+    return {
+        f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight": (rope["rope_theta"] ** -steps / scaled).float()
+    }
 
 
 def _refuse_llama(config: Any) -> str | None:
@@ -290,7 +293,6 @@ _CUTS = {
 """By llama.cpp's name: how text is cut before bytes are merged, and whether words that are tokens are not merged."""
 _OUT = "leave the tokenizer out (--no-tokenizer), and the file takes and gives token numbers"
 _SPACE = "\u2581"
-_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> str:
@@ -368,7 +370,7 @@ def _prefixed(said: dict[str, Any]) -> bool | None:
     if normal is None and cuts and _are([cuts], [{"type": "Metaspace", "replacement": _SPACE, "split": False}]):
         return bool(cuts["prepend_scheme"] != "never")
     steps = (normal or {}).get("normalizers", [normal or {}])
-    if cuts is None and _are(steps[-1:], [_SPACES]):
+    if cuts is None and _are(steps[-1:], [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]):
         before = steps[:-1]
         return bool(before) if not before or _are(before, [{"type": "Prepend", "prepend": _SPACE}]) else None
     return None

@@ -1,7 +1,5 @@
 """Load a folder that was exported, or that others published quantised, into a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -87,8 +85,9 @@ def _fp8(name: str, tensors: Parts, read: Read) -> Found | None:
         tile = tile_of(shape, scale.shape, (1, 32) if exact else (128, 128))
         if len(shape) != 2 or tile is None:
             raise _misfit(name, shape, scale)
-        scales = Scales(Tile(*tile), get_scaling("rceil" if exact else "absmax"))
-        quantizer = Quantizer(formats.get("e4m3fn"), scales=scales)
+        quantizer = Quantizer(
+            formats.get("e4m3fn"), scales=Scales(Tile(*tile), get_scaling("rceil" if exact else "absmax"))
+        )
         return name, [_stored_as(quantizer, shape, read(tensors[name]), {"scale": read(scale)})], {name, scale.name}
     return None
 
@@ -124,8 +123,11 @@ def _fp4(
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     if len(shape) != 2 or scale.shape != quantizer.scales.tile.grid(*shape):
         raise _misfit(name, shape, scale)
-    parts = {"scale": read(scale), **more}
-    return parameter, [_stored_as(quantizer, shape, read(codes), parts)], {name, scale.name, *used}
+    return (
+        parameter,
+        [_stored_as(quantizer, shape, read(codes), {"scale": read(scale), **more})],
+        {name, scale.name, *used},
+    )
 
 
 def _stacked(name: str, tensors: Parts, read: Read) -> Found | None:
@@ -138,10 +140,11 @@ def _stacked(name: str, tensors: Parts, read: Read) -> Found | None:
     if half != 16 or scales.shape != (experts, out, blocks):
         raise _misfit(name, tensors[name].shape, scales)
     quantizer, codes, scale = get_quantizer("mxfp4"), read(tensors[name]).view(experts, out, -1), read(scales)
-    made = [
-        _stored_as(quantizer, (out, 32 * blocks), one, {"scale": its}) for one, its in zip(codes, scale, strict=True)
-    ]
-    return stem, made, {name, scales.name}
+    return (
+        stem,
+        [_stored_as(quantizer, (out, 32 * blocks), one, {"scale": its}) for one, its in zip(codes, scale, strict=True)],
+        {name, scales.name},
+    )
 
 
 def _stored_as(quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, parts: Mapping[str, Tensor]) -> Quantized:
@@ -181,14 +184,6 @@ def _misfit(name: str, shape: tuple[int, ...], scale: StoredTensor) -> Checkpoin
     )
 
 
-def says_quantized(config: Mapping[str, Any] | None) -> bool:
-    """Whether config.json says that weights are quantised."""
-    return isinstance((config or {}).get("quantization_config"), Mapping)
-
-
-_FACTORS = ("input", "weight")
-
-
 def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
     """The model of a folder whose weights are quantised, with the codes and scales that lie there.
 
@@ -209,7 +204,7 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
         MissingLibraryError: transformers is not installed, or accelerate for what others published.
     """
     checkpoint = open_checkpoint(folder)
-    if KEY not in checkpoint.metadata and says_quantized(checkpoint.config):
+    if KEY not in checkpoint.metadata and isinstance((checkpoint.config or {}).get("quantization_config"), Mapping):
         return _published(Path(folder).expanduser(), checkpoint, adapters)
     said = _said(checkpoint)
     try:
@@ -230,9 +225,15 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
     paths = {path: names.get(f"{path}.weight", path).removesuffix(".weight") for path in codes}
     placed = {f"{paths[path]}.weight": [made] for path, made in codes.items()}
     held = {f"{path}.{name}" for path in codes for name in (*layout.parts, "input_scale")}
-    others = {name: tensor for name, tensor in tensors.items() if name not in held}
-    own = {paths[path]: found for path, found in factors.items()}
-    return _filled(model, recipe, placed, own, adapters, others, str(folder))
+    return _filled(
+        model,
+        recipe,
+        placed,
+        {paths[path]: found for path, found in factors.items()},
+        adapters,
+        {name: tensor for name, tensor in tensors.items() if name not in held},
+        str(folder),
+    )
 
 
 def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Module:
@@ -257,8 +258,15 @@ def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Modul
                     torch.empty_like(parameter, dtype=torch.bfloat16, device="cpu"), parameter.requires_grad
                 )
     model.tie_weights()
-    codes = {names[name]: made for name, made in found.codes.items()}
-    return _filled(model, found.recipe, codes, {}, adapters, tensors, str(folder))
+    return _filled(
+        model,
+        found.recipe,
+        {names[name]: made for name, made in found.codes.items()},
+        {},
+        adapters,
+        tensors,
+        str(folder),
+    )
 
 
 def _filled(
@@ -298,14 +306,19 @@ def _quantized(
     rows, columns = note["shape"]
     if note["dtype"] not in DTYPES:
         raise CheckpointError(f"{path}: dtype {note['dtype']!r} found; expected one of {', '.join(DTYPES)}")
-    found = {name: _read(tensors[f"{path}.{name}"]) for name in layout.parts if f"{path}.{name}" in tensors}
-    return layout.quantized(found, quantizer, (rows, columns), DTYPES[note["dtype"]], note.get("scale"))
+    return layout.quantized(
+        {name: _read(tensors[f"{path}.{name}"]) for name in layout.parts if f"{path}.{name}" in tensors},
+        quantizer,
+        (rows, columns),
+        DTYPES[note["dtype"]],
+        note.get("scale"),
+    )
 
 
 def _factors(data: Mapping[str, str]) -> dict[str, Tensor]:
     return {
         name: torch.tensor([float.fromhex(data[name])], dtype=torch.float32, device="cpu")
-        for name in _FACTORS
+        for name in ("input", "weight")
         if name in data
     }
 

@@ -17,8 +17,7 @@ from halfstep.distributed.mean import Message, Simulated, Steps, fp8lm_steps, me
 from halfstep.ops.casts import round_scaled
 from halfstep.ops.operand import operand
 from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling, round_to
-from halfstep.quant.scaling.current import factor_of
-from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.scaling.delayed import Delayed, factor_of
 from halfstep.recipe import FP8, Codes, Storage, get_recipe, get_storage
 
 

@@ -1,7 +1,5 @@
 """`halfstep formats`: the number formats, everything about one, two compared, and an addition by hand. No torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -57,9 +55,11 @@ def show(
     scalar, block = page.find(name)
     if scalar is None and (value is not None or plot is not None):
         raise page.needs_scalar(name)
-    rounded = None
-    if scalar is not None and value is not None:
-        rounded = round_exactly(read_number(value), scalar, rounding, overflow)
+    rounded = (
+        round_exactly(read_number(value), scalar, rounding, overflow)
+        if scalar is not None and value is not None
+        else None
+    )
     if scalar is not None and plot is not None:
         from halfstep.cli.formats.plot import draw
 

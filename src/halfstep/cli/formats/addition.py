@@ -1,7 +1,5 @@
 """An addition by hand: round both numbers, align them, add, round, and see which bits were lost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 from math import copysign, isfinite
@@ -89,8 +87,10 @@ def describe(work: Work) -> str:
     """The addition as text."""
     format = work.format
     top = _exponent(format, _value(work.larger))
-    terms = {"a": _value(work.a), "b": _value(work.b), "sum": work.exact}
-    rows = [(name, _significand(format, value, top)) for name, value in terms.items()]
+    rows = [
+        (name, _significand(format, value, top))
+        for name, value in {"a": _value(work.a), "b": _value(work.b), "sum": work.exact}.items()
+    ]
     wide = max(len(whole) for _, (whole, _) in rows)
     aligned = [(name, f"{whole:>{wide}}|{_clipped(out)}".rstrip("|")) for name, (whole, out) in rows]
     return "\n\n".join(
@@ -126,9 +126,8 @@ def _lost(work: Work) -> str:
         return f"rounding changed the sum by {short_text(error)}: {share} of the smaller operand"
     name, other = ("b", "a") if work.smaller is work.b else ("a", "b")
     gaps = abs(error) / result.gap
-    why = "less than half, so nothing is left of it"
-    if gaps == Fraction(1, 2):
-        why = f"exactly half, and the tie goes to the even mantissa, {other}'s"
+    tie = f"exactly half, and the tie goes to the even mantissa, {other}'s"
+    why = tie if gaps == Fraction(1, 2) else "less than half, so nothing is left of it"
     lines = [
         f"all of {name}, which vanished: it is {short_text(gaps, 3)} of the gap between {other} and its neighbour,",
         f"{why}. Adding it again and again never moves {other}.",
@@ -146,14 +145,12 @@ def _operand(format: Float, operand: Rounded) -> str:
 
 
 def _moved(work: Work) -> str:
-    name = "b" if work.smaller is work.b else "a"
-    return f"{name} moves right by {work.shift}" if work.shift else "nothing moves"
+    return f"{'b' if work.smaller is work.b else 'a'} moves right by {work.shift}" if work.shift else "nothing moves"
 
 
 def _significand(format: Float, value: Fraction, top: int) -> tuple[str, str]:
     """A value in binary with the point at 2^top: what the mantissa has room for, and the bits beyond it."""
-    steps = abs(value) / Fraction(2) ** (top - format.mantissa_bits)
-    whole, rest = divmod(steps, 1)
+    whole, rest = divmod(abs(value) / Fraction(2) ** (top - format.mantissa_bits), 1)
     digits = f"{int(whole):0{format.mantissa_bits + 1}b}"
     split = len(digits) - format.mantissa_bits
     places = rest.denominator.bit_length() - 1  # a power of two
@@ -172,8 +169,8 @@ def _exponent(format: Float, value: Fraction) -> int:
     if value == 0:
         return format.min_exponent
     size = abs(value)
-    power = size.numerator.bit_length() - size.denominator.bit_length()  # values are dyadic: exact
-    return max(power, format.min_exponent)
+    # Values are dyadic: exact.
+    return max(size.numerator.bit_length() - size.denominator.bit_length(), format.min_exponent)
 
 
 def _value(operand: Rounded) -> Fraction:

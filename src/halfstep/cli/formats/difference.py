@@ -1,7 +1,5 @@
 """Two formats side by side: what one holds that the other does not, and how well each holds normal numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
@@ -43,11 +41,16 @@ def describe(a: Format, b: Format) -> str:
     counts = [per_binade(format, exponents) for format in (a, b)]
     most = max(map(max, counts))
     ends = {exponents[0]: f"2^{exponents[0]}", exponents[-1]: f"2^{exponents[-1] + 1}", 0: "1"}
-    sketches = [
-        f"{format.name}: positive values per binade\n{density(count, exponents, most, ends)}"
-        for format, count in zip((a, b), counts, strict=True)
-    ]
-    return "\n\n".join([_side_by_side(a, b), *sketches, labelled([_held(a, b), _held(b, a)])])
+    return "\n\n".join(
+        [
+            _side_by_side(a, b),
+            *(
+                f"{format.name}: positive values per binade\n{density(count, exponents, most, ends)}"
+                for format, count in zip((a, b), counts, strict=True)
+            ),
+            labelled([_held(a, b), _held(b, a)]),
+        ]
+    )
 
 
 def decades(format: Format) -> float:
@@ -61,8 +64,7 @@ def common(a: Format, b: Format) -> int:
     if small.bits <= 8:
         return sum(_holds(line(large), line(small).value(n)) for n in line(small).numbers)
     zero = _holds(line(a), 0.0) and _holds(line(b), 0.0)
-    exponents = _common_binades(a, b)
-    return zero + sum(_common_in(a, b, k, sign) for k in exponents for sign in (1, -1))
+    return zero + sum(_common_in(a, b, k, sign) for k in _common_binades(a, b) for sign in (1, -1))
 
 
 def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
@@ -85,8 +87,7 @@ def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
 
 def examples(a: Format, b: Format) -> list[float]:
     """A few values of `a` that `b` lacks: both ends, then from 1 outwards."""
-    missing = (value for value in dict.fromkeys(_candidates(a)) if not _holds(line(b), value))
-    return list(islice(missing, EXAMPLES))
+    return list(islice((value for value in dict.fromkeys(_candidates(a)) if not _holds(line(b), value)), EXAMPLES))
 
 
 def _candidates(format: Format) -> Iterator[float]:
@@ -117,7 +118,7 @@ def _common_binades(a: Format, b: Format) -> range:
 
 def _side_by_side(a: Format, b: Format) -> str:
     def column(format: Format) -> list[str]:
-        least = value_text(format.min_normal) if isinstance(format, Float) else "-"
+
         fitted = scaled_error(format)
         return [
             format.name,
@@ -125,7 +126,7 @@ def _side_by_side(a: Format, b: Format) -> str:
             layout(format),
             str(format.bits),
             value_text(format.max),
-            least,
+            value_text(format.min_normal) if isinstance(format, Float) else "-",
             value_text(format.smallest),
             f"{decades(format):.1f}",
             value_text(format.eps),
@@ -135,8 +136,10 @@ def _side_by_side(a: Format, b: Format) -> str:
             "-" if fitted is None else f"{fitted:.4g}",
         ]
 
-    labels = ["", "kind", "fields", "bits", "largest", "least normal", "least positive", "decades", "eps", "beyond"]
-    labels += ["finite values", "error on N(0,1)", f"  max at {SIGMAS:g} sigma"]
+    labels = [
+        *("", "kind", "fields", "bits", "largest", "least normal", "least positive", "decades", "eps", "beyond"),
+        *("finite values", "error on N(0,1)", f"  max at {SIGMAS:g} sigma"),
+    ]
     left, right = column(a), column(b)
     wide = max(map(len, left)) + 2
     return "\n".join(
@@ -173,8 +176,7 @@ def normal_error(format: Format, sigma: float = 1.0) -> float:
     """
     if format.bits > 16:
         return _fine_error(format, sigma)
-    total = sum(_moment(low, high, value, sigma) for low, high, value in _cells(format, sigma))
-    return sqrt(total) / sigma
+    return sqrt(sum(_moment(low, high, value, sigma) for low, high, value in _cells(format, sigma))) / sigma
 
 
 def scaled_error(format: Format) -> float | None:

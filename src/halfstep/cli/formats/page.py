@@ -1,7 +1,5 @@
 """Everything about one format, and what rounding onto it makes of a number."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from fractions import Fraction
@@ -196,8 +194,7 @@ def _notes(format: Format, rounded: Rounded, rounding: str) -> Iterator[tuple[st
         yield "error", f"{short_text(error)}{gaps}; {share_text(error, abs(Fraction(rounded.x)))} of the number"
     if rounded.tie and rounding.startswith("nearest") and rounded.value is not None:
         ways = {"nearest_even": TIES[format.ties], "nearest_up": TIES["upper"]}
-        way = ways.get(rounding, "the larger magnitude")
-        yield "tie", f"exactly on the boundary: goes to {way}"
+        yield "tie", f"exactly on the boundary: goes to {ways.get(rounding, 'the larger magnitude')}"
     if rounded.overflow:
         saturated = rounded.value is not None and isfinite(rounded.value)
         yield "overflow", "beyond the largest value" + (", so that is the result" if saturated else "")
@@ -216,7 +213,6 @@ def rounding_data(format: Format, rounded: Rounded) -> dict[str, Any]:
         return None if side is None else {"value": plain(side.value), "exact": str(side.value), "code": side.code}
 
     code, error = rounded.code, rounded.error
-    relative = None if error is None or rounded.x == 0 else error / abs(Fraction(rounded.x))
     return {
         "number": plain(rounded.x),
         "exact": str(rounded.x),
@@ -229,7 +225,7 @@ def rounding_data(format: Format, rounded: Rounded) -> dict[str, Any]:
         "fields": [] if code is None else [asdict(field) for field in fields(format, code)],
         "error": plain(error),
         "error_in_gaps": plain(error / rounded.gap if error is not None and rounded.gap else None),
-        "relative_error": plain(relative),
+        "relative_error": plain(None if error is None or rounded.x == 0 else error / abs(Fraction(rounded.x))),
         "chance_up": plain(rounded.chance_up),
         "tie": rounded.tie,
         "overflow": rounded.overflow,

@@ -1,7 +1,5 @@
 """A code's bits, field by field; the number line, in lines of text and as a picture."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence
@@ -57,9 +55,8 @@ def fields(format: Format, code: int) -> list[Field]:
 def _float_fields(format: Float, code: int) -> list[Field]:
     sign, exponent, mantissa = format.fields(code)
     value = format.decode(code)
-    power = f"{exponent} - {format.bias}: 2^{exponent - format.bias}"
-    if exponent == 0:
-        power = f"0, subnormal: 2^{format.min_exponent}"
+    stored = f"{exponent} - {format.bias}: 2^{exponent - format.bias}"
+    power = stored if exponent else f"0, subnormal: 2^{format.min_exponent}"
     fraction = f"{int(exponent > 0)} + {mantissa}/{1 << format.mantissa_bits}"
     if isnan(value) or isinf(value):
         power, fraction = "NaN" if isnan(value) else "infinity", ""
@@ -157,21 +154,17 @@ def _axis(marks: dict[int, str], length: int, room: int) -> list[str]:
 def _linear(format: Format) -> str:
     """A bar for every value, in proportion."""
     room = width() - 2
-    values = format.values()
-    places = [round((v - format.min) / (format.max - format.min) * (room - 1)) for v in values]
-    bars = [" "] * room
-    for place, value in zip(places, values, strict=True):
-        bars[place] = "0" if value == 0 else "|"
-    marks = {place: f"{value:.3g}" for place, value in zip(places, values, strict=True)}
-    return "\n".join(f"  {row}".rstrip() for row in ["".join(bars), *_axis(marks, room, room)])
+    placed = {round((v - format.min) / (format.max - format.min) * (room - 1)): v for v in format.values()}
+    bars = "".join(" " if i not in placed else "0" if placed[i] == 0 else "|" for i in range(room))
+    marks = {place: f"{value:.3g}" for place, value in placed.items()}
+    return "\n".join(f"  {row}".rstrip() for row in [bars, *_axis(marks, room, room)])
 
 
 def _all_values(format: Format) -> str:
     """Every code with its value, in columns."""
     cells = [f"{hex_text(format, c)} {bits_text(format, c):<8} {format.decode(c):>12.8g}" for c in format.codes()]
     wide = max(map(len, cells)) + 4
-    columns = max(1, min(2, (width() + 2) // wide))
-    deep = -(-len(cells) // columns)
+    deep = -(-len(cells) // max(1, min(2, (width() + 2) // wide)))
     return "\n".join("  " + "".join(cell.ljust(wide) for cell in cells[i::deep]).rstrip() for i in range(deep))
 
 
@@ -240,7 +233,7 @@ def draw(format: Format, path: Path, rounded: Rounded | None = None) -> None:
             ) from None
 
 
-def _draw_values(axes: Axes, format: Format) -> None:
+def _draw_values(axes: "Axes", format: Format) -> None:
     """Every value as a bar on a linear axis."""
     values = format.values()
     least = format.min_normal if isinstance(format, Float) else 0.0
@@ -255,20 +248,24 @@ def _draw_values(axes: Axes, format: Format) -> None:
     axes.margins(x=0.01)
 
 
-def _draw_density(axes: Axes, format: Format) -> None:
+def _draw_density(axes: "Axes", format: Format) -> None:
     """How many values lie in each binade of the positive side, on two logarithmic axes."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     exponents = binades(format)
     counts = per_binade(format, exponents)
     least = format.min_exponent if isinstance(format, Float) else exponents.start
-    colours = [ORANGE if k < least else BLUE for k in exponents]
-    heights = [log2(n) + 1 if n else 0.0 for n in counts]
-    axes.bar([k + 0.5 for k in exponents], heights, width=0.92 if len(exponents) < 64 else 1.0, color=colours)
-    power = FuncFormatter(lambda k, _: f"$2^{{{k:.0f}}}$")
-    axes.xaxis.set_major_formatter(power)
+    axes.bar(
+        [k + 0.5 for k in exponents],
+        [log2(n) + 1 if n else 0.0 for n in counts],
+        width=0.92 if len(exponents) < 64 else 1.0,
+        color=[ORANGE if k < least else BLUE for k in exponents],
+    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda k, _: f"$2^{{{k:.0f}}}$"))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{2 ** (y - 1):.0f}" if 1 <= y < 15 else _power(y)))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda y, _: f"{2 ** (y - 1):.0f}" if 1 <= y < 15 else f"$2^{{{y - 1:.0f}}}$" if y >= 1 else "0")
+    )
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set(xlim=(exponents.start - 0.3, exponents.stop + 0.3), xlabel="magnitude", ylabel="values per binade")
     ends = [f"least positive {_typeset(format.smallest)}", f"largest {_typeset(format.max)}"]
@@ -277,7 +274,7 @@ def _draw_density(axes: Axes, format: Format) -> None:
     axes.set_title(",  ".join(ends), loc="left", fontsize=9, color=FAINT)
 
 
-def _mark(axes: Axes, format: Format, rounded: Rounded) -> None:
+def _mark(axes: "Axes", format: Format, rounded: Rounded) -> None:
     """Where the rounded number lies, and what became of it."""
     if rounded.value is None or not is_finite(rounded.x) or not float_holds(Fraction(rounded.x)) or rounded.x == 0:
         return
@@ -304,7 +301,3 @@ def _mark(axes: Axes, format: Format, rounded: Rounded) -> None:
 
 def _typeset(value: float) -> str:
     return re.sub(r"2\^(-?\d+)", r"$2^{\1}$", value_text(value))
-
-
-def _power(height: float) -> str:
-    return f"$2^{{{height - 1:.0f}}}$" if height >= 1 else "0"

@@ -1,7 +1,5 @@
 """Numbers, read exactly and written so that nothing exact is passed off as rounded; tables of formats, and as JSON."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import textwrap
@@ -110,9 +108,7 @@ def power_text(value: Fraction | float) -> str:
 
 def value_text(value: float | None) -> str:
     """A parameter: a power of two as such, anything else in six digits."""
-    if value is None:
-        return "-"
-    return (power_text(value) if not 1 <= value <= 65536 else "") or f"{value:.6g}"
+    return "-" if value is None else (power_text(value) if not 1 <= value <= 65536 else "") or f"{value:.6g}"
 
 
 def short_text(value: Fraction | float, digits: int = 4) -> str:
@@ -217,11 +213,8 @@ def layout(format: Format) -> str:
     if isinstance(format, Posit):
         return f"es {format.es}"
     if isinstance(format, Integer):
-        steps = f"/{1 << format.fraction_bits}" if format.fraction_bits else ""
-        return f"{format.low}..{format.high}{steps}"
-    if isinstance(format, PowerOfTwo):
-        return "0-8-0, bias 127"
-    return f"{1 << format.bits} entries"
+        return f"{format.low}..{format.high}" + (f"/{1 << format.fraction_bits}" if format.fraction_bits else "")
+    return "0-8-0, bias 127" if isinstance(format, PowerOfTwo) else f"{1 << format.bits} entries"
 
 
 def specials(format: Format) -> str:

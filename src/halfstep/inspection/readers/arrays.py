@@ -113,8 +113,9 @@ def open_npy(path: Path) -> Checkpoint:
         CheckpointError: it is broken, or holds Python objects.
     """
     file = File.of(path)
-    tensor = _tensor(file, Member(path.stem, 0, file.size, file.size, STORED), path.stem)
-    return Checkpoint(path, npy.name, (path,), (tensor,))
+    return Checkpoint(
+        path, npy.name, (path,), (_tensor(file, Member(path.stem, 0, file.size, file.size, STORED), path.stem),)
+    )
 
 
 def open_npz(path: Path) -> Checkpoint:
@@ -124,9 +125,17 @@ def open_npz(path: Path) -> Checkpoint:
         CheckpointError: it is broken, or holds Python objects.
     """
     file = File.of(path)
-    arrays = [member for name, member in members(file).items() if name.endswith(".npy")]
-    tensors = tuple(_tensor(file, member, member.name.removesuffix(".npy")) for member in arrays)
-    return Checkpoint(path, npz.name, (path,), tensors)
+
+    return Checkpoint(
+        path,
+        npz.name,
+        (path,),
+        tuple(
+            _tensor(file, member, member.name.removesuffix(".npy"))
+            for name, member in members(file).items()
+            if name.endswith(".npy")
+        ),
+    )
 
 
 def _tensor(file: File, member: Member, name: str) -> StoredTensor:
@@ -151,8 +160,9 @@ def _tensor(file: File, member: Member, name: str) -> StoredTensor:
         start = member.start + skip
         source = Plain(file, start, count, piece)
         if header["fortran_order"] and len(shape) > 1:
-            strides = tuple(stride * piece.itemsize for stride in row_major(shape[::-1])[::-1])
-            source = Strided(file, start, shape, strides, piece)
+            source = Strided(
+                file, start, shape, tuple(stride * piece.itemsize for stride in row_major(shape[::-1])[::-1]), piece
+            )
     elif header["fortran_order"] and len(shape) > 1:
         raise CheckpointError(f"{what} is compressed column by column; save it in C order, or with numpy.savez")
     else:

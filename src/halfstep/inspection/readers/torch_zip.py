@@ -63,8 +63,13 @@ class Region:
         last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
         if 0 not in view.shape and (last + 1) * dtype.itemsize > self.size:
             raise CheckpointError(f"{what}: its values reach behind the end of its storage of {self.size} bytes")
-        strides = tuple(stride * dtype.itemsize for stride in view.strides)
-        return Strided(self.file, self.start + view.offset * dtype.itemsize, view.shape, strides, dtype)
+        return Strided(
+            self.file,
+            self.start + view.offset * dtype.itemsize,
+            view.shape,
+            tuple(stride * dtype.itemsize for stride in view.strides),
+            dtype,
+        )
 
     def tensor(self, name: str, view: View) -> StoredTensor:
         """A tensor of this storage.
@@ -164,7 +169,6 @@ reader = Reader(
 
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
 
-_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _VERSION = 1001
 
 
@@ -232,7 +236,11 @@ def refuse(path: Path) -> Checkpoint:
 
 
 legacy = Reader("torch legacy", lambda path: head(path, len(MAGIC)) == MAGIC, open_legacy)
-bare = Reader("bare pickle", lambda path: head(path, 2) in _PROTOCOLS and not legacy.recognises(path), refuse)
+bare = Reader(
+    "bare pickle",
+    lambda path: head(path, 2) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") and not legacy.recognises(path),
+    refuse,
+)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -211,7 +211,7 @@ def _number(bits):
 
 @inner
 def _factor(amax, largest):
-    """`quant.scaling.current.number_of`, as a float32."""
+    """`quant.scaling.delayed.number_of`, as a float32."""
     if amax == 0:
         return np.float32(1)
     return np.float32(min(largest / amax, _FINITE) if amax <= _FINITE else np.nan)

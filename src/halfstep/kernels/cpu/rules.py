@@ -30,9 +30,9 @@ from halfstep.kernels.cpu.scales import (
     quotient_of,
     stored_bits,
 )
+from halfstep.quant import Scales
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.rounding import Seed
-from halfstep.quant.scales import Scales
 from halfstep.quant.scaling.base import finite
 
 

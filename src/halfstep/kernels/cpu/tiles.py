@@ -15,9 +15,9 @@ from halfstep.kernels.cpu import cast, codes, elements
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
+from halfstep.quant import Scales
 from halfstep.quant.quantizer import Quantized, Quantizer, as_rows
 from halfstep.quant.rounding import Seed
-from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.base import finite
 

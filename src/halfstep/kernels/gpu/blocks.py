@@ -20,7 +20,7 @@ from halfstep.quant.cast import encode
 from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import absmax
-from halfstep.quant.scaling.double_absmax import MAP, DoubleAbsmax
+from halfstep.quant.scaling.absmax import MAP, DoubleAbsmax
 from halfstep.quant.tile import ROW
 
 

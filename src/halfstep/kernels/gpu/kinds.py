@@ -15,7 +15,7 @@ from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.masters import KEPT
 from halfstep.kernels.gpu import cast, quantizers, table
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
-from halfstep.quant.scales import Scales
+from halfstep.quant import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.expansion import Expansion
 from halfstep.quant.tile import TENSOR

@@ -110,7 +110,7 @@ def codes(
     """The codes of a matrix times a factor, saturating, the same transposed, and 1 over the factor.
 
     Args:
-        factor: a float32 scalar. Where it is 0, or not given, it is max / amax (`quant.scaling.current`).
+        factor: a float32 scalar. Where it is 0, or not given, it is max / amax (`quant.scaling.delayed.current`).
         amax: another, which is raised to max |x|.
         found: max |x|, for such a factor.
     """

@@ -16,7 +16,7 @@ from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.kernels.gpu.cast import instruction
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling
-from halfstep.quant.scaling.double_absmax import GROUP, DoubleAbsmax
+from halfstep.quant.scaling.absmax import GROUP, DoubleAbsmax
 from halfstep.quant.scaling.two_level import FourOverSix
 
 

@@ -37,7 +37,7 @@ from halfstep.kernels.selftest.case import (
 from halfstep.kernels.unit_kinds import dtype_of, is_tiled
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.pack import pack
-from halfstep.quant.scaling import current, get_scaling
+from halfstep.quant.scaling import delayed, get_scaling
 
 
 _SHAPE = (33, 64)
@@ -68,9 +68,9 @@ def _rows(
 
 def _folded(format: formats.Format, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Cases:
     """Times a factor a row or a column, and rounded as one tensor."""
-    x, scale, rule = bounded(_SHAPE, dtype), _factors(shape), current.current
+    x, scale, rule = bounded(_SHAPE, dtype), _factors(shape), delayed.current
     wide, made = x.float() * scale, rows.run_folded(x, scale, format, "nearest_even", rule, torch.bfloat16)
-    factor = current.factor_of(wide.abs().max(), format)
+    factor = delayed.factor_of(wide.abs().max(), format)
     yield Case(factor.reciprocal(), made and made[1], "the scale of the largest")
     yield Case(quant.round_to(wide * factor, format).bfloat16(), made and made[0], "rounded", x)
 
@@ -194,9 +194,9 @@ def units(device: torch.device) -> list[KernelTest]:
 
 
 _FP8 = named(formats.get, "float8_e4m3fn", "float8_e5m2")
-_RIGHT = Quantizer(formats.get("float8_e4m3fn"), scales=Scales(Tile(0, 0), current.current))
+_RIGHT = Quantizer(formats.get("float8_e4m3fn"), scales=Scales(Tile(0, 0), delayed.current))
 UNITS = {
-    f"{name} {tile}": (Quantizer(format, scales=Scales(tile, current.current)), _RIGHT)
+    f"{name} {tile}": (Quantizer(format, scales=Scales(tile, delayed.current)), _RIGHT)
     for name, format in _FP8.items()
     for tile in (Tile(0, 0), Tile(1, 0))
 } | {

@@ -35,7 +35,7 @@ from halfstep.kernels.selftest.case import (
 from halfstep.quant import Hadamard, Quantizer, Scales, Tile, draw_seed, get_quantizer
 from halfstep.quant.captured import Draws
 from halfstep.quant.pack import pack, unpack
-from halfstep.quant.scaling import current, get_scaling
+from halfstep.quant.scaling import delayed, get_scaling
 
 
 def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer) -> Tensor:
@@ -157,7 +157,7 @@ def _formed(
     x = hard_matrix(shape, dtype, quantizer).nan_to_num(1.0, 2.0, 2.0)
     x = x * size if size in (1.0, 2.0**-130) else torch.full_like(x, size)
     largest = x.float().abs().amax()
-    factor = scalar(state) if state else current.factor_of(largest, quantizer.format)
+    factor = scalar(state) if state else delayed.factor_of(largest, quantizer.format)
     held = None if state is None else scalar(state, device)
     yield from _times(x, quantizer, device, factor, held, None, largest.to(device))
 

@@ -24,9 +24,11 @@ class _Config:
 
     def __call__(self, ignore: Sequence[str]) -> dict[str, Any]:
         common = {"num_bits": self.bits, "type": "float", "symmetric": True}
-        weights = {**common, "dynamic": False, **_plain(self.weights)}
-        inputs = None if self.inputs is None else {**common, **_plain(self.inputs)}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**common, "dynamic": False, **_plain(self.weights)},
+            "input_activations": None if self.inputs is None else {**common, **_plain(self.inputs)},
+        }
         return {
             "quant_method": "compressed-tensors",
             "format": self.format,
@@ -43,10 +45,7 @@ def _plain(items: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 
 _E4M3, _E2M1 = formats.get("e4m3fn"), formats.get("e2m1fn")
 _TOKEN = (("strategy", "token"), ("dynamic", True))
-_BLOCK = (("strategy", "block"), ("block_structure", (128, 128)))
-_BYTES = (("scale_dtype", "torch.uint8"),)
-_GROUP32 = (("strategy", "group"), ("group_size", 32), *_BYTES)
-_GROUP16 = (("strategy", "tensor_group"), ("group_size", 16), ("scale_dtype", "torch.float8_e4m3fn"))
+_GROUP32 = (("strategy", "group"), ("group_size", 32), ("scale_dtype", "torch.uint8"))
 
 fp8_tensor = Layout(
     "fp8-tensor",
@@ -83,7 +82,11 @@ fp8_block = Layout(
     _E4M3,
     Tile(128, 128),
     Float32(),
-    _Config("float-quantized", _BLOCK, (("strategy", "group"), ("group_size", 128), ("dynamic", True))),
+    _Config(
+        "float-quantized",
+        (("strategy", "block"), ("block_structure", (128, 128))),
+        (("strategy", "group"), ("group_size", 128), ("dynamic", True)),
+    ),
     multiple=(128, 128),
     rank=2,
 )
@@ -117,7 +120,12 @@ nvfp4 = Layout(
     _E2M1,
     Tile(1, 16),
     TwoLevels(),
-    _Config("nvfp4-pack-quantized", _GROUP16, None, bits=4),
+    _Config(
+        "nvfp4-pack-quantized",
+        (("strategy", "tensor_group"), ("group_size", 16), ("scale_dtype", "torch.float8_e4m3fn")),
+        None,
+        bits=4,
+    ),
     codes="weight_packed",
     multiple=(1, 16),
     rank=6,

@@ -42,8 +42,10 @@ def get_scaling(name: str | Scaling, **options: Any) -> Scaling:
         one_of(f"option of scale rule {rule.name}", option, rule.options, QuantizationError)
         kind = type(rule.options[option])
         if type(value) is not kind and (type(value), kind) != (int, float):
-            wanted = _WORDS.get(kind, kind.__name__)
-            raise QuantizationError(f"option {option} = {value!r} of scale rule {rule.name} found; expected {wanted}")
+            raise QuantizationError(
+                f"option {option} = {value!r} of scale rule {rule.name} found; expected "
+                f"{_WORDS.get(kind, kind.__name__)}"
+            )
     return replace(rule, **options) if options else rule
 
 

@@ -1,7 +1,5 @@
 """What a scale rule does: from the numbers of a tile to the scale that is stored, and from that to a multiplier."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
@@ -56,7 +54,7 @@ class Scaling(ABC):
     """Whether the scale is a tile's amax / max in float32, rounded to bfloat16 and kept so."""
     two_level: ClassVar[bool] = False
     """Whether the scales are amax / max / tensor_scale in E4M3, with one `tensor_scale` apart: a `TwoLevel`."""
-    inner: ClassVar[Scaling | None] = None
+    inner: ClassVar["Scaling | None"] = None
     """A rule of powers of two, where this one is that rule for `part` of the numbers: products take the values that it
     leaves, and 1 / part as a scale of the whole tensor."""
 
@@ -89,8 +87,11 @@ class Scaling(ABC):
     def options(self) -> dict[str, Any]:
         """What the rule takes beside its name, such as a history or a margin: its fields whose default is a number or
         a word."""
-        kept = (field.name for field in fields(self) if isinstance(field.default, (int, float, str)))
-        return {name: getattr(self, name) for name in kept}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if isinstance(field.default, (int, float, str))
+        }
 
     @cached_property
     def text(self) -> str:

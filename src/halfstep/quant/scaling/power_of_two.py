@@ -85,7 +85,8 @@ def _ceil(element: Format) -> float:
 
 def _even(element: Format) -> float:
     """The OCP rule after rounding amax, half up, to the element's significand."""
-    return 1 - 2.0 ** -(_mantissa_bits(element) + 2)
+    of_floats = element.mantissa_bits if isinstance(element, Float) else 0
+    return 1 - 2.0 ** -((element.fraction_bits if isinstance(element, Integer) else of_floats) + 2)
 
 
 def _rceil(element: Format) -> float:
@@ -96,16 +97,6 @@ def _rceil(element: Format) -> float:
 def _below(element: Format) -> float:
     """floor(log2(amax / max)) + 1: the smallest power of two at which every element stays below the largest value."""
     return frexp(element.max)[0]
-
-
-def _mantissa_bits(element: Format) -> int:
-    return (
-        element.mantissa_bits
-        if isinstance(element, Float)
-        else element.fraction_bits
-        if isinstance(element, Integer)
-        else 0
-    )
 
 
 floor = PowerOfTwoScaling("floor", _floor)

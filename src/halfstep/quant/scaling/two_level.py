@@ -90,8 +90,7 @@ class FourOverSix(TwoLevel):
         amax = finite(tile.reduce(x.abs(), "amax"))
         tensor_scale = _tensor_scale(_largest(amax), self.room * element.max)
         six, four = (self._store(amax, top, tensor_scale) for top in (element.max, element.max / 1.5))
-        more = self._errors(x, six, tile, element) - self._errors(x, four, tile, element)
-        worse = tile.reduce(more, "sum") > 0
+        worse = tile.reduce(self._errors(x, six, tile, element) - self._errors(x, four, tile, element), "sum") > 0
         stored = {"scale": torch.where(worse, four["scale"], six["scale"]), "tensor_scale": tensor_scale}
         return stored, self.multiplier(stored, element)
 
