@@ -128,8 +128,7 @@ def written(value, multiplier, R: tl.constexpr, OUT: tl.constexpr, TARGET: tl.co
     bits = as_bits(product)
     if OUT is not None:
         return narrowed(rounded(bits, None, OUT), TARGET)
-    infinite = (bits & 0x7FFFFFFF) == 0x7F800000
-    return narrowed(tl.where(infinite, bits - 1, bits).to(tl.uint32), TARGET)
+    return narrowed(tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits - 1, bits).to(tl.uint32), TARGET)
 
 
 # ---- codebooks of 256 rising values, by the table of `kernels.gpu.quantizers` ----------------------------------------

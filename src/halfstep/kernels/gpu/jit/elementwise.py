@@ -66,8 +66,7 @@ def taken(codes, start, n, PACKED: tl.constexpr, FULL: tl.constexpr, B: tl.const
         place = codes + start // 4 * 3 + 3 * index
         word = tl.zeros((B // 4,), tl.uint32)
         for byte in tl.static_range(3):
-            inside = None if FULL else index < (n - start) // 4
-            word |= read(place + byte, inside).to(tl.uint32) << (8 * byte)
+            word |= read(place + byte, None if FULL else index < (n - start) // 4).to(tl.uint32) << (8 * byte)
         even = tl.interleave(word & 63, (word >> 12) & 63)
         odd = tl.interleave((word >> 6) & 63, word >> 18)
         code = tl.interleave(even, odd)

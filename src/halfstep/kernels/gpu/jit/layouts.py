@@ -182,15 +182,13 @@ _HELD: tl.constexpr = tl.constexpr(32)
 @triton.jit
 def interleaved(parts):
     """Four or eight tensors (rows, columns) as one of another dimension, the last."""
-    ROWS: tl.constexpr = parts[0].shape[0]
-    COLUMNS: tl.constexpr = parts[0].shape[1]
     if len(parts) == 4:
         made = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
     else:
         even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
         odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
         made = tl.join(even, odd)
-    return tl.reshape(made, (ROWS, COLUMNS, len(parts)))
+    return tl.reshape(made, (parts[0].shape[0], parts[0].shape[1], len(parts)))
 
 
 @triton.jit

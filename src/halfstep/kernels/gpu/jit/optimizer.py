@@ -296,8 +296,7 @@ def note_squares(
     )
     results = NORMED(full, grad, first, second, step + T.value.TAKEN)
     for n in tl.static_range(len(results)):
-        number = results[n] if inside is None else tl.where(inside, results[n], 0.0)
-        wide = number.to(tl.float64)
+        wide = (results[n] if inside is None else tl.where(inside, results[n], 0.0)).to(tl.float64)
         tl.store(sums + n, halved(wide * wide))
 
 

@@ -150,12 +150,10 @@ def copy(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of a block of a matrix (rows, columns), in tiles along its rows."""
-    ROWS: tl.constexpr = bits.shape[0]
-    COLUMNS: tl.constexpr = bits.shape[1]
-    row = top + tl.arange(0, ROWS)
+    row, place = top + tl.arange(0, bits.shape[0]), tl.arange(0, bits.shape[1])
     first = (row.to(tl.int64) * columns)[:, None]
     stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
-    drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :]) if NOISY else None
+    drawn = noise_of(low, high, first + left, place[None, :]) if NOISY else None
     keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, 1, W, FORM, False)
     code = code_of(over_scale(bits, meets, keep, R), drawn, None, Q)
     store_codes(codes, code, first, row, left, rows, columns, Q, MASKED)

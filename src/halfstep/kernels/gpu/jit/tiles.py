@@ -45,10 +45,8 @@ def spread(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def tile_sums(numbers, H: tl.constexpr, W: tl.constexpr):
     """The sum of each tile's float64s, which is the same in any order where it is exact."""
-    ROWS: tl.constexpr = numbers.shape[0]
-    COLUMNS: tl.constexpr = numbers.shape[1]
-    found = tl.sum(tl.reshape(numbers, (ROWS, COLUMNS // W, W)), 2)
-    return tl.sum(tl.reshape(found, (ROWS // H, H, COLUMNS // W)), 1)
+    found = tl.sum(tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // W, W)), 2)
+    return tl.sum(tl.reshape(found, (found.shape[0] // H, H, found.shape[1])), 1)
 
 
 @triton.jit
@@ -87,11 +85,9 @@ def over_scale(bits, meets, keep, R: tl.constexpr):
 @triton.jit
 def errors(bits, meets, keep, R: tl.constexpr):
     """How far elements are from their values by these scales: float64s."""
-    ROWS: tl.constexpr = bits.shape[0]
-    COLUMNS: tl.constexpr = bits.shape[1]
     NEAREST: tl.constexpr = R.nearest
-    scale = spread(meets, ROWS, COLUMNS)
-    element = as_float(rounded(over(bits, scale, spread(keep, ROWS, COLUMNS), R), None, NEAREST))
+    scale, kept = spread(meets, bits.shape[0], bits.shape[1]), spread(keep, bits.shape[0], bits.shape[1])
+    element = as_float(rounded(over(bits, scale, kept, R), None, NEAREST))
     return tl.abs(element.to(tl.float64) * scale.to(tl.float64) - as_float(bits).to(tl.float64))
 
 
@@ -150,8 +146,7 @@ def masked(row, column, rows, columns, MASKED: tl.constexpr):
 @triton.jit
 def loaded(x, first, row, column, rows, columns, SOURCE: tl.constexpr, MASKED: tl.constexpr):
     """The float32 bits of a block of a matrix; 0 beyond its edges."""
-    inside = masked(row, column, rows, columns, MASKED)
-    return widened(read(x + first + column[None, :], inside), SOURCE)
+    return widened(read(x + first + column[None, :], masked(row, column, rows, columns, MASKED)), SOURCE)
 
 
 @triton.jit
