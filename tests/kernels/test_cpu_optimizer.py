@@ -16,7 +16,7 @@ from halfstep.kernels.arithmetic import SQUARES, root, traced
 from halfstep.kernels.cpu import optimizer as kernel
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.optimizer_loops import step_chunk
-from halfstep.kernels.cpu.optimizer_types import rule_of
+from halfstep.kernels.cpu.optimizer_types import placed
 from halfstep.optim import Lamb, Lion, convert, update_rules
 from halfstep.optim.rules.adam import adamw
 from halfstep.optim.rules.base import never
@@ -291,14 +291,10 @@ def test_it_is_the_equation():
 
 
 @numba.njit
-def keys_of(seed, chunk):
-    return chunk_keys(seed, chunk)
-
-
-@numba.njit
-def one_chunk(*arguments):
+def one_chunk(rows, like, numbers, seed, chunk, size):
     """What only kernels call has no way in from Python."""
-    step_chunk(*arguments)
+    rule, grad, weight, kept, moments = placed(like, rows, 0)
+    step_chunk(rule, weight, kept, grad, moments, numbers, chunk_keys(seed, chunk), 0, 0, size)
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - CHUNK, 2**32, 5 * 2**32 + 3 * CHUNK, 2**46])
@@ -308,10 +304,9 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     n = 1000
     gradient, stored = torch.randn(n), torch.zeros(n, dtype=torch.bfloat16)
     program = traced(lambda weight, grad, moments, options: (weight - grad, {}), [], [], [], {})
-    one_chunk(
-        rule_of(program.element), stored.view(torch.uint16).numpy(), (None,) * 5, (-gradient).numpy(), (),
-        (np.float32(1),), tuple(map(np.uint32, keys_of(seed_keys(seed), start // CHUNK))), 0, 0, n,
-    )  # fmt: skip
+    updates, minus = kernel.Updates([(stored.view(torch.uint16).numpy(), (None,) * 5, ())], None), -gradient
+    like = updates._with([minus], program.element)
+    one_chunk(updates._rows, like, (np.float32(1),), seed_keys(seed), start // CHUNK, n)
     bits = gradient.view(torch.int32).long() & 0xFFFFFFFF
     rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)
     expected = torch.where(rounded >= 2**31, rounded - 2**32, rounded).to(torch.int32).view(torch.float32)

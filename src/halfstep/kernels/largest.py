@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import amax
-from halfstep.kernels.gpu import cast
+from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.operator import Operator
 from halfstep.quant.memory import has_memory
@@ -15,14 +15,14 @@ def amax_of(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None
 
     Args:
         unless: where that float32 scalar is not 0, max |x| is not needed: a GPU, and a traced graph, read no x for it.
-        found: as `kernels.gpu.cast.run_amax` takes it, which is all that does.
+        found: as `kernels.gpu.amax.run` takes it, which is all that does.
     """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     if x.is_cpu and has_memory(x) and (found := amax.run(x)) is not None:
         return found
     if plain(x):
-        return cast.run_amax(x, unless, found)
+        return gpu_amax.run(x, unless, found)
     if unless is None:
         return _by_torch(x)
     out = x.new_empty((), dtype=torch.float32)

@@ -17,7 +17,7 @@ from halfstep.kernels.cpu import element_codes, elements, rules, scales
 from halfstep.kernels.cpu.comparison import PIECE, Errors, parts_of, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, ends, inner, none, specialized
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes
-from halfstep.kernels.cpu.runs import elementwise, fill, reduction
+from halfstep.kernels.cpu.runs import elementwise, fill
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.two_level import TwoLevel
@@ -266,9 +266,12 @@ def _sums(x, scale, numbers, cuts, factor, worst):
     return noise, nonzero, infinite, worse
 
 
-@reduction
-def _squares(total, x, factor):
-    return _plus_square.body(total, bits_of(x).float(), factor)
+@inner
+def _squares(x, factor):
+    total = np.float32(0)
+    for i in range(x.size):
+        total = _plus_square(total, _value(x[i]), factor)
+    return total
 
 
 @inner
@@ -324,4 +327,4 @@ def sum_squares(x, factor, found):
     parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
     for part in prange(parts):
         for p in range(pieces * part // parts, pieces * (part + 1) // parts):
-            found[part] += _squares(np.float32(0), x[p * PIECE : min(x.size, (p + 1) * PIECE)], factor)
+            found[part] += _squares(x[p * PIECE : min(x.size, (p + 1) * PIECE)], factor)

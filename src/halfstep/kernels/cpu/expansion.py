@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 
 from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.blocks import LEVELS
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of
-from halfstep.kernels.cpu.runs import LONGEST, elementwise, reduction, runs
-from halfstep.kernels.cpu.scales import larger_of
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.runs import elementwise, length, runs
+from halfstep.kernels.cpu.scales import larger
 from halfstep.quant.logarithm import EXP2, HALF_ROOT, LOG2, MAGIC, MAGIC_BITS, log2_fraction, polynomial
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.expansion import LARGEST, SMALLEST, SPAN, Expansion, log2_of, log2_range
@@ -117,8 +118,8 @@ def _code(value, log_scale, exponent, center, numbers, codes):
     return log_scale.is_nan().pick(code.constant(0), code).to(8)
 
 
-@reduction
-def _least(least, bits):
+@lanes(types.uint32)
+def _less(least, bits):
     """The smaller of a number and a magnitude's bits less 1: zero is the largest there."""
     return least.min((bits & MAGNITUDE) - 1)
 
@@ -177,7 +178,7 @@ def _center_or_nan(scale, center):
 
 @inner
 def _values(codes, log_scale, root, center, levels, out, meaning):
-    block, run = 1 << len(levels), min(LONGEST, 1 << len(levels))
+    block, run = 1 << len(levels), length(levels)
     for b in range(log_scale.size):
         s, r, c = log_scale[b], root[b], center[b]
         for start in range(b * block, (b + 1) * block, run):
@@ -203,12 +204,15 @@ def _note_ends(x, levels, amax, least):
     run = 1 << len(levels)
     for b in range(amax.size):
         part = x[b * run : (b + 1) * run]
-        amax[b], least[b] = larger_of(np.uint32(0), part), _least(np.uint32(0xFFFFFFFF), part)
+        most, fewest = np.uint32(0), np.uint32(0xFFFFFFFF)
+        for i in range(part.size):
+            most, fewest = larger(most, part[i]), _less(fewest, part[i])
+        amax[b], least[b] = most, fewest
 
 
 @inner
 def _groups(x, log_scale, exponent, center, levels, out, numbers, codes):
-    block, run = 1 << len(levels), min(LONGEST, 1 << len(levels))
+    block, run = 1 << len(levels), length(levels)
     for b in range(log_scale.size):
         s, k, c = log_scale[b], exponent[b], center[b]
         for start in range(b * block, (b + 1) * block, run):

@@ -56,11 +56,15 @@ def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
         and scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), quantizer.format) is not None
     ):
         return True
-    rule = scales.rule
-    numbers = (rule.quotient or rule.multiplies) and rule.layout((1, 1)).keys() == {"scale"}
-    if quantizer.outliers is not None or quantizer.inner is not None or not (rule.exact or rule.two_level or numbers):
+    if quantizer.outliers is not None or quantizer.inner is not None or not _known_rule(scales.rule):
         return False
     return _shift(scales.tile.rows) is not None and (_shift(scales.tile.columns) or 0) >= 4
+
+
+def _known_rule(rule: Scaling) -> bool:
+    return (
+        rule.exact or rule.two_level or ((rule.quotient or rule.multiplies) and rule.layout((1, 1)).keys() == {"scale"})
+    )
 
 
 def _shift(side: int) -> int | None:

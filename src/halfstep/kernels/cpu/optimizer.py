@@ -9,8 +9,11 @@ formula takes, and the largest magnitudes of moments under one scale, are each f
 nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,7 +29,7 @@ from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.kernels.cpu.masters import KEPT, PLAIN
 from halfstep.kernels.cpu.noise import seed_keys
 from halfstep.kernels.cpu.optimizer_loops import find_norms, note_largest, step
-from halfstep.kernels.cpu.optimizer_types import rule_of
+from halfstep.kernels.cpu.optimizer_types import Like, LikeType, like_type
 from halfstep.kernels.operator import blank
 
 
@@ -58,17 +61,12 @@ class Numbers(NamedTuple):
     """What elements take; None where it depends on numbers of the tensor."""
 
 
-def numbers_of(program: Program, scale: Any, given: tuple[float, ...]) -> Numbers:
-    """The numbers of a step as `Update` takes them."""
-    return Numbers(program, scale, given, None if program.shared else program.numbers(given)[0])
-
-
 def prepare(
     names: Names, weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor,
     moments: Mapping[str, Moment], rounding: str,
 ) -> Callable[[Tensor, Numbers, int | None], bool] | None:  # fmt: skip
     """The update of a weight, what its master keeps and its moments, in place, for as long as they stay where they are:
-    a function of the gradient, the numbers of the step (`numbers_of`) and the seed that keys the noise of stochastic
+    a function of the gradient, the `Numbers` of the step and the seed that keys the noise of stochastic
     rounding (`quant.noise_bits`; None rounds to nearest-even).
 
     None unless all are dense contiguous CPU tensors, rounded to nearest (bf16: stochastic too). The function returns
@@ -147,17 +145,19 @@ class Update:
         element, taken, after = numbers.program.element, numbers.taken, tuple[Any, ...]()
         if taken is None:
             taken, after = numbers.program.numbers(numbers.given, [one.item() for one in self.shared])
-        taken = (numbers.scale, *taken)
+        taken, factors = (numbers.scale, *taken), dict[str, Tensor]()
+        if self.arguments is None:  # a moment's scale is one of the numbers, another in each step
+            run = Updates([(self.weight, self.kept, _taken(self.moments, self.rests, {}))], self.tile)
+        else:
+            run = self._alone
         if (normed := numbers.program.normed).results:
-            taken += self._norms(normed, array(grad, PLAIN[grad.dtype]), taken)
-        factors: dict[str, Tensor] = {}
-        moments = self.arguments
-        if moments is None:
-            found = self._factors(rule_of(element), array(grad, PLAIN[grad.dtype]), taken)
+            taken += run.norms(grad, normed, taken)
+        if self.arguments is None:
+            found = self._factors(run, grad, element, taken)
             if found is None:
                 return False
             factors, moments = found, _taken(self.moments, self.rests, found)
-        run = Updates([(self.weight, self.kept, moments)], self.tile)
+            run = Updates([(self.weight, self.kept, moments)], self.tile)
         run([grad], element, taken, None if seed is None else [seed])
         for name, factor in factors.items():
             self.moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
@@ -165,22 +165,17 @@ class Update:
             one.fill_(float(now))
         return True
 
-    def _norms(self, normed: Part, grad: Any, taken: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The norms that elements take."""
-        moments = _taken(self.moments, self.rests, {}) if self.arguments is None else self.arguments
-        found = np.empty(len(normed.results), np.float32)
-        find_norms(self.weight.size, rule_of(normed), self.weight, self.kept, grad, moments, taken, found)
-        return tuple(found)
+    @cached_property
+    def _alone(self) -> Updates:
+        return Updates([(self.weight, self.kept, self.arguments)], self.tile)
 
-    def _factors(self, rule: Any, grad: Any, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
+    def _factors(self, run: Updates, grad: Tensor, element: Part, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
         """What new moments under one scale are multiplied by; None where they cannot be written."""
-        found = np.zeros((-(-self.weight.size // CHUNK), len(self.moments)), np.uint32)
         codes = {name: moment for name, moment in self.moments.items() if isinstance(moment, Codes)}
         if not all(usual(*moment) for moment in codes.values()):  # a scale may be anything by now
             return None
-        note_largest(self.weight.size, rule, self.weight, grad, _taken(self.moments, self.rests, {}), taken, found)
         factors: dict[str, Tensor] = {}
-        for name, amax in zip(self.moments, found.max(0, initial=0).view(np.float32), strict=True):
+        for name, amax in zip(self.moments, run.largest(grad, element, taken, len(self.moments)), strict=True):
             if name in codes and not np.isfinite(amax):
                 return None
             if name in codes and codes[name].coding.whole:
@@ -215,16 +210,24 @@ class Updates:
     """
 
     def __init__(self, tensors: Sequence[tuple[Any, ...]], tile: Any) -> None:
-        self._like, self._tile, rows = tensors[0], tile, list[list[int]]()
+        self._first, self._tile, rows = tensors[0], tile, list[list[int]]()
         for lies in tensors:
             row, left = [0, lies[0].size], list[Any]([lies])  # address and size, of the gradient first
+            kinds, numbers = list[Any](), list[bytes]()
             while left:
                 part = left.pop()
                 if isinstance(part, tuple):
+                    kinds += type(part), len(part)
                     left += part[::-1]
                 elif isinstance(part, np.ndarray):
+                    kinds += part.dtype, part.ndim, part.flags.writeable
                     row += part.__array_interface__["data"][0], part.size
+                else:
+                    kinds.append(type(part))
+                    numbers += [] if part is None else [np.asarray(part).tobytes().ljust(8, b"\0")]
             rows.append(row)
+        self._kinds, self._numbers = tuple(kinds), np.frombuffer(b"".join(numbers) + b"\0", np.uint8)  # of the last
+        self._likes: dict[tuple[Part, torch.dtype], Like] = {}
         self._rows, self._starts = np.array(rows), np.zeros(len(rows) + 1, np.int64)
         np.cumsum(-(-self._rows[:, 1] // CHUNK), out=self._starts[1:])
         self._size = int(self._rows[:, 1].sum())
@@ -233,15 +236,39 @@ class Updates:
         self, grads: Sequence[Tensor], element: Part, taken: tuple[Any, ...], seeds: Sequence[int] | None
     ) -> None:
         """Take a step by these gradients and by the numbers that elements take."""
-        places = list(map(Tensor.data_ptr, grads))
+        like = self._with(grads, element)
+        keys = None if seeds is None else np.array(list(map(seed_keys, seeds)))
+        step(self._size, self._starts, self._rows, like, taken, keys, self._tile)
+
+    def norms(self, grad: Tensor, normed: Part, taken: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The norms that elements of the one tensor take."""
+        found = np.empty(len(normed.results), np.float32)
+        find_norms(self._size, self._rows, self._with([grad], normed), taken, found)
+        return tuple(found)
+
+    def largest(self, grad: Tensor, element: Part, taken: tuple[Any, ...], moments: int) -> Any:
+        """The largest magnitudes that so many moments of the one tensor will have."""
+        found = np.zeros((self._starts[-1], moments), np.uint32)
+        note_largest(self._size, self._rows, self._with([grad], element), taken, found)
+        return found.max(0, initial=0).view(np.float32)
+
+    def _with(self, grads: Sequence[Tensor], element: Part) -> Like:
+        """What kernels take for the tensors, beside where they lie: these gradients are there from now on."""
+        places, dtype = list(map(Tensor.data_ptr, grads)), grads[0].dtype
         if 0 in places:
             list(map(array, grads))  # refuses those that are not empty and have no memory
         self._rows[:, 0] = places
-        like = array(grads[0], PLAIN[grads[0].dtype]), *self._like
-        keys = None if seeds is None else np.array(list(map(seed_keys, seeds)))
-        step(self._size, self._starts, self._rows, rule_of(element), like, taken, keys, self._tile)
+        like = self._likes.get((element, dtype))
+        if like is None:
+            key = element, dtype, self._kinds
+            if key not in _TYPES:
+                _TYPES[key] = like_type(element, (array(grads[0], PLAIN[dtype], kept=False), *self._first))
+            like = self._likes[element, dtype] = Like(_TYPES[key], self._numbers, self._numbers.ctypes.data)
+        return like
 
 
+_TYPES: dict[tuple[Any, ...], LikeType] = {}
+"""By rule, the gradient's dtype and the kinds of the other parts."""
 REST = "_residual"
 """What the name of a moment's second number ends in."""
 _BESIDE = [name for name in KEPT.values() if name]

@@ -17,7 +17,7 @@ from halfstep.kernels.cpu.divided import encode_block, rounded, scaled
 from halfstep.kernels.cpu.lanes import lanes
 from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results
-from halfstep.kernels.cpu.optimizer_types import bare, held, parts, placed, readable, zeros
+from halfstep.kernels.cpu.optimizer_types import bare, placed, readable, zeros
 from halfstep.kernels.cpu.scales import absmax_scale
 
 
@@ -189,16 +189,15 @@ def _seed_at(seeds, n):
 
 
 @Kernel
-def step(starts, rows, rule, like, numbers, seeds, tile):
-    """Step tensors `like` these (gradient, weight, what its master keeps, moments), which lie where `rows` says, in
-    chunks that are numbered from `starts` on."""
-    all_ = held(like)
+def step(starts, rows, like, numbers, seeds, tile):
+    """Step tensors `like` these (rule, gradient, weight, what its master keeps, moments), which lie where `rows` says,
+    in chunks that are numbered from `starts` on."""
     for place in prange(starts[-1]):
         n = np.searchsorted(starts, place, "right") - 1
         chunk = place - starts[n]
         begin, end = ends(chunk, rows[n, 1])
         keys = chunk_keys(_seed_at(seeds, n), chunk)
-        grad, weight, kept, moments = placed(parts(all_), rows, n)
+        rule, grad, weight, kept, moments = placed(like, rows, n)
         at = begin
         if tile is not None:
             at = _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, tile)
@@ -218,11 +217,11 @@ def _largest(rule, weight, grad, chunk, numbers, at, size):
 
 
 @Kernel
-def note_largest(rule, weight, grad, moments, numbers, found):
-    all_ = held(moments)
-    for chunk in prange((weight.size + CHUNK - 1) // CHUNK):
+def note_largest(rows, like, numbers, found):
+    for chunk in prange(found.shape[0]):
+        rule, grad, weight, _, moments = placed(like, rows, 0)
         a, b = ends(chunk, weight.size)
-        most = _largest(rule, weight, grad, open_chunk(parts(all_), a, b), numbers, a, b - a)
+        most = _largest(rule, weight, grad, open_chunk(moments, a, b), numbers, a, b - a)
         for n in range(len(most)):
             found[chunk, n] = most[n]
 
@@ -258,19 +257,20 @@ def _halved(numbers):
 
 
 @Kernel
-def find_norms(rule, weight, kept, grad, moments, numbers, found):
+def find_norms(rows, like, numbers, found):
     """`arithmetic.norm` of each of the rule's results."""
-    all_, count = held(moments), found.size
-    sums = np.empty((count, (weight.size + SQUARES - 1) // SQUARES))
-    for chunk in prange((weight.size + CHUNK - 1) // CHUNK):
-        begin, end = ends(chunk, weight.size)
-        numbers_of = open_chunk(parts(all_), begin, end)
+    count, size = found.size, rows[0, 1]
+    sums = np.empty((count, (size + SQUARES - 1) // SQUARES))
+    for chunk in prange((size + CHUNK - 1) // CHUNK):
+        begin, end = ends(chunk, size)
+        rule, grad, weight, kept, moments = placed(like, rows, 0)
+        numbers_of = open_chunk(moments, begin, end)
         results, squares = np.zeros(count * SQUARES, np.float32), np.empty(SQUARES // 2)
         for a in range(begin, end, SQUARES):
-            size = min(SQUARES, end - a)
-            if size < SQUARES:
+            length = min(SQUARES, end - a)
+            if length < SQUARES:
                 results[:] = 0
-            _note_results(rule, weight, kept, grad, numbers_of, numbers, begin, a - begin, size, results)
+            _note_results(rule, weight, kept, grad, numbers_of, numbers, begin, a - begin, length, results)
             for n in range(count):
                 own = results[n * SQUARES : (n + 1) * SQUARES]
                 _square(own[: SQUARES // 2], own[SQUARES // 2 :], squares)

@@ -1,15 +1,17 @@
-"""The types of an optimizer's kernel: a rule, known by its operations, and the tuples that moments come in."""
+"""The types of an optimizer's kernel: a rule, known by its operations, and the tuples that tensors come in."""
 
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.imputils import impl_ret_borrowed
 from numba.extending import NativeValue, models, register_model, unbox
 from numba.np.arrayobj import populate_array
 
@@ -22,32 +24,12 @@ from halfstep.kernels.cpu.lanes import WIDTHS, Given, data_of, emitted, parts_of
 
 
 class RuleType(types.Opaque):
-    """The type of a `Rule`: kernels are compiled for its operations."""
+    """The type of an update rule in kernels, which are compiled for its operations on one element."""
 
-    def __init__(self, element: Part) -> None:
-        self.element = element
-        super().__init__(f"rule {sha256(repr(element).encode()).hexdigest()[:32]}")
-
-
-class Rule:
-    """The operations of an update rule on one element, as kernels are given them."""
-
-    def __init__(self, element: Part) -> None:
-        self._numba_type_ = RuleType(element)
-
-
-@cache
-def rule_of(element: Part) -> Rule:
-    """The same one for the same operations."""
-    return Rule(element)
+    element: Part
 
 
 register_model(RuleType)(models.OpaqueModel)
-
-
-@unbox(RuleType)
-def _unboxed(numba_type: Any, rule: Any, c: Any) -> Any:
-    return NativeValue(c.context.get_dummy_value())
 
 
 # ---- tuples of moments -----------------------------------------------------------------------------------------------
@@ -92,57 +74,76 @@ bare = emitted(_bare_type)(_bare)
 """In kernels: a tuple, tuples within it too, with pointers in the place of arrays."""
 
 
-@emitted(lambda like, rows, row: like)
+class LikeType(types.Opaque):
+    """The type of a `Like`."""
+
+    parts: Any
+    """The types of its rule and its parts, in a tuple."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """A rule, and tensors and numbers as kernels know them: a tuple, tuples within it too, of arrays, numbers and None.
+
+    Kernels are compiled for their types, and given the address of the numbers. To take arrays and numbers out of
+    Python's objects one by one would be a quarter of what LLVM has to compile.
+    """
+
+    _numba_type_: LikeType
+    numbers: Any
+    """The numbers among the parts, in order, each at the beginning of 8 bytes."""
+    address: int
+
+
+def like_type(element: Part, parts: tuple[Any, ...]) -> LikeType:
+    """The type of a rule's operations on one element and such parts; numba takes a millisecond to find out."""
+    rule = RuleType(f"rule {sha256(repr(element).encode()).hexdigest()[:32]}")
+    rule.element, found = element, types.Tuple.from_types([rule, *numba.typeof(parts)])
+    like = LikeType(f"like {found}")
+    like.parts = found
+    return like
+
+
+register_model(LikeType)(models.OpaqueModel)
+
+
+@unbox(LikeType)
+def _address(numba_type: Any, like: Any, c: Any) -> Any:
+    number = c.pyapi.object_getattr_string(like, "address")
+    address = c.pyapi.long_as_voidptr(number)
+    c.pyapi.decref(number)
+    return NativeValue(address)
+
+
+@emitted(lambda like, rows, row: like.parts)
 def placed(context: Any, builder: Any, like: Given, rows: Given, row: Given) -> Any:
-    """In kernels: a tuple like this one, tuples within it too, whose arrays lie where a row of `rows` says: the
-    address and the size of each. What is written to them counts no references."""
+    """In kernels: the rule and the parts of a `Like`, whose arrays lie where a row of `rows` says: the address and the
+    size of each. What is written to them counts no references."""
     numbers = context.make_array(rows.type)(context, builder, rows.value)
     columns = builder.extract_value(numbers.shape, 1)
     cells = builder.gep(numbers.data, [builder.mul(row.value, columns)])
-    found = count()
-
-    def cell() -> Any:
-        return builder.load(builder.gep(cells, [ir.Constant(WIDTHS[64], next(found))]))
-
-    return _placed(context, builder, like, cell)
+    cell, slot = map(partial(_following, builder), (cells, builder.bitcast(like.value, cells.type)))
+    return _placed(context, builder, like.type.parts, cell, slot)
 
 
-def _placed(context: Any, builder: Any, like: Given, cell: Any) -> Any:
-    if isinstance(like.type, types.Array):
-        made = context.make_array(like.type)(context, builder)
-        item = ir.Constant(WIDTHS[64], context.get_abi_sizeof(context.get_data_type(like.type.dtype)))
-        data, shape = builder.inttoptr(cell(), made.data.type), cgutils.pack_array(builder, [cell()])
+def _following(builder: Any, first: Any) -> Iterator[Any]:
+    """Pointers to that number and to those after it."""
+    return (builder.gep(first, [ir.Constant(WIDTHS[64], n)]) for n in count())
+
+
+def _placed(context: Any, builder: Any, numba_type: Any, cells: Iterator[Any], slots: Iterator[Any]) -> Any:
+    if isinstance(numba_type, types.Array):
+        made = context.make_array(numba_type)(context, builder)
+        item = ir.Constant(WIDTHS[64], context.get_abi_sizeof(context.get_data_type(numba_type.dtype)))
+        place, size = (builder.load(next(cells)) for _ in range(2))
+        data, shape = builder.inttoptr(place, made.data.type), cgutils.pack_array(builder, [size])
         populate_array(made, data, shape, cgutils.pack_array(builder, [item]), item, None)
         return made._getvalue()
-    if isinstance(like.type, types.BaseTuple):
-        parts = [_placed(context, builder, part, cell) for part in parts_of(builder, like)]
-        return context.make_tuple(builder, like.type, parts)
-    return like.value
-
-
-class Held(types.Type):
-    """A tuple of tuples as one value: loops over chunks take no tuples with others inside."""
-
-    def __init__(self, parts: Any) -> None:
-        self.parts = parts
-        super().__init__(f"held {parts}")
-
-
-@register_model(Held)
-class _HeldModel(models.StructModel):
-    def __init__(self, manager: Any, numba_type: Held) -> None:
-        super().__init__(manager, numba_type, [("parts", numba_type.parts)])
-
-
-@emitted(Held)
-def held(context: Any, builder: Any, parts: Given) -> Any:
-    """In kernels: a tuple as one value."""
-    struct = ir.Constant(context.get_value_type(Held(parts.type)), ir.Undefined)
-    struct = builder.insert_value(struct, parts.value, 0)
-    return impl_ret_borrowed(context, builder, Held(parts.type), struct)
-
-
-@emitted(lambda held: held.parts)
-def parts(context: Any, builder: Any, held: Given) -> Any:
-    """In kernels: the tuple again."""
-    return impl_ret_borrowed(context, builder, held.type.parts, builder.extract_value(held.value, 0))
+    if isinstance(numba_type, types.BaseTuple):
+        kinds: Any = numba_type
+        parts = [_placed(context, builder, part, cells, slots) for part in kinds]
+        return context.make_tuple(builder, numba_type, parts)
+    if isinstance(numba_type, types.Number | types.Boolean):
+        number = builder.bitcast(next(slots), context.get_data_type(numba_type).as_pointer())
+        return context.unpack_value(builder, numba_type, number)
+    return context.get_dummy_value()

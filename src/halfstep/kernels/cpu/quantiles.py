@@ -15,7 +15,7 @@ from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, UPPER, bits_of, lanes
 from halfstep.kernels.cpu.runs import elementwise
-from halfstep.kernels.cpu.scales import larger_of
+from halfstep.kernels.cpu.scales import larger
 from halfstep.quant import Clamp
 
 
@@ -142,8 +142,10 @@ def _tensor(x: Any, places: Any, shares: Any, cut: bool, found: Any) -> None:
 @inner
 def _keep_largest(ordered, kept, flip):
     """The largest numbers, ascending; with all bits flipped, the smallest ones, flipped."""
-    count, least = kept.size, np.uint32(0)
-    kept[:] = 0
+    count = kept.size
+    for i in range(count):
+        kept[i] = 0
+    least = np.uint32(0)
     for i in range(ordered.size):
         bits = ordered[i] ^ flip
         if bits > least:
@@ -157,8 +159,12 @@ def _keep_largest(ordered, kept, flip):
 
 @inner
 def _row(x, places, shares, cut, ordered, kept, found, row):
-    _order(ordered, x)
-    if larger_of(np.uint32(0), x) >= INFINITY:
+    largest = np.uint32(0)
+    for i in range(x.size):
+        ordered[i] = _ordered(x[i])
+    for i in range(x.size):
+        largest = larger(largest, x[i])
+    if largest >= INFINITY:
         found[0, row] = found[1, row] = np.nan
         return
     bits = np.empty(4, np.uint32)

@@ -18,6 +18,7 @@ from halfstep.kernels.cpu.noise import column_keys, seed_keys
 from halfstep.kernels.cpu.runs import multiply, transpose
 from halfstep.kernels.cpu.scales import larger_of
 from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scaling.two_level import TwoLevel
 
 
 def numbers_of(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: torch.dtype) -> Any:
@@ -77,6 +78,7 @@ def run_two_levels(
     """The matrix rotated along dim 0 and rounded, over the tensor's scale, which is a float32 scalar."""
     (rows, columns), scales, size = x.shape, quantizer.scales, len(signs)
     assert scales is not None
+    assert isinstance(scales.rule, TwoLevel)
     out = torch.empty(-(-rows // size) * size, columns, dtype=dtype, device="cpu")
     ruled = rules.given(quantizer.format, scales.rule, scale)
     apart = rules.apart(quantizer.format, seed, dtype, True)

@@ -34,6 +34,7 @@ from halfstep.quant import Scales
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling.base import finite
+from halfstep.quant.scaling.two_level import TwoLevel
 
 
 # ---- powers of two: values rounded where they stand, not divided by the scale, nor multiplied ------------------------
@@ -154,7 +155,7 @@ def tensor_scale_of(amax: float, format: Format) -> np.float32:
     return np.float32(np.float32(amax) / np.float32(ocp.float8_e4m3fn.max * format.max) or 1)
 
 
-def given(format: Format, rule: Any, scale: Tensor | np.float32) -> Any:
+def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
     """The same for a tensor whose scale is known."""
     return E4M3[0], (np.float32(format.max), np.float32(scale)), np.uint32(not rule.clips), None
 

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from halfstep.kernels.cpu.compiled import inner, specialized_inlined
+from halfstep.kernels.cpu.compiled import inner, specialized, specialized_inlined
 from halfstep.kernels.cpu.lanes import WIDTHS, Given, Lane, data_of, emitted, trace
 
 
@@ -130,9 +130,20 @@ def declared(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     return ir.Function(builder.module, ir.FunctionType(result, arguments), name) if found is None else found
 
 
+def _length(levels: Any) -> int:
+    return min(LONGEST, 1 << len(levels))
+
+
+@specialized
+def length(levels):
+    """In kernels: how many elements of blocks of 2^len(levels) a run takes."""
+    count = _length(levels)
+    return lambda levels: count
+
+
 def runs(body: Callable[..., Lane]) -> Any:
     """Make a function on lanes one that numba code calls with (out, start, levels, (...)): it writes what it gives for
-    the elements, `LONGEST` or a whole block of 2^len(levels), from `start` on to `out`.
+    the `length(levels)` elements from `start` on to `out`.
 
     Arrays among its arguments, which are given as a tuple, arrive as runs of their elements from `start` on, scalars as
     runs of one number, and tuples of scalars as lists of those; None stays None. The function that calls it should hold
@@ -141,7 +152,7 @@ def runs(body: Callable[..., Lane]) -> Any:
 
     @emitted(wide=True)
     def run(context: Any, builder: Any, out: Given, start: Given, levels: Given, arguments: Given) -> None:
-        count = min(LONGEST, 1 << len(levels.type))
+        count = _length(levels.type)
 
         def lane(given: Given) -> Run:
             if not isinstance(given.type, types.Array):

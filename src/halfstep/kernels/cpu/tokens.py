@@ -72,6 +72,7 @@ def _by_powers(columns: int, quantizer: Quantizer, scales: Scales, dtype: torch.
 
 def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype, how: Any) -> Rounder:
     format, rule = quantizer.format, scales.rule
+    assert isinstance(rule, TwoLevel)
     sides, apart = blocks.sides_of(scales.tile, 0), rules.apart(format, None, dtype, True)
 
     def rounded(x: NDArray[Any]) -> Rounded | None:

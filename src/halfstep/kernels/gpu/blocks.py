@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.formats import Format, ocp
 from halfstep.kernels.cpu.arrays import separate
-from halfstep.kernels.gpu import cast, quantizers
+from halfstep.kernels.gpu import amax, quantizers
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, prepared
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.cast import encode
@@ -169,7 +169,7 @@ class Largest:
     def __call__(self, x: Tensor, zeros: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         found = across = None
         if self._needed and self._whole:
-            found = cast.run_amax(x).view(torch.int32)
+            found = amax.run(x).view(torch.int32)
         elif self._needed:
             whole = torch.zeros(self.zeros, dtype=torch.int32, device=x.device) if zeros is None else zeros
             found, across = (whole[: self._count], whole[self._count :]) if self._across else (whole, None)

@@ -1,4 +1,4 @@
-"""What goes over a CUDA tensor element by element, in one pass: codes, values, products, maxima, seeds."""
+"""What goes over a CUDA tensor element by element, in one pass: roundings, codes and their values, products, seeds."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -13,18 +13,7 @@ from halfstep.kernels.cpu import element_codes, elements, posit
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.codes import lie_in, shifts
 from halfstep.kernels.cpu.lanes import INFINITY
-from halfstep.kernels.gpu.launch import (
-    BLOCK,
-    KINDS,
-    Launch,
-    bits,
-    capability,
-    functions,
-    halves,
-    launch,
-    lies_plain,
-    prepared,
-)
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain, prepared
 from halfstep.quant.rounding import Seed
 
 
@@ -195,30 +184,6 @@ def run_finish(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch
         product.shape[1], device=product.device, TARGET=KINDS[dtype], HALF=half(), B=BLOCK,
     )  # fmt: skip
     return out
-
-
-# ---- the largest magnitude: read once, nothing widened, NaN kept -----------------------------------------------------
-
-_RAISED = 4 * BLOCK  # elements of a program: few programs, since all raise one number
-
-
-def run_amax(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) -> Tensor:
-    """max |x| of a tensor that `launch.lies_plain`, as a float32 scalar: 0 of an empty tensor, NaN where there is one.
-    0 too, and x is not read, where `unless`, another, is not 0.
-
-    Args:
-        found: zeros there, 4 bytes or more, the first of which become its bits: given back as they are.
-    """
-    if found is None:
-        found = torch.zeros((), dtype=torch.float32, device=x.device)
-    n = x.numel()
-    _largest(x.device, x.dtype, n >> 31)(-(-n // _RAISED), x, found, unless, n)
-    return found
-
-
-@cache
-def _largest(device: torch.device, dtype: torch.dtype, long: int) -> Launch:
-    return Launch(functions("elementwise").largest, device, as_bits=True, SOURCE=KINDS[dtype], PART=BLOCK, B=_RAISED)
 
 
 # ---- seeds that follow from a key and from a tensor's numbers: what torch's operators take twenty launches for -------

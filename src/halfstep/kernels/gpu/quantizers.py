@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -138,8 +139,7 @@ def element(format: Format, rounding: str) -> Element | None:
         if format.bits != 4:
             return None
         cuts = tuple(float(cut) for cut in element_codes.cut_points(format, False))
-        values = tuple(np.array(format.values(), np.float32).view(np.uint32).tolist())
-        return Element(None, None, 4, first, cuts, values, element_codes.order_of(format))
+        return Element(None, None, 4, first, cuts, _bits(format.values()), element_codes.order_of(format))
     if rounding not in ROUNDINGS or element_codes.in_bytes(format, rounding) is None:
         return None
     return Element(*pair(format, rounding), format.bits, first)
@@ -178,6 +178,11 @@ def table(format: Format, device: torch.device) -> Tensor | None:
         assert found is not None
         values = torch.cat([values, torch.from_numpy(found[1]).flatten()])
     return values.to(device)
+
+
+def _bits(values: Sequence[float]) -> tuple[int, ...]:
+    """As float32's."""
+    return tuple(int(bits) for bits in np.array(values, np.float32).view(np.uint32))
 
 
 def e4m3() -> Pair:

@@ -9,6 +9,7 @@ from halfstep import formats, quant
 from halfstep.kernels import seeds as seeds_of
 from halfstep.kernels.cpu import amax, cast, codes, posit
 from halfstep.kernels.gpu import (
+    amax as gpu_amax,
     cast as gpu_cast,
     history,
 )
@@ -177,7 +178,7 @@ GPU = (
     ),
     *kernel_tests(
         "amax", _FLOATS, _amax, product((*_GPU_SIZES, (1 << 14) + 5), _KINDS, (None, -0.0, 1e-45, torch.nan)),
-        run=gpu_cast.run_amax,
+        run=gpu_amax.run,
     ),
     *kernel_tests(
         "finish", BFLOAT16 | FLOAT16, _finish,

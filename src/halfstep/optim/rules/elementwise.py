@@ -99,7 +99,8 @@ class Formula:
         program = self.program(group, options, by_step)
         given = {**options, **by_step, "step": number}
         scale = np.float32(-grad_scale if group.get("maximize") else grad_scale)
-        return optimizer.numbers_of(program, scale, tuple(map(float, map(given.__getitem__, program.names))))
+        numbers = tuple(map(float, map(given.__getitem__, program.names)))
+        return optimizer.Numbers(program, scale, numbers, None if program.shared else program.numbers(numbers)[0])
 
     def on_gpu(self, group: Group) -> Options:
         """As `UpdateRule.options`."""
