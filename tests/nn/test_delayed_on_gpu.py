@@ -81,7 +81,7 @@ def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeyp
         model, _, _ = prepared(recipe, model)
         states = [buffer for name, buffer in model.named_buffers() if "scaling" in name]
         monkeypatch.setattr(largest, "plain", lambda x: True)
-        monkeypatch.setattr(largest.cast, "run_amax", run)
+        monkeypatch.setattr(largest.gpu_amax, "run", run)
         monkeypatch.setattr(operators, "ROUND_SCALED", round_into)
         backward(model(torch.empty(12, 8, device="cuda")).sum())
     assert len(asked) == len(raised) == len(states)

@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep import ops
 from halfstep.kernels import carried
-from halfstep.nn.adapters import attention, gated, nonlinear, recurrent, wide
+from halfstep.nn.adapters import attention, gated, linear, nonlinear, recurrent, wide
 from halfstep.nn.adopt import Forward, adopt, forward_owner, owner_of
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.paths import is_in
@@ -23,7 +23,7 @@ from halfstep.unit import multipliers_of
 _WIDENING = {owner_of(owner): forward for owner, forward in wide.FORWARDS.items()}
 """What stands in for forwards of torch's that refuse two dtypes, by the class whose forward it is."""
 _ENCODERS = frozenset(map(owner_of, attention.ENCODERS))
-_LSTM = owner_of(nn.LSTM)
+_LSTM, _LINEAR = owner_of(nn.LSTM), owner_of(nn.Linear)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Arrangement:
                 spec = specs.get(path) or LinearSpec()
                 own_part(module).linear = spec.times(multipliers_of(module))
                 adopt(module, matched.kinds[path].forward)
+            elif owner == _LINEAR and recipe.autocast is not None:
+                adopt(module, linear.under_autocast)
             if isinstance(module, unfused) and owner in _ENCODERS:
                 adopt(module, attention.encoder_forward)
             if mixed and owner == _LSTM and path not in self.widened:

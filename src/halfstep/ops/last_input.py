@@ -1,6 +1,4 @@
-"""An input that several layers read (attention's q, k and v; an MLP's gate and up): rounded once, and kept once."""
-
-from __future__ import annotations
+"""An input that several layers read (attention's q, k and v; an MLP's gate and up): rounded or cast, and kept, once."""
 
 import weakref
 from typing import Any
@@ -8,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.ops.function import run
 from halfstep.quant.memory import has_memory
 
 
@@ -42,3 +41,43 @@ def _place(x: Tensor, key: Any) -> tuple[Any, ...]:
     if x.is_cuda and has_memory(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index), torch.cuda.is_current_stream_capturing()
     return x._version, key, stream
+
+
+def cast_once(x: Tensor, last: LastInput) -> Tensor:
+    """x, float32, in autocast's dtype; x itself where autocast would leave it, or a graph or a transform is traced.
+
+    torch casts, and keeps, a copy for each layer that reads x. Here the layers after the first share its copy. Their
+    gradients are added in float32, as torch adds them.
+    """
+    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.is_leaf or not has_memory(x, or_fake=True):
+        return x
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or torch._C._get_tracing_state() is not None:
+        return x
+    dtype = torch.get_autocast_dtype(device)
+    found = last.find(x, dtype)
+    if found is not None:
+        return run(_Shared, x, found)  # type: ignore[no-any-return]
+    cast = x.to(dtype)
+    last.note(x, dtype, cast.detach())
+    return cast
+
+
+class _Shared(torch.autograd.Function):
+    """The cast of a float32 tensor, which is there already."""
+
+    @staticmethod
+    def forward(x: Tensor, cast: Tensor) -> Tensor:
+        return cast.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
+
+    @staticmethod
+    def tangent(ctx: Any, x: Tensor, cast: None) -> Tensor:
+        return x.to(ctx.dtype)

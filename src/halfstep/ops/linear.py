@@ -1,7 +1,5 @@
 """A linear layer as three products of quantised operands."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +10,7 @@ from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import no_autocast, run
-from halfstep.ops.last_input import LastInput
+from halfstep.ops.last_input import LastInput, cast_once
 from halfstep.ops.linear_passes import Rounded, RoundedSides, RoundedWeight, States, product_dtype
 from halfstep.ops.native import Native, native_layer
 from halfstep.ops.noise import seeds_of
@@ -122,6 +120,7 @@ def linear(
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
     factors = factors_of(spec, x.numel() // max(x.shape[-1], 1), *weight.shape) if spec.multiplies else None
+    x = x if last is None else cast_once(x, last)
     with no_autocast(x):
         x, weight = (operand if operand.dtype == dtype else operand.to(dtype) for operand in (x, weight))
         return plain(x, weight, None if bias is None else bias.to(dtype), factors)

@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from halfstep import unit
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
+from halfstep.ops.last_input import cast_once
 from halfstep.ops.part import part_of
 
 
@@ -38,6 +39,12 @@ def with_bias_apart(stock: Any, module: Any, input: Tensor) -> Tensor:
     """`ops.linear` without the bias, and then the bias."""
     y = product(module, input, weight_of(module, "weight", input), None)
     return y if module.bias is None else y + module.bias
+
+
+def under_autocast(stock: Any, module: Any, input: Tensor) -> Tensor:
+    """The stock forward, whose input is cast once for all layers that read it."""
+    following = part_of(module).following
+    return stock(module, input if following is None else cast_once(input, following.last_input))  # type: ignore[no-any-return]
 
 
 LINEAR = Kind(
