@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.kernels import histories, scaled_mm, seeds
-from halfstep.kernels.gpu import blocks, cast, history, launch, layouts
+from halfstep.kernels.gpu import amax, blocks, history, launch, layouts
 from halfstep.lab.environment import environment
 from halfstep.ops import factors, native
 from halfstep.optim.together import Together
@@ -80,7 +80,7 @@ def stand_in() -> None:
     for module in (native, blocks, layouts):
         module.plain = launch.lies_plain  # type: ignore[attr-defined]
     histories.on_cpu = history  # type: ignore[attr-defined]
-    factors.amax_of = cast.run_amax  # type: ignore[assignment]
+    factors.amax_of = amax.run  # type: ignore[assignment]
     seeds.here = lambda tensor: True  # type: ignore[assignment]
 
 

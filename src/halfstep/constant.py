@@ -1,7 +1,5 @@
 """Functions whose results are kept, and which torch.compile calls while it traces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """What the figures that commands draw have in common: type, ink, and that a user's own settings change none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """apply + optimizer + loss scaler: in one line, or in two steps."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 import weakref

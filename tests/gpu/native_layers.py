@@ -19,7 +19,7 @@ import triton
 from halfstep import ops
 from halfstep.kernels import scaled_mm
 from halfstep.kernels.gpu import blocks, layouts
-from halfstep.kernels.gpu.cast import run_amax as largest_of
+from halfstep.kernels.gpu.amax import run as largest_of
 from halfstep.kernels.gpu.launch import lies_plain
 from halfstep.ops import factors, native
 from halfstep.ops.last_input import LastInput

@@ -3,6 +3,8 @@
 The theoretical cost of a recipe's products on an architecture is a share of training in 16 bits.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter, defaultdict
@@ -220,11 +222,11 @@ class Cost:
         """Over training in 16 bits."""
         return self.base / self.time
 
-    def without(self, *kinds: str) -> "Cost":
+    def without(self, *kinds: str) -> Cost:
         """The same without products of these kinds, as papers count that leave the head out."""
         return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.kind not in kinds))
 
-    def of(self, step: str) -> "Cost":
+    def of(self, step: str) -> Cost:
         """One of `PASSES` alone."""
         return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.step == step))
 
@@ -352,14 +354,13 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> d
     """The multiply-adds of all three passes by kind, pass and bits, as that recipe rounds the operands."""
     matched = match(model, recipe, None)
     float32 = wide.find(model, recipe.float32_modules)
-    usual = formats.get(recipe.weights if recipe.compute == "fp32" else recipe.compute).bits  # where no rule rounds
     found: dict[_Key, float] = defaultdict(float)
     cores: Counter[str] = Counter()
     for product in products:
         kind = _kind(product, model)
         spec = _spec(product, kind, matched, recipe, cores[product.path])
         cores[product.path] += kind == ATTENTION_CORE
-        plain = 32 if any(f"{product.path}.".startswith(f"{path}.") for path in float32) else usual
+        plain = 32 if any(f"{product.path}.".startswith(f"{path}.") for path in float32) else _bits(recipe)
         matmuls = spec.output, spec.grad_input, spec.grad_weight
         for step, matmul, formed in zip(PASSES, matmuls, (True, product.input_grad, product.weight_grad), strict=True):
             if formed:
@@ -407,6 +408,11 @@ def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> It
     rounded = spec.output.rhs
     if step == PASSES[2] and rounded is not None and rounded.estimator is not None:
         yield ESTIMATES, weight
+
+
+def _bits(recipe: Recipe) -> int:
+    """The bits of an operand that no rule rounds."""
+    return formats.get(recipe.weights if recipe.compute == "fp32" else recipe.compute).bits
 
 
 def _wider(matmul: Matmul, plain: int) -> int:

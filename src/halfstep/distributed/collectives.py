@@ -1,5 +1,7 @@
 """Collectives of one process group that count the bytes they send, wait only so long, and say which rank is missing."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +27,7 @@ class Pending:
 
     works: Sequence[Any]
     what: str
-    exchange: "Exchange"
+    exchange: Exchange
 
     def wait(self) -> None:
         """Wait until it is done, on a GPU without the host.

@@ -17,8 +17,9 @@ from halfstep.distributed.reduction import Reduction, fp8_hook
 from halfstep.distributed.sharded import install, modules_of
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.following import root_of
-from halfstep.ops import CodeTensor, values_of
+from halfstep.ops import CodeTensor
 from halfstep.ops.part import own_part, part_of
+from halfstep.ops.snapshot import values_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.optim.unscaling import unwrapped
 from halfstep.recipe import Communication, Recipe

@@ -71,10 +71,11 @@ class Message:
         return means.run(messages, quantizer, self.length, self._parts["codes_scale"][2], out, total)
 
     def _views(self, message: Tensor) -> dict[str, Tensor]:
+        parts = self._parts.items()
         prefix = "" if self._storage.dtype is not None else "codes_"
         return {
             name.removeprefix(prefix): message[start:stop].view(dtype).view(shape)
-            for name, (dtype, shape, start, stop) in self._parts.items()
+            for name, (dtype, shape, start, stop) in parts
         }
 
 
@@ -261,7 +262,8 @@ def fp8lm_steps(
     scale = mu * (yield from _factors(values, lengths, quantizer, exchange))
     pieces = zip(values.split_with_sizes(list(lengths)), scale, strict=True)
     scaled = torch.cat([piece.float() * each for piece, each in pieces])
-    sent = torch.stack([encode(piece, format) for piece in shares(scaled, ranks, -(-size // ranks))])
+    share = -(-size // ranks)
+    sent = torch.stack([encode(piece, format) for piece in shares(scaled, ranks, share)])
     got = sent.clone()
     yield exchange.all_to_all(got, sent)
     total = decode(got[0], format)
@@ -269,7 +271,8 @@ def fp8lm_steps(
         total = round_to(total + decode(other, format), format)
     sent[exchange.rank] = encode(total, format)
     yield exchange.all_gather(sent)
-    parts = decode(sent.view(-1)[:size], format).split_with_sizes(list(lengths))
+    mean = decode(sent.view(-1)[:size], format)
+    parts = mean.split_with_sizes(list(lengths))
     if adapts:
         full = torch.stack([(part.abs() == format.max).float().mean() for part in parts])
         mu.copy_(torch.where(full > SHARE, mu / 2, (mu * RAISE).clamp(max=MOST)))

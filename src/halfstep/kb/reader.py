@@ -1,5 +1,7 @@
 """What the knowledge base holds, entries and failure reports, read from the package's data files and the user's own."""
 
+from __future__ import annotations
+
 import json
 import re
 import tomllib
@@ -102,7 +104,7 @@ class Entry:
             return []
         return [name for name in self.globs if matches(name, model_id)]
 
-    def conflicts(self, other: "Entry") -> bool:
+    def conflicts(self, other: Entry) -> bool:
         """Whether one declares a conflict with the other."""
         return self.conflict_with == other.id or other.conflict_with == self.id
 
@@ -153,6 +155,11 @@ def entry_from(data: Mapping[str, Any], family: str, origin: str, overlay: bool 
     references = tuple(Reference(**reference) for reference in data["references"])
     rest = {key: _frozen(value) for key, value in data.items() if key != "references"}
     return Entry(**rest, references=references, family=family, origin=origin, overlay=overlay)
+
+
+def failure_from(data: Mapping[str, Any], origin: str) -> FailureReport:
+    """A failure report from its TOML table, which the schema has accepted."""
+    return FailureReport(**{key: _frozen(value) for key, value in data.items()}, origin=origin)
 
 
 def _frozen(value: Any) -> Any:
@@ -312,8 +319,7 @@ def read(folder: Traversable, overlay: bool = False, check: bool = True) -> Know
         if check and (found := list(file_problems(name, data))):
             raise KnowledgeBaseError("\n".join(found))
         entries += [entry_from(table, data["family"], name, overlay) for table in data.get("entry", ())]
-        tables = ({key: _frozen(value) for key, value in table.items()} for table in data.get("failure", ()))
-        failures += [FailureReport(**table, origin=name) for table in tables]
+        failures += [failure_from(table, name) for table in data.get("failure", ())]
     return KnowledgeBase(tuple(entries), tuple(failures))
 
 

@@ -160,11 +160,7 @@ def judge(base: KnowledgeBase, model_id: str, use: object) -> Verdict:
     """`check` in a knowledge base at hand."""
     word = normal_use(use)
     answer = find(base, model_id)
-    reasons = tuple(  # of each entry one, or one for each part of the model
-        _reason(entry, part or None, precision, word)
-        for entry in answer.entries
-        for part, precision in (entry.parts or {"": entry.train_precision}).items()
-    )
+    reasons = tuple(reason for entry in answer.entries for reason in reasons_of(entry, word))
     if not reasons:
         reasons = (_without_an_entry(answer, word),)
     elif _failed(answer, word) and most_careful(reasons) in _REPORTED:
@@ -176,6 +172,12 @@ def judge(base: KnowledgeBase, model_id: str, use: object) -> Verdict:
 def most_careful(reasons: Iterable[Reason]) -> str:
     """The verdict of several reasons."""
     return max((reason.verdict for reason in reasons), key=_CAREFUL.index)
+
+
+def reasons_of(entry: Entry, use: str) -> tuple[Reason, ...]:
+    """What an entry says on a use: one reason, or one for each part of the model."""
+    parts: list[tuple[str | None, str]] = [*entry.parts.items()] or [(None, entry.train_precision)]
+    return tuple(_reason(entry, part, precision, use) for part, precision in parts)
 
 
 def _reason(entry: Entry, part: str | None, precision: str, use: str) -> Reason:

@@ -1,5 +1,7 @@
 """Train one model under several recipes, side by side, and judge each against fp32."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import traceback
@@ -38,7 +40,7 @@ def open_experiment(
     resume: bool,
     recipes: dict[str, Recipe] | None = None,
     task: Task | None = None,
-) -> "Comparison":
+) -> Comparison:
     """Check everything that can be checked before training: recipes, data, model, folder.
 
     Args:

@@ -61,8 +61,9 @@ def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
         whole = b"\n".join(documents)
         cut = len(whole) - len(whole) // _HELD_OUT
         return whole[:cut], whole[cut:]
+    held = documents[_HELD_OUT - 1 :: _HELD_OUT]
     rest = [document for i, document in enumerate(documents) if i % _HELD_OUT != _HELD_OUT - 1]
-    return b"\n".join(rest), b"\n".join(documents[_HELD_OUT - 1 :: _HELD_OUT])
+    return b"\n".join(rest), b"\n".join(held)
 
 
 def _standard_library() -> list[bytes]:

@@ -1,5 +1,7 @@
 """What an experiment is, frozen data written into its run folder before anything runs; what its task tells reports."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
@@ -52,7 +54,7 @@ class Facts:
     """The fields of an experiment that this task sets otherwise than `Experiment` does."""
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any] | None) -> "Facts":
+    def from_data(cls, data: Mapping[str, Any] | None) -> Facts:
         """The facts that `to_dict` wrote; None gives those of a folder that has none.
 
         Raises:
@@ -135,11 +137,11 @@ class Experiment:
             if not 0 < rate < math.inf:
                 raise RunError(f"a learning rate of {rate} given for recipe {recipe!r}; expected a positive number")
 
-    def alone(self, recipe: str) -> "Experiment":
+    def alone(self, recipe: str) -> Experiment:
         """The experiment as one recipe trains in it: with its own learning rate, where it has one."""
         return replace(self, recipes=(recipe,), lr=self.recipe_lr.get(recipe, self.lr), recipe_lr={})
 
-    def named(self, names: Mapping[str, str]) -> "Experiment":
+    def named(self, names: Mapping[str, str]) -> Experiment:
         """The same, its recipes called by their names.
 
         Args:
@@ -187,7 +189,7 @@ class Experiment:
         return {name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> "Experiment":
+    def from_data(cls, data: Mapping[str, Any]) -> Experiment:
         """What `to_dict` wrote: JSON has lists for tuples."""
         given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
         return cls(**given)

@@ -34,6 +34,8 @@ The kinds:
 Numbers that are not finite are null.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -124,7 +126,7 @@ class RunFolder:
         environment: dict[str, Any],
         facts: Facts | None = None,
         recipes: dict[str, Any] | None = None,
-    ) -> "RunFolder":
+    ) -> RunFolder:
         """A new folder, with its experiment written down.
 
         Raises:
@@ -143,7 +145,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def resume(cls, path: Path, experiment: Experiment) -> "RunFolder":
+    def resume(cls, path: Path, experiment: Experiment) -> RunFolder:
         """The folder of the same experiment, which may have more seeds now.
 
         Raises:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import DataError, ModelError
@@ -123,7 +124,7 @@ class ByHeart(nn.Module):
 
     def forward(self, of: Tensor, text: Tensor) -> Tensor:
         """What follows each number of the text so far."""
-        return nn.functional.one_hot(self.rows[:, 1 : text.shape[1] + 1], self.classes).float()
+        return F.one_hot(self.rows[:, 1 : text.shape[1] + 1], self.classes).float()
 
 
 class Spelling(Task):
@@ -142,7 +143,7 @@ class Spelling(Task):
         """Cross-entropy, padding left out."""
         text = batch[self.text]
         logits = model(batch[self.source], text[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD)
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD)
 
     def spelled(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """What a model makes of the held-out part, greedily, and what is right, both (rows, time)."""

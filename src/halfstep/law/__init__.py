@@ -9,6 +9,8 @@ N parameters, D tokens, P bits; L in nats a token. Equations 2, 4 and 11, with t
 main text leaves out: without them the constants give 3.7 bits as the best width, with them the paper's 7 to 8.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +81,7 @@ class Law:
     post: PostTraining | None = None
     source: str = ""
 
-    def without_offsets(self) -> "Law":
+    def without_offsets(self) -> Law:
         """The form of the main text (equation 4), with the same constants."""
         widths = {part: replace(width, offset=0.0) for part, width in self.widths.items()}
         return replace(self, widths=widths, post=self.post and replace(self.post, offset=0.0))
@@ -258,7 +260,7 @@ class Fitted:
             "residual": self.residual,
         }
 
-    def law(self, damage: "Fitted | None" = None) -> Law:
+    def law(self, damage: Fitted | None = None) -> Law:
         """The law with these constants, as fitted on losses; with the term of `damage`."""
         c, d = self.constants, damage and damage.constants
         widths = {"weights": Width(c["gamma"], c["offset"])} if "gamma" in c else {}

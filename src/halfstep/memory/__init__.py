@@ -244,8 +244,9 @@ def measure_step(
             for parameter in trained:
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(_marker(live, per_layer)))
             torch.autograd.backward(scale(loss))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
     return replace(
-        _by_role(persistent, [p.grad for p in model.parameters() if p.grad is not None]),
+        _by_role(persistent, grads),
         compute_copies=copies,
         activations=activations,
         peak=live.peak.total(),

@@ -1,7 +1,5 @@
 """Give a module another forward, or other methods, without making it another module."""
 
-from __future__ import annotations
-
 import abc
 import copyreg
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """What `apply` leaves on a model's root, for its forward, for `advance` and for `revert`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

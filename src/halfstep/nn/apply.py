@@ -1,7 +1,5 @@
 """Make a model follow a recipe, in place, and undo it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

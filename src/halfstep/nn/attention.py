@@ -1,7 +1,5 @@
 """Attention as a module, so that a recipe can reach its two products."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from halfstep import ops

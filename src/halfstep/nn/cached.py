@@ -1,7 +1,5 @@
 """Weights that are rounded once for several forwards: the micro-batches of a step, an evaluation, generation."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What has happened since the last optimizer step, as far as scaling states and stages depend on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary

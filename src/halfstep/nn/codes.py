@@ -1,7 +1,5 @@
 """Weights that rules round, kept as codes, and their gradients with them: how parameters become so, and stop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 

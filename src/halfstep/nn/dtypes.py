@@ -1,7 +1,5 @@
 """Store a model's parameters in another dtype, in place; and what casts to 16 bits left in its buffers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Which layers of a model may round the operands of their products, and what a recipe's rules say about each."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

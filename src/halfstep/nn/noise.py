@@ -4,8 +4,6 @@ A key is the seed of the run and the layer's path, hashed, and the number of ste
 numbers that a pass takes, so that nothing is drawn from a generator and nothing is counted in a forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

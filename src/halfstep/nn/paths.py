@@ -1,7 +1,5 @@
 """What the paths of a model's modules say: names without wrappers, adapters (LoRA and its kin), repeated blocks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import translate

@@ -1,7 +1,5 @@
 """A quantised model as the tensors of a layout, and Hugging Face's as a folder that servers and transformers load."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Which parameters of a model a recipe projects: the matrices of its linear layers, by their paths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from difflib import get_close_matches
 

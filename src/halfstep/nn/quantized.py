@@ -1,7 +1,5 @@
 """A model for inference: of weights that a recipe's rules round, codes and scales are kept, nothing else; and back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

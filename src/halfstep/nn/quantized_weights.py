@@ -1,7 +1,5 @@
 """The weights of a layer for inference: codes and scales in buffers, in the place of a parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain

@@ -1,7 +1,5 @@
 """What recipes and unit scaling ask of training on several ranks that torch's data parallelism does not do."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping

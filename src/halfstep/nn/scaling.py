@@ -4,8 +4,6 @@ Forward and backward only raise the amax of the step that runs, so a layer may b
 checkpointing), or for several micro-batches, and nothing changes but that maximum. `advance` alone moves a state on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

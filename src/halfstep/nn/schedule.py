@@ -1,7 +1,5 @@
 """Where a run stands in the stages of its recipe, and that nothing is recomputed in another stage than its own."""
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from typing import Any

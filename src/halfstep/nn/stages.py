@@ -1,7 +1,5 @@
 """A model whose recipe has stages: applied for all of them at once, and switched between them in place."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Scaled dot-product attention on the best path that this machine has for its dtype."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The dtype that holds rounded values exactly, for products on matrix units for it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

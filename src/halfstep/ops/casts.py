@@ -1,7 +1,5 @@
 """Rounding, codes and scales: a kernel where one supports the call, else the reference in `quant`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors as codes and scales: under one power of two, as a quantizer lays them out, and as a storage names them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """A convolution as three products of quantised operands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

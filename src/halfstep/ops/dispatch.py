@@ -1,7 +1,5 @@
 """What tensor subclasses ask of torch's functions as they pass through dispatch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What all of a tensor is multiplied by before it is rounded, and the state that it may follow."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Quantised tensors in safetensors files: plain tensors, and JSON metadata that says how to read them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Operands with a scale for each number that a product sums over, and what a backward pass keeps of a remainder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

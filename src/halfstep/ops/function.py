@@ -1,7 +1,5 @@
 """Autograd functions in torch's two parts, `forward` and `setup_context`, called at the price of those in one."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any

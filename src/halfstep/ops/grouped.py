@@ -1,7 +1,5 @@
 """Linear layers of several experts, each for its own rows: operands rounded for all experts at once, on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The forward and the backward pass of a linear layer whose operands are rounded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple

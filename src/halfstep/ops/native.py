@@ -4,8 +4,6 @@ That layer is `ops.linear_passes.Rounded` where nothing else is asked of it, wit
 their products and all decided once for its sizes: what is left of a pass are allocations, launches and products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload

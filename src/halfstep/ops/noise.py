@@ -4,8 +4,6 @@ A pass that is computed again, by activation checkpointing of any kind, in anoth
 the same numbers and draws the same. Micro-batches, and calls of a layer that a model calls twice, take others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Functions whose operands are rounded: one derivative, and that of the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

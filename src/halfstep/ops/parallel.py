@@ -4,8 +4,6 @@ Each rank multiplies its part. Operands have the codes that they have in one pro
 other ranks, each of them takes in the largest magnitude of all. What ranks add up is a sum of rounded products.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

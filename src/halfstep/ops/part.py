@@ -1,7 +1,5 @@
 """A module's part of what was decided for its model: one record, at `module._halfstep`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

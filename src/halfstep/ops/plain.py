@@ -3,8 +3,6 @@
 Their gradients are such products too; vmap and forward mode go through them.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

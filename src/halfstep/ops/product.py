@@ -1,7 +1,5 @@
 """The product of two operands of a linear layer, on the best path that this machine has for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

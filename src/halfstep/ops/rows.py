@@ -1,7 +1,5 @@
 """Matrices of 4 bits with a scale a row, or a column: clamped, scaled and rounded in one pass."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 What memory the graph takes is for its compiler to decide; its numbers are those of the eager model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

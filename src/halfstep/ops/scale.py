@@ -4,8 +4,6 @@ Source: Blake, Orr and Luschi 2023 (Unit Scaling), section 4: a scaled operation
 and the gradient of each of its inputs by another.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

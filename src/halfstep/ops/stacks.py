@@ -1,7 +1,5 @@
 """Products of stacks of matrices, such as attention's, whose operands are quantised."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

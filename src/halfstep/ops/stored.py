@@ -1,7 +1,5 @@
 """Matrices stored in codes, and the operands that products make of them again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

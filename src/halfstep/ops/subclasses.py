@@ -1,7 +1,5 @@
 """Tensors whose numbers are not what their memory holds: of other libraries, shards, and those without a shape yet."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The tokens of a linear layer's input, spread over ranks (sequence parallel), and how ranks send them as codes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """How the filters of a convolution move over their input; and one with factors on its three products."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

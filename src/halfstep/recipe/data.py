@@ -1,7 +1,5 @@
 """Recipes as plain data (what TOML and JSON hold), and back."""
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Recipes of one's own, from a TOML file, Python or a text; and those with a number in their name, `bits-e8m3`."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

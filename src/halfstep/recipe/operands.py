@@ -1,7 +1,5 @@
 """Operands and storages of a recipe as plain data, and back."""
 
-from __future__ import annotations
-
 import re
 import types
 import typing

@@ -1,7 +1,5 @@
 """Under which recipe a state was saved, and whether it goes on under another: the one rule of all state dicts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """GaLore: which matrices are updated in a subspace of their gradients, and in which."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """A rule of a recipe: which layers it means, by path and depth, and how they round; the layers left out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

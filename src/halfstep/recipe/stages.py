@@ -1,7 +1,5 @@
 """Stages: recipes that take over from the first while a model trains, and what must not change with them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

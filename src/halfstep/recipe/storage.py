@@ -1,7 +1,5 @@
 """How a tensor is kept between two uses, what autograd saves, and how gradients and weights cross from rank to rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod

@@ -1,7 +1,5 @@
 """A recipe as plain data, which `recipe.data` reads back."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from typing import Any
 

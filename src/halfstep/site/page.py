@@ -12,6 +12,7 @@ import halfstep
 from halfstep import formats
 from halfstep.cli.formats.table import bits_per_value, kind, layout, tile_text
 from halfstep.errors import MissingLibraryError
+from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
 from halfstep.grouping import grouped
 from halfstep.kb import KnowledgeBase, Verdict
@@ -49,15 +50,13 @@ def to_html(base: KnowledgeBase) -> str:
     style, code = _trimmed(part("page.css")), script()
     data: dict[str, Any] = {"kb": checker(base), "formats": table(), "memory": memory.table()}
     said = json.dumps(data, separators=(",", ":"))
-    counts = f"{len(data['formats'])} formats, {len(data['memory']['models'])} architectures"
-    digest = hashlib.sha256(said.encode()).hexdigest()[:12]  # two pages with the same words answer alike
     return environment.get_template("page.html").render(
         **entries(base),
         **facts(),
         models=data["memory"]["models"],
         recipes=data["memory"]["recipes"],
         tabs=TABS,
-        version=f"halfstep {halfstep.__version__}: {counts}, {len(data['memory']['recipes'])} recipes; data {digest}.",
+        version=_version(data, said),
         style=Markup(style),
         script=Markup(code),
         # in a <script> element: no character in it can end the element
@@ -86,6 +85,13 @@ def part(name: str) -> str:
     return files("halfstep.site").joinpath(name).read_text(encoding="utf-8")
 
 
+def _version(data: dict[str, Any], said: str) -> str:
+    """Which data this page shows: two pages with the same words answer alike."""
+    counts = f"{len(data['formats'])} formats, {len(data['memory']['models'])} architectures"
+    digest = hashlib.sha256(said.encode()).hexdigest()[:12]
+    return f"halfstep {halfstep.__version__}: {counts}, {len(data['memory']['recipes'])} recipes; data {digest}."
+
+
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
@@ -95,7 +101,7 @@ def table() -> list[dict[str, Any]]:
     return [described(formats.get(name)) for name in formats.names()]
 
 
-def described(format: formats.Format) -> dict[str, Any]:
+def described(format: Format) -> dict[str, Any]:
     """A format for the page's script: its limits, and what its codes are read by."""
     found: dict[str, Any] = {
         **{name: getattr(format, name) for name in ("name", "bits", "max", "min", "smallest", "eps", "ties")},
@@ -110,14 +116,14 @@ def described(format: formats.Format) -> dict[str, Any]:
         "specials": None,
         "overflowFrom": format.overflow_from if isfinite(format.overflow_from) else None,
     }
-    if isinstance(format, formats.Float):
+    if isinstance(format, Float):
         own = {"exponent": format.exponent_bits, "mantissa": format.mantissa_bits, "bias": format.bias}
         return found | own | {"kind": "float", "specials": format.specials, "least_normal": format.min_normal}
-    if isinstance(format, formats.Posit):
+    if isinstance(format, Posit):
         return found | {"kind": "posit", "es": format.es}
-    if isinstance(format, formats.Integer):
+    if isinstance(format, Integer):
         return found | {"kind": "integer", "low": format.low, "fraction": format.fraction_bits}
-    if isinstance(format, formats.Codebook):
+    if isinstance(format, Codebook):
         return found | {"kind": "codebook", "table": list(format.table)}
     return found | {"kind": "exponent"}
 

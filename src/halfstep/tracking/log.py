@@ -1,5 +1,7 @@
 """A log of a training run's numerics that can be left on: one row every so many optimizer steps."""
 
+from __future__ import annotations
+
 import json
 import math
 import statistics
@@ -32,7 +34,7 @@ def track(
     every: int = 100,
     to: str | Path | Any | Iterable[Any] = "numerics.jsonl",
     scaler: Any = None,
-) -> "Log":
+) -> Log:
     """Write a row of numerics every so many optimizer steps; the steps between cost a count each.
 
         log = halfstep.track(model, optimizer, every=100, to=["numerics.jsonl", SummaryWriter()], scaler=scaler)
@@ -89,7 +91,7 @@ class Log:
         self._hooks.enter_context(self._optimizer.register_step_post_hook(disable(self._after)))
         self._look_at_next()
 
-    def __enter__(self) -> "Log":
+    def __enter__(self) -> Log:
         return self
 
     def __exit__(self, *exception: object) -> None:

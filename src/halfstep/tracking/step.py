@@ -1,5 +1,7 @@
 """Numbers of a training step: its operands, rounded; how much of an update arrives; what became zero; sharpness."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep import quant
 from halfstep.bits.histogram import ExponentHistogram
 from halfstep.bits.limits import limits_of
 from halfstep.errors import QuantizationError
@@ -18,7 +21,7 @@ from halfstep.ops import amax_of, round_to, values_of
 from halfstep.ops.codes import read
 from halfstep.ops.part import part_of
 from halfstep.optim import LowBit, Update
-from halfstep.quant import Quantizer, rotate, round_to as reference
+from halfstep.quant import Quantizer, rotate
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec, Matmul
@@ -51,7 +54,7 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
     """
     whole, format = as_rows(x.detach()).float(), quantizer.format
     wide, beyond, ratio, back = _scaled(whole, quantizer, state)
-    rounded = reference(ratio, format)
+    rounded = quant.round_to(ratio, format)
     total, nonzero = max(wide.numel(), 1), max(int((wide != 0).sum()), 1)
     norm = float(whole.norm()) or 1.0
     return (
@@ -266,7 +269,7 @@ class Arrival:
         """The share of wanted updates that moved nothing; None where nothing was wanted."""
         return self.lost / self.moved if self.moved else None
 
-    def __add__(self, other: "Arrival") -> "Arrival":
+    def __add__(self, other: Arrival) -> Arrival:
         return Arrival(
             self.along + other.along, self.wanted + other.wanted, self.lost + other.lost, self.moved + other.moved
         )
@@ -332,7 +335,7 @@ class Zeros:
     zeros: int = 0
     of: int = 0
 
-    def __add__(self, other: "Zeros") -> "Zeros":
+    def __add__(self, other: Zeros) -> Zeros:
         return Zeros(self.zeros + other.zeros, self.of + other.of)
 
 

@@ -77,7 +77,8 @@ def softmax(
     16-bit inputs are exponentiated, summed and scaled in float32: unscaled, 1 / size may be too small for fp16. Under
     autocast the result is of the dtype that torch's has.
     """
-    output, grad = get_constraint(constraint)(*factors.softmax(input.shape[dim] if input.dim() else 1, mult))
+    size = input.shape[dim] if input.dim() else 1
+    output, grad = get_constraint(constraint)(*factors.softmax(size, mult))
     if dtype is None:  # autocast's, where it is on: its lists differ from device to device
         dtype = torch.softmax(input.new_empty(1), 0).dtype
     x = input if mult == 1 else input.to(torch.promote_types(input.dtype, torch.float32)) * mult

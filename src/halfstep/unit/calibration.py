@@ -78,9 +78,17 @@ def calibrate(
     mean = squares.mean(0)
     deviation = squares.std(0) if runs > 1 else torch.full_like(mean, torch.inf)
     numbers = mean.rsqrt().tolist()
+    errors = (deviation / mean / 2 / runs**0.5).tolist()
     grads = iter(numbers[1:])
     given = tuple(None if isinstance(shape, Tensor) else next(grads) for shape in shapes)
-    return Calibration(op, numbers[0], given, tuple((deviation / mean / 2 / runs**0.5).tolist()))
+    return Calibration(op, numbers[0], given, tuple(errors))
+
+
+def _gradients(output: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Those of the leaves for an output gradient of N(0, 1); None for one that the output does not depend on."""
+    if not leaves or not output.requires_grad:
+        return (None,) * len(leaves)
+    return torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)
 
 
 def _squares(
@@ -97,11 +105,7 @@ def _squares(
     if not isinstance(output, Tensor) or not output.is_floating_point():
         raise ModelError(f"an operation to be calibrated gave {type(output).__name__}; expected one floating tensor")
     leaves = [x for x, s in zip(inputs, shapes, strict=True) if not isinstance(s, Tensor)]
-    grads: Sequence[Tensor | None] = (
-        torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)
-        if leaves and output.requires_grad
-        else [None] * len(leaves)
-    )
+    grads = _gradients(output, leaves)
     none = torch.zeros((), dtype=torch.float64, device="cpu")
     squares = (none if g is None else g.double().square().mean() for g in grads)
     found = torch.stack([output.detach().double().var(correction=0).cpu(), *(square.cpu() for square in squares)])

@@ -164,7 +164,8 @@ def scaled_dot_product_attention(
     if spec is not None and spec.rounds:
         spec = spec.times(multipliers(*sizes, mult, causal, dropout_p))
         return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, spec, noise=noise)
-    scores, mix = ((number, number, number, 1.0) for number in products(*sizes, mult, causal, dropout_p))
+    numbers = products(*sizes, mult, causal, dropout_p)
+    scores, mix = ((number, number, number, 1.0) for number in numbers)
     return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, factors=(scores, mix))
 
 

@@ -53,8 +53,7 @@ def parameter_groups(
     """
     kind, rule = optimizer_kind(optimizer), get_parametrization(parametrization)
     meaning = one_of("decay", rule.decay if decay is None else decay, DECAYS, OptimizerError)
-    named = {name for module in model.modules() if (name := unit_part(module).readout) is not None}
-    readout = readout_constraint or (named.pop() if len(named) == 1 else None)  # of the model's readouts, if all agree
+    readout = readout_constraint if readout_constraint is not None else _readout(model)
     given = [_listed(group) for group in ([{"params": model.parameters()}] if groups is None else groups)]
     factors = _factors(model, given, lambda role: rule.lr(role, kind, readout))
     made: list[dict[str, Any]] = []
@@ -111,6 +110,12 @@ def _one(names: list[str], known: Mapping[str, Role], factor: Any) -> float:
             f"halfstep.unit.set_roles(model, {{{', '.join(f'{name!r}: {known[names[0]].kind!r}' for name in names)}}})"
         )
     return next(iter(found.values()))
+
+
+def _readout(model: nn.Module) -> str | None:
+    """The constraint that the model's readouts name; None where there is none, or they differ."""
+    named = {name for module in model.modules() if (name := unit_part(module).readout) is not None}
+    return named.pop() if len(named) == 1 else None
 
 
 def _check(rate: Any, strength: float, meaning: str, kind: OptimizerKind, optimizer: Any) -> None:

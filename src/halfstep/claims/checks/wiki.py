@@ -14,6 +14,7 @@ import halfstep
 from halfstep import formats, kb
 from halfstep.bits.statistics import Statistics
 from halfstep.claims.checks.base import Numbers, check, update
+from halfstep.formats import Float
 
 
 def _trained(folder: Path) -> Path:
@@ -38,7 +39,7 @@ def _trained(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-def _binades(format: formats.Float) -> int:
+def _binades(format: Float) -> int:
     """Powers of two between a format's smallest value and its largest."""
     return format.max_exponent - (format.min_exponent - format.mantissa_bits) + 1
 
@@ -56,7 +57,7 @@ def _shares(prefix: str, parts: list[Statistics]) -> Numbers:
 @check("wiki-ranges")
 def ranges() -> Numbers:
     """How much of bf16's range fp16 has, and what of a bf16 checkpoint lies outside: the weights and Adam's moments."""
-    bf16, fp16 = formats.get("bf16", formats.Float), formats.get("fp16", formats.Float)
+    bf16, fp16 = formats.get("bf16", Float), formats.get("fp16", Float)
     with tempfile.TemporaryDirectory() as folder:
         report = halfstep.inspect(_trained(Path(folder)))
     found: Numbers = {"bf16_binades": _binades(bf16), "fp16_binades": _binades(fp16)}

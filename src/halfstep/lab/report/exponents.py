@@ -12,6 +12,7 @@ from matplotlib.ticker import MultipleLocator
 
 from halfstep import formats
 from halfstep.bits.histogram import ExponentHistogram, binades
+from halfstep.formats import Float
 from halfstep.lab.folder import Row
 from halfstep.lab.report.results import (
     BASELINE,
@@ -116,7 +117,6 @@ scale_picture = Plot(
 )
 
 
-_FP16 = formats.get("fp16", formats.Float)
 SCALED = "fp16-mixed"
 DEFAULT_SCALE = 16  # log2, torch.amp.GradScaler's first
 KINDS = {"activation_gradients": "activation gradients", "gradients": "weight gradients"}
@@ -147,7 +147,7 @@ class Exponents:
     shift_from: str
 
 
-def cast_to(values: ExponentHistogram, format: formats.Float, shift: int) -> Cast:
+def cast_to(values: ExponentHistogram, format: Float, shift: int) -> Cast:
     """What `format` makes of the values times 2^shift."""
     total, scale = sum(values.counts.values()), 2.0**shift
     return Cast(
@@ -189,7 +189,8 @@ def _scale(results: Results) -> tuple[int, str]:
 
 def _exponents_title(data: Exponents, results: Results) -> str:
     kind, values = next(iter(data.values.items()))
-    before, after = cast_to(values, _FP16, 0), cast_to(values, _FP16, data.shift)
+    fp16 = formats.get("fp16", Float)
+    before, after = cast_to(values, fp16, 0), cast_to(values, fp16, data.shift)
     return (
         f"{share(before.zeroed)} of {plain(data.recipe)}'s {KINDS[kind]} become zero in fp16; "
         f"multiplied by {power(data.shift)}, {share(after.zeroed)} do"
@@ -197,11 +198,12 @@ def _exponents_title(data: Exponents, results: Results) -> str:
 
 
 def _exponents_finding(data: Exponents, results: Results) -> str:
+    fp16 = formats.get("fp16", Float)
     sentences = [f"From {data.recipe}, seed {data.seed}, step {data.step}; {power(data.shift)} is {data.shift_from}"]
     if data.recipe != BASELINE:
         sentences[0] += " (there is no fp32 run to take them from: what this recipe made zero counts as exact zeros)"
     for kind, values in data.values.items():
-        before, after = cast_to(values, _FP16, 0), cast_to(values, _FP16, data.shift)
+        before, after = cast_to(values, fp16, 0), cast_to(values, fp16, data.shift)
         sentences.append(
             f"{KINDS[kind].capitalize()}: {share(before.zeroed)} become zero unscaled and {share(after.zeroed)} at "
             f"{power(data.shift)}; {share(before.subnormal)} and {share(after.subnormal)} become subnormal"
@@ -217,10 +219,11 @@ def _zeros(kind: str, values: ExponentHistogram) -> str:
 
 def draw_exponents(data: Exponents, results: Results, title: str) -> Figure:
     """Two panels over one axis: the values as they are, and multiplied by the loss scale."""
+    fp16 = formats.get("fp16", Float)
     figure = new_figure(5.6, title)
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    casts = [{kind: cast_to(values, _FP16, shift) for kind, values in data.values.items()} for shift in (0, data.shift)]
-    ends = binades(_FP16)
+    casts = [{kind: cast_to(values, fp16, shift) for kind, values in data.values.items()} for shift in (0, data.shift)]
+    ends = binades(fp16)
     drawn = [e for by_kind in casts for cast in by_kind.values() for e, s in cast.shares.items() if s > 2e-5]
     low, high = min([*drawn, ends.zeroed - 9]), max([*drawn, ends.normal + 14]) + 1
     names = ("unscaled", f"multiplied by {power(data.shift)}, {data.shift_from}")

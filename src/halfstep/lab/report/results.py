@@ -333,8 +333,9 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     [0.375, 0.625]
     """
     gap = min(gap, 1 / max(1, len(places) - 1))
+    order = sorted(range(len(places)), key=lambda i: places[i])
     clusters: list[tuple[float, list[int]]] = []  # (centre, members), merged while they overlap
-    for i in sorted(range(len(places)), key=lambda i: places[i]):
+    for i in order:
         centre, members = min(max(places[i], 0.0), 1.0), [i]
         while clusters and clusters[-1][0] + gap * (len(clusters[-1][1]) + len(members)) / 2 > centre:
             before, earlier = clusters.pop()

@@ -6,6 +6,8 @@ POINT/RECIPE/seed-N/cell.json   how the cell ended: status, reason, seconds
 summary.json, rates.png         the report
 """
 
+from __future__ import annotations
+
 import fcntl
 import math
 import os
@@ -30,6 +32,7 @@ Cell = tuple[str, str, int]
 _FIXED = ("recipes", "task", "seeds", "baseline_seeds", "margin", "recipe_lr", "betas", "checkpoints")
 """Fields of an experiment that are the same at every point."""
 AXES = tuple(field.name for field in fields(Experiment) if field.name not in _FIXED)
+_KINDS = {"str": str, "str | None": str, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Sweep:
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> "Sweep":
+    def from_data(cls, data: Mapping[str, Any]) -> Sweep:
         """What `to_dict` wrote.
 
         Raises:
@@ -98,7 +101,7 @@ class Sweep:
         except (KeyError, AttributeError, TypeError) as error:
             raise RunError(f"this is no sweep that halfstep wrote ({type(error).__name__}: {error})") from error
 
-    def check_extends(self, recorded: "Sweep") -> None:
+    def check_extends(self, recorded: Sweep) -> None:
         """Refuse another sweep than the one recorded; more seeds, and more values of an axis, are the same one.
 
         Raises:
@@ -128,9 +131,7 @@ def read_grid(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     Raises:
         RunError: a field twice or unknown, or a value that it cannot take.
     """
-    kinds: dict[str, Any] = {
-        field.name: field.type if field.type in (int, float) else str for field in fields(Experiment)
-    }
+    kinds = {field.name: _KINDS.get(str(field.type), str) for field in fields(Experiment)}
     grid: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, _, values = text.partition("=")
@@ -292,4 +293,5 @@ def counts(states: Iterable[Any]) -> dict[str, int]:
 def seconds_left(states: list[CellState], at_once: int) -> float | None:
     """The time that the cells left take as those that ended did; None before the first has."""
     took = [state.seconds for state in states if state.ended and state.seconds is not None]
-    return sum(took) / len(took) * sum(not state.ended for state in states) / at_once if took else None
+    left = sum(not state.ended for state in states)
+    return sum(took) / len(took) * left / at_once if took else None

@@ -237,8 +237,10 @@ def best_rates(
         losses: by recipe, the final losses, (rates, seeds), inf for a run without one. Seeds are the same for all
             recipes and rates, and are drawn together.
     """
-    drawn, seeds = {}, len(next(iter(losses.values()))[0])
-    picks = np.random.default_rng(0).integers(0, seeds, size=(RESAMPLES, seeds))
+    drawn = {}
+    generator = np.random.default_rng(0)
+    seeds = len(next(iter(losses.values()))[0])
+    picks = generator.integers(0, seeds, size=(RESAMPLES, seeds))
     for recipe, table in losses.items():
         values = np.asarray(table, dtype=np.float64)
         if np.isfinite(values.mean(1)).any():

@@ -1,5 +1,7 @@
 """Train what is left of a sweep: check everything first, then hand the cells to an executor."""
 
+from __future__ import annotations
+
 import fcntl
 import shutil
 import time
@@ -30,7 +32,7 @@ class Executor(Protocol):
         """How many cells it trains at once."""
 
     def run(
-        self, train: "Cells", cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
+        self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
         """Call `train(*cell, watch)` for each cell, once, somewhere; `watch` need not be told of steps.
 

@@ -1,5 +1,7 @@
 """Image generation: a generator and a discriminator on real handwritten digits."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -141,7 +143,7 @@ class Space:
     directions: Tensor
 
     @classmethod
-    def of(cls, data: Tensor, size: int) -> "Space":
+    def of(cls, data: Tensor, size: int) -> Space:
         """The `size` first principal components of data (count, features), scaled to a total variance of 1."""
         data = data.double()
         centre = data.mean(0)

@@ -1,5 +1,7 @@
 """Pronunciation: a transformer reads English words aloud, phoneme by phoneme."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec

@@ -47,7 +47,8 @@ class Speech(Task):
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """CER: of the best path, repeats merged and blanks dropped, on the held-out utterances."""
         batch = self._held_out
-        found = [[c for c, _ in groupby(path) if c] for path in model(batch["features"]).argmax(-1).tolist()]
+        paths = model(batch["features"]).argmax(-1).tolist()
+        found = [[c for c, _ in groupby(path) if c] for path in paths]
         wanted = [row[:n] for row, n in zip(batch["characters"].tolist(), batch["lengths"].tolist(), strict=True)]
         return error_rate(found, wanted)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.lab.data import load_digits
@@ -30,7 +31,7 @@ class Vision(Task):
         generator = stream(seed, step)
         which = drawn(len(self.train["images"]), self.size, generator)
         down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator, dtype=torch.int64, device="cpu")
-        images = nn.functional.pad(self.train["images"][which, 0], (1, 1, 1, 1))[
+        images = F.pad(self.train["images"][which, 0], (1, 1, 1, 1))[
             torch.arange(self.size, dtype=torch.int64, device="cpu")[:, None, None],
             torch.arange(8, dtype=torch.int64, device="cpu")[:, None] + down,
             torch.arange(8, dtype=torch.int64, device="cpu") + right,
@@ -44,7 +45,7 @@ class Vision(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy."""
-        return nn.functional.cross_entropy(model(batch["images"]), batch["classes"])
+        return F.cross_entropy(model(batch["images"]), batch["classes"])
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """Accuracy: the share of held-out images whose largest logit is the right one."""

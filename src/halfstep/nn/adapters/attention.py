@@ -9,8 +9,6 @@ evaluation, and converts padded batches to nested tensors. torch's switch for it
 have attributes of their own that decide too, and mean nothing else.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

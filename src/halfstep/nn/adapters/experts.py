@@ -5,8 +5,6 @@ that its users may register; it tells that function how the parameters lie by th
 function. The experts of a layer share one scaling state for each operand of each of its two products.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Their forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)). Smooth-SwiGLU's s
 model, and merged into its weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ torch's LayerNorm, RMSNorm, GELU and SiLU, and those of Hugging Face's models, w
 left alone: its gradient asks which outputs are 0, and in few bits small ones would be.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -12,8 +12,6 @@ rounded. Packed sequences, projections and inputs that are 16-bit already take k
 `nn.RNN` do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

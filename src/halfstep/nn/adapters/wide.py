@@ -8,8 +8,6 @@ products alone. Here the few weights are widened instead, and the layer computes
 iterations and matrix exponentials (spectral norms, orthogonal weights) need more than 16 bits, whatever comes in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce

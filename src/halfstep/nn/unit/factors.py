@@ -5,8 +5,6 @@ additions to 1 exactly; those between carry it along. An operation that is not k
 where a residual addition would depend on it, and reported otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The forwards of a unit-scaled model: of whole modules, and of modules whose own code computes, call by call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """torch's functions by what unit scaling makes of them: one name for each operation, however it is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ torch's own are known by their class. Others, Hugging Face's hand-written norms 
 and are what they compute; a name proves nothing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

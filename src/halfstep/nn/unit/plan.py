@@ -1,7 +1,5 @@
 """From a graph with factors to what each module is given: multipliers, factors, or steps of its own code."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """One forward pass of a model, written down as a graph of operations."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

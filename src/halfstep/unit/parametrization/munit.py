@@ -24,7 +24,11 @@ def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
 
 def _transfer(base_width: int, width: int) -> Callable[[Role, OptimizerKind, str | None], float]:
     """sqrt(base_width / width) for hidden matrices: the learning rate is that of the base width."""
-    return lambda role, optimizer, readout: _rate(role, optimizer, (base_width / width) ** 0.5)
+
+    def lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
+        return _rate(role, optimizer, (base_width / width) ** 0.5)
+
+    return lr
 
 
 munit = Parametrization(
