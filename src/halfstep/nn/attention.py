@@ -26,5 +26,4 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """q, k, v (batch, heads, time, d) -> (batch, heads, time, d); see `ops.attention`."""
         dropout = self.dropout if self.training else 0.0
-        spec = part_of(self).attention
-        return ops.attention(query, key, value, is_causal, mask, dropout, spec, noise=key_of(self))
+        return ops.attention(query, key, value, is_causal, mask, dropout, part_of(self).attention, noise=key_of(self))

@@ -197,8 +197,7 @@ def _listed(paths: Any) -> Iterator[str]:
 
 
 def _filled(text: str, indent: str = "  ") -> list[str]:
-    lines = TextWrapper(_COLUMNS, indent, f"{indent}    ", break_long_words=False, break_on_hyphens=False)
-    return lines.wrap(text)
+    return TextWrapper(_COLUMNS, indent, f"{indent}    ", break_long_words=False, break_on_hyphens=False).wrap(text)
 
 
 def grouped(paths: Iterable[str]) -> dict[str, int]:

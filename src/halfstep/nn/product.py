@@ -183,8 +183,7 @@ class _Frozen(torch.autograd.Function):
                 weight, later = ctx.weight.operand(), spec.grad_input.rhs
                 (seeds,) = seeds_of(ctx.states, grad, spec.grad_input)
                 if "weight" in spec.rerounded:
-                    values = weight.scaled()
-                    weight = operand(values, later and later.down, grad.dtype, dim=0, seed=seeds.rhs)
+                    weight = operand(weight.scaled(), later and later.down, grad.dtype, dim=0, seed=seeds.rhs)
                 alone = LinearSpec(output=spec.grad_input)
                 grad_x = ops.linear(grad, weight.t(), None, alone, ctx.states).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:

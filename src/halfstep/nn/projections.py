@@ -34,8 +34,7 @@ def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projecti
     for path, matrices in layers.items():
         for name, parameter in matrices.items():
             if _chosen(path, projection) and (projection.paths or not _tied(model, parameter)):
-                full = f"{path}.{name}" if path else name
-                _check(full, parameter, projection, recipe)
+                _check(f"{path}.{name}" if path else name, parameter, projection, recipe)
                 found[parameter] = projection
     if not any(projection.subspace(tuple(parameter.shape)) for parameter in found):
         raise RecipeError(

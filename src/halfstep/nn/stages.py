@@ -93,8 +93,7 @@ def _staged(part: Part) -> dict[str, Any]:
 def _take(module: nn.Module, taken: Taken) -> None:
     if taken.part != _staged(part_of(module)):
         vars(own_part(module)).update(taken.part)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    attach_rules(module, taken.states, device)
+    attach_rules(module, taken.states, next((p.device for p in module.parameters()), torch.device("cpu")))
 
 
 def _switch(model: nn.Module, stage: int) -> None:

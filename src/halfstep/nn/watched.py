@@ -157,8 +157,7 @@ def watch_clones(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str
     looked through for those of the shape of its largest parameter of the model, in 16 bits and near its values. Clones
     of codes are in float32. An optimizer that steps on no such parameter is left alone.
     """
-    groups = optimizer.param_groups
-    trained = {id(p) for group in groups for p in group["params"] if not isinstance(p, CodeTensor)}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if not isinstance(p, CodeTensor)}
     if places := _places(model, trained)[:1]:
         optimizer.register_step_pre_hook(_Search(weakref.ref(model), places, recipe).look)
 

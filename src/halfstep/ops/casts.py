@@ -93,8 +93,7 @@ def round_to(
         return values(x, quantizer, generator, out, dtype)
     check_input("round_to", x, rounding, overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
-    seed = seed_of(rounding, generator, x.device)
-    operators.ROUND(x.contiguous(), result, target, rounding, overflow, seed)
+    operators.ROUND(x.contiguous(), result, target, rounding, overflow, seed_of(rounding, generator, x.device))
     return result
 
 
@@ -199,8 +198,7 @@ def values_noted(
     if quantizer.clamp is not None:
         return result.copy_(quantizer.quantize(x, generator).dequantize(result.dtype)), True
     seed = seed_of(quantizer.rounding, generator, x.device)
-    noted = operators.ROUND_TILES(x, result, quantizer, seed, tensor_scale)
-    return result, noted
+    return result, operators.ROUND_TILES(x, result, quantizer, seed, tensor_scale)
 
 
 @constant

@@ -47,8 +47,7 @@ def yet_to_form(
         return *factor_of(x, format, rule, state, record), None
     if state is None or state.dtype != torch.float32 or state.device != x.device:
         raise _unusable(rule, state)
-    found = amax_of(x, state[0], zero) if rule.waits(state) else None
-    return state[0], state[1] if record else None, found
+    return state[0], state[1] if record else None, amax_of(x, state[0], zero) if rule.waits(state) else None
 
 
 def _unusable(rule: StatefulScaling, state: Tensor | None) -> RecipeError:

@@ -46,8 +46,7 @@ def load_quantized(path: str | Path) -> dict[str, Quantized]:
                 missing = [f"{name}.{p}" for p in parts if f"{name}.{p}" not in keys]
                 if missing:
                     raise CheckpointError(f"{path}: {name!r} lacks {', '.join(missing)}")
-                tensors = {p: file.get_tensor(f"{name}.{p}") for p in parts}
-                result[name] = Quantized(*restore(description), tensors)
+                result[name] = Quantized(*restore(description), {p: file.get_tensor(f"{name}.{p}") for p in parts})
             return result
     except CheckpointError:
         raise

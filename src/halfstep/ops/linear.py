@@ -157,8 +157,7 @@ def rounded_weight(
             output = operand(at, first, dtype, state, record, signs, seed=seeds.rhs)
             if "weight" not in spec.rerounded or not backward:
                 return output, output, (signs, later)
-            grad_input = side(at, second, dtype, signs=later, dim=0, seed=later_seeds.rhs)
-            return output, grad_input, (signs, later)
+            return output, side(at, second, dtype, signs=later, dim=0, seed=later_seeds.rhs), (signs, later)
 
     return RoundedWeight(weight, RoundedSides(form))
 

@@ -329,8 +329,7 @@ def _form(grad: Tensor, needs: tuple[bool, ...], given: tuple[Any, ...], _: Tens
     grad_x = grad_weight = grad_bias = None
     with no_autocast(rows):
         if needs[0] or needs[1]:
-            seeds = layer.seeds(states, grad)
-            lhs, later = layer.grad_output(rows, states.get("grad_output"), record, None, seeds)
+            lhs, later = layer.grad_output(rows, states.get("grad_output"), record, None, layer.seeds(states, grad))
         if needs[0]:
             rhs = Side(kept[3], layer.weight.kind, *kept[4:])
             grad_x = units_mm(lhs, rhs, None, layer.dtype).view(shape).to(dtypes[0])

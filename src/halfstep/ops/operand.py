@@ -56,8 +56,7 @@ class Operand:
         """The same operand for a product that no units for 8 bits form: in `dtype` where its numbers fit; in float32
         with its remainder."""
         if self.remainder is not None:
-            values = Operand(self.values.float(), self.scale).scaled()
-            return Operand(values + self.remainder.dense())
+            return Operand(Operand(self.values.float(), self.scale).scaled() + self.remainder.dense())
         if self.values.itemsize > 1:
             return self
         if self.scale is not None and self.scale.dim():

@@ -60,8 +60,7 @@ def parallel_linear(
     group = mesh.get_group()
     colwise, tokens = placed != "rows", tokens_of(x, mesh) if placed == "tokens" else None
     along = 1 if not colwise else None if tokens is None else 0
-    first = dist.get_rank(group) == 0
-    cut = _Cut(group, along, int(not colwise), 1 if colwise else None, first, tokens)
+    cut = _Cut(group, along, int(not colwise), 1 if colwise else None, dist.get_rank(group) == 0, tokens)
     own_x = x.to_local(grad_placements=[partial()] if placed == "columns" else None)
     own_bias = None if bias is None else bias.to_local()
     y = _Parallel.apply(own_x, weight.to_local(), own_bias, spec, states, record, cut, product_dtype(own_x))[0]  # type: ignore[no-untyped-call]

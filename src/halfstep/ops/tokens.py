@@ -36,8 +36,7 @@ class Tokens:
         everyone = own.new_empty((dist.get_world_size(group), *own.shape))
         given = own.contiguous().flatten().view(torch.uint8)  # gloo sends no float8
         dist.all_gather_into_tensor(everyone.flatten().view(torch.uint8), given, group)
-        pieces = everyone.view(len(everyone), self.before, -1, *own.shape[1:])
-        return pieces.transpose(0, 1).flatten(0, 2)
+        return everyone.view(len(everyone), self.before, -1, *own.shape[1:]).transpose(0, 1).flatten(0, 2)
 
     def all_of(self, own: Quantized, rows: int) -> Quantized:
         """The codes of all ranks, of each rank's first rows, and scales that rows do not share with other ranks."""

@@ -168,8 +168,7 @@ def _attention(data: Any) -> AttentionSpec | None:
     if data == "none":
         return None
     table = typed(data, dict, "attention")
-    products = tuple(field.name for field in fields(AttentionSpec))
-    check_keys(table, products, "product of attention", "attention")
+    check_keys(table, tuple(field.name for field in fields(AttentionSpec)), "product of attention", "attention")
     specs = {}
     for name in table:
         sides = typed(table[name], dict, "attention", name)
@@ -227,8 +226,7 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
 def _multiplier(data: Any, *path: str | int) -> Multiplier:
     """A table of powers of the product's sizes, and a constant."""
     table = typed(data, dict, *path)
-    hints = typing.get_type_hints(Multiplier)
-    check_keys(table, tuple(hints), "key of a multiplier", *path)
+    check_keys(table, tuple(typing.get_type_hints(Multiplier)), "key of a multiplier", *path)
     try:
         return Multiplier(**{key: typed(value, float, *path, key) for key, value in table.items()})
     except At:

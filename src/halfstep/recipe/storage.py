@@ -190,8 +190,7 @@ class Codes:
 
 
 def _bytes(tensors: Layout) -> int:
-    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values()]
-    return sum(sizes)
+    return sum([dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values()])
 
 
 @cache

@@ -169,5 +169,4 @@ weights are in float32."""
 
 def encoder_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward, module by module."""
-    slow = twin(module, type(module), use_nested_tensor=False, activation_relu_or_gelu=0)
-    return stock(slow, *args, **kwargs)
+    return stock(twin(module, type(module), use_nested_tensor=False, activation_relu_or_gelu=0), *args, **kwargs)

@@ -147,8 +147,7 @@ def _direction(
         if projection is not None:
             state = product(module, state[0], projection, None, hr), *state[1:]
         outputs[step] = state[0]
-    final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended), strict=True))
-    return torch.cat(outputs), final
+    return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(state, *reversed(ended), strict=True))
 
 
 def cell_forward(stock: Any, module: Any, input: Tensor, hx: Any = None) -> Any:

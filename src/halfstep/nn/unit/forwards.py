@@ -68,8 +68,7 @@ class Running(TorchFunctionMode):
     def __init__(self, own: Own) -> None:
         super().__init__()
         self._own, self._grad, self._at = own, torch.is_grad_enabled(), 0
-        called = [s.function for s in own.steps if s.is_forward or (self._grad and s.kind != PASSIVE)]
-        self._names = frozenset(called)
+        self._names = frozenset([s.function for s in own.steps if s.is_forward or (self._grad and s.kind != PASSIVE)])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

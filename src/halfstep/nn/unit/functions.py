@@ -84,8 +84,7 @@ def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 def tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, Tensor]]:
     """The tensors among a call's arguments, by their place among its leaves."""
-    leaves = tree_leaves((args, dict(kwargs)))
-    return [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    return [(i, x) for i, x in enumerate(tree_leaves((args, dict(kwargs)))) if isinstance(x, Tensor)]
 
 
 def named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,8 +65,7 @@ def plan(graph: Graph, name: str, is_fixed: bool) -> Plan:
             by_call[owner].append(step)
     for (path, _), found in by_call.items():
         scaled = frozenset(step.function for step in found if step.kind != PASSIVE)
-        own = Own(path, tuple(step for step in found if step.function in scaled))
-        made.once(made.own, path, own)
+        made.once(made.own, path, Own(path, tuple(step for step in found if step.function in scaled)))
     return made
 
 

@@ -91,8 +91,7 @@ def unit_scale(
     _check_finite(graph, name)
     check_factors(name, {f"{n.index} {n.place}": (n.alpha, *n.betas, *(n.weighted or ())) for n in graph.living()})
     made = plan(graph, name, residual is not None)
-    vectors = _vectors(model, graph)
-    taken = divide(model, deviations, vectors)
+    taken = divide(model, deviations, _vectors(model, graph))
     _adopt(model, made)
     notes = _notes(graph, bool(factors.residuals), loss is not None)
     rule = getattr(constraint, "__name__", None) or str(constraint or "none")
@@ -223,8 +222,7 @@ def _gradient(loss: Callable[[Any], Tensor], output: Any, name: str) -> float:
 
     with torch.enable_grad():
         copy = tree_map(leaf, output)
-        leaves = [x for x in tree_leaves(copy) if is_floating(x)]
-        grads = torch.autograd.grad(loss(copy), leaves, allow_unused=True)
+        grads = torch.autograd.grad(loss(copy), [x for x in tree_leaves(copy) if is_floating(x)], allow_unused=True)
     found = [grad.double().square().sum() / grad.numel() for grad in grads if grad is not None]
     size = math.sqrt(float(sum(found)) / max(len(found), 1)) if found else 0.0
     if not 0 < size < math.inf:
@@ -353,8 +351,7 @@ def _operation(node: Node) -> Operation:
     elif node.kind == "scale":
         forward = "as it is"
     name = node.facts["leaf"].name if node.facts.get("leaf") else node.function
-    rule = node.rule or "a branch begins here"
-    return Operation(node.path, name, forward, tuple(node.betas), node.tied, rule)
+    return Operation(node.path, name, forward, tuple(node.betas), node.tied, node.rule or "a branch begins here")
 
 
 def standard_deviations(parameters: dict[str, nn.Parameter], name: str) -> dict[str, float]:
