@@ -1,7 +1,5 @@
 """What one recipe, or one stage of it, makes of a model's modules: decided first, applied afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -38,7 +36,7 @@ class Arrangement:
     """The layers that round."""
     weights: dict[str, tuple[Weight, ...]]
     """Their weights."""
-    savers: Savers
+    savers: "Savers"
     """The modules of which autograd keeps what it saves in few bits."""
 
     @property

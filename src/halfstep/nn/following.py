@@ -1,7 +1,5 @@
 """A model follows its recipe whenever it is called: by its root, by a part of it, or within `following`."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import warnings
@@ -118,7 +116,7 @@ class Following:
         again = not self._traced and not self.calls.get(thread)
         return self._widening(thread) if again else nullcontext()
 
-    def _widening(self, thread: int) -> Float32Functions:
+    def _widening(self, thread: int) -> "Float32Functions":
         return Float32Functions(self.functions, _part_forward if thread else None)
 
     @inlined

@@ -1,7 +1,5 @@
 """What a recipe does to a model, as `halfstep.plan` finds it and `apply` carries it out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -81,7 +79,7 @@ class Plan:
     """What the bytes are counted for; None of a model for inference, which trains none."""
     moments: Sequence[str] | None = None
     """Those of the optimizer; None is Adam's."""
-    later: tuple[tuple[str, Plan], ...] = ()
+    later: "tuple[tuple[str, Plan], ...]" = ()
     """Of a recipe with stages: when each later one begins, and what it does."""
 
     @property

@@ -1,7 +1,5 @@
 """The product of a layer that follows a recipe; with frozen weights of codes, gradients go to its input alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +29,7 @@ from halfstep.unit import multipliers_of
 def product(
     module: Any,
     x: Tensor,
-    weight: Tensor | Operand | StoredWeight | FrozenWeight | ops.RoundedWeight,
+    weight: "Tensor | Operand | StoredWeight | FrozenWeight | ops.RoundedWeight",
     bias: Tensor | None,
     part: str = "",
     channels: Tensor | None = None,
@@ -133,14 +131,14 @@ class FrozenWeight:
     operand: Callable[[], Operand]
     rows: int
 
-    def t(self) -> FrozenWeight:
+    def t(self) -> "FrozenWeight":
         """The transposed matrix, of as many rows as columns it had."""
         return FrozenWeight(lambda: self.operand().t(), 0)
 
-    def __getitem__(self, rows: slice) -> FrozenWeight:
+    def __getitem__(self, rows: slice) -> "FrozenWeight":
         return FrozenWeight(lambda: self.operand()[rows], len(range(self.rows)[rows]))
 
-    def split(self, rows: int) -> tuple[FrozenWeight, ...]:
+    def split(self, rows: int) -> "tuple[FrozenWeight, ...]":
         """The matrix in pieces of so many rows."""
         return tuple(self[start : start + rows] for start in range(0, self.rows, rows))
 

@@ -1,7 +1,5 @@
 """What steps of optimizers lose of a recipe: those that do not know it, and averages of 16-bit weights in 16 bits."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref
@@ -120,7 +118,7 @@ class Copied:
         self.model = model
         self.copy: Callable[[], nn.Module | None] = nothing
 
-    def __deepcopy__(self, memo: object) -> Copied:
+    def __deepcopy__(self, memo: object) -> "Copied":
         return self
 
     def __reduce__(self) -> Any:

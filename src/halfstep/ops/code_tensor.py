@@ -1,7 +1,5 @@
 """A tensor whose memory is codes and scales and which behaves as its values: reading decodes, writing rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,14 +64,14 @@ class CodeTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[CodeTensor],
+        cls: "type[CodeTensor]",
         parts: Mapping[str, Tensor],
         quantizer: Quantizer,
         shape: Sequence[int],
         dtype: torch.dtype,
         scalable: bool = False,
         view: Tensor | None = None,
-    ) -> CodeTensor:
+    ) -> "CodeTensor":
         flat = scaled_dtype(quantizer) is not None
         whole = parts["codes"] if flat else torch.empty(shape, device="meta", dtype=torch.float32)
         like = whole if view is None else view
@@ -88,7 +86,7 @@ class CodeTensor(Tensor):
         return made  # type: ignore[no-any-return]
 
     @classmethod
-    def encode(cls, x: Tensor, quantizer: Quantizer, scalable: bool = False) -> CodeTensor:
+    def encode(cls, x: Tensor, quantizer: Quantizer, scalable: bool = False) -> "CodeTensor":
         """A tensor of the values of x, rounded."""
         x = x.detach()
         return cls(encode_parts(x, quantizer), quantizer, x.shape, x.dtype, scalable)
@@ -151,7 +149,7 @@ class CodeTensor(Tensor):
             return first
         decoded: dict[int, Tensor] = {}
 
-        def values(tensor: CodeTensor) -> Tensor:
+        def values(tensor: "CodeTensor") -> Tensor:
             return decoded.setdefault(id(tensor), tensor.values())
 
         plain = tree_map_only(CodeTensor, values, (args, dict(kwargs)))
@@ -199,7 +197,7 @@ class CodeTensor(Tensor):
         return list(self._names), (self.quantizer, tuple(self.whole.shape), self.dtype, self.scalable, offset)
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], context: Any, size: Any, stride: Any) -> CodeTensor:
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "CodeTensor":
         quantizer, shape, dtype, scalable, offset = context
         made = CodeTensor(parts, quantizer, shape, dtype, scalable)
         if offset is None:
@@ -261,7 +259,7 @@ class CodeTensor(Tensor):
         """As `data_ptr`."""
         return self.data_ptr()
 
-    def share_memory_(self) -> CodeTensor:
+    def share_memory_(self) -> "CodeTensor":
         """The codes and scales in shared memory."""
         for part in self.parts.values():
             part.share_memory_()  # type: ignore[no-untyped-call]
@@ -277,7 +275,7 @@ class CodeTensor(Tensor):
             memo[id(self)] = self._twin(parts) if isinstance(self, nn.Parameter) else self.values()
         return memo[id(self)]  # type: ignore[no-any-return]
 
-    def _twin(self, parts: Mapping[str, Tensor]) -> CodeTensor:
+    def _twin(self, parts: Mapping[str, Tensor]) -> "CodeTensor":
         shape = self.whole.shape
         return parameter(CodeTensor(parts, self.quantizer, shape, self.dtype), self.requires_grad, self.grads)
 

@@ -4,8 +4,6 @@ Both sum in the order of `kernels.cpu.few_rows`, whatever the weight is stored a
 inference computes what it computed in evaluation, bit for bit, at the speed at which its codes are read.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -68,7 +66,7 @@ class Reader:
             self._asked = asked = quantizer, shape, few_rows.knows(quantizer.plain, *shape)
         return asked[2]
 
-    def read(self, weight: StoredWeight) -> _Known:
+    def read(self, weight: "StoredWeight") -> _Known:
         """What is known of the weight, which is always the same one but for its tensors."""
         known, tensors = self._known, weight.tensors.values()
         if known is None or not all(map(_is_same, known.tensors, tensors)):
@@ -76,7 +74,7 @@ class Reader:
         return known
 
     def rounder(
-        self, weight: StoredWeight, product: Matmul, given: torch.dtype
+        self, weight: "StoredWeight", product: Matmul, given: torch.dtype
     ) -> Callable[[Tensor], Rounded | None] | None:
         """What rounds few rows of that dtype for a product with the weight; None where `operand` does, or where the
         product is none of few rows."""
@@ -87,7 +85,7 @@ class Reader:
             self._way = way = _Way(product, given, weight.dtype, rounder)
         return way.rounder
 
-    def _find(self, weight: StoredWeight) -> _Known:
+    def _find(self, weight: "StoredWeight") -> _Known:
         quantizer, tensors = weight.quantizer, weight.quantized.tensors  # which checks them
         whole = is_whole(quantizer)
         codes, scale = tensors["codes"], None if whole else tensors.get("scale")
@@ -130,7 +128,7 @@ class StoredWeight:
         matrix = decoded(self.quantized, self.dtype)
         return matrix.t() if self.transposed else matrix
 
-    def t(self) -> StoredWeight:
+    def t(self) -> "StoredWeight":
         """The transposed matrix."""
         return replace(self, transposed=not self.transposed)
 

@@ -1,7 +1,5 @@
 """One side of a product: rounded values in a dtype that matrix units take, and the scale of the whole tensor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,12 +45,12 @@ class Operand:
         """Rows and columns."""
         return tuple(self.values.shape)
 
-    def t(self) -> Operand:
+    def t(self) -> "Operand":
         """The transposed matrix."""
         rest = None if self.remainder is None else self.remainder.t()
         return Operand(self.values.t(), None if self.scale is None else self.scale.t(), rest)
 
-    def widened(self, dtype: torch.dtype) -> Operand:
+    def widened(self, dtype: torch.dtype) -> "Operand":
         """The same operand for a product that no units for 8 bits form: in `dtype` where its numbers fit; in float32
         with its remainder."""
         if self.remainder is not None:
@@ -70,7 +68,7 @@ class Operand:
         wide = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
         return wide if self.scale is None else wide * self.scale
 
-    def over(self, powers: Tensor | None, dtype: torch.dtype) -> Operand:
+    def over(self, powers: Tensor | None, dtype: torch.dtype) -> "Operand":
         """The same with each column divided by a power of two, in a dtype that holds that; None divides by 1."""
         if powers is None:
             return self
@@ -78,7 +76,7 @@ class Operand:
         values = wide.values.float() if wide.values.dtype == torch.float16 else wide.values
         return Operand(values * powers.reciprocal().to(values.dtype), wide.scale)
 
-    def times(self, factor: float | None, dtype: torch.dtype) -> Operand:
+    def times(self, factor: float | None, dtype: torch.dtype) -> "Operand":
         """The same times a number, for a product whose float32 sums would cost more to multiply; None is 1."""
         if factor is None:
             return self
@@ -87,13 +85,13 @@ class Operand:
             return Operand(wide.values, wide.scale * factor)
         return Operand(wide.values.to(torch.promote_types(wide.values.dtype, torch.float32)) * factor)
 
-    def __getitem__(self, rows: slice) -> Operand:
+    def __getitem__(self, rows: slice) -> "Operand":
         scale = self.scale
         if self.remainder is not None:
             return self.widened(torch.float32)[rows]
         return Operand(self.values[rows], scale[rows] if scale is not None and scale.dim() else scale)
 
-    def split(self, rows: int) -> tuple[Operand, ...]:
+    def split(self, rows: int) -> "tuple[Operand, ...]":
         """The matrix in pieces of so many rows."""
         return tuple(self[start : start + rows] for start in range(0, len(self.values), rows))
 

@@ -1,7 +1,5 @@
 """The operands of a convolution's products as matrices, for tiles: which channels and places share a scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +30,7 @@ class Layout:
     """Whether rows and channels change places: the shared dimension is the other one."""
 
     @property
-    def turned(self) -> Layout:
+    def turned(self) -> "Layout":
         """The rows of the product whose shared dimension is this one's rows."""
         return replace(self, down=not self.down)
 

@@ -1,7 +1,5 @@
 """What clamping took from an operand: sparse, unrounded, and a product of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,7 +24,7 @@ class Remainder:
     down: bool = False
     """Whether this is the transposed matrix."""
 
-    def t(self) -> Remainder:
+    def t(self) -> "Remainder":
         """The transposed matrix."""
         return Remainder(self.values, self.columns, self.starts, self.width, not self.down)
 
@@ -35,7 +33,7 @@ class Remainder:
         """The tensors of it, from which and from a width it is made again."""
         return self.values, self.columns, self.starts
 
-    def over(self, scale: Tensor) -> Remainder:
+    def over(self, scale: Tensor) -> "Remainder":
         """The same with each row divided by its scale, (rows, 1)."""
         if self.columns is None or self.starts is None:
             return Remainder(self.values / scale, None, None, self.width)

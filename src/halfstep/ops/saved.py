@@ -5,8 +5,6 @@ single modules, and give what they make of a tensor to the hooks that were there
 checkpointing around a model see codes, and a part that is computed again in the backward pass keeps the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -94,7 +92,7 @@ class Keeping:
         entry = self._kept.get(key)
         return None if entry is None else entry.found()
 
-    def note(self, key: Hashable, entry: _Entry) -> None:
+    def note(self, key: Hashable, entry: "_Entry") -> None:
         """Keep something under a key, and let go of what is gone when there is much of it."""
         if len(self._kept) >= self._room:
             self._kept = {key: entry for key, entry in self._kept.items() if entry.found() is not None}

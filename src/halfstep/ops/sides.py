@@ -5,8 +5,6 @@ tensor enters two products, along its columns and along its rows. So it is round
 not the first, is what a backward pass keeps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -47,7 +45,7 @@ class Coded:
         """Rows and columns."""
         return self.made.matrix_shape[::-1] if self.turned else self.made.matrix_shape
 
-    def t(self) -> Coded:
+    def t(self) -> "Coded":
         """The transposed matrix."""
         return replace(self, turned=not self.turned)
 

@@ -1,7 +1,5 @@
 """The values of a tensor of codes in plain memory: what state dicts hold, and what a product reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +22,7 @@ class Snapshot(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: type[Snapshot], source: CodeTensor, whole: Tensor, view: Tensor | None = None) -> Snapshot:
+    def __new__(cls: "type[Snapshot]", source: CodeTensor, whole: Tensor, view: Tensor | None = None) -> "Snapshot":
         made: Any = Tensor._make_subclass(cls, whole if view is None else view)
         made._source, made._whole, made._plain = source, whole, whole if view is None else view
         return made  # type: ignore[no-any-return]

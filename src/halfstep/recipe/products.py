@@ -1,7 +1,5 @@
 """Products of matrices: how a recipe rounds their operands, and what it multiplies them by."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -260,7 +258,7 @@ class LinearSpec:
         """Whether any product has a multiplier."""
         return any(product.multiplier for product in (self.output, self.grad_input, self.grad_weight))
 
-    def times(self, multipliers: LinearSpec) -> LinearSpec:
+    def times(self, multipliers: "LinearSpec") -> "LinearSpec":
         """The operands of this one, and the multipliers of the other.
 
         Raises:
@@ -340,7 +338,7 @@ class AttentionSpec:
         """Whether any product of the two has a multiplier."""
         return self.scores.multiplies or self.mix.multiplies
 
-    def times(self, multipliers: AttentionSpec) -> AttentionSpec:
+    def times(self, multipliers: "AttentionSpec") -> "AttentionSpec":
         """The operands of this one, and the multipliers of the other, as `LinearSpec.times`."""
         return AttentionSpec(self.scores.times(multipliers.scores), self.mix.times(multipliers.mix))
 

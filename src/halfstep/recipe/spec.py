@@ -1,7 +1,5 @@
 """What a recipe is: frozen data that says in which format each part of training lives."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -159,7 +157,7 @@ class Recipe:
     """Whether the model must be unit-scaled (`halfstep.unit_scale`), since nothing here scales anything."""
     batch_invariant: bool = False
     """Whether a recipe is refused under which a row's result depends on the other rows of its call."""
-    stages: tuple[Stage[Recipe], ...] = ()
+    stages: "tuple[Stage[Recipe], ...]" = ()
     """Recipes that take over from this one while a model trains: the fields above are the first stage."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
@@ -231,7 +229,7 @@ class Recipe:
             yield f"grads = {self.grads!r} is the weights' format; leave it out"
 
     @cached_property
-    def by_stage(self) -> tuple[Recipe, ...]:
+    def by_stage(self) -> "tuple[Recipe, ...]":
         """The recipe of each stage, first to last; itself alone, where it has no others."""
         return (replace(self, stages=()), *(stage.recipe for stage in self.stages)) if self.stages else (self,)
 

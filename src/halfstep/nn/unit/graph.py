@@ -1,7 +1,5 @@
 """The operations of one forward pass as a graph: what each takes and gives, and which edges are cut-edges."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ SOURCES = ("parameter", "input")
 class Value:
     """A floating tensor that a gradient may flow through."""
 
-    producer: Node
+    producer: "Node"
     shape: tuple[int, ...]
     square: float | None = None
     """Its expected mean square at initialisation; None where that is not known."""
@@ -28,7 +26,7 @@ class Value:
     """What masks it, where it is scores: False, or very negative, where there is no attention."""
     weights: bool = False
     """Whether it is what softmax gives over its last dimension."""
-    consumers: list[tuple[Node, int]] = field(default_factory=list)
+    consumers: "list[tuple[Node, int]]" = field(default_factory=list)
     """The nodes that take it, and as which of their operands."""
     is_output: bool = False
 

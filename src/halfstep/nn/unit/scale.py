@@ -1,7 +1,5 @@
 """Unit-scale an existing model, in place, and undo it."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings
@@ -34,7 +32,7 @@ from halfstep.unit.part import set_unit_part, unit_part
 class UnitScaled:
     """What `unit_scale` leaves on a model's root."""
 
-    report: UnitReport
+    report: "UnitReport"
     vectors: dict[str, Tensor]
     """What was taken from each bias, gain or vector that did not begin at 0 or 1."""
 
@@ -46,7 +44,7 @@ def unit_scale(
     residual: float | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     **named: Any,
-) -> UnitReport:
+) -> "UnitReport":
     """Unit-scale a model in place: weights, activations and gradients begin with a standard deviation near 1.
 
     One forward pass on the inputs is traced. Linear, convolutional and embedding layers, norms, activation functions,
