@@ -74,6 +74,7 @@ def read(monkeypatch):
     def counted(name, function):
         def call(*arguments):
             calls[name] += 1
+            calls["run"] -= name == "run_values"  # which calls it
             return function(*arguments)
 
         return call
