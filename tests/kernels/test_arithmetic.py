@@ -10,7 +10,7 @@ import torch
 
 from families import for_each
 from halfstep.kernels.arithmetic import SQUARES, double, is_nan, maximum, norm, root, single, traced, where
-from halfstep.kernels.cpu.optimizer import numbers_of, prepare
+from halfstep.kernels.cpu.optimizer import Numbers, prepare
 from halfstep.kernels.gpu import source
 from halfstep.optim import convert, update_rules
 from halfstep.optim.rules.elementwise import elementwise
@@ -174,7 +174,8 @@ def test_the_cpus_kernel_has_that_order(threads, places, expected):
         return weight - norm(weight) * (grad * o.lr), {}
 
     program, _ = lars({**GROUP, "lr": 1.0}, element, elementwise=False)
-    weight, numbers = near_a_tie(places), numbers_of(program, np.float32(1.0), (1.0, 1.0, 0.0))
+    weight, given = near_a_tie(places), (1.0, 1.0, 0.0)
+    numbers = Numbers(program, np.float32(1.0), given, program.numbers(given)[0])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -86,13 +86,9 @@ def account(
     one_of("optimizer", optimizer, OPTIMIZERS, AccountError)
     length = sequence_of(subject, sequence)
     if recipe.stages:
-        each = [
-            account(
-                subject, stage, batch=batch, sequence=sequence, optimizer=optimizer, checkpointing=checkpointing,
-                per_layer=per_layer,
-            )
-            for stage in recipe.by_stage
-        ]  # fmt: skip
+        options: dict[str, Any] = {"batch": batch, "sequence": sequence, "optimizer": optimizer}
+        options |= {"checkpointing": checkpointing, "per_layer": per_layer}
+        each = [account(subject, stage, **options) for stage in recipe.by_stage]
         most = max(each, key=lambda account: max(account.bytes.peak, account.bytes.persistent + account.bytes.update))
         return replace(most, recipe=recipe.name)
     if not subject.has_layers:

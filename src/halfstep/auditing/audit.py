@@ -187,12 +187,8 @@ def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) ->
             f", every value exactly {type}: a cast, or the file that they came from," if again else f"{beside}: a cast"
         )
         noted = saved if again else not wide
-        yield Finding(
-            "note" if noted else "warning",
-            "rounded buffers",
-            f"buffers in {dtype}{how} rounded them; {RECOMPUTE}",
-            tuple(names),
-        )
+        text = f"buffers in {dtype}{how} rounded them; {RECOMPUTE}"
+        yield Finding("note" if noted else "warning", "rounded buffers", text, tuple(names))
 
 
 def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
@@ -262,12 +258,8 @@ def _mixed(items: Iterable[Item]) -> Iterator[Finding]:
         if len(dtypes) > 1:
             counts = ", ".join(f"{len(found)} in {dtype}" for dtype, found in dtypes.items())
             dtype, fewest = min(dtypes.items(), key=lambda pair: len(pair[1]))
-            yield Finding(
-                "note",
-                "mixed states",
-                f"{kind} is not stored alike everywhere: {counts}. In {dtype}",
-                tuple(item.name for item in fewest),
-            )
+            text = f"{kind} is not stored alike everywhere: {counts}. In {dtype}"
+            yield Finding("note", "mixed states", text, tuple(item.name for item in fewest))
 
 
 def _projected(setup: Setup) -> Iterator[Finding]:
@@ -276,19 +268,15 @@ def _projected(setup: Setup) -> Iterator[Finding]:
     if names:
         whole = [name for name, p in setup.trained.items() if p.dim() == 2 and name not in names]
         others = f", others ({', '.join(whole[:5])}{' ...' * (len(whole) > 5)}) as a whole" if whole else ""
-        yield Finding(
-            "note", "projected", f"matrices updated in subspaces of their gradients (GaLore){others}", tuple(names)
-        )
+        text = f"matrices updated in subspaces of their gradients (GaLore){others}"
+        yield Finding("note", "projected", text, tuple(names))
 
 
 def _shared(items: Iterable[Item]) -> Iterator[Finding]:
     for kind, found in grouped((item.kind, item) for item in items if item.shared_with is not None).items():
-        yield Finding(
-            "note",
-            "shared",
-            f"{kind} in the memory of another tensor, counted once: {found[0].label} is {found[0].shared_with}",
-            tuple(item.name for item in found),
-        )
+        first = f"{found[0].label} is {found[0].shared_with}"
+        text = f"{kind} in the memory of another tensor, counted once: {first}"
+        yield Finding("note", "shared", text, tuple(item.name for item in found))
 
 
 SMALLEST_SCALE = 1e-6
@@ -320,28 +308,19 @@ def unmoved_by(setup: Setup, name: str, dtype: str, table: Table) -> Unmoved | N
 
 
 def _no_master(setup: Setup, unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
-    for dtype, names in grouped(
-        (name_of(kept_as(parameter)), name) for name, parameter in setup.narrow.items()
-    ).items():
+    by_dtype = grouped((name_of(kept_as(parameter)), name) for name, parameter in setup.narrow.items())
+    for dtype, names in by_dtype.items():
         share = _shares([unmoved[name] for name in names if name in unmoved])
-        yield Finding(
-            "warning",
-            "no master",
-            f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}",
-            tuple(names),
-        )
+        text = f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}"
+        yield Finding("warning", "no master", text, tuple(names))
 
 
 def _too_small(unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
     found = {name: one for name, one in unmoved.items() if one.dtype == "float32" and one.lost > _MOST * one.nonzero}
     if found:
         shares = _shares(found.values())
-        yield Finding(
-            "warning",
-            "learning rate too small",
-            f"learning rate too small for parameters in float32: an update below half their spacing is lost{shares}",
-            tuple(found),
-        )
+        text = f"learning rate too small for parameters in float32: an update below half their spacing is lost{shares}"
+        yield Finding("warning", "learning rate too small", text, tuple(found))
 
 
 def _shares(found: Collection[Unmoved]) -> str:
@@ -409,20 +388,15 @@ def _zero_gradients(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     if not grads or any(item.zeros < item.numel for item in grads):
         return
     moments = [item for item in items if item.kind in ("exp_avg", "momentum_buffer") and item.effective is not None]
-    never = any("betas" in group or group.get("momentum") for group in (setup.groups or {}).values()) and all(
-        item.zeros == item.numel for item in moments
-    )
+    remembers = any("betas" in group or group.get("momentum") for group in (setup.groups or {}).values())
+    never = remembers and all(item.zeros == item.numel for item in moments)
     why = (
         ", and none was another before: they underflowed, or the loss does not depend on the parameters"
         if never
         else ": by zero_grad(set_to_none=False), or they underflowed in this step"
     )
-    yield Finding(
-        "warning" if never else "note",
-        "gradients are zero",
-        f"every gradient is zero, all {sum(item.numel for item in grads):,} values{why}",
-        tuple(item.name for item in grads),
-    )
+    text = f"every gradient is zero, all {sum(item.numel for item in grads):,} values{why}"
+    yield Finding("warning" if never else "note", "gradients are zero", text, tuple(item.name for item in grads))
 
 
 def _scale(scale: float | None) -> Iterator[Finding]:

@@ -137,11 +137,8 @@ class Audit:
         """
         now, then = ({(item.kind, item.name): item for item in one.items} for one in (self, before))
         both = all(any(kind == "gradients" for kind, _ in named) for named in (now, then))
-        changed = {
-            key: change
-            for key in then | now
-            if (both or key[0] != "gradients") and (change := _change(then.get(key), now.get(key)))
-        }
+        compared = [key for key in then | now if both or key[0] != "gradients"]
+        changed = {key: change for key in compared if (change := _change(then.get(key), now.get(key)))}
         changes = grouped((f"{kind}: {change}", name) for (kind, name), change in changed.items())
         had, has = (0 if one.steps is None else one.steps[1] for one in (before, self))
         counted = "none" if self.steps is None else has
@@ -189,19 +186,16 @@ class Audit:
             raise CheckpointError(f"{path} is not a whole audit ({error}); save it again") from error
 
     def __str__(self) -> str:
-        return shortened(
-            [self._title(), *([] if self.plan is None else [self.plan]), *_table(self), *map(str, self.findings)]
-        )
+        plan = [] if self.plan is None else [self.plan]
+        return shortened([self._title(), *plan, *_table(self), *map(str, self.findings)])
 
     def _title(self) -> str:
         ends = " to ".join(f"{step:,}" for step in sorted({*(self.steps or ())}))
         steps = "" if self.steps is None else f", {ends} step{'s' * (self.steps != (1, 1))}"
         scale = "" if self.loss_scale in (None, 1.0) else f", loss scale {self.loss_scale:g}"
         stage = "" if self.stage is None else f"; {self.stage}"
-        return (
-            f"{self.model}, {self.optimizer or 'no optimizer'}: {self.trained:,} trained parameters"
-            f"{steps}{scale}{stage}"
-        )
+        trained = f"{self.trained:,} trained parameters"
+        return f"{self.model}, {self.optimizer or 'no optimizer'}: {trained}{steps}{scale}{stage}"
 
 
 def folded(text: str) -> str:

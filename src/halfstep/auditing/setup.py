@@ -250,14 +250,8 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None:
     """The first of the parameters that holds the values of `full` in a narrower dtype."""
-    return next(
-        (
-            name
-            for name, p in candidates.items()
-            if p.is_floating_point() and p.itemsize < full.itemsize and p.shape == full.shape and rounds_to(full, p)
-        ),
-        None,
-    )
+    narrower = {name: p for name, p in candidates.items() if p.is_floating_point() and p.itemsize < full.itemsize}
+    return next((name for name, p in narrower.items() if p.shape == full.shape and rounds_to(full, p)), None)
 
 
 def _kind(key: str) -> str:

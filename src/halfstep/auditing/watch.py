@@ -273,13 +273,9 @@ class Running:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "schema": SCHEMA,
-            "loses": self.loses,
-            "updates": [asdict(one) | {"share": one.share} for one in self.updates],
-            "mend": None if self.mend is None else asdict(self.mend),
-            "audit": self.audit.to_dict(),
-        }
+        updates = [asdict(one) | {"share": one.share} for one in self.updates]
+        made = None if self.mend is None else asdict(self.mend)
+        return {"schema": SCHEMA, "loses": self.loses, "updates": updates, "mend": made, "audit": self.audit.to_dict()}
 
     def __str__(self) -> str:
         said = [fill(str(one), COLUMNS, subsequent_indent="  ", break_on_hyphens=False) for one in self.updates]
@@ -405,18 +401,11 @@ def mend(
 ) -> Mend:
     """What mends a setup that loses updates of values in these dtypes; `trainer` is transformers' class, if any."""
     dtype = next((one for one in dtypes if one in _RECIPES), dtypes[0])
-    moments = _moments(optimizers[0]) if dtype in _RECIPES and len(optimizers) == 1 else None
-    recipes = (
-        {}
-        if moments is None
-        else {name: get_recipe(name).bytes_per_parameter(moments).total for name in _RECIPES[dtype]}
-    )
-    return Mend(
-        dtype,
-        report.nbytes / (report.trained or 1),
-        tuple(_lines(next(iter(recipes)), trainer)) if recipes else (),
-        recipes,
-    )
+    recipes = {}
+    if dtype in _RECIPES and len(optimizers) == 1 and (moments := _moments(optimizers[0])) is not None:
+        recipes = {name: get_recipe(name).bytes_per_parameter(moments).total for name in _RECIPES[dtype]}
+    lines = tuple(_lines(next(iter(recipes)), trainer)) if recipes else ()
+    return Mend(dtype, report.nbytes / (report.trained or 1), lines, recipes)
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:

@@ -102,9 +102,8 @@ def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) 
         np.min([_ends(None, one, scan.table.lowest, len(scan.table.counts), WIDTH)[1] for one in wide], axis=0),
     )
     few = np.full(most.size, table.significant_bits) if step is None else np.maximum(table.rows - step + 1, 0)
-    return max(
-        0.0, float(_fit(scan, np.minimum(few, most), most).bits - np.log2(WIDTH if step is None else table.rows.size))
-    )
+    found = _fit(scan, np.minimum(few, most), most).bits - np.log2(WIDTH if step is None else table.rows.size)
+    return max(0.0, float(found))
 
 
 def halved(scan: Scan, look: First) -> tuple[int, float]:
@@ -229,9 +228,8 @@ def fit_tiles(places: Places, wide: Float | None, names: Sequence[str] | None = 
     names = suspects([places], wide)[0] if names is None else names
     if not names:
         return None
-    begun = [
-        (tile, matches) for tile in TILES if places.has(tile) and (matches := _matches(places.first, tile, names, wide))
-    ]
+    kinds = [tile for tile in TILES if places.has(tile)]
+    begun = [(tile, matches) for tile in kinds if (matches := _matches(places.first, tile, names, wide))]
     for tile, matches in begun:  # what the first tile does not fit, all do not
         found = _matches(places, tile, [match.grid for match in matches], wide)
         if (best := _best(match for match in found if match.sure)) is not None:
@@ -253,11 +251,8 @@ def _partly(match: Match, places: Places, tile: Tile, wide: Float | None) -> Mat
     """The same match, its fit the tiles that do and those that do not."""
     tiles = [np.unique(np.abs(values)) for values in places.tiles(tile)]
     held = [one.scale for levels in tiles if (one := _held(levels, match.grid, wide, every=True)) is not None]
-    return replace(
-        match,
-        even=match.grid == WHOLE and _even(held, wide),
-        fit=replace(match.fit, held=len(held), beyond=len(tiles) - len(held)),
-    )
+    even = match.grid == WHOLE and _even(held, wide)
+    return replace(match, even=even, fit=replace(match.fit, held=len(held), beyond=len(tiles) - len(held)))
 
 
 def _even(steps: list[float], wide: Float | None) -> bool:

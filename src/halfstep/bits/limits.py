@@ -52,13 +52,8 @@ def limits_of(format: Format, stored: bool) -> Limits:
         normal = float(_float32(format.min_normal - format.min_subnormal / 2))
     tie = format.smallest / 2
     below = _next(tie, 0.0)
-    return Limits(
-        format,
-        overflows,
-        beyond,
-        normal,
-        tie if _vanishes(tie, format) else below if _vanishes(below, format) else -1.0,
-    )
+    vanishing = tie if _vanishes(tie, format) else below if _vanishes(below, format) else -1.0
+    return Limits(format, overflows, beyond, normal, vanishing)
 
 
 def _vanishes(value: float, format: Format) -> bool:

@@ -120,9 +120,8 @@ def origin(scan: Scan, stored: str) -> Origin:
 
 def origins(scans: Sequence[Scan], stored: str) -> list[Origin]:
     """The same of several tensors, all stored so."""
-    looked = looks(
-        [scan for scan in scans if scan.table.told], stored_format(stored), list(_casts(stored_format(stored)).values())
-    )
+    telling = [scan for scan in scans if scan.table.told]
+    looked = looks(telling, stored_format(stored), list(_casts(stored_format(stored)).values()))
     return [_origin(scan, stored, next(looked)) if scan.table.told else Origin(stored) for scan in scans]
 
 
@@ -192,13 +191,8 @@ def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     if not found.format.startswith("int"):
         best = scan.table.best_shift(_format(found.format))
         scale = f"2^{best[0]}" if best is not None and best[1] == scan.table.nonzero else "2^k"
-    return Origin(
-        stored,
-        (found.format,),
-        scale=scale,
-        also=found.also or ((STEPS,) if found.format.startswith("int") and one else ()),
-        evidence=evidence,
-    )
+    also = found.also or ((STEPS,) if found.format.startswith("int") and one else ())
+    return Origin(stored, (found.format,), scale=scale, also=also, evidence=evidence)
 
 
 def _scaled(
@@ -236,9 +230,8 @@ def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin, looked:
     if found is None:
         return None
     name, tile, evidence = found
-    return Origin(
-        stored, (name,), scale=named(tile), also=(STEPS,) if name.startswith("int") else (), evidence=evidence
-    )
+    also = (STEPS,) if name.startswith("int") else ()
+    return Origin(stored, (name,), scale=named(tile), also=also, evidence=evidence)
 
 
 @cache
@@ -266,9 +259,8 @@ def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[
     fewer = {step: fit_bits(scan, [wide, *(casts[name] for name in held)], step) for step in steps}
     if max(fewer.values(), default=0.0) >= CERTAIN:
         step = scan.table.last_bit if fewer[scan.table.last_bit] >= fewer[None] + CERTAIN else None
-        return Origin(
-            stored, bits=used if step is None else int(scan.table.rows[-1]) - step + 1, step=step, evidence=fewer[step]
-        )
+        whole = used if step is None else int(scan.table.rows[-1]) - step + 1
+        return Origin(stored, bits=whole, step=step, evidence=fewer[step])
     if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:
         return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits)
     if held:
@@ -277,11 +269,10 @@ def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[
             ("a uniform draw",) if _uniform(scan, stored) else ()
         )
         return Origin(stored, tuple(held), also=also, evidence=min(fits[name].bits for name in held))
-    partly = {
-        name: found
-        for i, (name, format) in enumerate(casts.items())
-        if look.mixes >> i & 1 and (found := fit(scan, format, wide, used)).mixed
-    }
+    partly = {}
+    if look.mixes:
+        fits = {name: fit(scan, casts[name], wide, used) for i, name in enumerate(casts) if look.mixes >> i & 1}
+        partly = {name: found for name, found in fits.items() if found.mixed}
     if partly:
         name, found = max(partly.items(), key=lambda item: item[1].bits)
         return Origin(stored, (name,), found.share, evidence=found.bits)

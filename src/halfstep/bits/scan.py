@@ -230,9 +230,8 @@ def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     if table.nonzero > LEVELS >= seen.magnitudes:
         distinct = np.unique(drawn.rows.view(np.float32))
         levels = levels_of(tensor, distinct) if may_be_few(table, distinct) else None
-    return _finished(
-        table, amax.max(), smallest, (seen.telling, seen.telling_magnitudes), levels, columns, amax, places.found()
-    )
+    tell = seen.telling, seen.telling_magnitudes
+    return _finished(table, amax.max(), smallest, tell, levels, columns, amax, places.found())
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
@@ -253,9 +252,8 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
     where = places.found(tensor.dtype) if places is not None else None
     levels = counted(used, counts) if may_be_few(table, magnitudes) else None
-    return replace(
-        _finished(table, amax, smallest, telling(used), levels, columns, values[columns.largest], where), codes=times
-    )
+    found = _finished(table, amax, smallest, telling(used), levels, columns, values[columns.largest], where)
+    return replace(found, codes=times)
 
 
 def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
@@ -269,13 +267,8 @@ def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
         smallest, amax = min(smallest, magnitudes.min(initial=np.inf)), max(amax, magnitudes.max(initial=0.0))
         table = table + from_values(values)
     distinct, times = np.unique(sample, return_counts=True)
-    return _finished(
-        table,
-        amax,
-        smallest,
-        telling(distinct),
-        counted(distinct, times) if table.size <= SAMPLE and may_be_few(table, distinct) else None,
-    )
+    levels = counted(distinct, times) if table.size <= SAMPLE and may_be_few(table, distinct) else None
+    return _finished(table, amax, smallest, telling(distinct), levels)
 
 
 @cache
@@ -332,6 +325,5 @@ def _finished(
 def _channels(amax: NDArray[np.float64]) -> Channels:
     ordered = np.sort(amax)
     median = float(ordered[(amax.size - 1) // 2] + ordered[amax.size // 2]) / 2
-    return Channels(
-        amax.size, median, float(ordered[-1]), amax.size - int(ordered.searchsorted(OUTLIER * median)) if median else 0
-    )
+    outliers = amax.size - int(ordered.searchsorted(OUTLIER * median)) if median else 0
+    return Channels(amax.size, median, float(ordered[-1]), outliers)

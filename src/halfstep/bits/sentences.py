@@ -133,10 +133,8 @@ def _spoke(same: Sequence[Evidence]) -> str:
     copied = "; rows, columns or blocks repeat others" if any(one.copied for one in origins) else ""
     if told >= MOST:
         return copied
-    return (
-        f"{copied}; only {percent(told)} of the values tell so, the others are zeros, powers of two or small whole "
-        "numbers"
-    )
+    rest = "the others are zeros, powers of two or small whole numbers"
+    return f"{copied}; only {percent(told)} of the values tell so, {rest}"
 
 
 def _quantised(layers: Sequence[Layer]) -> str:
@@ -196,10 +194,8 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
     if origin.scale is not None:
         scales = {one.origin.scale for one in same if one.origin}
         word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
-        return (
-            f"stored {stored}, every value exactly {names} times {word}: quantised to {_either(same)} before it was "
-            f"stored{_counted(same)}"
-        )
+        past = f"quantised to {_either(same)} before it was stored{_counted(same)}"
+        return f"stored {stored}, every value exactly {names} times {word}: {past}"
     if stored == "float16" and "bf16" in origin.through:
         return f"stored float16{_subnormals(same)}, every value exactly bf16: cast from bf16"
     if len(origin.through) > 1:

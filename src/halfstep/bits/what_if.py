@@ -116,9 +116,8 @@ class Trials:
             # Errors of tensors add up in the units of the values.
             cast = _cast(format, errors[format], tensor.numel, size, tensor.nbytes - size)
             scale, found = unit(scan.amax) ** 2, errors[format]
-            self._casts[format].append(
-                (name, cast, found._replace(signal=found.signal * scale, noise=found.noise * scale))
-            )
+            absolute = found._replace(signal=found.signal * scale, noise=found.noise * scale)
+            self._casts[format].append((name, cast, absolute))
 
     def found(self) -> tuple[WhatIf, ...]:
         """What each format did to all tensors, and to which it did most."""
@@ -127,10 +126,8 @@ class Trials:
 
 def nbytes(quantizer: Quantizer, shape: tuple[int, ...]) -> int:
     """Bytes of codes and scales of a tensor."""
-    return sum(
-        dtype.itemsize * math.prod(size or 0 for size in sizes)
-        for dtype, sizes in layout(quantizer, shape, torch.float32).values()
-    )
+    parts = layout(quantizer, shape, torch.float32).values()
+    return sum(dtype.itemsize * math.prod(size or 0 for size in sizes) for dtype, sizes in parts)
 
 
 def _errors(

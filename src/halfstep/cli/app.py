@@ -64,9 +64,8 @@ class _Commands(TyperGroup):
     """Lists commands by their names and lines of help, and imports the one that a command line calls."""
 
     def __init__(self, **attributes: Any) -> None:
-        super().__init__(
-            **{**attributes, "commands": {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}}
-        )
+        commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+        super().__init__(**{**attributes, "commands": commands})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)

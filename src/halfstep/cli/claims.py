@@ -75,11 +75,8 @@ def _list(claims: Sequence[Claim]) -> str:
     )
     lines = []
     for subject, rows in by_subject(claims).items():
-        lines += [
-            typer.style(fold.fill(subject), bold=True),
-            *(f"{claim.id}: {claim.verdict}\n{text.fill(claim.claim)}" for claim in rows),
-            "",
-        ]
+        told = (f"{claim.id}: {claim.verdict}\n{text.fill(claim.claim)}" for claim in rows)
+        lines += [typer.style(fold.fill(subject), bold=True), *told, ""]
     return "\n".join(lines)
 
 

@@ -47,15 +47,10 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
         tests += [outcome(t._replace(kernel=f"gpu {t.kernel}"), gpu) for t in (*selftest.GPU, *optim.GPU)]
     proven = {} if absent is None else {proof.kernel: str(proof) for proof in proofs()}
     wrong = [test for test in tests if not test.passed]
-    told = {
-        "machine": machine,
-        "recipes": paths,
-        "claims": _claims(),
-        "kernels": [
-            {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
-        ],
-        "proven": proven,
-    }
+    kernels = [
+        {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
+    ]
+    told = {"machine": machine, "recipes": paths, "claims": _claims(), "kernels": kernels, "proven": proven}
     head = ["recipe", "products", "operands", "FP8 tensor cores", *(["operands on the GPU"] if with_gpu else [])]
     compared = sum(test.compared for test in tests)
     parts = [
@@ -95,19 +90,14 @@ def _machine() -> dict[str, str]:
     units = (
         {k: v for k, v in tell().items() if v is True and any(w in k for w in ("bf16", "fp16", "amx"))} if tell else {}
     )
-    return {
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "16-bit units": ", ".join(sorted(units)) or ("none" if tell else f"torch {torch.__version__} does not tell"),
-        **{
-            f"{name} on CPU": "no units for it: products carried in float32"
-            if carried.supports(dtype, torch.device("cpu"))
-            else "torch's own products"
-            for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
-        },
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here",
-        "compiled code": kept_code(),
-    }
+    known = ", ".join(sorted(units)) or ("none" if tell else f"torch {torch.__version__} does not tell")
+    found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "16-bit units": known}
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        here = carried.supports(dtype, torch.device("cpu"))
+        why = "no units for it: products carried in float32" if here else "torch's own products"
+        found[f"{name} on CPU"] = why
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
+    return {**found, "cuda": cuda, "compiled code": kept_code()}
 
 
 def _claims() -> list[str]:

@@ -275,15 +275,9 @@ def _table(entries: Any) -> str:
 
 
 def _row(entry: Entry) -> list[str]:
-
-    return [
-        entry.id,
-        "; ".join(f"{part} {word}" for part, word in entry.parts.items()) or entry.train_precision,
-        entry.tier,
-        str(entry.year),
-        entry.evidence_kind.replace("_", " "),
-        some((*entry.model_ids, *entry.aliases), 1),
-    ]
+    names = (*entry.model_ids, *entry.aliases)
+    precision = "; ".join(f"{part} {word}" for part, word in entry.parts.items()) or entry.train_precision
+    return [entry.id, precision, entry.tier, str(entry.year), entry.evidence_kind.replace("_", " "), some(names, 1)]
 
 
 def _counted(entries: Any) -> str:

@@ -75,10 +75,8 @@ def _predicted(
             "effective_parameters": parameters * law.share(widths),
         }
     if post is not None:
-        found |= {
-            "of_it_by_rounding": law.damage(parameters, tokens, post),
-            "tokens_beyond_which_more_harm": law.harmful_tokens(parameters, post),
-        }
+        harmful = law.harmful_tokens(parameters, post)
+        found |= {"of_it_by_rounding": law.damage(parameters, tokens, post), "tokens_beyond_which_more_harm": harmful}
     return found
 
 
@@ -102,12 +100,10 @@ def fit(
             fits["damage"] = fit_damage(positive, resamples)
         except LawError as error:
             unfitted = f"the damage of rounding is not fitted: {error}"
-    data = {
-        **{name: found.to_dict() for name, found in fits.items()},
-        "damages_left_out": len(rounded) - len(positive),
-        "damage_not_fitted": unfitted,
-        "law": asdict(fits["loss"].law(fits.get("damage"))),
-    }
+    data: dict[str, Any] = {name: found.to_dict() for name, found in fits.items()}
+    data |= {"damages_left_out": len(rounded) - len(positive), "damage_not_fitted": unfitted}
+    fitted = fits["loss"].law(fits.get("damage"))
+    data["law"] = asdict(fitted)
     if out is not None:
         write_text(out, json.dumps(data, indent=2) + "\n", LawError)
     answer(as_json, lambda: data, lambda: _text(fits, data, len(rounded)))
@@ -116,11 +112,8 @@ def fit(
 def _text(fits: dict[str, Any], data: dict[str, Any], damages: int) -> str:
     parts = []
     for name, found in fits.items():
-        constants = table_text(
-            ["constant", "value", "95% interval"],
-            [[key, f"{value:.4g}", _ends(found.intervals.get(key))] for key, value in found.constants.items()],
-            right=["value", "95% interval"],
-        )
+        rows = [[key, f"{value:.4g}", _ends(found.intervals.get(key))] for key, value in found.constants.items()]
+        constants = table_text(["constant", "value", "95% interval"], rows, right=["value", "95% interval"])
         parts.append(f"{name}: {found.cells} runs, R2 {found.r2:.4f}, residual {found.residual:.3g}\n{constants}\n")
     if left_out := data["damages_left_out"]:
         parts.append(f"{left_out} of {damages} damages are not positive and have no logarithm: the fit left them out")

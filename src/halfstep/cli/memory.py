@@ -89,14 +89,8 @@ def memory(
         found = [(_inference if inference else _training)(subject, each, plan, progress) for each in recipes]
     if plot is not None:
         _draw(plot, subject, found, limit, inference)
-    data = {
-        "model": model,
-        "inference": inference,
-        **{name: value for name, value in asdict(plan).items() if name != "memory"},
-        "device_memory": limit,
-        "remarks": subject.remarks,
-        "recipes": found,
-    }
+    setup = {k: v for k, v in asdict(plan).items() if k != "memory"} | {"device_memory": limit}
+    data = {"model": model, "inference": inference, **setup, "remarks": subject.remarks, "recipes": found}
     answer(as_json, lambda: data, lambda: _text(subject, found, plan, inference, device_memory))
     raise typer.Exit(int(any(row.get("largest_batch") == 0 for row in found)))
 
@@ -179,10 +173,8 @@ def _text(subject: "Subject", found: list[dict[str, Any]], plan: _Plan, inferenc
     unit, size = ("GiB", 2**30) if max(row["bytes"]["persistent"] for row in found) >= 2**30 else ("MiB", 2**20)
 
     def cells(role: str, divisor: int) -> list[str]:
-        return [
-            "unknown" if number is None else f"{number / divisor:,.2f}"
-            for number in [row["bytes"].get(role) for row in found]
-        ]
+        sizes = [row["bytes"].get(role) for row in found]
+        return ["unknown" if number is None else f"{number / divisor:,.2f}" for number in sizes]
 
     counted = {
         role: [row["bytes"][role] for row in found] for role in _ROWS if all(role in row["bytes"] for row in found)
@@ -216,9 +208,7 @@ def _draw(path: str, subject: "Subject", found: list[dict[str, Any]], limit: int
         raise AccountError(
             "--plot draws the step of a model that trains; leave --inference out, or give a model that runs"
         )
-    shares = {
-        row["recipe"]: Share(**{role: size for role, size in row["bytes"].items() if role != "persistent"})
-        for row in found
-    }
-    save_figure(figure(subject.name, shares, limit), path, "memory", AccountError)
+    roles = {row["recipe"]: {k: v for k, v in row["bytes"].items() if k != "persistent"} for row in found}
+    drawn = figure(subject.name, {name: Share(**sizes) for name, sizes in roles.items()}, limit)
+    save_figure(drawn, path, "memory", AccountError)
     typer.echo(f"wrote {path}", err=True)

@@ -181,15 +181,8 @@ def mismatch(
         loaded = load_model(policy)
         found, described = batches_for(loaded, data, batches, batch, context)
         progress("comparing")
-        report = measured(
-            loaded.model,
-            found,
-            names[0],
-            names[1] if exported is None else from_pretrained(exported),
-            rows=rows,
-            padding=padding,
-            clip=clip,
-        )
+        served = names[1] if exported is None else from_pretrained(exported)
+        report = measured(loaded.model, found, names[0], served, rows=rows, padding=padding, clip=clip)
     lines = [printable(line) for line in (f"{described}:", *str(report).split("\n"))]
     answer(as_json, lambda: {"policy": policy, "data": described, **report.to_dict()}, lambda: "\n".join(lines))
     raise typer.Exit(int(report.kl_most > 0 or report.difference_most > 0))

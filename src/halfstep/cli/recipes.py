@@ -64,10 +64,8 @@ def cost(
 def _table(made: "Cost", body: "Cost") -> str:
     from halfstep.accounting import PASSES
 
-    rows = [
-        _row(kind, made, [work for work in made.works if work.kind == kind])
-        for kind in dict.fromkeys(work.kind for work in made.works)
-    ]
+    kinds = dict.fromkeys(work.kind for work in made.works)
+    rows = [_row(kind, made, [work for work in made.works if work.kind == kind]) for kind in kinds]
     totals = {"all": made, "without the head": body} if body.works and body.works != made.works else {"all": made}
     of_all = {name: part.multiply_adds / made.multiply_adds for name, part in totals.items()}
     rows += [
@@ -86,13 +84,8 @@ def _row(kind: str, made: "Cost", works: list[Any]) -> tuple[str, ...]:
     widths = [", ".join(f"{width} bits" for width in each) or "-" for each in bits]
     if kind in OVERHEADS:
         return (kind, "", *widths, f"{part.time / made.base:.1%}", "")
-    return (
-        kind,
-        f"{part.multiply_adds / made.multiply_adds:.1%}",
-        *widths,
-        f"{part.share:.1%}",
-        f"{part.speed_up:.2f}",
-    )
+    share = part.multiply_adds / made.multiply_adds
+    return (kind, f"{share:.1%}", *widths, f"{part.share:.1%}", f"{part.speed_up:.2f}")
 
 
 recipes = typer.Typer(invoke_without_command=True)

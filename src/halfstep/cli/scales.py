@@ -142,9 +142,8 @@ def _subject(name: str, task: str | None, data: str | None, sizes: _Sizes, seed:
         return _of_task(name, task, sizes, seed)
     if data is not None and not is_tensor_file(data):
         raise DataError(f"{data}: expected tensors in .safetensors or .pt, by the names of the model's arguments")
-    return (_of_function if ":" in name else _of_config)(
-        name, None if data is None else (tensor_batches(data), f"the tensors in {data}"), sizes, seed
-    )
+    given = None if data is None else (tensor_batches(data), f"the tensors in {data}")
+    return (_of_function if ":" in name else _of_config)(name, given, sizes, seed)
 
 
 def _of_task(name: str, task: str, sizes: _Sizes, seed: int) -> _Subject:
@@ -156,12 +155,8 @@ def _of_task(name: str, task: str, sizes: _Sizes, seed: int) -> _Subject:
     context = {"context": sizes.context} if "context" in spec.options else {}
     opened = spec.open(experiment_for(task, recipes=("fp32",), batch=sizes.batch, **context))
     batches = [opened.batch(seed, step) for step in range(1, sizes.batches + 1)]
-    return _Subject(
-        build_model(name, opened.models(), seed),
-        batches,
-        f"{sizes.batches} x {opened.count(batches[0])} {spec.facts.unit} of the task {task}",
-        opened,
-    )
+    words = f"{sizes.batches} x {opened.count(batches[0])} {spec.facts.unit} of the task {task}"
+    return _Subject(build_model(name, opened.models(), seed), batches, words, opened)
 
 
 def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Subject:
@@ -226,10 +221,8 @@ def _random(model: "nn.Module", blank: Any, sizes: _Sizes, seed: int) -> _Given:
         return tree_map(fill, blank)
 
     kind = f"random tokens, {sizes.batch} x {sizes.context}" if tables else "random normal numbers"
-    return (
-        [filled() for _ in range(sizes.batches)],
-        f"{sizes.batches} batch{'es' if sizes.batches > 1 else ''} of {kind}",
-    )
+    number = f"{sizes.batches} batch{'es' if sizes.batches > 1 else ''}"
+    return [filled() for _ in range(sizes.batches)], f"{number} of {kind}"
 
 
 def _text(moments: "Mapping[str, Scales]") -> str:

@@ -172,20 +172,9 @@ def _new(ctx: typer.Context) -> Sweep:
     for name in grid.keys() & given.keys():
         raise RunError(f"--{name.replace('_', '-')} and --grid {name} both given; give one of them")
     seeds = given.setdefault("seeds", Experiment.seeds)
-
-    return Sweep(
-        experiment_for(
-            **{
-                "task": Experiment.task,
-                **given,
-                **{name: values[0] for name, values in grid.items()},
-                "baseline_seeds": seeds,
-            }
-        ),
-        grid,
-        ctx.params["sample"],
-        ctx.params["threads"] or 1,
-    )
+    first = {name: values[0] for name, values in grid.items()}
+    experiment = experiment_for(**{"task": Experiment.task, **given, **first, "baseline_seeds": seeds})
+    return Sweep(experiment, grid, ctx.params["sample"], ctx.params["threads"] or 1)
 
 
 def _resumed(ctx: typer.Context, path: Path) -> Sweep:
@@ -258,16 +247,8 @@ def leads_text(leads: "dict[str, Lead]") -> str:
     for name, lead in leads.items():
         mean, interval = lead.ahead_of.get("loss", (None, None))
         earlier = "-" if interval is None else f"{mean:+.1f} ({interval.low:+.1f} to {interval.high:+.1f})"
-        rows.append(
-            [
-                name,
-                f"{lead.threshold:.1f}",
-                _share(lead.false_alarms),
-                _share(lead.caught),
-                f"{sum(lead.steps) / len(lead.steps):.1f}",
-                earlier,
-            ]
-        )
+        ahead = f"{sum(lead.steps) / len(lead.steps):.1f}"
+        rows.append([name, f"{lead.threshold:.1f}", _share(lead.false_alarms), _share(lead.caught), ahead, earlier])
     return table_text(columns, rows, right=columns[1:])
 
 
@@ -282,10 +263,8 @@ def causes_text(found: "list[Caused]", quiet: dict[str, dict[str, Any]]) -> str:
     lines = [table_text(columns, rows, right=["seed", "spike at step", "at step", "times its past"])]
     for recipe, hits in quiet.items():
         named = [bool(spike.moved) for spike in found if spike.recipe == recipe]
-        lines.append(
-            f"{recipe}: something moved before {sum(named)} of {len(named)} spikes, and in {_share(hits)} of windows "
-            "without"
-        )
+        words = f"{recipe}: something moved before {sum(named)} of {len(named)} spikes"
+        lines.append(f"{words}, and in {_share(hits)} of windows without")
     return "\n".join(lines)
 
 
@@ -349,9 +328,8 @@ def _pairs(tests: dict[str, Any]) -> str:
                 pair["verdict"] + would,
             ]
         )
-    return table_text(
-        ["recipes", "runs", "p", "power for 10 points", "verdict"], rows, right=["p", "power for 10 points"]
-    )
+    columns = ["recipes", "runs", "p", "power for 10 points", "verdict"]
+    return table_text(columns, rows, right=["p", "power for 10 points"])
 
 
 def _share(share: dict[str, Any]) -> str:

@@ -107,10 +107,8 @@ def reading(total: int) -> Iterator[Callable[[int], None] | None]:
     if not console.is_terminal:
         yield None
         return
-    with Progress(
-        "reading", BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=console, transient=True,
-    ) as bar:  # fmt: skip
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("reading", *columns, console=console, transient=True) as bar:
         task = bar.add_task("reading", total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -16,14 +16,8 @@ mxfp6_e2m3 = BlockFormat("mxfp6_e2m3", ocp.float6_e2m3fn, (1, 32), _MX_RULES, 8,
 mxfp4 = BlockFormat("mxfp4", ocp.float4_e2m1fn, (1, 32), _MX_RULES, 8, _MX, ("mxfp4_e2m1",))
 mxint8 = BlockFormat("mxint8", integer.ocp_int8, (1, 32), _MX_RULES, 8, _MX)
 
-nvfp4 = BlockFormat(
-    "nvfp4",
-    ocp.float4_e2m1fn,
-    (1, 16),
-    ("two_level", "two_level_up", "four_over_six"),
-    8,
-    "NVIDIA Transformer Engine, NVFP4 recipe; two_level_up is our own",
-)
+_NVFP4 = "NVIDIA Transformer Engine, NVFP4 recipe; two_level_up is our own"
+nvfp4 = BlockFormat("nvfp4", ocp.float4_e2m1fn, (1, 16), ("two_level", "two_level_up", "four_over_six"), 8, _NVFP4)
 
 _DEEPSEEK = "DeepSeek-V3, arXiv 2412.19437, section 3.3: tiles of 1x128 and blocks of 128x128"
 fp8_1x128 = BlockFormat("fp8_1x128", ocp.float8_e4m3fn, (1, 128), ("absmax", "rceil"), 32, _DEEPSEEK)

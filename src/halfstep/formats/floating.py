@@ -278,9 +278,8 @@ class Float(Format):
             return nan
         if self.specials == "fnuz" and code == 1 << (self.bits - 1):
             return nan
-        value = ldexp(
-            mantissa + (1 << self.mantissa_bits if exponent else 0), max(exponent, 1) - self.bias - self.mantissa_bits
-        )
+        steps = mantissa + (1 << self.mantissa_bits if exponent else 0)
+        value = ldexp(steps, max(exponent, 1) - self.bias - self.mantissa_bits)
         return -value if sign else value
 
 

@@ -58,12 +58,9 @@ class Integer(Format):
         return ldexp(code - (1 << self.bits if (self.low < 0 and code >> (self.bits - 1)) else 0), -self.fraction_bits)
 
 
-int8 = Integer(
-    "int8",
-    -127,
-    127,
-    source="Dettmers et al. 2022, arXiv 2208.07339, section 2.1: absmax quantisation uses -127 to 127",
-)
+_SYMMETRIC = "Dettmers et al. 2022, arXiv 2208.07339, section 2.1: absmax quantisation uses -127 to 127"
+
+int8 = Integer("int8", -127, 127, source=_SYMMETRIC)
 int4 = Integer("int4", -7, 7, source="the same with 4 bits")
 uint8 = Integer("uint8", 0, 255, source="affine (zero-point) quantisation in 8 bits")
 uint4 = Integer("uint4", 0, 15, source="affine (zero-point) quantisation in 4 bits")

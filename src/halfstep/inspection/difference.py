@@ -67,9 +67,8 @@ class Difference:
             f"{count(group)} ({percent(values(group) / total) if total else 'none'} of the values): {sentence(group)}."
             for group in sorted(groups.values(), key=lambda group: -values(group))
         ]
-        names = " and ".join(
-            f"{which} begin with {name!r}" for which, name in zip(("A's", "B's"), self.prefixes, strict=True) if name
-        )
+        sides = zip(("A's", "B's"), self.prefixes, strict=True)
+        names = " and ".join(f"{which} begin with {name!r}" for which, name in sides if name)
         renamed = [f"{one.name} is {one.name_b}" for one in self.tensors if one.how == "contents"]
 
         return [
@@ -183,9 +182,8 @@ def _compared(
         one, other = a[name], b[name_b]
         how = "contents" if name in renamed else "name" if name == name_b else "prefix"
         found, seen = (Relation("identical"), "") if how == "contents" else _relation(one, other)
-        yield TensorDifference(
-            name, name_b, role_of(name), (one.stored, other.stored), (one.shape, other.shape), found, seen, how
-        )
+        stored, shapes = (one.stored, other.stored), (one.shape, other.shape)
+        yield TensorDifference(name, name_b, role_of(name), stored, shapes, found, seen, how)
         if progress is not None:
             progress(one.tensor.nbytes)
 
@@ -225,12 +223,8 @@ def _turned(a: Values, b: Values) -> Relation | None:
     if not 0 < a.nbytes <= HELD:
         return None
     found = relation(Pair(Held.turned(a), b))
-    return (
-        found
-        if found.kind in _FOUND
-        or (found.kind == "changed" and found.change is not None and found.change.cosine > _APART)
-        else None
-    )
+    close = found.kind == "changed" and found.change is not None and found.change.cosine > _APART
+    return found if found.kind in _FOUND or close else None
 
 
 _TRIED = 16  # names from which a prefix is read off

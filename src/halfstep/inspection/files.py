@@ -190,9 +190,8 @@ def _descriptor(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         # Without blocking: the opening of a pipe would wait for a writer.
         descriptor = os.open(path, _FLAGS)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be opened: {getattr(error, 'strerror', None) or error}; expected a checkpoint's file"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {why}; expected a checkpoint's file") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -368,15 +367,8 @@ class Strided:
         shape = tuple(stop - first for first, stop in index)
         low = sum(first * stride for (first, _), stride in zip(index, self.strides, strict=True))
         span = sum((size - 1) * stride for size, stride in zip(shape, self.strides, strict=True))
-        return native(
-            np.ndarray(
-                shape,
-                self.dtype,
-                self.file.view(descriptor, self.start + low, span + self.dtype.itemsize, np.dtype("u1")).data,
-                0,
-                self.strides,
-            )
-        )
+        held = self.file.view(descriptor, self.start + low, span + self.dtype.itemsize, np.dtype("u1"))
+        return native(np.ndarray(shape, self.dtype, held.data, 0, self.strides))
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -386,9 +378,8 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether these strides, in values, are the contiguous ones; those of dimensions of size 1 do not matter."""
-    return all(
-        size == 1 or stride == wanted for size, stride, wanted in zip(shape, strides, row_major(shape), strict=True)
-    )
+    axes = zip(shape, strides, row_major(shape), strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in axes)
 
 
 def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Index]:

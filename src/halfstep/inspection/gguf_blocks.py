@@ -76,10 +76,9 @@ def _q3_k(blocks: Bytes) -> Floats:
 def _scales_k4(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Eight scales and eight minima of 6 bits each, from 12 bytes."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    return (
-        np.concatenate([first & 63, (last & 15) | (first >> 6) << 4], axis=1),
-        np.concatenate([second & 63, (last >> 4) | (second >> 6) << 4], axis=1),
-    )
+    scales = np.concatenate([first & 63, (last & 15) | (first >> 6) << 4], axis=1)
+    least = np.concatenate([second & 63, (last >> 4) | (second >> 6) << 4], axis=1)
+    return scales, least
 
 
 def _k4(blocks: Bytes, codes: Bytes) -> Floats:
@@ -117,9 +116,8 @@ def _trits(codes: Bytes, width: int, count: int) -> Floats:
 
 
 def _tq1_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 52) * np.concatenate(
-        [_trits(blocks[:, :32], 32, 5), _trits(blocks[:, 32:48], 16, 5), _trits(blocks[:, 48:52], 4, 4)], axis=1
-    )
+    parts = [_trits(blocks[:, :32], 32, 5), _trits(blocks[:, 32:48], 16, 5), _trits(blocks[:, 48:52], 4, 4)]
+    return _half(blocks, 52) * np.concatenate(parts, axis=1)
 
 
 def _nvfp4(blocks: Bytes) -> Floats:
@@ -172,9 +170,8 @@ def iq2_xxs(blocks: Bytes) -> Floats:
 def iq2_xs(blocks: Bytes) -> Floats:
     """Of eight values a code of nine bits and seven signs; of 16 a scale."""
     words = _words(blocks[:, 2:66], "<u2")
-    return _scaled(_quarters(blocks, blocks[:, 66:]), _rows("iq2_xs", words & np.uint32(511))) * _negative(
-        _SIGNS[words >> 9]
-    )
+    scales = _quarters(blocks, blocks[:, 66:])
+    return _scaled(scales, _rows("iq2_xs", words & np.uint32(511))) * _negative(_SIGNS[words >> 9])
 
 
 def iq2_s(blocks: Bytes) -> Floats:
@@ -191,17 +188,15 @@ def iq3_xxs(blocks: Bytes) -> Floats:
     """Of four values a code of a byte; of 32 a word of four times seven signs, and a scale in its last four bits."""
     words = _words(blocks[:, 66:], "<u4")
     scales = _half(blocks, 0) * (np.float32(0.5) + (words >> 28).astype(np.float32)) * np.float32(0.5)
-    return _scaled(scales, _rows("iq3_xxs", blocks[:, 2:66].astype(np.uint32))) * _negative(
-        _SIGNS[_bit_fields(words, 7, 4)]
-    )
+    signs = _negative(_SIGNS[_bit_fields(words, 7, 4)])
+    return _scaled(scales, _rows("iq3_xxs", blocks[:, 2:66].astype(np.uint32))) * signs
 
 
 def iq3_s(blocks: Bytes) -> Floats:
     """Of four values a code of nine bits, of which one lies apart, and four signs; of 32 a scale."""
     codes = blocks[:, 2:66] | _bit_fields(blocks[:, 66:74], 1, 8) << 8
-    return _scaled(
-        _half(blocks, 0) * (1 + 2 * _bit_fields(blocks[:, 106:], 4, 2).astype(np.float32)), _rows("iq3_s", codes)
-    ) * _negative(blocks[:, 74:106])
+    scales = _half(blocks, 0) * (1 + 2 * _bit_fields(blocks[:, 106:], 4, 2).astype(np.float32))
+    return _scaled(scales, _rows("iq3_s", codes)) * _negative(blocks[:, 74:106])
 
 
 def iq1_s(blocks: Bytes) -> Floats:

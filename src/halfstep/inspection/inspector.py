@@ -74,12 +74,8 @@ def _unknown(path: Path) -> str:
     if not path.is_dir():
         found = "is not a checkpoint of a known kind" if path.stat().st_size else "is empty"
         return f"{found}; expected one of: {kinds}"
-    known = (
-        found
-        for place in ("*", "snapshots/*")
-        for found in sorted(path.glob(place))
-        if any(reader.recognises(found) for reader in readers().values())
-    )
+    inner = (found for place in ("*", "snapshots/*") for found in sorted(path.glob(place)))
+    known = (found for found in inner if any(reader.recognises(found) for reader in readers().values()))
     near = [str(found) for found in islice(known, _NAMED)]
     hint = f"name one of what it holds: {', '.join(map(repr, near))}" if near else "nothing in it is a checkpoint"
     return f"is a folder, and not one of a known kind (Hugging Face's or torch DCP's); {hint}"
@@ -141,9 +137,8 @@ def _windows(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
 
 
 def _read_small(tensors: Sequence[StoredTensor], progress: Progress | None) -> Iterator[Read]:
-    at_hand = read_together(
-        {tensor.name: tensor.source for tensor in tensors if isinstance(tensor.source, Plain) and tensor.numel}
-    )
+    plain = {tensor.name: tensor.source for tensor in tensors if isinstance(tensor.source, Plain) and tensor.numel}
+    at_hand = read_together(plain)
     pieces = {one.name: [at_hand[one.name]] if one.name in at_hand else [*one.chunks(CHUNK)] for one in tensors}
     if progress is not None:
         progress(sum(tensor.nbytes for tensor in tensors))
@@ -238,12 +233,8 @@ def inspect(
         tensors.append(found)
     _add(tables, counted)
     tensors, findings = _confirmed(tensors, layers)
-    return replace(
-        _report(checkpoint, tuple(tensors), tables, quick, known),
-        findings=findings,
-        casts=trials.found(),
-        remarks=checkpoint.remarks,
-    )
+    report = _report(checkpoint, tuple(tensors), tables, quick, known)
+    return replace(report, findings=findings, casts=trials.found(), remarks=checkpoint.remarks)
 
 
 def _is_read(tensor: StoredTensor) -> bool:
@@ -253,12 +244,8 @@ def _is_read(tensor: StoredTensor) -> bool:
 
 def _once(tensors: Sequence[StoredTensor]) -> Collection[StoredTensor]:
     """Of tensors that are stored in the same bytes the first."""
-    return [
-        found[0]
-        for found in grouped(
-            ((tensor.storage, "" if tensor.nbytes else tensor.name), tensor) for tensor in tensors
-        ).values()
-    ]
+    same = grouped(((tensor.storage, "" if tensor.nbytes else tensor.name), tensor) for tensor in tensors)
+    return [found[0] for found in same.values()]
 
 
 def _add(tables: dict[str, Table], counted: list[tuple[str, Table]]) -> None:
@@ -278,9 +265,8 @@ def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[Tensor
         if layer is not None and scales is not None:
             if scales.nonfinite:
                 findings.append(f"{layer.parts[0]}: {scales.nonfinite} of {scales.values} scales are not finite")
-            layer = replace(
-                layer, powers=scales.significant_bits == 1 and scales.nonzero > 1 and layer.scale != "float8_e8m0fnu"
-            )
+            powers = scales.significant_bits == 1 and scales.nonzero > 1 and layer.scale != "float8_e8m0fnu"
+            layer = replace(layer, powers=powers)
         found.append(tensor if layer is None else replace(tensor, layer=layer))
     return found, tuple(findings)
 
@@ -339,15 +325,9 @@ def _role(role: str, found: list[tuple[TensorReport, Evidence]], tables: dict[st
 
 def _together(parts: list[Statistics], table: Table) -> Statistics:
     """The figures of several tensors. Subnormals are of each one's own type; scales are each one's, too."""
-    return replace(
-        of_table(
-            table,
-            max(part.amax for part in parts),
-            min((part.smallest for part in parts if part.nonzero), default=0.0),
-        ),
-        subnormal=sum(part.subnormal for part in parts),
-        exact_scaled={},
-    )
+    smallest = min((part.smallest for part in parts if part.nonzero), default=0.0)
+    found = of_table(table, max(part.amax for part in parts), smallest)
+    return replace(found, subnormal=sum(part.subnormal for part in parts), exact_scaled={})
 
 
 def _evidence(tensor: TensorReport) -> Evidence:
@@ -383,10 +363,8 @@ def _earlier(seen: dict[tuple[object, ...], StoredTensor], tensor: StoredTensor,
     """
     if found.distinct < 2:
         return None
-    key = (
-        *(tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest),
-        hashlib.sha256(found.table.counts.tobytes()).digest(),
-    )
+    counts = hashlib.sha256(found.table.counts.tobytes()).digest()
+    key = (tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest, counts)
     first = seen.setdefault(key, tensor)
     return first.name if first is not tensor and same_bytes(Pair(first, tensor)) else None
 
@@ -413,13 +391,8 @@ def quick_origin(tensor: Values, progress: Progress | None = None) -> Origin | N
             break
     used = ored & (1 << fraction) - 1
     bits = fraction + 1 - ((used & -used).bit_length() - 1) if used else 1
-    return Origin(
-        tensor.dtype,
-        _through(bits, fraction + 1),
-        full=bits == fraction + 1,
-        telling=tensor.numel if used else 0,
-        counted=False,
-    )
+    through = _through(bits, fraction + 1)
+    return Origin(tensor.dtype, through, full=bits == fraction + 1, telling=tensor.numel if used else 0, counted=False)
 
 
 def _through(bits: int, most: int) -> tuple[str, ...]:

@@ -77,11 +77,8 @@ def _parts(codes: StoredTensor, scheme: Scheme, names: Mapping[str, StoredTensor
     scale = names.get(stem + scheme.scale)
     if scale is None or scale is codes or scale.dtype not in scheme.scale_dtypes:
         return None
-    return {"codes": codes} | {
-        suffix: part
-        for suffix in (scheme.scale, *scheme.needs, *scheme.may)
-        if (part := names.get(_name(stem, suffix))) is not None
-    }
+    parts = {suffix: names.get(_name(stem, suffix)) for suffix in (scheme.scale, *scheme.needs, *scheme.may)}
+    return {"codes": codes} | {suffix: part for suffix, part in parts.items() if part is not None}
 
 
 def _name(stem: str, suffix: str) -> str:
@@ -93,20 +90,15 @@ def _layer(scheme: Scheme, parts: dict[str, StoredTensor]) -> tuple[Layer | None
     """The layer, None where its shapes do not fit, and what is wrong with it."""
     codes, scale = parts["codes"], parts[scheme.scale]
     stem = codes.name.removesuffix(scheme.codes)
-    wrong = [
-        f"{codes.name} ({scheme.name}): no {_last(_name(stem, suffix))} beside it"
-        for suffix in scheme.needs
-        if suffix not in parts
-    ]
+    missing = [_last(_name(stem, suffix)) for suffix in scheme.needs if suffix not in parts]
+    wrong = [f"{codes.name} ({scheme.name}): no {name} beside it" for name in missing]
     shape = scheme.packing.shape(parts)
     values = prod(shape or (0,))
     tile = _tile(scheme, shape, scale.shape) if shape is not None and values else None
     bits = round(8 * codes.nbytes / values) if values else 0
     if tile is None or not 0 < bits <= 8:
-        return None, [
-            f"{codes.name} ({scheme.name}): codes of shape {written(codes.shape)}, scales of shape "
-            f"{written(scale.shape)} do not fit together"
-        ]
+        sizes = f"codes of shape {written(codes.shape)}, scales of shape {written(scale.shape)}"
+        return None, [f"{codes.name} ({scheme.name}): {sizes} do not fit together"]
     format = f"int{bits}" if scheme.format == "int" else scheme.format or codes.dtype
     held = tuple(part.name for suffix, part in parts.items() if suffix != "codes")
     nbytes = sum(part.nbytes for part in parts.values())
@@ -126,9 +118,8 @@ def _tile(scheme: Scheme, shape: Shape, scale: Shape) -> str | None:
 def tile_text(tile: tuple[int, int], shape: Shape) -> str:
     """A tile of rows and columns, 0 for all, in words."""
     rows, columns = tile
-    return {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}.get(
-        tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block"
-    )
+    words = {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}
+    return words.get(tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block")
 
 
 def _left_over(tensors: Sequence[StoredTensor], used: Mapping[str, Scheme], codes: set[str]) -> Iterator[str]:
@@ -244,17 +235,9 @@ def _from_labels(checkpoint: Checkpoint) -> Iterator[Own | str]:
             continue
         *lead, rows, columns = (1, 1, *codes.shape)[-max(len(codes.shape), 2) :]
         columns = columns * 8 // quantizer.format.bits if quantizer.format.bits in (4, 6) else columns
-        yield Own(
-            stem,
-            quantizer,
-            (*lead, rows, columns),
-            torch.float32,
-            {
-                part: (dtype, (*lead, *shape))
-                for part, (dtype, shape) in layout(quantizer, (rows, columns), torch.float32).items()
-            },
-            (label.name,),
-        )
+        of_one = layout(quantizer, (rows, columns), torch.float32)
+        of_all = {part: (dtype, (*lead, *shape)) for part, (dtype, shape) in of_one.items()}
+        yield Own(stem, quantizer, (*lead, rows, columns), torch.float32, of_all, (label.name,))
 
 
 def _of_own(own: Own, names: Mapping[str, StoredTensor]) -> tuple[Layer | None, list[str]]:
@@ -419,11 +402,9 @@ class Restored(Decoded):
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order."""
-        yield from InMemory(
-            Quantized(
-                self.quantizer, self.shape, self.of, {part: _tensor(stored) for part, stored in self.parts.items()}
-            ).dequantize(torch.float32)
-        ).chunks(nbytes)
+        held = {part: _tensor(stored) for part, stored in self.parts.items()}
+        decoded = Quantized(self.quantizer, self.shape, self.of, held).dequantize(torch.float32)
+        yield from InMemory(decoded).chunks(nbytes)
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Weight]:
@@ -479,6 +460,5 @@ def _ours(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> dict[st
 
 
 def _tensor(stored: StoredTensor) -> torch.Tensor:
-    return torch.frombuffer(
-        bytearray(b"".join(piece.tobytes() for piece in stored.chunks())), dtype=getattr(torch, stored.dtype)
-    ).view(stored.shape)
+    data = b"".join(piece.tobytes() for piece in stored.chunks())
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, stored.dtype)).view(stored.shape)

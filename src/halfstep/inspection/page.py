@@ -43,11 +43,8 @@ def to_html(report: Inspection) -> str:
 
 def _outliers(report: Inspection) -> list[TensorReport]:
     """Tensors with outlier channels, those that stand out most first; tied ones once."""
-    ratios = [
-        (c.largest / c.median, t)
-        for t in report.tensors
-        if t.statistics is not None and t.tied_to is None and (c := t.statistics.channels) is not None and c.outliers
-    ]
+    found = [(t.statistics.channels, t) for t in report.tensors if t.statistics is not None and t.tied_to is None]
+    ratios = [(c.largest / c.median, tensor) for c, tensor in found if c is not None and c.outliers]
     return [tensor for _, tensor in sorted(ratios, key=lambda item: -item[0])]
 
 
@@ -112,10 +109,8 @@ def _draw(axes: Any, role: RoleReport, low: int, high: int) -> None:
     beyond = sum(n for e, n in enumerate(found.exponents, found.lowest_exponent) if e < low or e >= high)
     more = f"; {percent(beyond / found.nonzero)} beyond, at the edge" if beyond else ""
     axes.set_title(f"{role.role}: {role.numel:,} values{more}", loc="left", fontsize=9, fontweight="bold", color=INK)
-    words = (
-        f"fp16: {percent(found.fp16_subnormal / found.nonzero)} subnormal, "
-        f"{percent((found.fp16_below + found.fp16_above) / found.nonzero)} out of range"
-    )
-    axes.set_title(words, loc="right", fontsize=8.5, color=FAINT)
+    subnormal = percent(found.fp16_subnormal / found.nonzero)
+    lost = percent((found.fp16_below + found.fp16_above) / found.nonzero)
+    axes.set_title(f"fp16: {subnormal} subnormal, {lost} out of range", loc="right", fontsize=8.5, color=FAINT)
     axes.set(xlim=(low, high), ylabel="%")
     axes.spines[["top", "right"]].set_visible(False)

@@ -94,26 +94,15 @@ class Inspection:
             f"{role.role}: {role.tensors} tensors, {role.numel:,} values, {printable(role.verdict.text)}"
             for role in self.roles
         ]
-
-        return shortened(
-            [
-                self.title,
-                self.conclusion,
-                *self.alarms,
-                *self.claims,
-                *roles,
-                *(f"{one.size}, {one.values:,} weights: {one.text}" for one in self.schemes),
-            ]
-        )
+        schemes = [f"{one.size}, {one.values:,} weights: {one.text}" for one in self.schemes]
+        return shortened([self.title, self.conclusion, *self.alarms, *self.claims, *roles, *schemes])
 
     @property
     def title(self) -> str:
         """What was read: the path, the kind of file, the number of tensors and their bytes."""
         size = f"{self.nbytes / 1e9:.3g} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.3g} MB"
-        return (
-            f"{printable(str(self.path))}: {self.kind}, {len(self.files)} file{'s' * (len(self.files) != 1)}, "
-            f"{len(self.tensors)} tensors, {size}"
-        )
+        files = f"{len(self.files)} files" if len(self.files) != 1 else "1 file"
+        return f"{printable(str(self.path))}: {self.kind}, {files}, {len(self.tensors)} tensors, {size}"
 
     @property
     def conclusion(self) -> str:
@@ -169,11 +158,9 @@ def _first(before: str, texts: Sequence[str], what: str) -> list[str]:
 
 def _tensor(tensor: TensorReport) -> dict[str, Any]:
     origin = tensor.origin
-    return {
-        **asdict(tensor),
-        "origin": None if origin is None else {**asdict(origin), "key": origin.key, "confidence": origin.confidence},
-        "layer": None if tensor.layer is None else {**asdict(tensor.layer), "text": tensor.layer.text},
-    }
+    said = None if origin is None else {**asdict(origin), "key": origin.key, "confidence": origin.confidence}
+    layer = None if tensor.layer is None else {**asdict(tensor.layer), "text": tensor.layer.text}
+    return {**asdict(tensor), "origin": said, "layer": layer}
 
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

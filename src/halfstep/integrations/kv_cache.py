@@ -85,11 +85,10 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-
-        kept = super().update(
-            *(_packed(kind, x) for kind, x in zip(self.kinds, (key_states, value_states), strict=True)), *args, **kwargs
-        )
-        keys, values = (_unpacked(*each, self.dtype) for each in zip(self.kinds, kept, self.sizes, strict=True))
+        kinds = self.kinds
+        given = (_packed(kind, x) for kind, x in zip(kinds, (key_states, value_states), strict=True))
+        kept = super().update(*given, *args, **kwargs)
+        keys, values = (_unpacked(*each, self.dtype) for each in zip(kinds, kept, self.sizes, strict=True))
         return keys, values
 
 
@@ -112,9 +111,8 @@ def _packed(kind: Quantizer, x: Tensor) -> Tensor:
     """Bytes of each row."""
     made = ops.quantize(x.detach(), kind).tensors
     rows = prod(x.shape[:-1])
-    return torch.cat(
-        [made[name].reshape(rows, -1).view(torch.uint8) for name in layout(kind, tuple(x.shape), x.dtype)], -1
-    ).view(*x.shape[:-1], -1)
+    parts = [made[name].reshape(rows, -1).view(torch.uint8) for name in layout(kind, tuple(x.shape), x.dtype)]
+    return torch.cat(parts, -1).view(*x.shape[:-1], -1)
 
 
 def _unpacked(kind: Quantizer, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -122,8 +120,6 @@ def _unpacked(kind: Quantizer, rows: Tensor, columns: int, dtype: torch.dtype) -
     shape = (*rows.shape[:-1], columns)
     laid: dict[str, Any] = layout(kind, shape, dtype)
     parts = rows.split_with_sizes([size * own.itemsize for own, (_, size) in laid.values()], -1)
-    made = {
-        name: part.contiguous().view(own).view(-1, size)
-        for (name, (own, (_, size))), part in zip(laid.items(), parts, strict=True)
-    }
+    sizes = zip(laid.items(), parts, strict=True)
+    made = {name: part.contiguous().view(own).view(-1, size) for (name, (own, (_, size))), part in sizes}
     return Quantized(kind, shape, dtype, made).dequantize()

@@ -111,13 +111,8 @@ class HalfstepPrecision(Precision):
         """Make the optimizers follow the recipe too, after the strategy wrapped the module."""
         if all(one in self._optimizers for one in optimizers):  # evaluation: none, or those of the last fit
             return model, optimizers, lr_schedulers
-        masters = dict(self._masters) | {
-            p: one.full(p)
-            for one in self._optimizers
-            for group in one.param_groups
-            for p in group["params"]
-            if p in self._mastered
-        }
+        trained = [(one, p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        masters = {**self._masters, **{p: one.full(p) for one, p in trained if p in self._mastered}}
         if not masters and full_weights(self._module(), self.recipe):
             warnings.warn(
                 f"{type(self._module()).__name__} follows {self.recipe.name!r} already, and its masters are with "
@@ -316,10 +311,8 @@ def _check_stages(module: LightningModule) -> None:
 def _is_looked_at(model: LightningModule) -> bool:
     """Whether a user's hook may read gradients before the step."""
     hook, trainer = "on_before_optimizer_step", model.trainer
-    return any(is_overridden(name, model) for name in (hook, "configure_gradient_clipping")) or any(
-        is_overridden(hook, callback)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-    )
+    own = any(is_overridden(name, model) for name in (hook, "configure_gradient_clipping"))
+    return own or any(is_overridden(hook, callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -219,9 +219,8 @@ class HalfstepMixin(_Base):
         file = Path(resume_from_checkpoint, _ORIGIN)
         if file.exists():
             saved = json.loads(file.read_text())
-            Origin(self.recipe, self._options["recipe_change"]).differs(
-                f"{saved['recipe']} @{saved['digest']}", f"the checkpoint {resume_from_checkpoint}"
-            )
+            origin = Origin(self.recipe, self._options["recipe_change"])
+            origin.differs(f"{saved['recipe']} @{saved['digest']}", f"the checkpoint {resume_from_checkpoint}")
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -37,12 +37,10 @@ def fitting(quantizers: tuple[Quantizer, ...], inputs: tuple[Quantizer | None, .
     what all these quantizers, of which there are some, make of inputs.
     """
     static = bool(inputs)
-    return sorted(
-        (
-            layout
-            for layout in _by_name().values()
-            if all(layout.refusal(quantizer) is None for quantizer in quantizers)
-            and (not layout.static or (static and all(layout.input_refusal(quantizer) is None for quantizer in inputs)))
-        ),
-        key=lambda layout: (layout.static, *layout.distance(quantizers), layout.rank),
-    )
+    able = [
+        layout
+        for layout in _by_name().values()
+        if all(layout.refusal(quantizer) is None for quantizer in quantizers)
+        and (not layout.static or (static and all(layout.input_refusal(quantizer) is None for quantizer in inputs)))
+    ]
+    return sorted(able, key=lambda layout: (layout.static, *layout.distance(quantizers), layout.rank))

@@ -128,12 +128,8 @@ class Layout:
         at, across = (_coarser(*axis) for axis in self._axes((rows, columns), quantizer))
         grid, expected = self.tile.grid(rows, columns), parts_of(quantizer, shape, dtype)
         scales = self.scales.stored(tensors, quantizer, grid, lambda g: g[at][:, across], note)
-        return Quantized(
-            quantizer,
-            shape,
-            dtype,
-            {name: part.to(expected[name][0]) for name, part in {"codes": codes, **scales}.items()},
-        )
+        made = {name: part.to(expected[name][0]) for name, part in {"codes": codes, **scales}.items()}
+        return Quantized(quantizer, shape, dtype, made)
 
     def _expected(self, rows: int, columns: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         eight, four = (torch.float8_e4m3fn, (rows, columns)), (torch.uint8, (rows, -(-columns // 2)))

@@ -80,16 +80,11 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], most: int, metada
     files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata=dict(metadata))
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps(
-            {
-                "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
-                "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def size_of(text: int | str) -> int:

@@ -139,17 +139,9 @@ def probe_model(
             assert dtype is not None
             progress(f"running model.to({dtype})")
             cast = cast_trial(own, batches, dtype, expected)
-            report = replace(
-                report,
-                cast=cast,
-                decides=decides,
-                buffers=Buffers(
-                    rounded_buffers(own, batches[0], dtype, expected),
-                    own_error.output_error,
-                    rounding,
-                    tuple(rounded(model)),
-                ),
-            )
+            changed = rounded_buffers(own, batches[0], dtype, expected)
+            buffers = Buffers(changed, own_error.output_error, rounding, tuple(rounded(model)))
+            report = replace(report, cast=cast, decides=decides, buffers=buffers)
         if report.safe:
             return report
         tried = (report.trial,) if report.recipe_safe else _search(own, report, goal, run)

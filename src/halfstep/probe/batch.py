@@ -375,9 +375,8 @@ def _quiet(folder: Path, load: Callable[..., Any], *args: Any, **options: Any) -
     try:
         return load(*args, **options)
     except Exception as error:
-        raise ModelError(  # transformers and torch write several lines
-            f"{folder}: cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())})"
-        ) from error
+        why = " ".join(str(error).split())  # transformers and torch write several lines
+        raise ModelError(f"{folder}: cannot be loaded ({type(error).__name__}: {why})") from error
 
 
 def _refuse(model: nn.Module, main: str) -> Batch:

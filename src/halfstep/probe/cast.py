@@ -243,11 +243,8 @@ def _named(batch: Batch) -> list[tuple[object, Tensor]]:
     """The tensors that a batch is made of, by name or position."""
     if isinstance(batch, Mapping):
         return [(name, value) for name, value in batch.items() if isinstance(value, Tensor)]
-    return [
-        (number, value)
-        for number, value in enumerate(batch if isinstance(batch, (tuple, list)) else [batch])
-        if isinstance(value, Tensor)
-    ]
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    return [(number, value) for number, value in enumerate(parts) if isinstance(value, Tensor)]
 
 
 def _overflow(name: str, tensor: Tensor, dtype: torch.dtype, kinds: Mapping[str, str]) -> Failure | None:

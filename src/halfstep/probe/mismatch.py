@@ -159,10 +159,8 @@ def _kept(batch: Batch) -> Tensor:
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
     """(rows, length, vocabulary), without the loss that labels would ask for."""
     tokens = _tokens(batch)
-    output = call(
-        model,
-        {name: value for name, value in batch.items() if name != "labels"} if isinstance(batch, Mapping) else batch,
-    )
+    given = {name: value for name, value in batch.items() if name != "labels"} if isinstance(batch, Mapping) else batch
+    output = call(model, given)
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape or not logits.is_floating_point():
         what = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

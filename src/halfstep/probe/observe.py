@@ -182,14 +182,12 @@ def window(
     largest, over = math.inf, None
     for found in gradients:
         if found.counts.largest:
-            largest, over = min(
-                (largest, over), (_largest(found.counts.largest, limits.beyond), found.site), key=lambda pair: pair[0]
-            )
+            one = _largest(found.counts.largest, limits.beyond), found.site
+            largest, over = min((largest, over), one, key=lambda pair: pair[0])
     smallest, under = 0.0, None
     for site, histogram in histograms.items():
-        smallest, under = max(
-            (smallest, under), (_smallest(histogram, limits, tolerance), site), key=lambda pair: pair[0]
-        )
+        scale = _smallest(histogram, limits, tolerance)
+        smallest, under = max((smallest, under), (scale, site), key=lambda pair: pair[0])
     return Window(smallest, largest, under, over)
 
 

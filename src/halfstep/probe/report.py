@@ -121,9 +121,8 @@ class ProbeReport:
     @property
     def headroom(self) -> Range | None:
         """The forward's tensor nearest to the end of the format, or furthest beyond it."""
-        return min(
-            (found for found in self.ranges if not found.site.backward), key=lambda found: found.headroom, default=None
-        )
+        forward = (found for found in self.ranges if not found.site.backward)
+        return min(forward, key=lambda found: found.headroom, default=None)
 
     @property
     def residual(self) -> tuple[Range, ...]:

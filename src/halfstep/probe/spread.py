@@ -225,13 +225,8 @@ class _Gauge:
         """All of it: what is activated and its gradients in the order of execution, then weights and theirs."""
         repeated = blocks(self._model)
         for order, (site, held) in enumerate(self._held.items()):
-            yield Spread(
-                site,
-                held.kind,
-                _folded(site.module, repeated),
-                held.moments,
-                tuple(Range(site, order, *pair) for pair in zip(held.counts, self._limits, strict=True)),
-            )
+            ranges = (Range(site, order, *pair) for pair in zip(held.counts, self._limits, strict=True))
+            yield Spread(site, held.kind, _folded(site.module, repeated), held.moments, tuple(ranges))
 
     def _see(self, site: Site, tensor: Tensor) -> None:
         if tensor.dim() == 0:

@@ -76,12 +76,8 @@ class Meter:
             Range(site, order, found, self._limits, site.module in inside and site.role.endswith(("input", "output")))
             for order, (site, found) in enumerate(self._counts.items())
         ]
-        return Measured(
-            tuple(ranges),
-            {site: ExponentHistogram(found) for site, found in self._bins.items()},
-            self._loss,
-            tuple(unreached(model, self._reached)),
-        )
+        histograms = {site: ExponentHistogram(found) for site, found in self._bins.items()}
+        return Measured(tuple(ranges), histograms, self._loss, tuple(unreached(model, self._reached)))
 
     def _see(self, site: Site, tensor: Tensor, bins: bool | None = None) -> None:
         if tensor.dim() == 0:  # a loss, which every recipe keeps in float32
@@ -237,10 +233,8 @@ class Trial(Ran):
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return self.told(
-            {"recipe": self.recipe.name, "float32_modules": list(self.recipe.float32_modules)},
-            {"loss_scale": self.loss_scale},
-        )
+        named = {"recipe": self.recipe.name, "float32_modules": list(self.recipe.float32_modules)}
+        return self.told(named, {"loss_scale": self.loss_scale})
 
 
 def reference(model: nn.Module, batch: Batch, loss: Loss | None) -> Reference:
@@ -283,14 +277,8 @@ def trial(
             factor /= 2
         if run.forward or run.backward:
             break
-    return Trial(
-        run.failure(),
-        run.outputs.by_module,
-        recipe,
-        None if run.forward or run.backward else factor,
-        run.gradient_errors,
-        report.quantized,
-    )
+    reached = None if run.forward or run.backward else factor
+    return Trial(run.failure(), run.outputs.by_module, recipe, reached, run.gradient_errors, report.quantized)
 
 
 class Run:
@@ -322,9 +310,8 @@ class Run:
         self._model.zero_grad()
         for name, parameter in self._model.named_parameters():
             if self.forward is None and not finite(parameter):
-                self.forward = Failure(
-                    parameter_site(self._model, name), f"not finite in {str(parameter.dtype).removeprefix('torch.')}"
-                )
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                self.forward = Failure(parameter_site(self._model, name), f"not finite in {dtype}")
         with observed(self._model, look):
             try:
                 value, _ = loss_of(self._model, batch, self._loss)
@@ -387,9 +374,8 @@ class Outputs:
 def parameter_site(model: nn.Module, name: str, backward: bool = False) -> Site:
     """The site of a parameter, or of its gradient."""
     path, _, role = name.rpartition(".")
-    return Site(
-        path, type(model.get_submodule(path)).__name__, f"gradient of the {role}" if backward else role, backward
-    )
+    said = f"gradient of the {role}" if backward else role
+    return Site(path, type(model.get_submodule(path)).__name__, said, backward)
 
 
 def model_site(model: nn.Module, role: str) -> Site:
@@ -460,8 +446,5 @@ def sensitivity(model: nn.Module, batch: Batch, loss: Loss | None, expected: Ref
                 parameter.mul_(1 + size * uniform.to(parameter.device))
     run = Run(moved, loss, expected)
     run.step(batch, 1.0, compare=True)
-    return Sensitivity(
-        size,
-        run.outputs.by_module.get("", math.inf),
-        {name: error for name, error in run.gradient_errors.items() if expected.counts(name)},
-    )
+    compared = {name: error for name, error in run.gradient_errors.items() if expected.counts(name)}
+    return Sensitivity(size, run.outputs.by_module.get("", math.inf), compared)

@@ -49,9 +49,8 @@ def round_at(x: Tensor, format: torch.dtype, seed: int, index: Tensor) -> Tensor
     flat, written = x.contiguous().view(-1), torch.empty(x.numel(), dtype=format, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
         piece = slice(start, start + _CHUNK)
-        written[piece] = round_values(
-            flat[piece], formats.get(format), "stochastic", "ieee", noise_at(seed, index.view(-1)[piece]), format
-        )
+        noise = noise_at(seed, index.view(-1)[piece])
+        written[piece] = round_values(flat[piece], formats.get(format), "stochastic", "ieee", noise, format)
     return written.view(x.shape)
 
 

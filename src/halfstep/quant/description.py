@@ -61,18 +61,15 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
         raise ValueError(f"shape {shape} found; expected whole numbers, at most 2^48 elements")
     if data["dtype"] not in DTYPES:
         raise ValueError(f"dtype {data['dtype']!r} found; expected one of {', '.join(DTYPES)}")
-    return (
-        Quantizer(
-            _restore_format(data["format"]),
-            data["rounding"],
-            data["overflow"],
-            _restore_scales(data["tile"], data["scaling"]),
-            data["outliers"],
-            Clamp(**data["clamp"]) if "clamp" in data else None,
-        ),
-        shape,
-        DTYPES[data["dtype"]],
+    quantizer = Quantizer(
+        _restore_format(data["format"]),
+        data["rounding"],
+        data["overflow"],
+        _restore_scales(data["tile"], data["scaling"]),
+        data["outliers"],
+        Clamp(**data["clamp"]) if "clamp" in data else None,
     )
+    return quantizer, shape, DTYPES[data["dtype"]]
 
 
 def label(q: Quantizer) -> str:
@@ -94,13 +91,9 @@ def from_label(text: str) -> Quantizer:
     key, tile, rule = text.rsplit(", ", 2)
     if rule == "no scale":
         return Quantizer(_by_key()[key])
-    return Quantizer(
-        _by_key()[key],
-        scales=Scales(
-            TENSOR if tile == str(TENSOR) else Tile(*(0 if size == "all" else int(size) for size in tile.split("x"))),
-            _restore_rule(rule),
-        ),
-    )
+    sizes = (0 if size == "all" else int(size) for size in tile.split("x"))
+    scales = Scales(TENSOR if tile == str(TENSOR) else Tile(*sizes), _restore_rule(rule))
+    return Quantizer(_by_key()[key], scales=scales)
 
 
 @cache

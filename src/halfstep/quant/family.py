@@ -188,9 +188,8 @@ class Listed:
 
     def encode(self, values: Tensor, format: Format) -> Tensor:
         order, codes, nan = (t.to(values.device) for t in _codes(format))
-        return torch.where(
-            values.isnan(), nan, codes[torch.searchsorted(order, values.nan_to_num(0.0)).clamp(max=len(codes) - 1)]
-        )
+        found = codes[torch.searchsorted(order, values.nan_to_num(0.0)).clamp(max=len(codes) - 1)]
+        return torch.where(values.isnan(), nan, found)
 
     def decode(self, codes: Tensor, format: Format) -> Tensor:
         return _decoded(format).to(codes.device)[codes]

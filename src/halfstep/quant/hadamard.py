@@ -123,10 +123,8 @@ def _drawn_words(size: int) -> list[int]:
 
 def _words(negative: Sequence[bool | int]) -> list[int]:
     """Whole numbers of so many signs, a bit each."""
-    return [
-        sum(bool(bit) << i for i, bit in enumerate(negative[start : start + _WORD]))
-        for start in range(0, len(negative), _WORD)
-    ]
+    words = (negative[start : start + _WORD] for start in range(0, len(negative), _WORD))
+    return [sum(bool(bit) << i for i, bit in enumerate(word)) for word in words]
 
 
 def _made_there(words: Sequence[int] | Tensor, size: int, device: torch.device | None) -> Tensor:

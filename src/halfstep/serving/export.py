@@ -114,14 +114,8 @@ def export(
         return _gguf(model, path, format, recipe, tokenizer)
     quantized, layout = _quantized(model, recipe), None if format is None else get_layout(format)
     made = write_pretrained(quantized, path, layout, stored, max_shard_size, _beside(tokenizer))
-    return Exported(
-        path,
-        made.layout.name,
-        made.described["recipe"]["name"],
-        sum(file.stat().st_size for file in path.iterdir()),
-        made.quantized,
-        made.kept,
-    )
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
+    return Exported(path, made.layout.name, made.described["recipe"]["name"], nbytes, made.quantized, made.kept)
 
 
 def check_format(format: str | Layout | None) -> None:
@@ -214,7 +208,5 @@ def layouts_of(recipe: Recipe) -> list[Layout]:
     products = [rule.linear.output for rule in recipe.rules if rule.linear.output.rhs is not None]
     if recipe.stages or recipe.unit_scaled or not products or any(product.hadamard for product in products):
         return []
-    return fitting(
-        tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None)),
-        tuple(product.lhs for product in products),
-    )
+    weights = tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None))
+    return fitting(weights, tuple(product.lhs for product in products))

@@ -114,9 +114,8 @@ def write_gguf(
     kind_of_tokenizer = "" if tokenizer is None else write_tokenizer(writer, tokenizer, config.vocab_size)
     writer.add_quantized_by(f"halfstep {version}")
     recipe = applied_to(model).recipe if quantized else None
-    writer.add_string(
-        KEY, json.dumps({"halfstep": version, "layout": format, "recipe": None if recipe is None else to_data(recipe)})
-    )
+    said = {"halfstep": version, "layout": format, "recipe": None if recipe is None else to_data(recipe)}
+    writer.add_string(KEY, json.dumps(said))
     names = gguf.get_tensor_name_map(kind.id, config.num_hidden_layers)
     for name in (*plain, *made):
         target = names.get_name(name, (".weight", ".bias"))
@@ -228,9 +227,8 @@ def _rotary_factors(model: Any) -> dict[str, Tensor]:
         made: Any = stock_class(model.model.rotary_emb)(model.config)  # the model's own may have been cast
     scaled = made.inv_freq.double()
     steps = torch.arange(len(scaled), dtype=torch.float64, device="cpu") / len(scaled)
-    return {
-        f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight": (rope["rope_theta"] ** -steps / scaled).float()
-    }
+    name = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]
+    return {f"{name}.weight": (rope["rope_theta"] ** -steps / scaled).float()}
 
 
 def _refuse_llama(config: Any) -> str | None:

@@ -85,9 +85,8 @@ def _fp8(name: str, tensors: Parts, read: Read) -> Found | None:
         tile = tile_of(shape, scale.shape, (1, 32) if exact else (128, 128))
         if len(shape) != 2 or tile is None:
             raise _misfit(name, shape, scale)
-        quantizer = Quantizer(
-            formats.get("e4m3fn"), scales=Scales(Tile(*tile), get_scaling("rceil" if exact else "absmax"))
-        )
+        scales = Scales(Tile(*tile), get_scaling("rceil" if exact else "absmax"))
+        quantizer = Quantizer(formats.get("e4m3fn"), scales=scales)
         return name, [_stored_as(quantizer, shape, read(tensors[name]), {"scale": read(scale)})], {name, scale.name}
     return None
 
@@ -123,11 +122,8 @@ def _fp4(
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     if len(shape) != 2 or scale.shape != quantizer.scales.tile.grid(*shape):
         raise _misfit(name, shape, scale)
-    return (
-        parameter,
-        [_stored_as(quantizer, shape, read(codes), {"scale": read(scale), **more})],
-        {name, scale.name, *used},
-    )
+    parts = {"scale": read(scale), **more}
+    return parameter, [_stored_as(quantizer, shape, read(codes), parts)], {name, scale.name, *used}
 
 
 def _stacked(name: str, tensors: Parts, read: Read) -> Found | None:
@@ -140,11 +136,10 @@ def _stacked(name: str, tensors: Parts, read: Read) -> Found | None:
     if half != 16 or scales.shape != (experts, out, blocks):
         raise _misfit(name, tensors[name].shape, scales)
     quantizer, codes, scale = get_quantizer("mxfp4"), read(tensors[name]).view(experts, out, -1), read(scales)
-    return (
-        stem,
-        [_stored_as(quantizer, (out, 32 * blocks), one, {"scale": its}) for one, its in zip(codes, scale, strict=True)],
-        {name, scales.name},
-    )
+    made = [
+        _stored_as(quantizer, (out, 32 * blocks), one, {"scale": its}) for one, its in zip(codes, scale, strict=True)
+    ]
+    return stem, made, {name, scales.name}
 
 
 def _stored_as(quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, parts: Mapping[str, Tensor]) -> Quantized:
@@ -225,15 +220,9 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
     paths = {path: names.get(f"{path}.weight", path).removesuffix(".weight") for path in codes}
     placed = {f"{paths[path]}.weight": [made] for path, made in codes.items()}
     held = {f"{path}.{name}" for path in codes for name in (*layout.parts, "input_scale")}
-    return _filled(
-        model,
-        recipe,
-        placed,
-        {paths[path]: found for path, found in factors.items()},
-        adapters,
-        {name: tensor for name, tensor in tensors.items() if name not in held},
-        str(folder),
-    )
+    others = {name: tensor for name, tensor in tensors.items() if name not in held}
+    own = {paths[path]: found for path, found in factors.items()}
+    return _filled(model, recipe, placed, own, adapters, others, str(folder))
 
 
 def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Module:
@@ -258,15 +247,8 @@ def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Modul
                     torch.empty_like(parameter, dtype=torch.bfloat16, device="cpu"), parameter.requires_grad
                 )
     model.tie_weights()
-    return _filled(
-        model,
-        found.recipe,
-        {names[name]: made for name, made in found.codes.items()},
-        {},
-        adapters,
-        tensors,
-        str(folder),
-    )
+    codes = {names[name]: made for name, made in found.codes.items()}
+    return _filled(model, found.recipe, codes, {}, adapters, tensors, str(folder))
 
 
 def _filled(
@@ -306,13 +288,8 @@ def _quantized(
     rows, columns = note["shape"]
     if note["dtype"] not in DTYPES:
         raise CheckpointError(f"{path}: dtype {note['dtype']!r} found; expected one of {', '.join(DTYPES)}")
-    return layout.quantized(
-        {name: _read(tensors[f"{path}.{name}"]) for name in layout.parts if f"{path}.{name}" in tensors},
-        quantizer,
-        (rows, columns),
-        DTYPES[note["dtype"]],
-        note.get("scale"),
-    )
+    found = {name: _read(tensors[f"{path}.{name}"]) for name in layout.parts if f"{path}.{name}" in tensors}
+    return layout.quantized(found, quantizer, (rows, columns), DTYPES[note["dtype"]], note.get("scale"))
 
 
 def _factors(data: Mapping[str, str]) -> dict[str, Tensor]:

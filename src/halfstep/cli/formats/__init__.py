@@ -55,11 +55,9 @@ def show(
     scalar, block = page.find(name)
     if scalar is None and (value is not None or plot is not None):
         raise page.needs_scalar(name)
-    rounded = (
-        round_exactly(read_number(value), scalar, rounding, overflow)
-        if scalar is not None and value is not None
-        else None
-    )
+    rounded = None
+    if scalar is not None and value is not None:
+        rounded = round_exactly(read_number(value), scalar, rounding, overflow)
     if scalar is not None and plot is not None:
         from halfstep.cli.formats.plot import draw
 

@@ -87,10 +87,8 @@ def describe(work: Work) -> str:
     """The addition as text."""
     format = work.format
     top = _exponent(format, _value(work.larger))
-    rows = [
-        (name, _significand(format, value, top))
-        for name, value in {"a": _value(work.a), "b": _value(work.b), "sum": work.exact}.items()
-    ]
+    terms = {"a": _value(work.a), "b": _value(work.b), "sum": work.exact}
+    rows = [(name, _significand(format, value, top)) for name, value in terms.items()]
     wide = max(len(whole) for _, (whole, _) in rows)
     aligned = [(name, f"{whole:>{wide}}|{_clipped(out)}".rstrip("|")) for name, (whole, out) in rows]
     return "\n\n".join(

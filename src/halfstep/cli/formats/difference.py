@@ -41,16 +41,11 @@ def describe(a: Format, b: Format) -> str:
     counts = [per_binade(format, exponents) for format in (a, b)]
     most = max(map(max, counts))
     ends = {exponents[0]: f"2^{exponents[0]}", exponents[-1]: f"2^{exponents[-1] + 1}", 0: "1"}
-    return "\n\n".join(
-        [
-            _side_by_side(a, b),
-            *(
-                f"{format.name}: positive values per binade\n{density(count, exponents, most, ends)}"
-                for format, count in zip((a, b), counts, strict=True)
-            ),
-            labelled([_held(a, b), _held(b, a)]),
-        ]
-    )
+    sketches = [
+        f"{format.name}: positive values per binade\n{density(count, exponents, most, ends)}"
+        for format, count in zip((a, b), counts, strict=True)
+    ]
+    return "\n\n".join([_side_by_side(a, b), *sketches, labelled([_held(a, b), _held(b, a)])])
 
 
 def decades(format: Format) -> float:
@@ -136,10 +131,8 @@ def _side_by_side(a: Format, b: Format) -> str:
             "-" if fitted is None else f"{fitted:.4g}",
         ]
 
-    labels = [
-        *("", "kind", "fields", "bits", "largest", "least normal", "least positive", "decades", "eps", "beyond"),
-        *("finite values", "error on N(0,1)", f"  max at {SIGMAS:g} sigma"),
-    ]
+    labels = ["", "kind", "fields", "bits", "largest", "least normal", "least positive", "decades", "eps", "beyond"]
+    labels += ["finite values", "error on N(0,1)", f"  max at {SIGMAS:g} sigma"]
     left, right = column(a), column(b)
     wide = max(map(len, left)) + 2
     return "\n".join(

@@ -113,9 +113,8 @@ def open_npy(path: Path) -> Checkpoint:
         CheckpointError: it is broken, or holds Python objects.
     """
     file = File.of(path)
-    return Checkpoint(
-        path, npy.name, (path,), (_tensor(file, Member(path.stem, 0, file.size, file.size, STORED), path.stem),)
-    )
+    tensor = _tensor(file, Member(path.stem, 0, file.size, file.size, STORED), path.stem)
+    return Checkpoint(path, npy.name, (path,), (tensor,))
 
 
 def open_npz(path: Path) -> Checkpoint:
@@ -125,17 +124,9 @@ def open_npz(path: Path) -> Checkpoint:
         CheckpointError: it is broken, or holds Python objects.
     """
     file = File.of(path)
-
-    return Checkpoint(
-        path,
-        npz.name,
-        (path,),
-        tuple(
-            _tensor(file, member, member.name.removesuffix(".npy"))
-            for name, member in members(file).items()
-            if name.endswith(".npy")
-        ),
-    )
+    arrays = [member for name, member in members(file).items() if name.endswith(".npy")]
+    tensors = tuple(_tensor(file, member, member.name.removesuffix(".npy")) for member in arrays)
+    return Checkpoint(path, npz.name, (path,), tensors)
 
 
 def _tensor(file: File, member: Member, name: str) -> StoredTensor:
@@ -160,9 +151,8 @@ def _tensor(file: File, member: Member, name: str) -> StoredTensor:
         start = member.start + skip
         source = Plain(file, start, count, piece)
         if header["fortran_order"] and len(shape) > 1:
-            source = Strided(
-                file, start, shape, tuple(stride * piece.itemsize for stride in row_major(shape[::-1])[::-1]), piece
-            )
+            strides = tuple(stride * piece.itemsize for stride in row_major(shape[::-1])[::-1])
+            source = Strided(file, start, shape, strides, piece)
     elif header["fortran_order"] and len(shape) > 1:
         raise CheckpointError(f"{what} is compressed column by column; save it in C order, or with numpy.savez")
     else:

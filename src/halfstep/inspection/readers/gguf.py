@@ -210,9 +210,8 @@ def _entry(cursor: _Cursor) -> _Entry:
         raise CheckpointError(
             f"{cursor.file.path}: tensor {name!r} has {dimensions} dimensions; expected at most {_DIMENSIONS}"
         )
-    return _Entry(
-        name, tuple(cursor.number("<Q") for _ in range(dimensions))[::-1], cursor.number("<I"), cursor.number("<Q")
-    )
+    shape = tuple(cursor.number("<Q") for _ in range(dimensions))
+    return _Entry(name, shape[::-1], cursor.number("<I"), cursor.number("<Q"))
 
 
 def _tensor(file: File, start: int, entry: _Entry) -> StoredTensor:

@@ -60,9 +60,8 @@ def open_safetensors(path: Path) -> Checkpoint:
 def _recognises(path: Path) -> bool:
     # The format has no magic number: a file of another name is known by a header of a likely length.
     start = head(path, 9)
-    return (start[8:] == b"{" and int.from_bytes(start[:8], "little") <= TEXT) or (
-        path.suffix == ".safetensors" and path.is_file()
-    )
+    likely = start[8:] == b"{" and int.from_bytes(start[:8], "little") <= TEXT
+    return likely or (path.suffix == ".safetensors" and path.is_file())
 
 
 def _header_length(file: File) -> int:
@@ -96,15 +95,8 @@ def _tensor(file: File, start: int, name: str, entry: Any) -> StoredTensor:
             f"{what}: {high - low} bytes for {dtype} of shape {str(shape)[:80]}; expected {kind.nbytes(tuple(shape))}"
         )
     file.within(start + low, high - low, f"tensor {name!r}")
-    return StoredTensor(
-        name,
-        kind.name,
-        tuple(shape),
-        file.path,
-        high - low,
-        f"{file.path}:{low}:{high}",
-        Plain(file, start + low, (high - low) // kind.piece.itemsize, kind.piece),
-    )
+    source = Plain(file, start + low, (high - low) // kind.piece.itemsize, kind.piece)
+    return StoredTensor(name, kind.name, tuple(shape), file.path, high - low, f"{file.path}:{low}:{high}", source)
 
 
 def _whole_numbers(found: Any, most: int) -> bool:

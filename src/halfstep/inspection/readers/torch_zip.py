@@ -63,13 +63,8 @@ class Region:
         last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
         if 0 not in view.shape and (last + 1) * dtype.itemsize > self.size:
             raise CheckpointError(f"{what}: its values reach behind the end of its storage of {self.size} bytes")
-        return Strided(
-            self.file,
-            self.start + view.offset * dtype.itemsize,
-            view.shape,
-            tuple(stride * dtype.itemsize for stride in view.strides),
-            dtype,
-        )
+        strides = tuple(stride * dtype.itemsize for stride in view.strides)
+        return Strided(self.file, self.start + view.offset * dtype.itemsize, view.shape, strides, dtype)
 
     def tensor(self, name: str, view: View) -> StoredTensor:
         """A tensor of this storage.

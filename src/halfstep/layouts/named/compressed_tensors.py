@@ -24,11 +24,9 @@ class _Config:
 
     def __call__(self, ignore: Sequence[str]) -> dict[str, Any]:
         common = {"num_bits": self.bits, "type": "float", "symmetric": True}
-        group = {
-            "targets": ["Linear"],
-            "weights": {**common, "dynamic": False, **_plain(self.weights)},
-            "input_activations": None if self.inputs is None else {**common, **_plain(self.inputs)},
-        }
+        weights = {**common, "dynamic": False, **_plain(self.weights)}
+        inputs = None if self.inputs is None else {**common, **_plain(self.inputs)}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         return {
             "quant_method": "compressed-tensors",
             "format": self.format,

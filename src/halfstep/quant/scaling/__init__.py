@@ -42,10 +42,8 @@ def get_scaling(name: str | Scaling, **options: Any) -> Scaling:
         one_of(f"option of scale rule {rule.name}", option, rule.options, QuantizationError)
         kind = type(rule.options[option])
         if type(value) is not kind and (type(value), kind) != (int, float):
-            raise QuantizationError(
-                f"option {option} = {value!r} of scale rule {rule.name} found; expected "
-                f"{_WORDS.get(kind, kind.__name__)}"
-            )
+            wanted = _WORDS.get(kind, kind.__name__)
+            raise QuantizationError(f"option {option} = {value!r} of scale rule {rule.name} found; expected {wanted}")
     return replace(rule, **options) if options else rule
 
 

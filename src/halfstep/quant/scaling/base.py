@@ -87,11 +87,8 @@ class Scaling(ABC):
     def options(self) -> dict[str, Any]:
         """What the rule takes beside its name, such as a history or a margin: its fields whose default is a number or
         a word."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if isinstance(field.default, (int, float, str))
-        }
+        kept = (field.name for field in fields(self) if isinstance(field.default, (int, float, str)))
+        return {name: getattr(self, name) for name in kept}
 
     @cached_property
     def text(self) -> str:
