@@ -14,6 +14,7 @@ import halfstep
 from families import for_each, in_turn
 from halfstep import formats, ops, recipe
 from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.adapters import recurrent
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, linear_spec
 from tiny import EVERY, PROJECTED, SMOOTH, assert_same, batch, fast_and_every, grads, prepared, reverted, train
@@ -384,3 +385,15 @@ def test_the_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(model(x)[0].square().sum(), x, create_graph=True)
     with pytest.raises(RecipeError, match="a second derivative"):
         grad.sum().backward()
+
+
+def test_a_layer_that_rounds_asks_for_no_kernel_of_onednn(monkeypatch):
+    """Its products are its own, in the recipe's dtype, on a CPU whose LSTM of torch's computes in float32 too."""
+    outputs = []
+    for lacks in (False, True):
+        monkeypatch.setattr(recurrent, "lacks_kernel", lambda dtype, device, lacks=lacks: lacks)
+        torch.manual_seed(0)
+        layer = nn.LSTM(8, 6)
+        halfstep.apply(layer, "fp8-current")
+        outputs.append(floats(layer(torch.randn(3, 4, 8))))
+    assert_same(*outputs)

@@ -89,7 +89,7 @@ class Arrangement:
                 adopt(module, linear.under_autocast)
             if isinstance(module, unfused) and owner in _ENCODERS:
                 adopt(module, attention.encoder_forward)
-            if mixed and owner == _LSTM and path not in self.widened:
+            if mixed and owner == _LSTM and path not in self.widened and path not in specs:
                 adopt(module, recurrent.lstm_forward)
             if path in matched.attends:
                 own_part(module).attention = recipe.attention
