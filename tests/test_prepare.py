@@ -148,6 +148,31 @@ def test_a_model_that_is_none_is_named():
         halfstep.prepare(optimizer, nn.Linear(2, 2), "bf16-mixed")
 
 
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-mixed"])
+def test_weights_in_another_dtype_than_apply_stored_are_named(recipe):
+    """As `load_state_dict(assign=True)` puts them there, which is how models leave the meta device."""
+    stored, other = DTYPES[get_recipe(recipe).weights], {"bf16-stochastic": "float32", "bf16-mixed": "bfloat16"}[recipe]
+    with torch.device("meta"):
+        halfstep.apply(model := mlp(), recipe)
+    state = {key: value.to(getattr(torch, other)) for key, value in mlp().state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(ModelError, match=rf"0\.weight is torch\.{other}, and was stored in {stored} .*assign=True"):
+        halfstep.optimize(model, adamw(model))
+    model.load_state_dict({key: value.to(stored) for key, value in state.items()}, assign=True)
+    halfstep.optimize(model, adamw(model))
+
+
+def test_inference_mode_is_named():
+    model = mlp()
+    with torch.inference_mode():
+        made, expected = mlp(), r"0\.weight would be, or is, a tensor of torch\.inference_mode"
+        with pytest.raises(ModelError, match=expected):
+            halfstep.prepare(model, adamw(model), "fp32")
+    with pytest.raises(ModelError, match=expected):
+        halfstep.prepare(made, adamw(made), "fp32")
+    halfstep.prepare(model, adamw(model), "fp32")
+
+
 def test_weights_that_processes_share_are_not_kept_as_codes():
     """Processes that train one model together (hogwild): each would write to codes of its own."""
     model = mlp().share_memory()

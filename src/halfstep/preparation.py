@@ -20,7 +20,7 @@ from halfstep.nn.codes import hold
 from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import came_later, root_of
 from halfstep.nn.layers import ModuleFilter
-from halfstep.nn.paths import adapters_of
+from halfstep.nn.paths import adapters_of, same_parameters
 from halfstep.nn.plan import Plan
 from halfstep.nn.projections import projections
 from halfstep.nn.ranks import Reduced, check_ranks
@@ -33,7 +33,7 @@ from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.shards import are_several, first_ranks
 from halfstep.quant import draw_seed
-from halfstep.recipe import Projection, Recipe, get_recipe
+from halfstep.recipe import DTYPES, Projection, Recipe, get_recipe
 from halfstep.recipe.origin import Origin, check_change
 
 
@@ -228,6 +228,13 @@ def _optimize(
     if applied.schedule is not None:
         applied.schedule.check(run.total_steps)
     trained = _check(root, optimizer, recipe)
+    for parameter, name in same_parameters(root, applied.dtypes):
+        if parameter.dtype != DTYPES[recipe.weights]:
+            raise ModelError(
+                f"{name} is {parameter.dtype}, and was stored in {DTYPES[recipe.weights]} when {recipe.name!r} was "
+                "applied: load_state_dict(assign=True), or a cast since, put another tensor there. Call halfstep.apply "
+                "after it, on the model with its weights; or load without assign, after model.to_empty(device=...)"
+            )
     _check_new(weakref.ref(root), trained.parameters, stacklevel=5)
     keep_grads(root)
     masters = full_weights(root, recipe, trained.parameters - known.keys())
@@ -291,6 +298,11 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, m
     for parameter, name in names.items():
         if parameter not in trained:
             continue
+        if not may_be_meta and (parameter.is_inference() or torch.is_inference_mode_enabled()):
+            raise ModelError(
+                f"{type(model).__name__}: {name} would be, or is, a tensor of torch.inference_mode(), which no "
+                "backward pass and no step takes: build the model, and call halfstep, outside of it"
+            )
         if parameter.is_meta and not may_be_meta:
             raise ModelError(
                 f"{type(model).__name__}: {name} is on the meta device and has no values to train. halfstep.apply "

@@ -97,15 +97,16 @@ def test_an_explicit_dtype_is_the_callers_own():
     assert z.dtype == torch.float16
 
 
-def gradients(**options):
+def gradients(compiled=False, **options):
     torch.manual_seed(0)
     model = Checkpointed(options)
     if "context_fn" in options:
         model.options["context_fn"] = lambda: (nullcontext(), halfstep.following(model))
     model, _, scaler = prepared("fp16-lists", model)
     torch.manual_seed(1)
-    scaler.scale(model(torch.randn(6, 8)).square().sum()).backward()
-    assert {z.dtype for _, z in model.part.kept} == {torch.float32}
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    scaler.scale(run(torch.randn(6, 8)).square().sum()).backward()
+    assert compiled or {z.dtype for _, z in model.part.kept} == {torch.float32}
     return [p.grad for p in model.parameters()]
 
 
@@ -113,6 +114,14 @@ def gradients(**options):
 def test_a_recomputed_part_computes_as_it_did(reentrant):
     """Activation checkpointing runs it again in the backward pass, where torch restores autocast alone."""
     assert_same(gradients(use_reentrant=reentrant), gradients())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, as it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_part_that_is_recomputed_computes_as_it_did():
+    """torch traces the code of a checkpoint without the modes around it."""
+    torch._dynamo.reset()
+    assert_same(gradients(compiled=True, use_reentrant=False), gradients())
 
 
 def test_a_recomputed_method_needs_the_context():

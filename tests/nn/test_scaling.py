@@ -16,6 +16,7 @@ from families import slow_unless
 from halfstep import formats
 from halfstep.errors import ModelError, QuantizationError, RecipeError
 from halfstep.kernels import largest
+from halfstep.nn import scaling as states_of_models
 from halfstep.nn.adapters import linear
 from halfstep.nn.scaling import Scalings, states_of
 from halfstep.ops.casts import round_scaled
@@ -339,6 +340,18 @@ def test_a_copy_has_states_of_its_own(name):
     halfstep.advance(twin)
     assert_same(states(model), kept)
     assert not torch.equal(states(twin)["0.input"], kept["0.input"])
+
+
+def test_states_are_found_once_without_a_scaler_too(monkeypatch):
+    found, find = [], states_of_models._find
+    monkeypatch.setattr(states_of_models, "_find", lambda *given: found.append(1) or find(*given))
+    model, _, scaler = prepared("fp8-delayed")
+    for _ in range(3):
+        halfstep.advance(model)
+        scaler.update()
+    assert found == [1]
+    halfstep.advance(copy.deepcopy(model))  # whose states are its own
+    assert found == [1, 1]
 
 
 @every_stateful

@@ -80,6 +80,16 @@ def test_a_graph_that_would_not_round_is_refused(recipe):
         assert torch.equal(traced(x), model(x))
 
 
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(16, 8), lambda: nn.LSTM(16, 8)])
+def test_one_layer_under_autocast_is_no_graph_of_its_code(layer):
+    """torch.fx leaves layers within a model whole, and writes down what is in one that is the model."""
+    halfstep.apply(model := layer(), "fp16-mixed")
+    with pytest.raises(RecipeError, match=r"follows recipe 'fp16-mixed', and torch\.fx \(symbolic_trace, make_fx\)"):
+        torch.fx.symbolic_trace(model)
+    halfstep.apply(inside := nn.Sequential(layer()), "fp16-mixed")
+    assert [node.op for node in torch.fx.symbolic_trace(inside).graph.nodes] == ["placeholder", "call_module", "output"]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_graph_of_a_recipe_that_rounds_no_operand_is_the_model():
     model, x = made()

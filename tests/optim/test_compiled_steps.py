@@ -45,6 +45,19 @@ def test_a_compiled_step_is_the_step(name):
     assert_same(*found)
 
 
+def test_a_scaler_that_is_disabled_unscales_within_a_graph():
+    model, optimizer, scaler = prepared("bf16-mixed")
+
+    def loss_of(x):
+        loss = model(x).square().mean()
+        scaler.unscale_(optimizer)
+        return loss
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 8)
+    assert_same(torch.compile(loss_of, backend="eager", fullgraph=True)(x), loss_of(x))
+
+
 def test_a_compiled_step_of_an_optimizer_that_stands_alone():
     found = []
     for compiled in (True, False):

@@ -126,6 +126,14 @@ def test_what_cannot_be_captured_is_an_error(told, monkeypatch):
         made(*other)
 
 
+def test_what_a_replay_would_not_copy_is_refused(told):
+    _, optimizer, step = training()
+    made = told.GraphedStep(lambda x, y: SimpleNamespace(loss=step(x, y)), optimizer)
+    with pytest.raises(ModelError, match=r"the step returns a SimpleNamespace, .* as loss\.detach\(\)"):
+        made(*batches(1)[0])
+    assert told.events == []
+
+
 @pytest.mark.parametrize("hidden", [SimpleNamespace, UserDict])
 def test_tensors_that_a_graph_would_not_see_are_refused(told, hidden):
     model, optimizer, step = training()

@@ -318,6 +318,24 @@ def test_weights_that_were_cast_are_not_trained_so(name):
     optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16-master", "coat", "fp8lm-o3"])
+def test_a_parameter_that_was_resized_in_place_is_named(name):
+    """As transformers resizes tied embeddings: the same parameter, whose states would be of another shape."""
+    model, optimizer, scaler = prepared(name, nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 8)))
+    for rows in (64, 80):
+        if rows == 80:
+            model[0].weight.data = torch.cat([model[0].weight.data, torch.zeros(16, 32, dtype=model[0].weight.dtype)])
+        model(torch.arange(rows)).sum().backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if rows == 64:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    with pytest.raises(OptimizerError, match=r"0\.weight had shape \(64, 32\) .* and has \(80, 32\) now"):
+        optimizer.step()
+    assert_same([parameter.detach() for parameter in model.parameters()], before)
+
+
 def test_a_step_that_has_no_gradient_warns_and_moves_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")

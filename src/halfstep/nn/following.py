@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx._symbolic_trace import Tracer, is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -41,6 +41,8 @@ class Following:
         self.agrees = applied.recipe.loss_scale is not None or applied.recipe.keeps_states
         self.own_reduction = applied.recipe.grads is not None
         self._rounds = bool(applied.rounded) or applied.quantized
+        leaf = Tracer().is_leaf_module(model, "")  # whose own code torch.fx writes down, where it is the root
+        self._is_cast = self._rounds or (leaf and applied.autocast is not None)
         self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)
         self.calls: dict[int, int] = {}  # by thread: how deep in calls it is
@@ -55,10 +57,14 @@ class Following:
     """Within `nn.cached.cached_weights`: the rounded weights."""
     watch: RemovableHandle | None = None
     """The hook that looks at optimizers' first steps (`nn.watched`); copies have none."""
+    states: Any = None
+    """The model's scaling states (`nn.scaling`) and buffers that noise follows from (`nn.stages`), once found."""
+    drawing: tuple[Applied | None, list[Any]] = None, []
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_root": nothing, "calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
-        return {**vars(self), **own, "watch": None, "cached": None, "copied": Copied(self._root)}
+        found: dict[str, Any] = {"states": None, "drawing": (None, [])}
+        return {**vars(self), **own, **found, "watch": None, "cached": None, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
         """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""
@@ -81,10 +87,13 @@ class Following:
 
     def is_inside(self, module: nn.Module, thread: int) -> bool:
         """Whether a call of a part comes from within one that follows the recipe: of the root, of a part around it, or
-        a second one, in a backward pass (activation checkpointing), where torch restores what the first one had."""
+        a second one, in a backward pass (activation checkpointing), where torch restores what the first one had; a part
+        that was called from outside had nothing."""
         if not thread:
             return self._traced > 0 or self._is_autocast(module)
-        return self._is_autocast(module) or torch._C._current_graph_task_id() != -1
+        if self._is_autocast(module):
+            return True
+        return torch._C._current_graph_task_id() != -1 and not part_of(module).outside
 
     def _is_autocast(self, module: nn.Module) -> bool:
         device = device_type_of(module)
@@ -113,7 +122,7 @@ class Following:
 
     def recomputed(self, thread: int) -> AbstractContextManager[Any]:
         """What a call from within enters that comes a second time, in a backward pass, where autocast alone is back."""
-        again = not self._traced and not self.calls.get(thread)
+        again = not self.calls.get(thread)  # in a traced graph too: torch checkpoints without the modes around it
         return self._widening(thread) if again else nullcontext()
 
     def _widening(self, thread: int) -> "Float32Functions":
@@ -124,7 +133,8 @@ class Following:
         if not thread:
             self._traced += 1
             return
-        if self._rounds and ((jit := torch._C._get_tracing_state() is not None) or is_fx_symbolic_tracing()):
+        jit = self._rounds and torch._C._get_tracing_state() is not None
+        if jit or (self._is_cast and is_fx_symbolic_tracing()):
             tracer = "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)"
             raise RecipeError(
                 f"{type(module).__name__} follows recipe {self._recipe!r}, and {tracer} writes down a graph that does "
@@ -283,6 +293,7 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         with part.recomputed(thread):
             return stock(module, *args, **kwargs)
     if thread:
+        part_of(module).outside = True
         part.warn(module)
     with part.entered(module, thread):
         output = stock(module, *args, **kwargs)
@@ -333,7 +344,7 @@ class Float32Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         says_where = kwargs.get("dtype") is not None or kwargs.get("out") is not None
         if getattr(func, "__name__", "") in self.names and not says_where:
-            if self._part is not None and not torch.is_grad_enabled():
+            if self._part is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._check_recomputed(func)
             args, kwargs = tree_map_only(Tensor, _widened, (args, dict(kwargs)))
         return func(*args, **kwargs)

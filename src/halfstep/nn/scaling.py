@@ -166,10 +166,6 @@ class Scalings:
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
         self._model = model
         self._process_group = process_group
-        self._known: _Known | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_known": None}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every state by layer and operand; empty for a recipe without."""
@@ -222,12 +218,13 @@ class Scalings:
             RecipeError: every forward of the step ran in eval(), which records nothing. Nothing was changed.
             ModelError: as `check_states`.
         """
-        own, known = part_of(self._model), self._known
+        own = part_of(self._model)
         applied: Applied = own.applied
+        known: _Known | None = own.following.states
         clock = applied.clock
         buffers = () if known is None else list(map(id, chain.from_iterable(map(dict.values, known.tables))))
         if known is None or known.applied is not applied or buffers != known.buffers:
-            known = self._known = _find(self._model, applied)
+            known = own.following.states = _find(self._model, applied)
         together = dist.is_available() and dist.is_initialized()
         if together and not own.agreed and not capturing():
             sizes = {name: state.numel() for name, state, _ in _states(self._model)}

@@ -135,11 +135,6 @@ class Steps:
         self._origin = origin
         self._made = 0  # optimizer steps, where no schedule counts them
         self._scalings = Scalings(model, process_group)
-        self._drawing: tuple[Applied | None, list[Any]] = None, []
-        """The buffers of the modules that draw noise, under what the model follows."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_drawing": (None, [])}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count that optimizer's steps: one that was not ended is refused with the next."""
@@ -163,13 +158,12 @@ class Steps:
                     "for each stage"
                 )
         self._scalings.advance(skipped)
-        if self._drawing[0] is not applied:
-            self._drawing = (
-                applied,
-                [m._buffers for m in self._model.modules() if m._buffers.get(ATTRIBUTE) is not None],
-            )
-        if self._drawing[1]:
-            noise.advance(self._drawing[1])
+        following = vars(self._model)["_halfstep"].following
+        if following.drawing[0] is not applied:
+            drawing = [m._buffers for m in self._model.modules() if m._buffers.get(ATTRIBUTE) is not None]
+            following.drawing = applied, drawing
+        if following.drawing[1]:
+            noise.advance(following.drawing[1])
         self._made += 1
         if schedule is not None:
             schedule.steps += 1

@@ -29,6 +29,8 @@ class Part:
     """Which of them is in force."""
     following: Any = None
     """What all modules of its model share: what a call from outside the model's forward enters (`nn.following`)."""
+    outside: bool = False
+    """Whether it was called from outside the model's forward: again, where that is computed again (checkpointing)."""
     applied: Any = None
     """Of the model itself: the recipe, and what the model was before (`nn.applied`)."""
     reduction: Any = None

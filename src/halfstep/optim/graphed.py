@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from halfstep.errors import ModelError, OptimizerError
 from halfstep.optim.lowbit import LowBit
@@ -41,7 +41,8 @@ class GraphedStep:
     Raises:
         OptimizerError: the optimizer is not halfstep's; kernels on the GPU do not step all of its parameters; options
             other than learning rates have changed since the capture.
-        ModelError: a call has other arguments than the captured one. Nothing has moved.
+        ModelError: a call has other arguments than the captured one. Nothing has moved. Or the step returned, in its
+            first call, an object whose tensors no replay would copy.
     """
 
     def __init__(self, step: Callable[..., Any], optimizer: LowBit, warmup: int = 3) -> None:
@@ -79,6 +80,9 @@ class GraphedStep:
         with torch.cuda.stream(aside):
             found = self.step(*given, **named)
         current.wait_stream(aside)
+        for leaf in tree_leaves(found):
+            if not isinstance(leaf, Tensor | _CONSTANT):
+                raise ModelError(_UNCOPIED.format(type(leaf).__name__))
         return found
 
     def _captured(self, given: Any, named: Any) -> CUDAGraph:
@@ -117,6 +121,11 @@ _UNSEEN = (
     "an argument of the step is a {}, and a graph would read what it held at the capture, whatever it holds later. "
     "Expected tensors, numbers and strings, in dictionaries, lists or tuples: of a tokenizer's or collator's batch, "
     "dict(batch)"
+)
+
+_UNCOPIED = (
+    "the step returns a {}, and a replay returns copies, which are made of tensors, in dictionaries, lists and tuples, "
+    "and not of what other objects hold: return the tensors themselves, as loss.detach()"
 )
 
 

@@ -217,6 +217,8 @@ class LowBit(Stepping):
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
         held = self._parameters()
+        if self._present is not None:
+            self._present.check_shapes(held)
         if self.check_new is not None and len(held) != self._known:
             self.check_new(held)  # they came by way of the old optimizer
             self._known = len(held)

@@ -38,7 +38,7 @@ class Present:
         # Not by weak references: torch.utils.swap_tensors, which parametrizes codes, takes no tensor that has one.
         self._held = {parameter for group in groups for parameter in group["params"]}
         self._known = {id(p): weakref.ref(p) for p in self._named().values() if p not in self._held}
-        self._dtypes = {id(p): p.dtype for p in self._named().values()}
+        self._were = {id(p): (p.dtype, p.shape) for p in self._named().values()}
         self._seen: _Seen | None = None
 
     def name(self, parameter: Tensor) -> str | None:
@@ -65,8 +65,8 @@ class Present:
         self._seen, modules = None, _modules(model)
         now = set(map(id, chain.from_iterable(map(dict.values, map(_parameters_of, modules)))))
         for parameter in held:
-            if parameter.dtype != self._dtypes.get(id(parameter), parameter.dtype) and self._was_known(parameter):
-                was = self._dtypes[id(parameter)]
+            was, _ = self._were.get(id(parameter), (parameter.dtype, None))
+            if parameter.dtype != was and self._was_known(parameter):
                 raise OptimizerError(
                     f"{self.name(parameter)} was {was} when halfstep.prepare took it, and is {parameter.dtype} now. "
                     "The recipe says in how many bits weights are trained: cast the model (model.half(), model.to()) "
@@ -96,6 +96,22 @@ class Present:
             f"{len(gone)} of this optimizer's {len(held)} parameters no longer belong to the model, and the model has "
             f"{len(new)} that this optimizer would never train ({', '.join(new[:3])}{more}): {advice}"
         )
+
+    def check_shapes(self, held: Sequence[Tensor]) -> None:
+        """Called before a step where something has moved.
+
+        Raises:
+            OptimizerError: one has another shape than it had, and so than its states.
+        """
+        for parameter in held:
+            _, was = self._were.get(id(parameter), (None, parameter.shape))
+            if parameter.shape != was and self._was_known(parameter):
+                raise OptimizerError(
+                    f"{self.name(parameter)} had shape {tuple(was)} when halfstep.prepare took "
+                    f"it, as its states have, and has {tuple(parameter.shape)} now. Call what resizes parameters "
+                    "(resize_token_embeddings) before halfstep.prepare; or call halfstep.revert(model) after it, build "
+                    "the optimizer again, and prepare both"
+                )
 
     def _was_known(self, parameter: Tensor) -> bool:
         known = self._known.get(id(parameter))

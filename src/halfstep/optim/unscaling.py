@@ -112,7 +112,6 @@ class Unscaling(DynamicScale):
         self._pending = AllPending()
         self._widened: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    @untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S in place, once, for code that wants to look at them before `step`.
 
@@ -125,8 +124,11 @@ class Unscaling(DynamicScale):
                 were dropped without an update(); or a gradient is fp16 and cannot leave (an optimizer of torch, or
                 torch before 2.10): its small values would become zero.
         """
-        if not self._enabled:
-            return
+        if self._enabled:
+            self._unscale(optimizer)
+
+    @untraced
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer, pending = self._of(optimizer)
         if pending.stage != "ready":
             raise LossScaleError(
