@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for, get_task
 from harness import keep
 

@@ -36,8 +36,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 import halfstep
 from finetune import apart, readmes
 from halfstep.integrations.transformers import HalfstepMixin
-from halfstep.lab.data import load_corpus
 from halfstep.lab.environment import environment
+from halfstep.lab.task import load_corpus
 from halfstep.memory import measure_persistent
 from harness import keep
 

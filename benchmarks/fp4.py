@@ -28,12 +28,12 @@ from fp4_page import page, plot
 from fp4_verdicts import judged
 from halfstep.accounting import HEAD, cost, load_subject
 from halfstep.errors import unknown
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import Row, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import final

@@ -14,7 +14,7 @@ from halfstep import formats
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.quant.tile import TENSOR, block
 from halfstep.recipe import LinearSpec, Recipe, Rule, get_recipe, linear_spec
-from halfstep.recipe.rule import KEEP
+from halfstep.recipe.operands import KEEP
 
 
 @dataclass(frozen=True)

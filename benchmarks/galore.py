@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 from halfstep.memory import measure
 from halfstep.recipe import Projection, Recipe, get_recipe
 from harness import keep

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.kernels import histories, scaled_mm, seeds
+from halfstep.kernels import histories, largest, scaled_mm
 from halfstep.kernels.gpu import amax, blocks, history, launch, layouts
 from halfstep.lab.environment import environment
 from halfstep.ops import factors, native
@@ -81,7 +81,7 @@ def stand_in() -> None:
         module.plain = launch.lies_plain  # type: ignore[attr-defined]
     histories.on_cpu = history  # type: ignore[attr-defined]
     factors.amax_of = amax.run  # type: ignore[assignment]
-    seeds.here = lambda tensor: True  # type: ignore[assignment]
+    largest.here = lambda tensor: True  # type: ignore[assignment]
 
 
 def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[], None]:

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.memory import stored_bytes
 from harness import RESULTS, keep, ratio, timings

@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache, QuantizedCache
 
 from halfstep.integrations.kv_cache import KINDS, LowBitCache
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.interval import paired
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for, get_task
 from harness import keep, keeps
 

@@ -26,7 +26,7 @@ from halfstep.errors import LawError
 from halfstep.lab.environment import environment
 from halfstep.lab.interval import paired
 from halfstep.lab.sweep.folder import SweepFolder
-from halfstep.lab.sweep.laws import damages, finished, law_cells, recipe_of, weight_bits
+from halfstep.lab.sweep.run import damages, finished, law_cells, recipe_of, weight_bits
 from halfstep.law import KUMAR, Cell, Law, PostTraining, fit_damage, fit_loss
 from harness import RESULTS
 

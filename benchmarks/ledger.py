@@ -18,18 +18,18 @@ import torch
 from torch import nn
 
 from halfstep import formats
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for
 from halfstep.lab.tasks.translation import SOURCE_WORDS, TARGET_WORDS
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Codes, LossScale, Recipe, get_recipe
+from halfstep.recipe.operands import KEEP, Rule
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.storage import get_storage
 from harness import keep
 from losses import summary, train

@@ -17,8 +17,8 @@ import torch
 
 import halfstep
 from finetune import LEAN, loaded, pretrained
-from halfstep.lab.data import load_corpus
 from halfstep.lab.environment import environment
+from halfstep.lab.task import load_corpus
 from halfstep.lab.tasks import experiment_for
 from harness import RESULTS, keep
 

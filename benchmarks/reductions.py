@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.distributed.mean import fp8lm_steps, gather, mean_steps, run, spread
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 from halfstep.recipe import FP4, FP8, FP8_LM, Communication, get_storage
 from harness import keep, keeps
 from losses import Losses, summary

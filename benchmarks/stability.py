@@ -28,8 +28,8 @@ from halfstep.errors import LawError
 from halfstep.lab.environment import environment
 from halfstep.lab.interval import compared, share
 from halfstep.lab.sweep.folder import DIVERGED, SweepFolder
-from halfstep.lab.sweep.laws import damages, law_cells
 from halfstep.lab.sweep.report import Outcome, outcomes, summarize
+from halfstep.lab.sweep.run import damages, law_cells
 from halfstep.law import Damage, fit_damage, fit_loss
 from harness import RESULTS
 

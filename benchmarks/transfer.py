@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import unit
-from halfstep.lab.data import VOCABULARY, load_corpus, load_digits
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT, UnitGPT
-from halfstep.lab.task import stream
+from halfstep.lab.task import VOCABULARY, load_corpus, load_digits, stream
 from halfstep.lab.tasks.lm import LanguageModelling
 from harness import RESULTS, keep
 from transfer_page import page

@@ -23,17 +23,17 @@ from typing import Any
 from torch import nn
 
 from halfstep import formats
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.interval import paired
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for
 from halfstep.lab.tasks.mlm import BERT
 from halfstep.lab.verdict import difference
 from halfstep.quant import Quantizer
 from halfstep.recipe import LossScale, Recipe, Rule, get_recipe, linear_spec
-from halfstep.recipe.rule import KEEP
+from halfstep.recipe.operands import KEEP
 from harness import RESULTS
 from losses import train
 from unit_sweep_plot import picture

@@ -23,11 +23,11 @@ import matplotlib
 import torch
 
 from finetune import LEAN, loaded, pretrained, readmes
-from halfstep.lab.data import load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.folder import read_metrics
 from halfstep.lab.interval import paired
 from halfstep.lab.report.results import SETTINGS, new_figure, png
+from halfstep.lab.task import load_corpus
 from halfstep.lab.tasks import experiment_for
 from halfstep.recipe import get_recipe
 from harness import keep

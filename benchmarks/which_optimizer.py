@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.models import build_model
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.lab.verdict import difference
 from halfstep.memory import measure

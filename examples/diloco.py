@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import halfstep
 from halfstep import formats
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import FP4, Communication, get_storage

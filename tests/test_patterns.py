@@ -12,7 +12,7 @@ from families import for_each
 from halfstep.inspection.roles import ROLES
 from halfstep.kb import load
 from halfstep.kb.reader import schema
-from halfstep.recipe.rule import KEEP
+from halfstep.recipe.operands import KEEP
 
 
 ROOT = Path(halfstep.__file__).parent

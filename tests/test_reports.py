@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import halfstep
-from halfstep.printable import shortened
+from halfstep.errors import shortened
 from halfstep.recipe import list_recipes
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import halfstep
-from halfstep.lab.data import VOCABULARY, Corpus
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.task import VOCABULARY, Corpus
 
 
 RECIPES = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.lab.data import Corpus, load_corpus
+from halfstep.lab.task import Corpus, load_corpus
 from on_gpu import twin
 from on_gpu.bench import Bench, Row, swept
 from on_gpu.llamas import RECIPES, Model, stepping

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from halfstep.lab.data import Corpus, load_corpus
 from halfstep.lab.environment import environment
+from halfstep.lab.task import Corpus, load_corpus
 from on_gpu.bench import Bench
 from on_gpu.llamas import RATE, RECIPES, Model, stepping
 

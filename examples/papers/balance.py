@@ -28,8 +28,8 @@ from study import Kept, difference, domains, held_out, options, said, table, tex
 from torch import Tensor
 
 import halfstep
-from halfstep.lab.data import VOCABULARY, Corpus
 from halfstep.lab.models.moe import MoE, balance, counted
+from halfstep.lab.task import VOCABULARY, Corpus
 
 
 CONTEXT, EXPERTS, SLOTS, WEIGHT, RATE = 64, 8, 2, 0.02, 2e-3

@@ -27,9 +27,9 @@ from study import Kept, in_codes, options, table, text
 from torch import nn
 
 import halfstep
-from halfstep.lab.data import Corpus, load_corpus
 from halfstep.lab.interval import paired
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import Corpus, load_corpus
 from halfstep.quant import get_quantizer
 from halfstep.recipe import Recipe, Rule, linear_spec
 

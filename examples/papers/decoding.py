@@ -27,8 +27,8 @@ from study import Kept, difference, in_codes, options, table, text
 from torch import Tensor, nn
 from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from halfstep.lab.data import Corpus, load_corpus
 from halfstep.lab.interval import paired
+from halfstep.lab.task import Corpus, load_corpus
 from halfstep.quant import get_quantizer
 
 

@@ -26,8 +26,8 @@ from study import Kept, compared, options, table, text
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 
 
 LONGEST, TOKENS, WARM_UP, WINDOW = 128, 512, 20, 50

@@ -27,8 +27,8 @@ from torch import nn
 
 import halfstep
 from halfstep.formats.integer import Integer
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 

@@ -27,7 +27,7 @@ from study import Kept, compared, options, table, text, update
 from torch import Tensor
 
 import halfstep
-from halfstep.lab.data import load_corpus
+from halfstep.lab.task import load_corpus
 
 
 BATCH = 16

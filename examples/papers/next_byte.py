@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.data import Corpus
+from halfstep.lab.task import Corpus
 
 
 def batch(corpus: Corpus, rows: int, context: int, generator: torch.Generator) -> Tensor:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import halfstep
-from halfstep.lab.data import Corpus, load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.interval import Interval, paired
+from halfstep.lab.task import Corpus, load_corpus
 from halfstep.quant import Quantizer
 from halfstep.recipe import Recipe, Rule, linear_spec
-from halfstep.recipe.rule import KEEP
+from halfstep.recipe.operands import KEEP
 
 
 Run = dict[str, Any]

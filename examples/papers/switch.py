@@ -24,8 +24,8 @@ from study import Kept, difference, domains, held_out, options, paired, said, ta
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.models.moe import MoE, Output, within
+from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
 
 
 CONTEXT, EXPERTS, RATE, WARMUP = 64, 8, 3e-3, 30

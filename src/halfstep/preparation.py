@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import noise
-from halfstep.nn.applied import applied_to
+from halfstep.nn.adopt import applied_to
 from halfstep.nn.apply import decide, keep_grads
-from halfstep.nn.codes import hold
-from halfstep.nn.dtypes import storable, wide_adapters
+from halfstep.nn.codes import hold, storable, wide_adapters
 from halfstep.nn.following import came_later, root_of
-from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.layers import ModuleFilter, projections
 from halfstep.nn.paths import adapters_of, same_parameters
 from halfstep.nn.plan import Plan
-from halfstep.nn.projections import projections
 from halfstep.nn.ranks import Reduced, check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
@@ -33,8 +31,7 @@ from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.shards import are_several, first_ranks
 from halfstep.quant import draw_seed
-from halfstep.recipe import DTYPES, Projection, Recipe, get_recipe
-from halfstep.recipe.origin import Origin, check_change
+from halfstep.recipe import DTYPES, Origin, Projection, Recipe, check_change, get_recipe
 
 
 _LOGGER = logging.getLogger("halfstep")

@@ -19,7 +19,7 @@ from halfstep.quant import Hadamard, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Recipe, Rule, get_recipe
-from halfstep.recipe.rule import KEEP
+from halfstep.recipe.operands import KEEP
 from halfstep.unit import TransformerLayer
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from families import slow_unless
 from halfstep.accounting import Account, Batch, Subject, account, architectures, check_ranks, load_subject, share
 from halfstep.distributed.mean import run
-from halfstep.distributed.reduction import Reduction
+from halfstep.distributed.sharded import Reduction
 from halfstep.errors import AccountError
 from halfstep.memory import StepBytes
 from halfstep.recipe import FP4, FP8, FP8_LM, PROJECTOR, Projection, Recipe, get_recipe
@@ -161,7 +161,7 @@ def test_what_is_sent_in_a_step_is_what_reductions_count(communication):
 
 def _steps(communication, exchange, parameters):
     """The reduction of all gradients on one of several ranks."""
-    with patch("halfstep.distributed.reduction.Exchange", lambda group: exchange):
+    with patch("halfstep.distributed.sharded.Exchange", lambda group: exchange):
         state = Reduction(communication)
     return state._steps(torch.cat([p.detach().flatten() for p in parameters]), parameters)
 

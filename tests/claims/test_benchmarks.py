@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
-from halfstep.lab.data import VOCABULARY
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import VOCABULARY
 from halfstep.lab.tasks import experiment_for
 from halfstep.recipe import get_recipe
 

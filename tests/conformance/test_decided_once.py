@@ -9,10 +9,8 @@ from tiny import EVERY, model_for, prepared, train
 
 
 PLANNING = (
-    "preparation", "nn.apply", "nn.arrangement", "nn.dtypes",
-    "nn.layers", "nn.plan", "nn.projections", "nn.paths", "optim.conversion", "recipe",
-    "recipe.data", "recipe.files", "recipe.origin", "recipe.rule",
-    "recipe.written",
+    "preparation", "nn.apply", "nn.arrangement", "nn.codes", "nn.layers", "nn.plan", "nn.paths", "optim.conversion",
+    "recipe", "recipe.data", "recipe.files", "recipe.operands", "recipe.written",
 )  # fmt: skip
 
 

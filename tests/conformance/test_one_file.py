@@ -76,7 +76,7 @@ from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import block
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.rule import Rule
+from halfstep.recipe.operands import Rule
 from halfstep.recipe.spec import Recipe
 from halfstep.recipe.storage import get_storage
 

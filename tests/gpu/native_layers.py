@@ -23,7 +23,7 @@ from halfstep.kernels.gpu.amax import run as largest_of
 from halfstep.kernels.gpu.launch import lies_plain
 from halfstep.ops import factors, native
 from halfstep.ops.last_input import LastInput
-from halfstep.ops.noise import KEY
+from halfstep.ops.part import KEY
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import get_recipe
 

@@ -15,8 +15,7 @@ from trainers import StopAfter, arguments, examples, llama, state_of, trainer
 from transformers import Trainer, TrainerCallback
 
 from halfstep.errors import RecipeError
-from halfstep.recipe import get_recipe
-from halfstep.recipe.origin import digest
+from halfstep.recipe import digest, get_recipe
 from tiny import assert_same, copied
 
 

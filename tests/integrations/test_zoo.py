@@ -9,7 +9,7 @@ import halfstep
 from halfstep.errors import RecipeError
 from halfstep.nn.adapters import experts
 from halfstep.recipe import get_recipe
-from halfstep.recipe.rule import KEEP
+from halfstep.recipe.operands import KEEP
 from tiny import EVERY, SMOOTH, assert_same, descend
 
 

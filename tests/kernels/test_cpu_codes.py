@@ -10,8 +10,7 @@ from halfstep import formats, quantize
 from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import codes as kernel, element_codes
 from halfstep.kernels.cpu.compiled import CHUNK
-from halfstep.quant.cast import CONTAINERS, decode, encode
-from halfstep.quant.pack import pack
+from halfstep.quant.cast import CONTAINERS, decode, encode, pack
 from halfstep.quant.quantizer import Quantizer
 from kernels.inputs import OVERFLOWS, ROUNDINGS, all_formats, inputs
 from oracles.numbers import same_bits

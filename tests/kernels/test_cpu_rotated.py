@@ -7,7 +7,7 @@ import torch
 
 from families import for_each, slow_unless
 from halfstep.kernels.cpu import rotated as kernel
-from halfstep.kernels.rotation import rotate
+from halfstep.kernels.operators import rotate
 from halfstep.quant import Hadamard, rotate as reference
 from kernels.test_cpu_blocks import hard
 from oracles.numbers import same_bits

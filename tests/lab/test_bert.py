@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from halfstep.errors import DataError, ModelError
-from halfstep.lab.data import load_corpus
+from halfstep.lab.task import load_corpus
 from halfstep.lab.tasks.mlm import BERT, MaskedLanguageModelling
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from halfstep.errors import DataError, ModelError, RunError
-from halfstep.lab.data import load_corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.models import build_model
+from halfstep.lab.task import load_corpus
 from halfstep.lab.tasks.lm import LanguageModelling
 
 

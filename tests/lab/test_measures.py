@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from halfstep.lab.data import load_digits
 from halfstep.lab.measures import Found, Truth, bleu, edit_distance, error_rate, iou, mean_average_precision, suppress
+from halfstep.lab.task import load_digits
 from halfstep.lab.tasks.detection import Detection
 from halfstep.lab.tasks.gan import Space, frechet_distance
 from halfstep.lab.tasks.recommender import auc

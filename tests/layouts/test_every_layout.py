@@ -9,7 +9,7 @@ from halfstep import formats
 from halfstep.errors import CheckpointError, LayoutError
 from halfstep.layouts import fitting, get_layout, list_layouts
 from halfstep.layouts.folder import dtype_of, size_of
-from halfstep.ops.stored import stored
+from halfstep.ops.operand import stored
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import get_recipe, list_recipes

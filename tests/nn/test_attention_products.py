@@ -13,7 +13,7 @@ from halfstep import formats, get_quantizer, get_recipe, ops
 from halfstep.errors import RecipeError
 from halfstep.lab.models.gpt import GPT
 from halfstep.nn import DotProductAttention
-from halfstep.ops.stacks import stacked_linear
+from halfstep.ops.attention import stacked_linear
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

@@ -13,7 +13,7 @@ from halfstep.errors import RecipeError
 from halfstep.nn.paths import stacks
 from halfstep.quant import get_quantizer
 from halfstep.recipe import LinearSpec, Recipe, Rule, from_data, linear_spec, to_data
-from halfstep.recipe.rule import chosen
+from halfstep.recipe.operands import chosen
 
 
 ROUNDS = linear_spec(*[get_quantizer("mxfp8_e4m3", scale="rceil")] * 3)

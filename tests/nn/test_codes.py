@@ -11,7 +11,7 @@ from torch import nn
 import halfstep
 from halfstep import formats, ops
 from halfstep.errors import ModelError, OptimizerError
-from halfstep.nn.dtypes import check_grad_dtype
+from halfstep.nn.codes import check_grad_dtype
 from halfstep.ops.code_tensor import round_gradient
 from halfstep.optim.rules.base import never
 from halfstep.quant import Quantizer, Scales

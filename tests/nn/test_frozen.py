@@ -10,7 +10,7 @@ from torch import nn
 import halfstep
 from families import slow_unless
 from halfstep.errors import ModelError, RecipeError
-from halfstep.ops.noise import ATTRIBUTE
+from halfstep.ops.part import ATTRIBUTE
 from halfstep.quant import Hadamard, get_quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
 from tiny import EVERY, adamw, assert_same, batch, mlp

@@ -12,7 +12,7 @@ import halfstep
 from families import for_each
 from halfstep import formats
 from halfstep.errors import ModelError
-from halfstep.ops.stored import decoded, stored
+from halfstep.ops.operand import decoded, stored
 from halfstep.quant import Quantized, Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import Recipe, Rule, linear_spec

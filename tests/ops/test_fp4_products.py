@@ -12,7 +12,7 @@ from families import slow_unless
 from halfstep import formats, get_recipe, ops
 from halfstep.errors import RecipeError
 from halfstep.kernels.cpu import clamp_operators
-from halfstep.ops.window import Window
+from halfstep.ops.convolution import Window
 from halfstep.quant import Clamp, Estimator, Hadamard, Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR, Tile

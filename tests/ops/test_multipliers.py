@@ -12,7 +12,7 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried, scaled_mm
 from halfstep.ops.convolution import Window
 from halfstep.ops.operand import Operand
-from halfstep.ops.scale import weighted_sum
+from halfstep.ops.plain import weighted_sum
 from halfstep.quant import get_accumulator, get_quantizer
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Multiplier, from_data, get_recipe, linear_spec, to_data
 from oracles.numbers import same_bits

@@ -13,8 +13,8 @@ import halfstep
 from families import slow_unless
 from halfstep import formats, ops
 from halfstep.errors import RecipeError
-from halfstep.ops.stacks import stacked_linear
-from halfstep.ops.window import Window
+from halfstep.ops.attention import stacked_linear
+from halfstep.ops.convolution import Window
 from halfstep.quant import Hadamard, Quantizer, get_quantizer, rotate
 from halfstep.recipe import COAT, LinearSpec, Matmul, Multiplier, Recipe, Rule, from_data, linear_text, to_data
 from halfstep.tracking.step import operand_errors

@@ -3,7 +3,7 @@
 import torch
 
 from halfstep import get_recipe
-from halfstep.ops.rows import rounded_rows
+from halfstep.ops.operand import rounded_rows
 
 
 def test_a_row_of_zeros_leaves_an_operand_in_16_bits():

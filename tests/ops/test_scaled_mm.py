@@ -12,7 +12,7 @@ from halfstep import formats, get_quantizer, ops
 from halfstep.kernels import scaled_mm
 from halfstep.kernels.selftest import matrices
 from halfstep.kernels.selftest.case import outcome
-from halfstep.ops.carriers import carrier
+from halfstep.ops.casts import carrier
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR

@@ -7,7 +7,7 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 from halfstep import formats, ops
 from halfstep.errors import QuantizationError, RecipeError
-from halfstep.ops.stacks import stacked_linear
+from halfstep.ops.attention import stacked_linear
 from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import halfstep
 from families import for_each
 from halfstep import formats, get_quantizer, ops
-from halfstep.kernels import probes, scaled_mm, unit_kinds, units_mm
+from halfstep.kernels import probes, scaled_mm, units_mm
 from halfstep.kernels.selftest import matrices
 from halfstep.kernels.selftest.case import outcome
 from halfstep.ops import sides
@@ -514,5 +514,5 @@ def test_native_products_keep_within_the_bound_that_is_stated(monkeypatch):
 
 
 def test_where_units_should_pay():
-    assert unit_kinds.pays(8192, 4096, 4096)
-    assert not unit_kinds.pays(1024, 1024, 1024)
+    assert units_mm.pays(8192, 4096, 4096)
+    assert not units_mm.pays(1024, 1024, 1024)

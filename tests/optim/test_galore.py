@@ -413,7 +413,7 @@ def test_shards_are_refused_by_name():
     model = mlp()
     model[3].weight.device_mesh = "two ranks"
     with pytest.raises(ModelError, match=r"3.weight is sharded.*Train under DDP"):
-        halfstep.nn.projections.projections(model, get_recipe("galore"))
+        halfstep.nn.layers.projections(model, get_recipe("galore"))
 
 
 def galore_torch(monkeypatch):

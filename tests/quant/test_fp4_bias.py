@@ -10,8 +10,7 @@ import torch
 from families import slow_unless
 from halfstep import ops, round_to
 from halfstep.ops.matmul import matmul
-from halfstep.ops.operand import operand
-from halfstep.ops.stored import decoded
+from halfstep.ops.operand import decoded, operand
 from halfstep.quant import Hadamard, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import square

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfstep.quant.memory import has_memory
+from halfstep.quant.tracing import has_memory
 
 
 @pytest.fixture(autouse=True)

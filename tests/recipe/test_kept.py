@@ -9,9 +9,8 @@ from torch import nn
 
 import halfstep
 from halfstep.quant import get_quantizer
-from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, list_recipes
-from halfstep.recipe.origin import digest
-from halfstep.recipe.rule import ADAPTERS, HEADS, KEEP, ROUTERS
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, digest, get_recipe, list_recipes
+from halfstep.recipe.operands import ADAPTERS, HEADS, KEEP, ROUTERS
 from tiny import ALL
 
 

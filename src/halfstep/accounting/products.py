@@ -23,8 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from halfstep import formats
 from halfstep.accounting.subject import Subject, blank, sequence_of
-from halfstep.errors import AccountError
-from halfstep.grouping import grouped
+from halfstep.errors import AccountError, grouped
 from halfstep.nn.adapters import wide
 from halfstep.nn.layers import Matched, match
 from halfstep.recipe import HEADS, LinearSpec, Matmul, Recipe, get_recipe, starts

@@ -7,10 +7,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal
 
-from halfstep.errors import CheckpointError
-from halfstep.grouping import grouped
+from halfstep.errors import CheckpointError, grouped, holding, shortened, some
 from halfstep.inspection.files import parse_object
-from halfstep.printable import holding, shortened, some
 
 
 SCHEMA = 1

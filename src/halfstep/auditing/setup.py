@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfstep.bits.scan import Scan, readable, scan
 from halfstep.bits.values import TYPES, InMemory, runs
 from halfstep.inspection.roles import role_of
-from halfstep.nn.dtypes import buffers
+from halfstep.nn.codes import buffers
 from halfstep.nn.scaling import states_of
 from halfstep.ops import CodeTensor
 from halfstep.ops.part import parts_of

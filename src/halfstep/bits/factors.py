@@ -125,9 +125,7 @@ def powers(scan: Scan) -> Powers | None:
     if name is None:
         return None
     also = (f"int{used + 1}",) if scan.places is None or whole <= used else ()
-    if name in WIDER and finer < CERTAIN:
-        return Powers(WIDER[name], tile, (*also, name))
-    return Powers(name, tile, also)
+    return Powers(WIDER[name], tile, (*also, name)) if name in WIDER and finer < CERTAIN else Powers(name, tile, also)
 
 
 def _smallest(used: int, whole: int) -> tuple[str | None, int]:

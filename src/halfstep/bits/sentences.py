@@ -7,8 +7,7 @@ from itertools import groupby
 
 from halfstep.bits.grids import CHOSEN
 from halfstep.bits.origin import MOST, STEPS, Origin, bounded
-from halfstep.grouping import grouped
-from halfstep.printable import percent
+from halfstep.errors import grouped, percent
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from halfstep.errors import ClaimError, one_of
-from halfstep.grouping import grouped
-from halfstep.printable import markdown_table
+from halfstep.errors import ClaimError, grouped, markdown_table, one_of
 
 
 VERDICTS = {

@@ -17,11 +17,10 @@ from rich.live import Live as RichLive
 from rich.table import Table
 
 from halfstep.cli.terminal import answer, line_width, number, table_text
-from halfstep.errors import RunError
+from halfstep.errors import RunError, printable
 from halfstep.lab.experiment import Experiment, Facts, Metric, list_tasks
 from halfstep.lab.folder import RunFolder, read_json
 from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
-from halfstep.printable import printable
 
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from halfstep.kernels.cpu import blocks, elements, panels, posit, rows, tiles
 from halfstep.kernels.cpu.compiled import kept_code
 from halfstep.kernels.gpu import blocks as gpu_blocks, launch
 from halfstep.kernels.gpu.source import finding, moving, norming
-from halfstep.kernels.unit_kinds import PAYS
+from halfstep.kernels.units_mm import PAYS
 from halfstep.ops import is_native_available
 from halfstep.optim import update_rules
 from halfstep.quant import TENSOR, Quantizer
@@ -94,8 +94,7 @@ def _machine() -> dict[str, str]:
     found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "16-bit units": known}
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         here = carried.supports(dtype, torch.device("cpu"))
-        why = "no units for it: products carried in float32" if here else "torch's own products"
-        found[f"{name} on CPU"] = why
+        found[f"{name} on CPU"] = "no units for it: products carried in float32" if here else "torch's own products"
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
     return {**found, "cuda": cuda, "compiled code": kept_code()}
 

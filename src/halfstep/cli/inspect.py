@@ -13,9 +13,7 @@ import typer
 from rich.console import Console
 
 from halfstep.cli.terminal import Json, alarm, answer, reading, table_text
-from halfstep.errors import CheckpointError, KnowledgeBaseError
-from halfstep.grouping import grouped
-from halfstep.printable import percent, printable
+from halfstep.errors import CheckpointError, KnowledgeBaseError, grouped, percent, printable
 
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Fit the law to the runs of sweeps over sizes, steps and widths of weights, and to the damage measured on them."""
-    from halfstep.lab.sweep.laws import damages, law_cells
+    from halfstep.lab.sweep.run import damages, law_cells
     from halfstep.law import fit_damage, fit_loss
 
     fits = {"loss": fit_loss(law_cells(folders), resamples)}
@@ -102,8 +102,7 @@ def fit(
             unfitted = f"the damage of rounding is not fitted: {error}"
     data: dict[str, Any] = {name: found.to_dict() for name, found in fits.items()}
     data |= {"damages_left_out": len(rounded) - len(positive), "damage_not_fitted": unfitted}
-    fitted = fits["loss"].law(fits.get("damage"))
-    data["law"] = asdict(fitted)
+    data["law"] = asdict(fits["loss"].law(fits.get("damage")))
     if out is not None:
         write_text(out, json.dumps(data, indent=2) + "\n", LawError)
     answer(as_json, lambda: data, lambda: _text(fits, data, len(rounded)))
@@ -127,7 +126,7 @@ def round_(
     as_json: Json = False,
 ) -> None:
     """Round the weights of every model that a sweep finished, and measure the damage, which `fit` takes."""
-    from halfstep.lab.sweep.laws import damages, measure_damage
+    from halfstep.lab.sweep.run import damages, measure_damage
 
     try:
         widths = [int(part) for part in bits.split(",")]

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.terminal import answer, save_figure, stages, table_text
-from halfstep.errors import AccountError
-from halfstep.printable import printable
+from halfstep.errors import AccountError, printable
 
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.terminal import answer, stages, table_text
-from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
+from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError, printable
 from halfstep.kb import Verdict, check
 from halfstep.kb.verdict import because
-from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def _check(write_recipe: Path | None, loss_scale: float | None) -> None:
 
 def batches_for(loaded: Any, data: str | None, batches: int, batch: int, context: int) -> tuple[list[Any], str]:
     """What to run the model on, and what that is in words."""
-    from halfstep.lab.data import load_corpus
+    from halfstep.lab.task import load_corpus
     from halfstep.probe.batch import is_tensor_file, tensor_batches, text_batches
 
     if data is not None and is_tensor_file(data):

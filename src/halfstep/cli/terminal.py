@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from halfstep.errors import HalfstepError
-from halfstep.printable import printable
+from halfstep.errors import HalfstepError, printable
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

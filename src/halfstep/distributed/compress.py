@@ -13,8 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from halfstep.distributed.collectives import LIMIT, Exchange
-from halfstep.distributed.reduction import Reduction, fp8_hook
-from halfstep.distributed.sharded import install, modules_of
+from halfstep.distributed.sharded import Reduction, fp8_hook, install, modules_of
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.following import root_of
 from halfstep.ops import CodeTensor
@@ -22,8 +21,7 @@ from halfstep.ops.part import own_part, part_of
 from halfstep.ops.snapshot import values_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.optim.unscaling import unwrapped
-from halfstep.recipe import Communication, Recipe
-from halfstep.recipe.origin import digest
+from halfstep.recipe import Communication, Recipe, digest
 
 
 def compress(

@@ -271,8 +271,7 @@ def fp8lm_steps(
         total = round_to(total + decode(other, format), format)
     sent[exchange.rank] = encode(total, format)
     yield exchange.all_gather(sent)
-    mean = decode(sent.view(-1)[:size], format)
-    parts = mean.split_with_sizes(list(lengths))
+    parts = decode(sent.view(-1)[:size], format).split_with_sizes(list(lengths))
     if adapts:
         full = torch.stack([(part.abs() == format.max).float().mean() for part in parts])
         mu.copy_(torch.where(full > SHARE, mu / 2, (mu * RAISE).clamp(max=MOST)))
@@ -281,11 +280,10 @@ def fp8lm_steps(
 
 def _factors(values: Tensor, lengths: Sequence[int], quantizer: Quantizer, exchange: Exchange) -> Steps:
     """What each parameter is multiplied by, before mu; NaN where a gradient is not finite on any rank."""
-    assert quantizer.scales is not None
     amax = torch.stack([amax_of(piece).float() for piece in values.split_with_sizes(list(lengths))])
     amax = torch.where(amax.isnan(), torch.inf, amax)  # a NaN is lost in some backends' maximum
     everyone = amax.repeat(exchange.ranks, 1)
     yield exchange.all_gather(everyone)
-    factor = quantizer.scales.rule.factor(everyone.amax(0), quantizer.format)
+    factor = quantizer.tiling.rule.factor(everyone.amax(0), quantizer.format)
     assert factor is not None
     return torch.where(everyone.amax(0) == 0, 1.0, factor)

@@ -1,6 +1,9 @@
-"""FSDP2's collectives in few bits: weights gathered as codes, gradients scattered as codes and summed in float32."""
+"""How a model's gradients are reduced: what is sent, what is remembered from step to step, and when; DDP's hook.
 
-from collections.abc import Sequence
+And FSDP2's collectives in few bits: weights gathered as codes, gradients scattered as codes and summed in float32.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
@@ -11,12 +14,229 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from halfstep.distributed.mean import Message, granule, mean_of, shares
-from halfstep.distributed.reduction import FORMATS, Reduction
-from halfstep.errors import ModelError
+from halfstep.distributed.collectives import Exchange
+from halfstep.distributed.mean import Message, Steps, fp8lm_steps, gather, granule, mean_of, mean_steps, shares, spread
+from halfstep.errors import ModelError, RecipeError
 from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
-from halfstep.recipe import LinearSpec, Storage, get_storage
+from halfstep.recipe import FP8, Communication, LinearSpec, Storage, get_storage
+
+
+class Reduction:
+    """The state of `fp8_hook`, and of `reduce_gradients`.
+
+        state = halfstep.distributed.Reduction(FP8)
+        ddp.register_comm_hook(state, halfstep.distributed.fp8_hook)
+
+    `halfstep.distributed.compress(ddp)` makes it as the model's recipe says, and has it saved with the scaler.
+
+    Args:
+        communication: what is sent; `recipe.FP8` by default. None: gradients in their own dtype.
+        process_group: the ranks whose gradients are averaged: DDP's own.
+        names: of the parameters, by which what is remembered is saved. Parameters without one cannot be saved.
+        scale: gives the loss scale by which gradients are multiplied when they come, for error feedback.
+
+    Attributes:
+        exchange: the collectives, which count what they send.
+        times: how often gradients were reduced.
+    """
+
+    def __init__(
+        self,
+        communication: Communication | None = FP8,
+        process_group: Any = None,
+        names: Mapping[Any, str] | None = None,
+        scale: Callable[[], float] | None = None,
+    ) -> None:
+        self.communication, self.exchange = communication, Exchange(process_group)
+        self.times = 0
+        self.divides_by_all: Callable[[], bool] = lambda: True
+        self._feeds_back = communication is not None and communication.feeds_back
+        self._adapts = communication is not None and communication.reduce == "fp8lm"
+        self._names, self._scale = names or {}, scale
+        self._kept: dict[Any, Tensor] = {}
+        self._saved: Mapping[str, Tensor] = {}
+        self._under_way: list[tuple[Steps, Any, Callable[[], None]]] = []
+
+    def exchange_of(self, group: Any) -> Exchange:
+        """The collectives of the group that a sharded module's are called in: one group for all of them."""
+        if self.exchange.group is not group:
+            sent, self.exchange = self.exchange.sent, Exchange(group)
+            self.exchange.sent = sent
+        return self.exchange
+
+    def begin(self, values: Tensor, parameters: Sequence[Tensor], done: Callable[[], None]) -> None:
+        """Begin to replace gradients of these parameters, laid out one after the other, by their mean over the ranks;
+        those that are under way go a step further. `done` is called when it is there.
+
+        Raises:
+            ModelError: another rank has failed.
+        """
+        steps = self._steps(values, parameters)
+        begun = steps, next(steps), done
+        self._go_on()
+        self._under_way.append(begun)
+
+    def finish(self) -> None:
+        """Wait for all that are under way."""
+        while self._under_way:
+            self._go_on()
+        self.times += 1
+
+    def _go_on(self) -> None:
+        """All that are under way go a step further, in turn."""
+        waiting, self._under_way = self._under_way, []
+        for steps, pending, done in waiting:
+            pending.wait()
+            following = next(steps, None)
+            if following is None:
+                done()
+            else:
+                self._under_way.append((steps, following, done))
+
+    def check_begin(self) -> None:
+        """Refuse what a new backward pass cannot begin with.
+
+        Raises:
+            ModelError: the last one ended before its last gradients were sent; DDP's `join` is to divide by the number
+                of ranks that have batches left.
+        """
+        if not self.divides_by_all():
+            raise ModelError(
+                "ddp.join(divide_by_initial_world_size=False) divides by the ranks that have batches left, which a "
+                "communication hook is not told; leave it True, and gradients in few bits are the mean over all ranks"
+            )
+        if self._under_way:
+            self._under_way.clear()
+            raise ModelError(
+                "a backward pass begins, and the last one stopped between two buckets: other ranks may wait for the "
+                "rest. Restart from the last checkpoint"
+            )
+
+    def _steps(self, values: Tensor, parameters: Sequence[Tensor]) -> Steps:
+        communication, lengths = self.communication, [parameter.numel() for parameter in parameters]
+        given = communication.gradients if communication is not None else None
+        storage = given or get_storage(FORMATS[values.dtype])
+        if communication is not None and communication.reduce != "all_to_all":
+            return self._by_fp8lm(values, parameters, lengths, storage)
+        if self._feeds_back:
+            return self._fed_back(values, parameters, lengths, storage)
+        return self._plain(values, lengths, storage)
+
+    def _plain(self, values: Tensor, lengths: Sequence[int], storage: Storage) -> Steps:
+        laid = spread(values, lengths, storage)
+        yield from mean_steps(laid, storage, self.exchange)
+        gather(laid, lengths, storage, values)
+
+    def _fed_back(
+        self, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int], storage: Storage
+    ) -> Steps:
+        """With what rounding took from these parameters' last gradients, which is kept without the loss scale."""
+        rows, scale = self.exchange.ranks, 1.0 if self._scale is None else self._scale()
+        own = [self._of(p) for p in parameters]
+        taken = torch.cat(own).mul_(scale)
+        laid, residual = (spread(each, lengths, storage, rows) for each in (values, taken))
+        yield from mean_steps(laid, storage, self.exchange, residual)
+        gather(laid, lengths, storage, values, rows)
+        gather(residual, lengths, storage, taken, rows)
+        for mine, each in zip(own, taken.div_(scale).split_with_sizes(list(lengths)), strict=True):
+            mine.copy_(each)
+
+    def _by_fp8lm(
+        self, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int], storage: Storage
+    ) -> Steps:
+        own = [self._of(p) for p in parameters]
+        mu = torch.stack(own)
+        yield from fp8lm_steps(values, lengths, storage.quantizer, self.exchange, mu, self._adapts)
+        for mine, each in zip(own, mu, strict=True):
+            mine.copy_(each)
+
+    def _of(self, parameter: Tensor) -> Tensor:
+        """What is kept of a parameter: what was saved of it, or a start. Of error feedback float32 numbers, of FP8-LM
+        mu."""
+        if parameter not in self._kept:
+            if self._feeds_back:
+                kept = parameter.new_zeros(parameter.numel(), dtype=torch.float32)
+            else:
+                kept = parameter.new_full((), 1.0 if self._adapts else self.exchange.ranks**-0.5, dtype=torch.float32)
+            saved = self._saved.get(self._names.get(parameter, ""))
+            self._kept[parameter] = kept if saved is None else kept.copy_(saved)
+        return self._kept[parameter]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # ranks do not multiply: a copy of a model is reduced by what is called for it
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered from step to step: of error feedback what this rank's rounding took, under a name that
+        says whose it is, so that a distributed checkpoint has that of every rank; of FP8-LM mu.
+
+        Raises:
+            RecipeError: a parameter has no name.
+        """
+        if not (self._feeds_back or self._adapts):
+            return {}
+        if not self._kept.keys() <= self._names.keys():
+            raise RecipeError(
+                "what a reduction keeps is saved by the parameters' names, and this Reduction was given none: "
+                "Reduction(..., names={p: n for n, p in model.named_parameters()})"
+            )
+        kept = {name: self._of(p).clone() for p, name in self._names.items() if p.requires_grad}
+        return {"communication": str(self.communication), self._whose: kept} if kept else {}
+
+    @property
+    def _whose(self) -> str:
+        if not self._feeds_back:
+            return "mu"
+        return f"rounding errors of rank {self.exchange.rank} of {self.exchange.ranks}"
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """Load it; what cannot be used, to be told.
+
+        With error feedback each rank has its own: of another rank's, or another number of ranks', it starts over.
+        """
+        self._kept, self._saved = {}, {}
+        if not (self._feeds_back or self._adapts) and not saved:
+            return []
+        if saved.get("communication", str(self.communication)) != str(self.communication):
+            return [f"what was kept of {saved['communication']} is dropped: gradients are sent as {self.communication}"]
+        if self._whose in saved:
+            self._saved = saved[self._whose]
+            return []
+        found = ", ".join(sorted(saved.keys() - {"communication"})) or "nothing"
+        return [
+            f"gradients are sent as {self.communication}, and of what that keeps from step to step the scaler's state "
+            f"has {found}, and not the {self._whose}: it starts over (save the scaler's state on each rank, and load "
+            "it on as many)"
+        ]
+
+
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+# torch reads its annotations, which must not be strings: no `from __future__ import annotations` here.
+def fp8_hook(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """Average a bucket of gradients over the ranks, in the format that the state says (E4M3 by default).
+
+        ddp.register_comm_hook(Reduction(), fp8_hook)
+
+    Buckets go out as they come, while the backward pass computes; each is summed when the next one has gone out, and
+    the last one waits for all. `compress(ddp)` is this and more: ranks agree first, and the state is saved.
+
+    Args:
+        state: of one DDP model.
+        bucket: DDP's.
+
+    Raises:
+        ModelError: another rank has failed.
+    """
+    values = bucket.buffer()
+    if bucket.index() == 0:
+        state.check_begin()
+    future: Any = torch.futures.Future(devices=[values.device] if values.is_cuda else None)
+    state.begin(values, bucket.parameters(), lambda: future.set_result(values))
+    if bucket.is_last():
+        state.finish()
+    return future  # type: ignore[no-any-return]
 
 
 def modules_of(model: nn.Module) -> list[Any]:

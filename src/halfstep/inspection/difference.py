@@ -16,15 +16,14 @@ from halfstep.bits.relation import Relation, relation
 from halfstep.bits.rounded import nearest
 from halfstep.bits.scan import Progress
 from halfstep.bits.values import Values, even
+from halfstep.errors import grouped, percent, printable, shortened, some
 from halfstep.formats import Float
-from halfstep.grouping import grouped
 from halfstep.inspection.difference_text import Single, TensorDifference, count, sentence, values
 from halfstep.inspection.files import Checkpoint
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.inspector import open_checkpoint
 from halfstep.inspection.layers import HELD, First, Held, Weight, weights
 from halfstep.inspection.roles import role_of
-from halfstep.printable import percent, printable, shortened, some
 
 
 SCHEMA = 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from halfstep.bits.pair import Change
 from halfstep.bits.relation import Relation
 from halfstep.bits.rounded import NEAREST
+from halfstep.errors import percent, some
 from halfstep.inspection.schemes import written
-from halfstep.printable import percent, some
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,7 @@ def _scales_k4(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Eight scales and eight minima of 6 bits each, from 12 bytes."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (last & 15) | (first >> 6) << 4], axis=1)
-    least = np.concatenate([second & 63, (last >> 4) | (second >> 6) << 4], axis=1)
-    return scales, least
+    return scales, np.concatenate([second & 63, (last >> 4) | (second >> 6) << 4], axis=1)
 
 
 def _k4(blocks: Bytes, codes: Bytes) -> Floats:

@@ -19,8 +19,7 @@ from halfstep.bits.statistics import Statistics, of_scans, of_table
 from halfstep.bits.table import EMPTY, Table, total
 from halfstep.bits.values import Values
 from halfstep.bits.what_if import Trials
-from halfstep.errors import CheckpointError
-from halfstep.grouping import grouped
+from halfstep.errors import CheckpointError, grouped
 from halfstep.inspection.files import (
     REPEATS,
     SMALL,

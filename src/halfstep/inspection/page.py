@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, percent, printable
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
-from halfstep.printable import percent, printable
 
 
 try:

@@ -9,9 +9,8 @@ from halfstep.bits.origin import Origin
 from halfstep.bits.sentences import Evidence, Layer, PrecisionVerdict, SchemeReport
 from halfstep.bits.statistics import Statistics
 from halfstep.bits.what_if import WhatIf
-from halfstep.grouping import grouped
+from halfstep.errors import grouped, percent, printable, shortened
 from halfstep.inspection.schemes import SCHEMES, written
-from halfstep.printable import percent, printable, shortened
 
 
 SCHEMA = 1

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.bits.values import TYPES
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, some
 from halfstep.inspection.files import DIMENSIONS, TEXT
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record
-from halfstep.printable import some
 
 
 _STORAGES = {

@@ -17,15 +17,13 @@ from halfstep import formats
 from halfstep.bits.scan import CHUNK, Progress
 from halfstep.bits.values import TYPES, as_float32
 from halfstep.bits.what_if import CANDIDATES, castable, needs_largest, pieces, with_largest
-from halfstep.errors import CheckpointError, QuantizationError, one_of
-from halfstep.grouping import grouped
+from halfstep.errors import CheckpointError, QuantizationError, grouped, one_of, some
 from halfstep.inspection.files import Checkpoint, StoredTensor
 from halfstep.inspection.gguf_blocks import DECODED
 from halfstep.inspection.readers.safetensors import DTYPES
 from halfstep.inspection.report import TensorReport
 from halfstep.kernels import operators
 from halfstep.ops.files import metadata
-from halfstep.printable import some
 from halfstep.quant import TENSOR, Quantizer, layout
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.errors import MissingLibraryError, ModelError
 from halfstep.nn.layers import HUGGING_FACE
-from halfstep.ops.noise import key_of
-from halfstep.ops.part import part_of
+from halfstep.ops.part import key_of, part_of
 
 
 with MissingLibraryError.of("hf"):

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 
 from halfstep.errors import MissingLibraryError, ModelError, RecipeError
 from halfstep.nn import apply, following
-from halfstep.nn.applied import Applied, applied_to
-from halfstep.nn.codes import hold
-from halfstep.nn.dtypes import store
+from halfstep.nn.adopt import Applied, applied_to
+from halfstep.nn.codes import hold, store
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.stages import schedule_of
 from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import adapts, full_weights, optimize
-from halfstep.recipe import Recipe, get_recipe
-from halfstep.recipe.origin import check_change
+from halfstep.recipe import Recipe, check_change, get_recipe
 
 
 with MissingLibraryError.of("lightning"):

@@ -27,8 +27,7 @@ from halfstep.nn.stages import schedule_of
 from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import prepare
-from halfstep.recipe import Recipe, get_recipe
-from halfstep.recipe.origin import Origin, check_change
+from halfstep.recipe import Origin, Recipe, check_change, get_recipe
 
 
 with MissingLibraryError.of("trainer"):

@@ -7,11 +7,10 @@ import re
 from dataclasses import asdict, fields
 from typing import Any
 
-from halfstep.errors import KnowledgeBaseError
+from halfstep.errors import KnowledgeBaseError, markdown_table
 from halfstep.kb.reader import Entry, KnowledgeBase
 from halfstep.kb.resolve import Answer
 from halfstep.kb.verdict import casts
-from halfstep.printable import markdown_table
 
 
 _COLUMNS = [*(each.name for each in fields(Entry) if each.name not in ("origin", "overlay")), "compute", "regime"]

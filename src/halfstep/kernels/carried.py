@@ -12,8 +12,7 @@ from torch import Tensor
 
 from halfstep.kernels.gpu import cast
 from halfstep.kernels.gpu.launch import lies_plain, plain
-from halfstep.kernels.operator import Operator
-from halfstep.kernels.watched import plus, times
+from halfstep.kernels.operator import Operator, plus, times
 
 
 _UNITS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}

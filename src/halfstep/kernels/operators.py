@@ -21,19 +21,19 @@ from halfstep.kernels.cpu import (
     dequantize,
     panels,
     posit,
+    rotated,
     tiles,
 )
 from halfstep.kernels.gpu import (
     blocks as gpu_blocks,
     cast as gpu_cast,
+    rotated as gpu_rotated,
 )
 from halfstep.kernels.gpu.launch import here
-from halfstep.kernels.largest import amax_of
+from halfstep.kernels.largest import amax_of, seed_in
 from halfstep.kernels.operator import Operator, blank
-from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, layout
-from halfstep.quant.cast import no_code_for_nan, no_such_code
-from halfstep.quant.pack import pack, unpack
+from halfstep.quant.cast import no_code_for_nan, no_such_code, pack, unpack
 from halfstep.quant.quantizer import matrix_shape
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import from_text
@@ -160,8 +160,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
         whole = torch.empty(x.shape, dtype=stored.dtype, device=x.device) if packed else stored.view(x.shape)
         encode_into(x, whole, format, quantizer.rounding, quantizer.overflow, seed)
         if packed:
-            rows = whole.view(matrix_shape(tuple(x.shape)))
-            stored.copy_(pack(rows, format.bits, format.high_nibble_first))
+            stored.copy_(pack(whole.view(matrix_shape(tuple(x.shape))), format.bits, format.high_nibble_first))
         return
     if not (
         blocks.run(x, tensors, quantizer, seed)
@@ -266,8 +265,7 @@ def _quantized(
 
 def _parts(x: Tensor, key: str, rows: int, columns: int, rule: str) -> dict[str, Tensor]:
     """Memory for what is made of x."""
-    quantizer = Quantizer(formats.from_key(key), scales=_scales(rows, columns, rule))
-    sizes: Any = layout(quantizer, tuple(x.shape), x.dtype)
+    sizes: Any = layout(Quantizer(formats.from_key(key), scales=_scales(rows, columns, rule)), tuple(x.shape), x.dtype)
     return {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
 
 
@@ -341,3 +339,31 @@ ACCUMULATE = Operator(
     _accumulate,
     lambda lhs, rhs, out, a: (lhs, rhs, out, a.format.key, a.block, a.aligned, a.promote),
 )
+
+
+def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
+    """`quant.rotate`."""
+    return _ROTATE(x, signs, dim)  # type: ignore[no-any-return]
+
+
+def _rotate(x: Tensor, signs: Tensor, dim: int) -> Tensor:
+    x = x.contiguous()
+    made = gpu_rotated.run(x, signs, dim) if here(x) else rotated.run(x, signs, dim)
+    return quant.rotate(x, signs, dim) if made is None else made
+
+
+def _rotated_like(x: Tensor, signs: Tensor, dim: int) -> Tensor:
+    """A tensor of the result's shape and dtype: a graph's sizes are unknowns, and Dynamo may not compute with them."""
+    shape = list(x.shape)
+    shape[dim] = -(-shape[dim] // len(signs)) * len(signs)
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
+    """Signs of a Hadamard transform for a product of these two: so a graph draws them in the product's pass, and not
+    once for two products."""
+    out.copy_(quant.Hadamard(len(out), "random").signs(out.device))
+
+
+_ROTATE = Operator("rotate(Tensor x, Tensor signs, int dim) -> Tensor", _rotate, like=_rotated_like)
+draw_signs = Operator("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()", _draw_signs)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from halfstep.constant import constant
 from halfstep.kernels.gpu import launch
-from halfstep.kernels.unit_kinds import (
+from halfstep.kernels.units_mm import (
     BLOCKS,
     FP4,
     FP8,
@@ -17,13 +17,14 @@ from halfstep.kernels.unit_kinds import (
     PAIRS,
     ROWS,
     TENSORS,
+    Side,
     dtype_of,
     in_dtype,
     is_tiled,
     kind_of,
     unfit,
+    units_mm,
 )  # fmt: skip
-from halfstep.kernels.units_mm import Side, units_mm
 from halfstep.quant import Quantized, Quantizer
 
 
@@ -248,19 +249,17 @@ def run_tiled(
 
 def multiplier(side: Quantized | Tiles) -> Tensor:
     """What the elements of each tile are multiplied by, in float32: the scales themselves where they are numbers."""
-    assert side.quantizer.scales is not None
     if side.scale.dtype == torch.float32:
         return side.scale
-    return side.quantizer.scales.rule.multiplier(side.tensors, side.quantizer.format).float()
+    return side.quantizer.tiling.rule.multiplier(side.tensors, side.quantizer.format).float()
 
 
 def _handed(side: Quantized | Tiles) -> Side:
     quantizer, kind = side.quantizer, kind_of(side.quantizer)
     assert kind is not None
-    assert quantizer.scales is not None
     codes = in_dtype(side.codes, quantizer.format)
     if kind in BLOCKS:
         return Side(codes, kind, multiplier(side))
-    scales, high = side.scale, quantizer.scales.tile.rows
+    scales, high = side.scale, quantizer.tiling.tile.rows
     scales = scales if high == 1 else scales.repeat_interleave(high, 0).narrow(0, 0, side.matrix_shape[0])
     return Side(codes, kind, scales, side.tensors.get("tensor_scale"))

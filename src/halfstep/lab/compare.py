@@ -24,8 +24,7 @@ from halfstep.lab.side_by_side import train_side_by_side
 from halfstep.lab.task import Task
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
-from halfstep.nn.layers import match
-from halfstep.nn.projections import projections
+from halfstep.nn.layers import match, projections
 from halfstep.nn.schedule import Schedule
 from halfstep.optim import check_optimizer
 from halfstep.recipe import Recipe, from_data, get_recipe, is_chain, is_reference, list_recipes, to_data

@@ -35,7 +35,7 @@ from halfstep.lab.look import Look, counted
 from halfstep.lab.optimizer import build_optimizer, unit_scale_on
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure
-from halfstep.nn.applied import applied_to
+from halfstep.nn.adopt import applied_to
 from halfstep.optim import LossScaler, LowBit
 from halfstep.optim.loss_scale import EXTRA
 from halfstep.recipe import Recipe

@@ -111,8 +111,7 @@ def _overflow(row: Row) -> str:
     at, tensor = f"at step {row['step']}", row["tensor"]
     if row["in_float32"] is None:
         return f"{at} the {tensor} is not finite in fp32 either, from the same weights"
-    beyond = row["compute"] == "fp16" and row["in_float32"] > 65504.0
-    words = ", beyond fp16's largest, 65,504" if beyond else ""
+    words = ", beyond fp16's largest, 65,504" if row["compute"] == "fp16" and row["in_float32"] > 65504.0 else ""
     return f"{at} the {tensor} comes to {row['in_float32']:.3g} in fp32, from the same weights{words}"
 
 

@@ -12,8 +12,8 @@ from halfstep.errors import LayoutError
 from halfstep.formats import Format
 from halfstep.ops import Quantized
 from halfstep.quant import Quantizer, Scaling, Tile, decode, encode, layout as parts_of
+from halfstep.quant.cast import pack, unpack
 from halfstep.quant.family import power_of_two
-from halfstep.quant.pack import pack, unpack
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.errors import AccountError, one_of
-from halfstep.grouping import grouped
+from halfstep.errors import AccountError, grouped, one_of
 from halfstep.kernels.operator import FOLLOW
 from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import BytesPerParameter, is_master

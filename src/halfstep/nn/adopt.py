@@ -1,9 +1,12 @@
-"""Give a module another forward, or other methods, without making it another module."""
+"""Give a module another forward, or other methods, without making it another module.
+
+And what `apply` leaves on a model's root, for its forward, for `advance` and for `revert`.
+"""
 
 import abc
 import copyreg
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial, reduce, update_wrapper, wraps
 from itertools import takewhile
 from types import CellType, MethodType
@@ -12,7 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.errors import RecipeError
+from halfstep.nn.plan import Plan
+from halfstep.nn.schedule import Clock, Schedule
 from halfstep.ops.part import part_of
+from halfstep.recipe import Recipe
 
 
 Forward = Callable[..., Any]
@@ -315,3 +322,48 @@ def _remake(stock: type[nn.Module], extensions: tuple[Members, ...], *args: Any)
     kind: Any = reduce(_subclass, extensions, stock)  # type: ignore[arg-type]
     made: nn.Module = kind.__new__(kind, *args)
     return made
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The recipe that a model follows, and what it was before."""
+
+    recipe: Recipe
+    autocast: torch.dtype | None
+    dtypes: dict[str, torch.dtype]
+    """The dtype that each parameter had which the recipe stores in its own."""
+    grads: torch.dtype
+    """The dtype that their gradients accumulate in."""
+    clock: Clock | None
+    """Where scales, or the stage of the recipe, depend on earlier steps."""
+    plan: Plan
+    """What was done to the model, for people and programs."""
+    rounded: tuple[str, ...] = ()
+    """The parameters that products round, by name."""
+    adapters: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtype that each parameter of an adapter had, which is float32 now."""
+    quantized: bool = False
+    """Whether the weights are quantised for good (`nn.quantize_model`)."""
+    adapts: bool = False
+    """Whether a quantised model trains adapters beside its codes."""
+    schedule: Schedule | None = None
+    """Which stage of the recipe is in force, where it has several."""
+
+    @property
+    def stage(self) -> Recipe:
+        """The recipe whose arithmetic is in force."""
+        return self.recipe if self.schedule is None else self.recipe.by_stage[self.schedule.stage]
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """What `apply` left on the model.
+
+    Raises:
+        RecipeError: it follows no recipe.
+    """
+    applied: Applied | None = part_of(model).applied
+    if applied is None:
+        raise RecipeError(
+            f"this {type(model).__name__} follows no recipe; call halfstep.apply or halfstep.prepare on it first"
+        )
+    return applied

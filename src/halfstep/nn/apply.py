@@ -10,16 +10,14 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn import noise
-from halfstep.nn.adopt import is_covered
-from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.adopt import Applied, applied_to, is_covered
 from halfstep.nn.arrangement import Arrangement, arranged
-from halfstep.nn.clock import Clock
-from halfstep.nn.codes import let_go
-from halfstep.nn.dtypes import (
+from halfstep.nn.codes import (
     RECOMPUTE,
     check_float32,
     check_grad_dtype,
     count,
+    let_go,
     rounded,
     storable,
     store,
@@ -30,7 +28,7 @@ from halfstep.nn.following import follow, root_of
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.paths import same_parameters
 from halfstep.nn.plan import Plan, PlannedLayer
-from halfstep.nn.schedule import Schedule
+from halfstep.nn.schedule import Clock, Schedule
 from halfstep.nn.stages import Steps, check_alike, clear, lay_in_turn
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.nn.watched import end_watch, watch, watch_copy
@@ -38,7 +36,7 @@ from halfstep.ops.part import part_of, parts_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.quant.tracing import untraced
 from halfstep.recipe import DTYPES, Recipe, get_recipe
-from halfstep.unit.part import unit_part
+from halfstep.unit.roles import unit_part
 
 
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Plan:

@@ -82,8 +82,7 @@ class Arrangement:
             if path in self.widened:
                 adopt(module, wide.forward)
             elif path in matched.kinds and (carries or path in specs or path in around or path in matched.attends):
-                spec = specs.get(path) or LinearSpec()
-                own_part(module).linear = spec.times(multipliers_of(module))
+                own_part(module).linear = (specs.get(path) or LinearSpec()).times(multipliers_of(module))
                 adopt(module, matched.kinds[path].forward)
             elif owner == _LINEAR and recipe.autocast is not None:
                 adopt(module, linear.under_autocast)

@@ -3,8 +3,7 @@
 from torch import Tensor, nn
 
 from halfstep import ops
-from halfstep.ops.noise import key_of
-from halfstep.ops.part import part_of
+from halfstep.ops.part import key_of, part_of
 
 
 class DotProductAttention(nn.Module):

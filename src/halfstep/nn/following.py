@@ -22,11 +22,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import ModelError, RecipeError
-from halfstep.nn.adopt import OnCopy, adopt
-from halfstep.nn.applied import Applied, applied_to
-from halfstep.nn.clock import Clock
+from halfstep.nn.adopt import Applied, OnCopy, adopt, applied_to
 from halfstep.nn.ranks import under_ddp, uneven
-from halfstep.nn.schedule import Recomputation
+from halfstep.nn.schedule import Clock, Recomputation
 from halfstep.nn.watched import Copied, nothing
 from halfstep.ops.last_input import LastInput
 from halfstep.ops.part import own_part, part_of, parts_of

@@ -1,8 +1,11 @@
-"""Which layers of a model may round the operands of their products, and what a recipe's rules say about each."""
+"""Which layers of a model may round the operands of their products, and what a recipe's rules say about each.
+
+And which parameters of a model it projects: the matrices of its linear layers, by their paths.
+"""
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -11,12 +14,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.adapters import attention, convolution, experts, gated, linear, recurrent
-from halfstep.nn.adopt import forward_owner, owner_of
+from halfstep.nn.adopt import forward_owner, has_forward_of, owner_of
 from halfstep.nn.attention import DotProductAttention
-from halfstep.nn.paths import adapters_of, blocks_of, is_in, pattern, plain_name
+from halfstep.nn.paths import adapters_of, blocks_of, is_in, matches, pattern, plain_name
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.subclasses import foreign
-from halfstep.recipe import LinearSpec, Recipe, Rule
+from halfstep.recipe import LinearSpec, Projection, Recipe, Rule
+from halfstep.recipe.operands import KEEP
 from halfstep.unit import KINDS as KINDS_OF_ROLES, Attention, tag_of
 
 
@@ -245,9 +249,7 @@ def _refusal(module: nn.Module) -> str | None:
     if isinstance(module, (*_TABLES, ParametrizationList)):  # the layer multiplies by what it makes of its parameters
         return None
     own = [name for name, p in module._parameters.items() if p is not None and p.dim() > 1]
-    if own:
-        return f"its own code uses {', '.join(own)}, where no adapter sees it"
-    return None
+    return f"its own code uses {', '.join(own)}, where no adapter sees it" if own else None
 
 
 def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
@@ -293,3 +295,67 @@ def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) ->
         )
     rounds = (path for path in found if path not in refused and f"{path}.down_proj".lstrip(".") in specs)
     return tuple(rounds), refused
+
+
+def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projection]:
+    """The parameters that are updated in a subspace, and how.
+
+    Raises:
+        RecipeError: a glob matches no linear layer; nothing is projected; a rank is larger than a matrix has.
+        ModelError: a matrix is sharded.
+    """
+    projection = recipe.projection
+    if projection is None:
+        return {}
+    layers = dict(_layers(model))
+    for glob in projection.paths:
+        if not any(matches(path, glob) for path in layers):
+            near = ", ".join(get_close_matches(glob, layers, n=3, cutoff=0.0)) or "the model has none"
+            raise RecipeError(
+                f"recipe {recipe.name!r}: projection path {glob!r} matched no linear layer. Nearest: {near}"
+            )
+    found = {}
+    for path, matrices in layers.items():
+        for name, parameter in matrices.items():
+            if _chosen(path, projection) and (projection.paths or not _tied(model, parameter)):
+                _check(f"{path}.{name}" if path else name, parameter, projection, recipe)
+                found[parameter] = projection
+    if not any(projection.subspace(tuple(parameter.shape)) for parameter in found):
+        raise RecipeError(
+            f"recipe {recipe.name!r} projects the gradients of linear layers, and {type(model).__name__} has none to "
+            f"project ({projection}). Name them by the projection's `paths`, or take a recipe without one: "
+            "'adamw-8bit', 'bf16-mixed'"
+        )
+    return found
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+    """The matrices of every linear layer, and of attention's projections, by path."""
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.MultiheadAttention)) or has_forward_of(module, linear.CONV1D.forward_of):
+            matrices = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
+            if matrices:
+                yield path, matrices
+
+
+def _chosen(path: str, projection: Projection) -> bool:
+    if projection.paths:
+        return any(matches(path, glob) for glob in projection.paths)
+    return not any(matches(path, rule.path) for rule in KEEP)
+
+
+def _tied(model: nn.Module, parameter: nn.Parameter) -> bool:
+    return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.weight is parameter for m in model.modules())
+
+
+def _check(name: str, parameter: nn.Parameter, projection: Projection, recipe: Recipe) -> None:
+    if hasattr(parameter, "device_mesh"):
+        raise ModelError(
+            f"recipe {recipe.name!r}: {name} is sharded, and the subspace of its updates is spanned by vectors of its "
+            "whole gradient, which no rank has. Train under DDP, or take a recipe without a projection: "
+            "'bf16-mixed', 'bf16-master'"
+        )
+    try:
+        projection.subspace(tuple(parameter.shape))
+    except RecipeError as error:
+        raise RecipeError(f"recipe {recipe.name!r}: {name}: {error}") from error

@@ -1,6 +1,6 @@
 """The keys of what layers draw, noise and signs: kept beside the layers, moved on with the optimizer's steps.
 
-A key is the seed of the run and the layer's path, hashed, and the number of steps. `ops.noise` hashes it with the
+A key is the seed of the run and the layer's path, hashed, and the number of steps. `ops.part` hashes it with the
 numbers that a pass takes, so that nothing is drawn from a generator and nothing is counted in a forward.
 """
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from halfstep.nn.adopt import extend
 from halfstep.nn.paths import plain_name
 from halfstep.nn.scaling import PREFIX, Surviving, ignore, unignore
-from halfstep.ops.noise import ATTRIBUTE, KEY, key_of
-from halfstep.ops.part import own_part, part_of, parts_of
+from halfstep.ops.part import ATTRIBUTE, KEY, key_of, own_part, part_of, parts_of
 from halfstep.quant import derive_seed
 from halfstep.recipe.products import OPERANDS
 

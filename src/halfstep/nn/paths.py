@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.recipe import Recipe, Rule
-from halfstep.recipe.rule import ADAPTER_NAMES, chosen
+from halfstep.recipe.operands import ADAPTER_NAMES, chosen
 
 
 _WRAPPERS = re.compile(

@@ -16,8 +16,7 @@ import halfstep
 from halfstep.errors import LayoutError, ModelError, RecipeError
 from halfstep.layouts import Layout, fitting
 from halfstep.layouts.folder import new_folder, size_of, total_bytes, write_weights
-from halfstep.nn.adopt import stock_class
-from halfstep.nn.applied import applied_to
+from halfstep.nn.adopt import applied_to, stock_class
 from halfstep.nn.paths import adapters_of
 from halfstep.nn.quantized_weights import Stored, Weight, matrices_of, quantized_weight
 from halfstep.nn.scaling import states_of

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, RecipeError
-from halfstep.grouping import grouped
+from halfstep.errors import ModelError, RecipeError, grouped
 from halfstep.nn.adapters.gated import merge_smooth_scales
-from halfstep.nn.adopt import adopt, extend
-from halfstep.nn.applied import applied_to
+from halfstep.nn.adopt import adopt, applied_to, extend
 from halfstep.nn.apply import apply, revert
-from halfstep.nn.dtypes import count
+from halfstep.nn.codes import count
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.paths import adapters_of

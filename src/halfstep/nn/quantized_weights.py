@@ -15,10 +15,9 @@ from halfstep.nn.scaling import PREFIX, states_of
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import Reader, StoredWeight
 from halfstep.ops.linear_passes import product_dtype
-from halfstep.ops.operand import Operand, operand
+from halfstep.ops.operand import Operand, operand, stored
 from halfstep.ops.part import part_of
 from halfstep.ops.places import Layout, rounded
-from halfstep.ops.stored import stored
 from halfstep.quant import Quantizer
 from halfstep.quant.description import label
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError, RecipeError
 from halfstep.kernels.histories import Histories, found
-from halfstep.nn.adopt import extend
-from halfstep.nn.applied import Applied
-from halfstep.nn.clock import overdue
+from halfstep.nn.adopt import Applied, extend
 from halfstep.nn.ranks import check_states
+from halfstep.nn.schedule import overdue
 from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
 from halfstep.quant.captured import capturing

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn import noise
-from halfstep.nn.adopt import InTurn, Members, extend, extensions, release
-from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.adopt import Applied, InTurn, Members, applied_to, extend, extensions, release
 from halfstep.nn.arrangement import Arrangement
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
-from halfstep.ops.noise import ATTRIBUTE
-from halfstep.ops.part import Part, drop_part, own_part, part_of, parts_of
+from halfstep.ops.part import ATTRIBUTE, Part, drop_part, own_part, part_of, parts_of
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
-from halfstep.recipe.origin import RECIPE, Origin
+from halfstep.recipe import RECIPE, Origin
 
 
 _STAGED = ("linear", "attention", "keeping")

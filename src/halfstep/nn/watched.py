@@ -43,8 +43,7 @@ def watch(model: nn.Module, recipe: Recipe) -> None:
                 if _look(followed, recipe, optimizer):
                     remove_after_step(optimizer, handle)
 
-        part = part_of(model).following
-        part.watch = handle = register_optimizer_step_pre_hook(look)
+        part_of(model).following.watch = handle = register_optimizer_step_pre_hook(look)
 
 
 def end_watch(model: nn.Module) -> None:
@@ -275,8 +274,7 @@ def _is_held(before: Tensor, now: Tensor, weights: Tensor, by_torch: bool) -> bo
 def _is_made_by_torch() -> bool:
     """Whether AveragedModel is making the deepcopy, to average by one of torch's functions: their products are rounded
     too in 16 bits, so that in fp16 a value moves or not by its significand, and not by its distance."""
-    made = (f.f_locals for f, _ in walk_stack(None) if isinstance(f.f_locals.get("self"), AveragedModel))
-    found = next(made, None)
+    found = next((f.f_locals for f, _ in walk_stack(None) if isinstance(f.f_locals.get("self"), AveragedModel)), None)
     functions = [] if found is None else [found.get(name) for name in ("avg_fn", "multi_avg_fn")]
     return found is not None and all(f is None or f.__module__ == AveragedModel.__module__ for f in functions)
 

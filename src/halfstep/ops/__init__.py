@@ -7,18 +7,16 @@ from halfstep.kernels.largest import amax_of
 from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import Quantized, decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.code_tensor import CodeTensor
-from halfstep.ops.codes import decode_scaled, encode_scaled
-from halfstep.ops.convolution import convolution
+from halfstep.ops.codes import Keeping, decode_scaled, encode_scaled
+from halfstep.ops.convolution import Window, convolution
 from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import linear, rounded_weight
 from halfstep.ops.linear_passes import RoundedWeight
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
-from halfstep.ops.saved import Keeping
-from halfstep.ops.scale import scale_backward, scale_forward
+from halfstep.ops.plain import scale_backward, scale_forward
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
 from halfstep.ops.snapshot import values_of
-from halfstep.ops.window import Window
 from halfstep.quant.masters import Kept, Master
 
 

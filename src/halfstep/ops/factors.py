@@ -8,8 +8,8 @@ from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels.largest import amax_of
 from halfstep.quant import Quantizer, Scaling
-from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling import StatefulScaling
+from halfstep.quant.tracing import has_memory
 
 
 def factor_of(
@@ -69,9 +69,7 @@ def _unusable(rule: StatefulScaling, state: Tensor | None) -> RecipeError:
 
 def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:
     """What the forward multiplied x by, where that depends on earlier steps; None elsewhere."""
-    if quantizer.stateful is None:
-        return None
-    return factor_of(x, quantizer.format, quantizer.stateful, state, False)[0]
+    return None if quantizer.stateful is None else factor_of(x, quantizer.format, quantizer.stateful, state, False)[0]
 
 
 def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:

@@ -15,12 +15,10 @@ from torch import Tensor
 from halfstep.kernels.cpu import few_rows, tokens
 from halfstep.kernels.cpu.arrays import array, plain, widened
 from halfstep.kernels.cpu.tokens import Rounded
-from halfstep.ops.carriers import E4M3_BITS, carrier, tile_carrier
-from halfstep.ops.casts import Quantized
-from halfstep.ops.operand import Operand, is_whole, scale_of
-from halfstep.ops.stored import decoded
+from halfstep.ops.casts import E4M3_BITS, Quantized, carrier, tile_carrier
+from halfstep.ops.operand import Operand, decoded, is_whole, scale_of
 from halfstep.quant import Quantizer
-from halfstep.quant.memory import has_memory
+from halfstep.quant.tracing import has_memory
 from halfstep.recipe import Matmul
 
 
@@ -239,6 +237,5 @@ def _wide(bias: Tensor | None) -> Tensor | None:
 def _scale(weight: StoredWeight, whole: bool) -> Tensor | None:
     """What the product of a stored weight is multiplied by."""
     if whole:
-        assert weight.quantizer.scales is not None
-        return weight.quantizer.scales.rule.multiplier(dict(weight.tensors), weight.quantizer.format).view(())
+        return weight.quantizer.tiling.rule.multiplier(dict(weight.tensors), weight.quantizer.format).view(())
     return weight.tensors.get("tensor_scale")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfstep.ops.function import run
-from halfstep.quant.memory import has_memory
+from halfstep.quant.tracing import has_memory
 
 
 class LastInput:

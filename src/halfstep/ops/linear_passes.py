@@ -8,24 +8,27 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu.clamp_operators import estimate
-from halfstep.kernels.watched import unseen
+from halfstep.kernels.operator import unseen
+from halfstep.ops.codes import Keeping, of_codes
 from halfstep.ops.factors import factor_in_use
-from halfstep.ops.folding import Rest, folded, rest_of, restored
-from halfstep.ops.function import apart, no_autocast
+from halfstep.ops.function import Once, apart, no_autocast, once
 from halfstep.ops.last_input import LastInput
-from halfstep.ops.noise import Seeds, seeds_of
-from halfstep.ops.once import Once, once
 from halfstep.ops.operand import Operand, kept, operand, signs_of
+from halfstep.ops.part import Seeds, seeds_of
 from halfstep.ops.plain import matrix, unflatten
-from halfstep.ops.product import forward_product, product_of
-from halfstep.ops.saved import Keeping, of_codes
 from halfstep.ops.sides import (
     Coded,
     Kept,
+    Rest,
     Side,
     Units,
     both_sides,
+    folded,
+    forward_product,
     kept_parts,
+    product_of,
+    rest_of,
+    restored,
     restored_side,
     side,
 )  # fmt: skip
@@ -38,7 +41,7 @@ _NO_SEEDS = (Seeds(),)
 _NOTHING_LEFT = ((None, None, None), (None, None, None))
 States = Mapping[str, Tensor]
 """States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`); and the
-key of what is drawn (`ops.noise`)."""
+key of what is drawn (`ops.part`)."""
 
 
 class RoundedSides:

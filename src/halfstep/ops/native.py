@@ -15,17 +15,26 @@ from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.gpu import layouts, turned
 from halfstep.kernels.gpu.blocks import Largest
 from halfstep.kernels.gpu.launch import plain
-from halfstep.kernels.unit_kinds import NUMBERS, NV, ROWS_OF_128, TENSORS, Kind, dtype_of, kind_of
-from halfstep.kernels.units_mm import SHORT, Side, swizzled_size, units_mm
-from halfstep.kernels.watched import unseen
-from halfstep.ops.carriers import operand_dtype
-from halfstep.ops.casts import seed_of
+from halfstep.kernels.operator import unseen
+from halfstep.kernels.units_mm import (
+    NUMBERS,
+    NV,
+    ROWS_OF_128,
+    SHORT,
+    TENSORS,
+    Kind,
+    Side,
+    dtype_of,
+    kind_of,
+    swizzled_size,
+    units_mm,
+)
+from halfstep.ops.casts import operand_dtype, seed_of
 from halfstep.ops.factors import yet_to_form
-from halfstep.ops.function import no_autocast
+from halfstep.ops.function import Once, no_autocast, once
 from halfstep.ops.last_input import LastInput
 from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient
-from halfstep.ops.noise import seeds_of
-from halfstep.ops.once import Once, once
+from halfstep.ops.part import seeds_of
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
@@ -152,19 +161,17 @@ class Rounding:
         device: torch.device,
         signs: Tensor | None = None,
     ) -> None:
-        assert quantizer.scales is not None
-        self._quantizer, self.kind, self._rule, self._device = quantizer, kind, quantizer.scales.rule, device
+        self._quantizer, self.kind, self._rule, self._device = quantizer, kind, quantizer.tiling.rule, device
         self._signs, self._dtype, bits = signs, dtype_of(quantizer.format), quantizer.format.bits
         self._shapes = [(rows, columns * bits // 8) for rows, columns in (shape, shape[::-1])]
-        self._scales, noisy = Scaled(kind, quantizer.scales.tile, shape, device), quantizer.rounding == "stochastic"
+        self._scales, noisy = Scaled(kind, quantizer.tiling.tile, shape, device), quantizer.rounding == "stochastic"
         form, strides = "whole" if kind is TENSORS else self._scales.form, self._scales.strides
         self._largest = self._turned = None
         needed = 1
         if signs is not None:
             told = turned.told(torch.empty(shape, dtype=dtype, device="meta"), quantizer, signs)
             assert told is not None
-            how = len(signs), shape, dtype, device, form, strides, noisy
-            self._turned = turned.BothTurned(quantizer, told, *how)
+            self._turned = turned.BothTurned(quantizer, told, len(signs), shape, dtype, device, form, strides, noisy)
             needed = self._turned.zeros
         else:
             self._both = layouts.Both(quantizer, shape, dtype, device, form, strides, noisy)
@@ -309,8 +316,7 @@ class Native(Once):
         """Save what the backward takes."""
         x, weight, bias, layer, states, record, *_ = inputs
         ctx.set_materialize_grads(False)
-        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.layer = layer, states, record, x.shape, dtypes
+        ctx.layer = layer, states, record, x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(*output[1:])
 
     @staticmethod

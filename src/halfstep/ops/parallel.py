@@ -1,10 +1,13 @@
 """A linear layer whose weight is spread over ranks by columns or rows (tensor parallel), with rounded operands.
 
+And the tokens of its input, where they are spread too (sequence parallel), which ranks send as codes.
+
 Each rank multiplies its part. Operands have the codes that they have in one process: where a scale's tile goes on on
 other ranks, each of them takes in the largest magnitude of all. What ranks add up is a sum of rounded products.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -12,18 +15,71 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import ModelError
-from halfstep.ops.casts import quantize
-from halfstep.ops.function import no_autocast
+from halfstep.ops.casts import Quantized, quantize
+from halfstep.ops.function import Once, no_autocast, once
 from halfstep.ops.linear_passes import States, bias_gradient, product_dtype
-from halfstep.ops.once import Once, once
-from halfstep.ops.operand import Operand, operand
+from halfstep.ops.operand import Operand, decoded, operand, stored
 from halfstep.ops.plain import matrix, unflatten
-from halfstep.ops.product import product_of
-from halfstep.ops.stored import decoded, stored
+from halfstep.ops.sides import product_of
 from halfstep.ops.subclasses import arrived
-from halfstep.ops.tokens import Tokens, tokens_of
 from halfstep.quant import TENSOR, Quantizer
 from halfstep.recipe import LinearSpec, Matmul, linear_text
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How the rows of an input lie on ranks.
+
+    Args:
+        shape: of the whole input.
+        dim: the dimension that is cut, into parts of one size.
+    """
+
+    mesh: Any
+    shape: torch.Size
+    dim: int
+
+    @property
+    def before(self) -> int:
+        """How often a rank has rows that follow one another in the whole input."""
+        return prod(self.shape[: self.dim])
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The rows of all ranks, in the order of the whole input, of as many on each rank."""
+        group = self.mesh.get_group()
+        everyone = own.new_empty((dist.get_world_size(group), *own.shape))
+        given = own.contiguous().flatten().view(torch.uint8)  # gloo sends no float8
+        dist.all_gather_into_tensor(everyone.flatten().view(torch.uint8), given, group)
+        return everyone.view(len(everyone), self.before, -1, *own.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+    def all_of(self, own: Quantized, rows: int) -> Quantized:
+        """The codes of all ranks, of each rank's first rows, and scales that rows do not share with other ranks."""
+        scales = own.quantizer.scales
+        spread = "codes", *(own.tensors if scales is not None and scales.tile.rows else ())
+        tensors = {name: self.gather(each[:rows]) if name in spread else each for name, each in own.tensors.items()}
+        return replace(own, shape=(len(tensors["codes"]), own.shape[-1]), tensors=tensors)
+
+    def scatter(self, whole: Tensor, like: Tensor) -> Tensor:
+        """A rank's part, of the shape and dtype of `like`, of the sum of all ranks' tensors."""
+        given: Any = dist  # whose module of DTensors is imported, since there are some
+        parts = whole.view(self.shape).to(like.dtype)
+        summed = given.tensor.DTensor.from_local(parts, self.mesh, [given.tensor.Partial()], run_check=False)
+        return summed.redistribute(placements=[given.tensor.Shard(self.dim)]).to_local()  # type: ignore[no-any-return]
+
+
+def tokens_of(x: Any, mesh: Any) -> Tokens:
+    """Those of a DTensor that is cut along another dimension than its last.
+
+    Raises:
+        ModelError: ranks have not as many each.
+    """
+    dim = x.placements[0].dim % x.dim()
+    if x.shape[dim] % mesh.size():
+        raise ModelError(
+            f"dimension {dim} of an input of shape {tuple(x.shape)} is spread over {mesh.size()} ranks, which send "
+            "codes of as many tokens each: pad it to a multiple, or take ColwiseParallel, which gathers what there is"
+        )
+    return Tokens(mesh, x.shape, dim)
 
 
 @dataclass(frozen=True)
@@ -92,8 +148,7 @@ def _placed(x: Any, weight: Any) -> str:
 
 def _check(spec: LinearSpec, other: str | None) -> None:
     """Refuse what takes more of a tensor than a rank has of it."""
-    products = spec.output, spec.grad_input, spec.grad_weight
-    for product in products:
+    for product in (spec.output, spec.grad_input, spec.grad_weight):
         other = other or _beyond(product)
     for quantizer in spec.quantizers:
         other = other or _whole(quantizer)
@@ -223,8 +278,7 @@ def _is_known(quantizer: Quantizer, state: Tensor | None) -> bool:
 def _with_maxima(x: Tensor, quantizer: Quantizer, group: Any, along: int, pieces: int = 1) -> tuple[Tensor, int | None]:
     """A part, in so many pieces, of a matrix that is cut along a dimension; and where tiles go on on other ranks, along
     which one a row or column was added that holds the largest magnitudes of all."""
-    assert quantizer.scales is not None
-    tile = quantizer.scales.tile
+    tile = quantizer.tiling.tile
     own = (tile.rows, tile.columns)
     if own[along]:
         if x.shape[along] // pieces % own[along]:
@@ -234,7 +288,7 @@ def _with_maxima(x: Tensor, quantizer: Quantizer, group: Any, along: int, pieces
                 f"tile would lie on two ranks. Spread dimensions that are multiples of {own[along]} times the ranks"
             )
         return x, None
-    if not quantizer.scales.rule.reads:
+    if not quantizer.tiling.rule.reads:
         return x, None
     side = 0 if not own[0] and not own[1] else along
     found = _largest(x, own, group)

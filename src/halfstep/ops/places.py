@@ -10,9 +10,9 @@ from halfstep.ops.factors import factor_in_use
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import TENSOR, Quantizer, Tile
-from halfstep.quant.memory import has_memory
-from halfstep.quant.padding import pad
 from halfstep.quant.rounding import Seed
+from halfstep.quant.tile import pad
+from halfstep.quant.tracing import has_memory
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,104 @@
 """The operands of a linear layer's products in codes, as a GPU's tensor cores take them: laid out for each product.
 
+And the product of two operands, on the best path that this machine has for them; and operands with a scale for each
+number that it sums over.
+
 Tensor cores multiply rows by rows: a product's two sides lie one after another along the dimension that it sums over. A
 tensor enters two products, along its columns and along its rows. So it is rounded once for both, and the second copy,
 not the first, is what a backward pass keeps.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.kernels import scaled_mm, unit_kinds
+from halfstep.kernels import scaled_mm, units_mm
+from halfstep.kernels.cpu import clamp_operators as operators, whole_mm
 from halfstep.kernels.gpu import layouts, rotated as gpu_rotated, turned
 from halfstep.kernels.gpu.launch import here
-from halfstep.kernels.rotation import rotate
+from halfstep.kernels.operator import plus, times
+from halfstep.kernels.operators import rotate
 from halfstep.kernels.scaled_mm import Tiles
-from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
+from halfstep.ops.casts import Quantized, carrier, quantize, round_scaled, seed_of
 from halfstep.ops.factors import factor_of, yet_to_form
-from halfstep.ops.operand import Operand, operand
-from halfstep.ops.stored import decoded
+from halfstep.ops.few_rows import StoredWeight, few_rows_product
+from halfstep.ops.matmul import matmul
+from halfstep.ops.operand import Operand, decoded, operand, scale_of
+from halfstep.ops.remainder import Remainder
 from halfstep.quant import TENSOR, Quantizer, layout
+from halfstep.quant.cast import pack, unpack
 from halfstep.quant.hadamard import RANDOM
-from halfstep.quant.memory import has_memory
-from halfstep.quant.pack import pack, unpack
 from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import block
+from halfstep.quant.tracing import has_memory
 from halfstep.recipe import LinearSpec, Matmul
+
+
+Rest = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""The parts of a remainder, or None."""
+
+
+def folded(
+    x: Tensor,
+    rhs: Operand,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    state: Tensor | None,
+    record: bool,
+    down: bool,
+    seed: Seed | None,
+) -> tuple[Operand, Operand]:
+    """The operand of x (rows, shared), or where it lies `down` (shared, rows), times the scales of rhs (shared, n); and
+    rhs divided by them: whole numbers.
+
+    What x is rounded to, divided by the scales again, is what this product takes it for.
+    """
+    assert rhs.scale is not None
+    rest = None if rhs.remainder is None else rhs.remainder.over(rhs.scale)
+    scale, scales = rhs.scale if down else rhs.scale.t(), quantizer.scales
+    if quantizer == quantizer.plain and scales is not None and scales.tile == TENSOR:
+        into = carrier(quantizer.format.key, dtype)
+        made = operators.fold(x, scale, quantizer.format, quantizer.rounding, scales.rule, into)
+        if made is not None:
+            return Operand(*made), Operand(rhs.values, None, rest)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    return operand(wide, quantizer, dtype, state, record, seed=seed), Operand(rhs.values, None, rest)
+
+
+def rest_of(used: Any, is_kept: bool) -> Rest:
+    """The tensors of an operand's remainder that the backward pass needs; three None where it needs none."""
+    return used.remainder.parts if is_kept and used.remainder is not None else (None, None, None)
+
+
+def restored(rest: Rest, width: int) -> Remainder | None:
+    """The remainder again."""
+    return None if rest[0] is None else Remainder(rest[0], rest[1], rest[2], width)
+
+
+def sparse_sum(lhs: Operand, rhs: Operand) -> Tensor | None:
+    """What the remainder of one of two operands adds to their product, in float32; None where neither has one.
+
+    Where both have one, or the other's scales are summed over, there is no such sum: these are for `widened`.
+    """
+    if lhs.remainder is not None:
+        return lhs.remainder.times(rhs.values, rhs.scale)
+    if rhs.remainder is None:
+        return None
+    return rhs.remainder.t().times(lhs.values.t(), None if lhs.scale is None else lhs.scale.t()).t()
+
+
+def is_sparse(lhs: Operand, rhs: Operand) -> bool:
+    """Whether one of two operands has a remainder, and the other scales that multiply the product."""
+    if (lhs.remainder is None) == (rhs.remainder is None):
+        return False
+    return _outer(rhs.scale, 0) if lhs.remainder is not None else _outer(lhs.scale, 1)
+
+
+def _outer(scale: Tensor | None, shared: int) -> bool:
+    """Whether a scale is one, or has one number for all that is summed over."""
+    return scale is None or not scale.dim() or scale.shape[shared] == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +173,7 @@ def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.
     output = on_units(spec.output, rows, shared, across, dtype, device)
     grad_input = on_units(spec.grad_input, rows, across, shared, dtype, device)
     if "weight" not in spec.rerounded and not output and grad_input and spec.grad_input.rhs is not None:
-        grad_input = not unit_kinds.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
+        grad_input = not units_mm.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
     grad_weight = on_units(spec.grad_weight, across, rows, shared, dtype, device)
     between, first, second, third = spec.grad_input.rhs, spec.output, spec.grad_input, spec.grad_weight
     alone = between is None or between.rounding != "stochastic"
@@ -135,15 +207,14 @@ def side(
 ) -> Side:
     """The matrix x as one side of a product: `ops.operand`, where the shared dimension is `dim`, along which the
     quantizer's tiles lie. In codes where tensor cores compute the product (`coded`) and its scales are of tiles."""
-    if quantizer is None or not coded or not unit_kinds.is_tiled(quantizer):
+    if quantizer is None or not coded or not units_mm.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
     if signs is not None:
         plain = quantizer.plain
         told = gpu_rotated.told(x := x.contiguous(), signs, dim, plain, turned=True) if here(x) else None
         if told is not None:
-            drawn = seed_of(plain.rounding, seed, x.device)
-            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, told, drawn)
+            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, told, seed_of(plain.rounding, seed, x.device))
             return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
         x = rotate(x, signs, dim)
     return Coded(quantize(x if dim else x.t(), quantizer.plain, generator=seed), dtype, not dim)
@@ -168,13 +239,11 @@ def both_sides(
     """
     assert quantizer is not None
     quantizer = quantizer.plain
-    scales = quantizer.scales
-    shapes = tuple(x.shape), tuple(x.shape)[::-1]
+    scales, shapes = quantizer.tiling, (tuple(x.shape), tuple(x.shape)[::-1])
     along: Quantized | Tiles
     down: Quantized | Tiles
-    assert scales is not None
     if scales.tile == TENSOR:
-        native = unit_kinds.dtype_of(quantizer.format)
+        native = units_mm.dtype_of(quantizer.format)
         assert native is not None
         if here(x) and layouts.told(x, quantizer, given=True) is not None:
             formed = yet_to_form(x, quantizer.format, scales.rule, state, record)
@@ -195,7 +264,7 @@ def both_sides(
         turned.run(x, quantizer, told, signs, *parts, seeds[0], seeds[1])
         along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
     elif here(x) and layouts.told(x, quantizer) is not None:
-        form = "number" if unit_kinds.kind_of(quantizer) in unit_kinds.NUMBERS else "stored"
+        form = "number" if units_mm.kind_of(quantizer) in units_mm.NUMBERS else "stored"
         parts = layouts.empty(x, quantizer, form, outer=scales.tile == block(128))
         layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, given[0], x.device))
         along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
@@ -203,14 +272,14 @@ def both_sides(
         along = made = quantize(x, quantizer, generator=given[0])
         square = scales.tile.rows == scales.tile.columns
         down = _transposed(made) if square else quantize(x.t(), quantizer, generator=given[1])
-    if unit_kinds.is_tiled(quantizer):
+    if units_mm.is_tiled(quantizer):
         return Coded(along, dtype), Coded(down, dtype, turned=True)
     return _by_rows(along), _by_rows(down).t()
 
 
 def _by_rows(made: Quantized | Tiles) -> Operand:
     """FP8 numbers with a scale a row."""
-    return Operand(unit_kinds.in_dtype(made.codes, made.quantizer.format), scaled_mm.multiplier(made))
+    return Operand(units_mm.in_dtype(made.codes, made.quantizer.format), scaled_mm.multiplier(made))
 
 
 def _transposed(made: Quantized) -> Quantized:
@@ -232,7 +301,7 @@ def goes_both_ways(
         return False
     tile = None if quantizer.scales is None else quantizer.scales.tile
     if second.hadamard is not None:
-        along = tile is not None and tile.rows == 1 and unit_kinds.is_tiled(quantizer)
+        along = tile is not None and tile.rows == 1 and units_mm.is_tiled(quantizer)
         return along and second.hadamard.seed != RANDOM and (quantizer.rounding != "stochastic" or alone)
     return quantizer.rounding != "stochastic" or (tile is not None and tile.rows == tile.columns)
 
@@ -241,7 +310,7 @@ def kept_parts(made: Side) -> Kept:
     """What a backward pass keeps of a side that goes along the rows."""
     if isinstance(made, Operand):
         return made.values, made.scale, None
-    codes = unit_kinds.in_dtype(made.made.codes, made.made.quantizer.format)
+    codes = units_mm.in_dtype(made.made.codes, made.made.quantizer.format)
     return codes, made.made.scale, made.made.tensors.get("tensor_scale")
 
 
@@ -249,11 +318,79 @@ def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -
     """The side again; None where no tensor cores' codes were kept. Its quantizer's tiles lie along the shared
     dimension."""
     values, scale, whole = kept
-    if values is None or scale is None or quantizer is None or values.dtype not in unit_kinds.DTYPES:
+    if values is None or scale is None or quantizer is None or values.dtype not in units_mm.DTYPES:
         return None  # tensor cores take no clamp's remainder, so that there is none beside codes
-    if not unit_kinds.is_tiled(quantizer):
+    if not units_mm.is_tiled(quantizer):
         return Operand(values, scale)
     quantizer, codes = quantizer.plain, values.view(torch.uint8)
     shape = (codes.shape[0], codes.shape[1] * 8 // quantizer.format.bits)
     tensors = {"codes": codes, "scale": scale} | ({} if whole is None else {"tensor_scale": whole})
     return Coded(Tiles(quantizer, shape, dtype, tensors), dtype, turned=True)
+
+
+def forward_product(
+    lhs: Side,
+    weight: Side | StoredWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    product: Matmul,
+    shared: int,
+    evaluates: bool,
+) -> Tensor:
+    """lhs times the transpose of the weight (out, in)."""
+    if evaluates and isinstance(lhs, Operand) and not isinstance(weight, Coded):
+        y = few_rows_product(lhs, weight, bias, dtype, product, shared)
+        if y is not None:
+            return y
+    matrix = stored_side(weight, dtype, isinstance(lhs, Coded)) if isinstance(weight, StoredWeight) else weight
+    return product_of(lhs, matrix.t(), bias, dtype, product, shared)
+
+
+def product_of(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype, product: Matmul, shared: int) -> Tensor:
+    """lhs times rhs. A rotation fills their `shared` dimension up to whole blocks, no more for a multiplier."""
+    multiplier = None
+    if product.multiplier is not None:
+        multiplier = product.multiplier.of(lhs.shape[0], shared, rhs.shape[1])
+    if isinstance(lhs, Coded) and isinstance(rhs, Coded) and product.accumulate is None:
+        along = not lhs.turned and rhs.turned  # what both are made of lies along the shared dimension
+        y = scaled_mm.run_tiled(lhs.made, rhs.made, bias, dtype, multiplier) if along else None
+        if y is not None:
+            return y
+    lhs = lhs.operand() if isinstance(lhs, Coded) else lhs
+    rhs = rhs.operand() if isinstance(rhs, Coded) else rhs
+    if min(lhs.values.itemsize, rhs.values.itemsize) > 1 and lhs.remainder is None and rhs.remainder is None:
+        bias = None if bias is None else bias.to(dtype)
+        return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
+    apart, y = sum(side.remainder is not None for side in (lhs, rhs)), None
+    if product.accumulate is None and not apart:
+        y = scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
+    if product.accumulate is None and apart < 2 and y is None:
+        y = _with_remainders(lhs, rhs, bias, dtype, multiplier)
+    if y is not None:
+        return y
+    lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
+    return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
+
+
+def _with_remainders(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None
+) -> Tensor | None:
+    """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them. None
+    where they are not, and nothing is."""
+    more = sparse_sum(lhs, rhs) if is_sparse(lhs, rhs) else None
+    if more is not None and multiplier is not None:
+        more = times(more, multiplier)
+    y = whole_mm.run(lhs, rhs, bias, dtype, multiplier, more)
+    if y is not None or more is None:
+        return y
+    lhs, rhs = replace(lhs, remainder=None).widened(dtype), replace(rhs, remainder=None).widened(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    product = matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, None, multiplier)
+    return plus(product.to(more.dtype), more).to(dtype)
+
+
+def stored_side(weight: StoredWeight, dtype: torch.dtype, coded: bool) -> Side:
+    """All of a stored weight: in its codes where the other side of the product is in codes (`coded`) too."""
+    if coded and not weight.transposed and units_mm.is_tiled(weight.quantizer):
+        return Coded(weight.quantized, dtype)
+    return weight.operand()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from halfstep.ops.code_tensor import CodeTensor
-from halfstep.ops.dispatch import read_only, written
+from halfstep.ops.code_tensor import CodeTensor, read_only, written
 
 
 class Snapshot(Tensor):

@@ -3,11 +3,10 @@
 from halfstep.optim.checks import check_moments, check_optimizer
 from halfstep.optim.classes import Combined, Lamb, Lion
 from halfstep.optim.conversion import convert
-from halfstep.optim.graphed import GraphedStep
+from halfstep.optim.graphed import GraphedStep, PerLayer
 from halfstep.optim.loss_scale import LossScaler
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.lowbit_classes import AdamW8bit, AdamWFp8, CoatAdamW, GaLoreAdamW, GaLoreAdamW8bit, LowBitAdamW
-from halfstep.optim.per_layer import PerLayer
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import update_rules
 from halfstep.optim.update import Update

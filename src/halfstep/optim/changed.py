@@ -168,8 +168,7 @@ def _coded(name: str, codes: Tensor, entries: Tensor, largest: Tensor, size: int
     values, flat = entries.detach().float(), codes.detach().reshape(1, -1)
     for format in (formats.get("dynamic8"), formats.get("dynamic8_unsigned")):
         if [format.decode(code) for code in range(256)] == values.tolist():
-            scales = Scales(Tile(1, size), get_scaling("absmax"))
-            storage = Storage(Quantizer(format, scales=scales), flat=True)
+            storage = Storage(Quantizer(format, scales=Scales(Tile(1, size), get_scaling("absmax"))), flat=True)
             own = storage.names(name)
             return {own["codes"]: flat, own["scale"]: largest.detach().float().reshape(1, -1)}, labels({name: storage})
     scales_of_codes = largest.detach().float().flatten().repeat_interleave(size)[: codes.numel()]

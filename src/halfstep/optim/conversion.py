@@ -14,8 +14,7 @@ from halfstep.optim.lowbit import LowBit
 from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.quant import draw_seed
-from halfstep.recipe import Projection, Recipe
-from halfstep.recipe.origin import Origin
+from halfstep.recipe import Origin, Projection, Recipe
 
 
 def convert(

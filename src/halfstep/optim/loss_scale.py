@@ -15,7 +15,7 @@ from halfstep.optim.dynamic_scale import EXTRA, check_keys, float32
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.unscaling import Pending, Unscaling, versions
 from halfstep.quant.tracing import untraced
-from halfstep.recipe.origin import RECIPE
+from halfstep.recipe import RECIPE
 
 
 __all__ = ["EXTRA", "Follower", "LossScaler"]

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.checks import NO_GRADIENT, UNSCALED, check_new_group, check_parameters, check_step, warn_of_late
+from halfstep.optim.checks import (
+    NO_GRADIENT,
+    UNSCALED,
+    check_new_group,
+    check_parameters,
+    check_step,
+    warn_of_late,
+)
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule

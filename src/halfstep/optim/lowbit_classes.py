@@ -153,8 +153,7 @@ def _in_blocks(optimizer: LowBitAdamW, size: int, smallest: int | None = None) -
 
 def _in_block(kind: str | Storage, size: int, smallest: int | None) -> Storage:
     assert isinstance(kind, Storage)
-    assert kind.quantizer.scales is not None
-    quantizer = replace(kind.quantizer, scales=replace(kind.quantizer.scales, tile=Tile(1, size)))
+    quantizer = replace(kind.quantizer, scales=replace(kind.quantizer.tiling, tile=Tile(1, size)))
     return replace(kind, quantizer=quantizer, smallest=kind.smallest if smallest is None else smallest)
 
 

@@ -22,8 +22,7 @@ from halfstep.optim.shards import is_spread, local, placed, spread_like, start_c
 from halfstep.optim.states import FORMATS, Plan, adopt, foreign, labels, plan_of, widened
 from halfstep.optim.update import OWN, CodedWeight
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import MASTER, PROJECTOR, Projection, Recipe, Storage, is_master
-from halfstep.recipe.origin import RECIPE, Origin
+from halfstep.recipe import MASTER, PROJECTOR, RECIPE, Origin, Projection, Recipe, Storage, is_master
 
 
 SEED = "rounding_seed"
@@ -74,8 +73,7 @@ class Stored(torch.optim.Optimizer):
         spread = placed(parameter) if hasattr(parameter, "device_mesh") else None
         key = (names, shape, spread, projection, parameter.dtype, type(parameter))
         if key not in self._plans:
-            master = self._master(parameter)
-            self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection, master)
+            self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection, self._master(parameter))
         return self._plans[key]
 
     @torch.no_grad()

@@ -135,8 +135,7 @@ class Unscaling(DynamicScale):
                 f"unscale_() on an optimizer that is already {pending.stage} since the last update(); call it once, "
                 "before step()"
             )
-        found = self._check(optimizer, pending)
-        self._multiply(optimizer, self._factor(found.device).double().reciprocal())
+        self._multiply(optimizer, self._factor(self._check(optimizer, pending).device).double().reciprocal())
         pending.stage = "unscaled"
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:

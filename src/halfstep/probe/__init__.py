@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import DataError, FormatError, RecipeError
-from halfstep.nn.dtypes import rounded
+from halfstep.nn.codes import rounded
 from halfstep.probe.batch import Batch, Loss, copied, moved, unchanged_generators
 from halfstep.probe.cast import Buffers, Target, cast_trial, keeping, rounded_buffers, suggest, target
 from halfstep.probe.mismatch import Mismatch, mismatch

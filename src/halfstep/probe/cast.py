@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from halfstep import formats
 from halfstep.bits.limits import Limits, limits_of
-from halfstep.errors import FormatError, ModelError
+from halfstep.errors import FormatError, ModelError, grouped
 from halfstep.formats import Format
-from halfstep.grouping import grouped
 from halfstep.nn.adapters import wide
 from halfstep.probe.batch import Batch, call, moved
 from halfstep.probe.observe import Site, observed

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.printable import holding, some
+from halfstep.errors import holding, some
 from halfstep.probe.cast import NONE, Buffers, CastTrial, Target
 from halfstep.probe.observe import Range, Window, number
 from halfstep.probe.trial import FLOAT32, OUTPUT_ERROR, Sensitivity, Trial

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from halfstep.errors import QuantizationError
 from halfstep.quant.captured import capturing, check_drawing, drawn
-from halfstep.quant.padding import pad
 from halfstep.quant.rounding import Seed, derive_seed, noise_bits
+from halfstep.quant.tile import pad
 
 
 RANDOM = "random"

@@ -17,16 +17,18 @@ from halfstep.quant.cast import (
     decode,
     encode,
     encode_values,
+    pack,
+    packed_columns,
     prepare_out,
     round_to,
     round_values,
+    unpack,
 )  # fmt: skip
 from halfstep.quant.estimator import Clamp, Estimator
-from halfstep.quant.memory import has_memory
-from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import Seed, check_rounding, draw_seed, noise_bits
 from halfstep.quant.scaling import NonlinearScaling, Scaling, StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR, Tile
+from halfstep.quant.tracing import has_memory
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,12 @@ class Quantizer:
         if self.scales is None:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
         return self.quantize(x, generator).dequantize()
+
+    @property
+    def tiling(self) -> Scales:
+        """`scales`, of a quantizer that has them."""
+        assert self.scales is not None
+        return self.scales
 
     @cached_property
     def stateful(self) -> StatefulScaling | None:

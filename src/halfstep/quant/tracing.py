@@ -1,11 +1,16 @@
-"""Functions that torch.compile leaves out of its graphs, and functions that it traces only within their callers."""
+"""Functions that torch.compile leaves out of its graphs, and functions that it traces only within their callers.
+
+And whether a tensor's numbers can be read where they are.
+"""
 
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch.nn import Parameter
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,3 +45,18 @@ def _skip(function: Callable[..., Any], callees: str) -> None:
     """No graph begins with the function; SKIP: nor with one that it calls."""
     action, strategy, mark = (getattr(eval_frame, name) for name in _NAMES)
     mark(inspect.unwrap(function).__code__, strategy(action.SKIP, getattr(action, callees)))  # beneath torch.no_grad
+
+
+@inlined
+def has_memory(tensor: Tensor, or_fake: bool = False) -> bool:
+    """Whether code that runs now can read the tensor's numbers from its memory. It cannot while a graph is traced, nor
+    within a transform of torch.func; and what a subclass's memory holds (a DTensor's) is its own.
+
+    Args:
+        or_fake: a FakeTensor counts too, if no graph is traced: an account of bytes runs calls with them.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if type(tensor) in (Tensor, Parameter):
+        return torch._C._has_storage(tensor)
+    return or_fake and hasattr(tensor, "fake_mode")

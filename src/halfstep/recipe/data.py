@@ -10,8 +10,10 @@ from typing import Any
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
 from halfstep.recipe.operands import (
+    KEEP,
     At,
     Data,
+    Rule,
     accumulator,
     check_keys,
     hadamard,
@@ -22,7 +24,6 @@ from halfstep.recipe.operands import (
 )
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, Multiplier
 from halfstep.recipe.projection import Projection
-from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.spec import LossScale, Recipe
 from halfstep.recipe.stages import Stage
 from halfstep.recipe.storage import OPERANDS, Codes, Communication, Saved, Storage

@@ -13,9 +13,8 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.formats import Integer
 from halfstep.quant import ROW, Quantizer, Scales, get_scaling
 from halfstep.recipe.data import from_data, is_name
-from halfstep.recipe.operands import At
+from halfstep.recipe.operands import KEEP, At, Rule
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.spec import Recipe
 from halfstep.recipe.stages import Stage
 from halfstep.recipe.written import to_data
@@ -192,9 +191,7 @@ def partial(name: str) -> Recipe:
     Raises:
         RecipeError: as `few_bits` and `integer_weights`.
     """
-    if match := _WEIGHTS.fullmatch(name):
-        return integer_weights(int(match[1]))
-    return few_bits(name)
+    return integer_weights(int(match[1])) if (match := _WEIGHTS.fullmatch(name)) else few_bits(name)
 
 
 def integer_weights(bits: int) -> Recipe:

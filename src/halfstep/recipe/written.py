@@ -3,9 +3,8 @@
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from halfstep.recipe.operands import Data, accumulator_data, hadamard_data, quantizer_data, storage_data
+from halfstep.recipe.operands import KEEP, Data, Rule, accumulator_data, hadamard_data, quantizer_data, storage_data
 from halfstep.recipe.products import LinearSpec, Matmul
-from halfstep.recipe.rule import KEEP, Rule
 from halfstep.recipe.storage import Storage, get_storage
 
 

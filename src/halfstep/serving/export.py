@@ -9,15 +9,14 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, unknown
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, holding, unknown
 from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import Layout, fitting, get_layout, list_layouts
 from halfstep.layouts.folder import check_new_folder, dtype_of
 from halfstep.nn import quantize_model
-from halfstep.nn.applied import Applied
+from halfstep.nn.adopt import Applied
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
 from halfstep.ops.part import part_of
-from halfstep.printable import holding
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from halfstep.errors import CheckpointError, LayoutError, MissingLibraryError, ModelError
 from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import get_layout
-from halfstep.nn.adopt import stock_class
-from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.adopt import Applied, applied_to, stock_class
 from halfstep.nn.pretrained import KEY, stored_weights, without_codes
 from halfstep.nn.quantized_weights import matrices_of
 from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.ops import Quantized
 from halfstep.ops.part import part_of
-from halfstep.quant.pack import pack, unpack
+from halfstep.quant.cast import pack, unpack
 from halfstep.recipe import to_data
 
 

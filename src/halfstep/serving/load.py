@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import formats
-from halfstep.errors import CheckpointError, HalfstepError, MissingLibraryError
-from halfstep.grouping import grouped
+from halfstep.errors import CheckpointError, HalfstepError, MissingLibraryError, grouped
 from halfstep.inspection import Checkpoint, StoredTensor, open_checkpoint
 from halfstep.inspection.files import parse_object
 from halfstep.inspection.schemes import tile_of
@@ -118,9 +117,8 @@ def _fp4(
     more: Mapping[str, Tensor], used: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> Found:  # fmt: skip
     quantizer = get_quantizer(kind)
-    assert quantizer.scales is not None
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-    if len(shape) != 2 or scale.shape != quantizer.scales.tile.grid(*shape):
+    if len(shape) != 2 or scale.shape != quantizer.tiling.tile.grid(*shape):
         raise _misfit(name, shape, scale)
     parts = {"scale": read(scale), **more}
     return parameter, [_stored_as(quantizer, shape, read(codes), parts)], {name, scale.name, *used}
@@ -144,9 +142,8 @@ def _stacked(name: str, tensors: Parts, read: Read) -> Found | None:
 
 def _stored_as(quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, parts: Mapping[str, Tensor]) -> Quantized:
     """The matrix with codes and scales as they lie: bytes stay bytes, and 16-bit scales become float32."""
-    assert quantizer.scales is not None
     own = {"codes": codes.view(torch.uint8).view(shape[0], -1)}
-    held = quantizer.scales.rule.layout(quantizer.scales.tile.grid(shape[0], shape[1]))
+    held = quantizer.tiling.rule.layout(quantizer.tiling.tile.grid(shape[0], shape[1]))
     for part, tensor in parts.items():
         dtype, size = held[part]
         own[part] = (tensor.view(torch.uint8) if dtype == torch.uint8 else tensor.to(dtype)).reshape(size).contiguous()

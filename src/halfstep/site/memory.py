@@ -12,8 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from halfstep.accounting import account, architectures, named
-from halfstep.errors import AccountError, HalfstepError
-from halfstep.printable import printable
+from halfstep.errors import AccountError, HalfstepError, printable
 from halfstep.recipe import get_recipe, list_recipes
 
 

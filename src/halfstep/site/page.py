@@ -11,14 +11,12 @@ from typing import Any
 import halfstep
 from halfstep import formats
 from halfstep.cli.formats.table import bits_per_value, kind, layout, tile_text
-from halfstep.errors import MissingLibraryError
+from halfstep.errors import MissingLibraryError, grouped, printable
 from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
-from halfstep.grouping import grouped
 from halfstep.kb import KnowledgeBase, Verdict
 from halfstep.kb.reader import uses
 from halfstep.kb.verdict import because, casts, judge, most_careful
-from halfstep.printable import printable
 from halfstep.site import memory
 
 

@@ -1,9 +1,16 @@
 """Unit scaling: operations whose outputs and gradients are of unit size at initialisation, whatever their shapes."""
 
-from halfstep.ops.scale import scale_backward, scale_forward
+from halfstep.ops.plain import scale_backward, scale_forward
 from halfstep.unit.activations import gated_silu, gelu, relu, sigmoid, silu, softmax, tanh
-from halfstep.unit.calibration import Calibration, calibrate
-from halfstep.unit.constraint import geometric_mean, get_constraint, none, to_grad_input, to_output
+from halfstep.unit.calibration import (
+    Calibration,
+    calibrate,
+    geometric_mean,
+    get_constraint,
+    none,
+    to_grad_input,
+    to_output,
+)
 from halfstep.unit.functions import (
     add,
     conv1d,
@@ -44,8 +51,18 @@ from halfstep.unit.modules.transformer import (
     square_root_attention,
 )
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization, list_parametrizations
-from halfstep.unit.part import multipliers_of
-from halfstep.unit.roles import KINDS, Role, Tag, decouple_decay, roles, set_depth, set_roles, set_tag, tag_of
+from halfstep.unit.roles import (
+    KINDS,
+    Role,
+    Tag,
+    decouple_decay,
+    multipliers_of,
+    roles,
+    set_depth,
+    set_roles,
+    set_tag,
+    tag_of,
+)
 
 
 __all__ = [

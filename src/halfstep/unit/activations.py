@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.ops.function import apart, run
 from halfstep.unit import factors
-from halfstep.unit.constraint import Constraint, get_constraint, tied
+from halfstep.unit.calibration import Constraint, get_constraint, tied
 
 
 _aten: Any = torch.ops.aten

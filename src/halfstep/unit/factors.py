@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from halfstep.constant import constant
 from halfstep.errors import ModelError, one_of
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
-from halfstep.unit.constraint import RULES, Constraint, get_constraint
+from halfstep.unit.calibration import RULES, Constraint, get_constraint
 
 
 Array = NDArray[np.float64]

@@ -12,11 +12,10 @@ from halfstep import ops
 from halfstep.errors import ModelError, one_of
 from halfstep.ops.function import run
 from halfstep.ops.linear_passes import product_dtype
-from halfstep.ops.plain import plain, plain_stacked
-from halfstep.ops.scale import scale_backward, scale_forward, scaled, weighted_sum
+from halfstep.ops.plain import plain, plain_stacked, scale_backward, scale_forward, scaled, weighted_sum
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Multiplier
 from halfstep.unit import factors
-from halfstep.unit.constraint import Constraint, tied
+from halfstep.unit.calibration import Constraint, tied
 
 
 def linear(
@@ -204,8 +203,7 @@ def rms_norm(
 ) -> Tensor:
     """torch's RMS norm, which is of unit size: the gradient of the weight has a factor of rows^-1/2. The mean square is
     taken in float32."""
-    factor = factors.norm(_rows(input, normalized_shape))
-    weight = None if weight is None else scale_backward(weight, factor)
+    weight = None if weight is None else scale_backward(weight, factors.norm(_rows(input, normalized_shape)))
     return F.rms_norm(input, list(normalized_shape), weight, eps)
 
 

@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, OptimizerError, one_of
-from halfstep.grouping import grouped
+from halfstep.errors import ModelError, OptimizerError, grouped, one_of
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization
-from halfstep.unit.part import unit_part
-from halfstep.unit.roles import OptimizerKind, Role, known_roles, no_role, optimizer_kind
+from halfstep.unit.roles import OptimizerKind, Role, known_roles, no_role, optimizer_kind, unit_part
 
 
 def parameter_groups(

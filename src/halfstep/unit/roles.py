@@ -1,10 +1,12 @@
 """What a parameter is to its model: its role, which decides its scale at initialisation and its learning rate.
 
+And what unit scaling made of a module: one record, an attribute of the module.
+
 And what a learning-rate rule has to know of an optimizer; weight decay that does not follow the learning rate.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -13,7 +15,48 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, OptimizerError, one_of, unknown
-from halfstep.unit.part import set_unit_part, unit_part
+from halfstep.recipe import LinearSpec
+
+
+_NAME = "_halfstep_unit"
+
+
+@dataclass(frozen=True)
+class UnitPart:
+    """A module's part of a unit-scaled model. Copies and pickles of the module carry it along."""
+
+    multipliers: LinearSpec | None = None
+    """What the products of a layer are multiplied by."""
+    forward: Any = None
+    """What its forward computes by: of one operation a `Whole`, of code of its own an `Own` (`nn.unit`)."""
+    scaled: Any = None
+    """Of a model that `unit_scale` was called on: its report, and what weights were divided by."""
+    tags: Mapping[str, Any] = field(default_factory=dict)
+    """What it says of its parameters, by name (`unit.roles`)."""
+    depth: int | Callable[[Any], int] | None = None
+    """How many blocks it has, as a residual stack."""
+    readout: str | None = None
+    """Of a readout: the constraint that it names."""
+
+
+NONE, _PLAIN = UnitPart(), LinearSpec()
+
+
+def unit_part(module: Any) -> UnitPart:
+    """The module's record; an empty one where there is none."""
+    return module.__dict__.get(_NAME, NONE)  # type: ignore[no-any-return]
+
+
+def multipliers_of(module: Any) -> LinearSpec:
+    """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
+    return module.__dict__.get(_NAME, NONE).multipliers or _PLAIN
+
+
+def set_unit_part(module: Any, **changes: Any) -> None:
+    """Put those fields in the module's record; one in which nothing is left is taken away."""
+    module.__dict__[_NAME] = changed = replace(unit_part(module), **changes)
+    if changed == NONE:
+        del module.__dict__[_NAME]
 
 
 KINDS = {
@@ -137,8 +180,7 @@ def known_roles(model: nn.Module) -> tuple[dict[str, Role], list[str]]:
             if tag is None:
                 missing.append(name)
             else:
-                fans = _fans(module, parameter, tag.kind)
-                found[name] = Role(tag.kind, *fans, _depth(model, path), tag.ends_branch)
+                found[name] = Role(tag.kind, *_fans(module, parameter, tag.kind), _depth(model, path), tag.ends_branch)
     return found, missing
 
 

@@ -258,8 +258,7 @@ def _draw_density(axes: "Axes", format: Format) -> None:
     colours = [ORANGE if k < least else BLUE for k in exponents]
     heights = [log2(n) + 1 if n else 0.0 for n in counts]
     axes.bar([k + 0.5 for k in exponents], heights, width=0.92 if len(exponents) < 64 else 1.0, color=colours)
-    power = FuncFormatter(lambda k, _: f"$2^{{{k:.0f}}}$")
-    axes.xaxis.set_major_formatter(power)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda k, _: f"$2^{{{k:.0f}}}$"))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda y, _: f"{2 ** (y - 1):.0f}" if 1 <= y < 15 else f"$2^{{{y - 1:.0f}}}$" if y >= 1 else "0")

@@ -411,8 +411,7 @@ def open_dcp(path: Path) -> Checkpoint:
         CheckpointError: the metadata are broken or refer to anything but tensors, or a file is missing.
     """
     folder = _Folder(path)
-    tensors = tuple(folder.tensors())
-    return Checkpoint(path, dcp.name, tuple(file.path for file in folder.files.values()), tensors)
+    return Checkpoint(path, dcp.name, tuple(file.path for file in folder.files.values()), tuple(folder.tensors()))
 
 
 dcp = Reader("torch DCP", lambda path: (path / ".metadata").is_file(), open_dcp)

@@ -12,14 +12,14 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.formats import Format
 from halfstep.kernels.cpu import quantiles, rows, slopes
+from halfstep.kernels.largest import seed_in
 from halfstep.kernels.operator import Operator, blank
-from halfstep.kernels.seeds import seed_in
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile
 from halfstep.quant.cast import round_to
-from halfstep.quant.memory import has_memory
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, from_text
+from halfstep.quant.tracing import has_memory
 
 
 FoldedOrNone = tuple[Tensor, Tensor] | None

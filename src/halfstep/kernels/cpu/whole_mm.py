@@ -10,8 +10,7 @@ from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, each
 from halfstep.kernels.cpu.lanes import nearest_as
 from halfstep.kernels.cpu.runs import elementwise
-from halfstep.kernels.operator import Operator, blank
-from halfstep.kernels.watched import plus, times
+from halfstep.kernels.operator import Operator, blank, plus, times
 
 
 class Operand(Protocol):

@@ -141,10 +141,8 @@ class Largest:
     def __init__(
         self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, both: bool = False
     ) -> None:
-        told, scales = quantizers.known(quantizer), quantizer.scales
+        told, tile = quantizers.known(quantizer), quantizer.tiling.tile
         assert told is not None
-        assert scales is not None
-        tile = scales.tile
         made = cut(shape, tile, 8)  # no code is packed
         assert made is not None
         self._shared = both and tile.rows == tile.columns

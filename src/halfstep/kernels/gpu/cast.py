@@ -192,7 +192,7 @@ _SAMPLE = 1024
 
 
 def run_seeds(x: Tensor, key: Tensor, count: int, steps: Sequence[int]) -> Tensor | None:
-    """`kernels.seeds.seeds` of a sample of x with these steps along its dimensions: int64 (count). None where that is
+    """`kernels.largest.seeds` of a sample of x with these steps along its dimensions: int64 (count). None where that is
     not done here: it takes fp32, bf16 and fp16 of at most four dimensions, of any strides, and a key beside it."""
     if x.dtype not in KINDS or x.dim() > 4 or x.is_neg() or key.device != x.device:
         return None

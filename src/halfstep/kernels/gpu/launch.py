@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.quant.memory import has_memory
 from halfstep.quant.rounding import Seed
+from halfstep.quant.tracing import has_memory
 
 
 OLDEST = (3, 6)
@@ -73,9 +73,7 @@ def lies_plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
 def bits(tensor: Tensor) -> Tensor:
     """A tensor as the integers that kernels load and store; integers and bytes as they are."""
     tensor = tensor.detach()
-    if tensor.itemsize == 1:
-        return tensor.view(torch.uint8)
-    return tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
 
 
 def halves(seed: Seed | None) -> tuple[int, int, int]:

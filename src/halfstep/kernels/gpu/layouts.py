@@ -84,8 +84,7 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
             `swizzled`, as stored, in the order of `kernels.units_mm.swizzled`, the rest 0; one for each row of a tile.
         outer: scales with the stride 1 from row to row: as Hopper's tensor cores take those of tiles of 1x128.
     """
-    assert quantizer.scales is not None
-    both, tile = [], quantizer.scales.tile
+    both, tile = [], quantizer.tiling.tile
     for shape in (tuple(x.shape), tuple(x.shape)[::-1]):
         sizes: Any = layout(quantizer, shape, x.dtype)
         made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
@@ -163,8 +162,7 @@ class Both:
         strides: Sequence[Sequence[int]] = ((0, 0), (0, 0)),
         noisy: bool = False,
     ) -> None:
-        assert quantizer.scales is not None
-        self.tile = tile = quantizer.scales.tile
+        self.tile = tile = quantizer.tiling.tile
         found = _told(quantizer, form == "whole")
         assert found is not None
         rule, element = quantizers.told(quantizer, device, dtype, found)

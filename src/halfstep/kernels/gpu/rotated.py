@@ -85,9 +85,8 @@ def run_values(
 
     Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
     """
-    assert quantizer.scales is not None
     out = torch.empty(whole_shape(x, len(signs), dim), dtype=dtype, device=x.device)
-    noise = None if seed is None else "rows" if dim or quantizer.scales.rule.two_level else "turned"
+    noise = None if seed is None else "rows" if dim or quantizer.tiling.rule.two_level else "turned"
     _launch(x, signs, dim == 0, quantizer, told, seed, noise, part, out=out, whole=tensor_scale)
     return out
 

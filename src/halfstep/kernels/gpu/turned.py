@@ -78,8 +78,7 @@ class BothTurned:
         strides: Sequence[Sequence[int]],
         noisy: bool,
     ) -> None:
-        scales, (rows, columns) = quantizer.scales, shape
-        assert scales is not None
+        scales, (rows, columns) = quantizer.tiling, shape
         two_level, high = told[0].kind == "two_level", max(size, _UNIT)
         self._device, self.zeros = device, 2 if two_level else 0
         """How many zeros a call may be given to raise."""

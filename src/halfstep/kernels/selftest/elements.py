@@ -6,7 +6,7 @@ from math import prod
 import torch
 
 from halfstep import formats, quant
-from halfstep.kernels import seeds as seeds_of
+from halfstep.kernels import largest
 from halfstep.kernels.cpu import amax, cast, codes, posit
 from halfstep.kernels.gpu import (
     amax as gpu_amax,
@@ -33,8 +33,7 @@ from halfstep.kernels.selftest.case import (
     seed_of,
     written,
 )
-from halfstep.quant.cast import CONTAINERS
-from halfstep.quant.pack import pack
+from halfstep.quant.cast import CONTAINERS, pack
 from halfstep.quant.scaling.delayed import Delayed
 
 
@@ -113,8 +112,8 @@ def _seeds(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], cou
     """Of tensors of any dimensions, as they lie and by other strides."""
     x, key = hard(prod(shape), dtype).view(shape), torch.tensor([2**62 + 5, -3], dtype=torch.int64, device="cpu")
     for one in (x, x.mT[..., ::2]) if len(shape) > 1 else (x,):
-        found = gpu_cast.run_seeds(one.to(device), key.to(device), count, seeds_of.steps(one))
-        yield Case(seeds_of.by_torch(one, key, count), found, str(one.stride()))
+        found = gpu_cast.run_seeds(one.to(device), key.to(device), count, largest.steps(one))
+        yield Case(largest.by_torch(one, key, count), found, str(one.stride()))
 
 
 def _history(format: formats.Format, device: torch.device, scaling: Delayed, skipped: float | None) -> Cases:

@@ -34,9 +34,9 @@ from halfstep.kernels.selftest.case import (
     whole,
     written,
 )
-from halfstep.kernels.unit_kinds import dtype_of, is_tiled
+from halfstep.kernels.units_mm import dtype_of, is_tiled
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
-from halfstep.quant.pack import pack
+from halfstep.quant.cast import pack
 from halfstep.quant.scaling import delayed, get_scaling
 
 

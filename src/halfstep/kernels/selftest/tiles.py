@@ -34,7 +34,7 @@ from halfstep.kernels.selftest.case import (
 )
 from halfstep.quant import Hadamard, Quantizer, Scales, Tile, draw_seed, get_quantizer
 from halfstep.quant.captured import Draws
-from halfstep.quant.pack import pack, unpack
+from halfstep.quant.cast import pack, unpack
 from halfstep.quant.scaling import delayed, get_scaling
 
 

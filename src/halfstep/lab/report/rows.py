@@ -209,8 +209,7 @@ def draw_speed(data: list[Speed], results: Results, title: str) -> Figure:
     figure, axes = new_axes(1.5 + 0.36 * len(data), title)
     look = looks(results.runs)
     for row, s in enumerate(data):
-        colour = look[s.recipe].colour
-        axes.barh(row, s.median, color=colour, height=0.62, zorder=2, alpha=1.0 if s.certain else 0.35)
+        axes.barh(row, s.median, color=look[s.recipe].colour, height=0.62, zorder=2, alpha=1.0 if s.certain else 0.35)
         if s.high > s.low:
             whisker(axes, row, s.low, s.high, 3.6)
         ratio = "" if s.ratio is None or s.recipe == BASELINE else f", {times(s.ratio)}×"

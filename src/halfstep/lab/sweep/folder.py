@@ -293,5 +293,4 @@ def counts(states: Iterable[Any]) -> dict[str, int]:
 def seconds_left(states: list[CellState], at_once: int) -> float | None:
     """The time that the cells left take as those that ended did; None before the first has."""
     took = [state.seconds for state in states if state.ended and state.seconds is not None]
-    left = sum(not state.ended for state in states)
-    return sum(took) / len(took) * left / at_once if took else None
+    return sum(took) / len(took) * sum(not state.ended for state in states) / at_once if took else None

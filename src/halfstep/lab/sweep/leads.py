@@ -208,8 +208,7 @@ def causes(path: Path) -> tuple[list[Caused], dict[str, dict[str, Any]]]:
                 f"{run.point}, {run.recipe}, seed {run.seed} has no tensors at each step: --grid tensors=STEPS"
             )
         found += [Caused(run.point, run.recipe, run.seed, step, tuple(moved(rows, step))) for step in run.spikes]
-        last = run.onset or max(steps)
-        for end in range(LEAST + BEFORE + 1, last, BEFORE + 1):
+        for end in range(LEAST + BEFORE + 1, run.onset or max(steps), BEFORE + 1):
             if not any(end - BEFORE <= step <= end + BEFORE for step in run.spikes):
                 quiet.setdefault(run.recipe, []).append(bool(moved(rows, end)))
     return found, {recipe: share(sum(hits), len(hits)) for recipe, hits in quiet.items()}

@@ -6,9 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from halfstep.lab.data import load_digits
 from halfstep.lab.models.gpt import Block
-from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, TaskSpec
+from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, TaskSpec, load_digits
 from halfstep.lab.tasks.vision import Vision
 
 

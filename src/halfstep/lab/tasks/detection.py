@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.data import load_digits
 from halfstep.lab.measures import Found, Truth, iou, mean_average_precision, suppress
-from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, load_digits, stream
 from halfstep.lab.tasks.vision import conv_block
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfstep.lab.data import load_digits
-from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, load_digits, stream
 
 
 _COMPONENTS, _SAMPLES = 24, 1000
@@ -149,8 +148,7 @@ class Space:
         centre = data.mean(0)
         _, _, directions = torch.linalg.svd(data - centre, full_matrices=False)
         kept = directions[:size].t()
-        scale = ((data - centre) @ kept).square().sum(1).mean().sqrt()
-        return cls(centre, kept / scale)
+        return cls(centre, kept / ((data - centre) @ kept).square().sum(1).mean().sqrt())
 
     def features(self, data: Tensor) -> Tensor:
         """(count, size) float64."""

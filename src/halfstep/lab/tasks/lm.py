@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.lab.data import VOCABULARY, load_corpus
 from halfstep.lab.models.gpt import GPT, UnitGPT
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.moe import MoE
-from halfstep.lab.task import Batch, Facts, Metric, TaskSpec, TextTask, logits_of
+from halfstep.lab.task import VOCABULARY, Batch, Facts, Metric, TaskSpec, TextTask, load_corpus, logits_of
 
 
 _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers, width, heads

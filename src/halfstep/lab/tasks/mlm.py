@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
-from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.models.gpt import begin
-from halfstep.lab.task import Batch, Facts, Metric, TaskSpec, TextTask, logits_of
+from halfstep.lab.task import VOCABULARY, Batch, Corpus, Facts, Metric, TaskSpec, TextTask, load_corpus, logits_of
 from halfstep.nn import DotProductAttention
 
 

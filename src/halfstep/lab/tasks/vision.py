@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.lab.data import load_digits
-from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, stream
+from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, drawn, load_digits, stream
 
 
 class Vision(Task):

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of, is_stock, twin
-from halfstep.nn.product import product, weight_of
+from halfstep.nn.cached import product, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
-from halfstep.ops.noise import key_of
-from halfstep.ops.part import part_of
+from halfstep.ops.part import key_of, part_of
 
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

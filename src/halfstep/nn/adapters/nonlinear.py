@@ -15,7 +15,7 @@ from halfstep.nn.adopt import stock_class
 from halfstep.ops import saved_traced
 from halfstep.ops.part import part_of
 from halfstep.recipe import Storage
-from halfstep.unit.part import unit_part
+from halfstep.unit.roles import unit_part
 
 
 def kept(module: nn.Module, x: Any) -> tuple[Storage | None, AbstractContextManager[Any]]:

@@ -9,13 +9,11 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from halfstep.errors import ModelError
-from halfstep.grouping import grouped
+from halfstep.errors import ModelError, grouped
 from halfstep.nn.unit.graph import Edge, Graph, Node, Value
 from halfstep.nn.unit.leaves import measured
 from halfstep.unit import factors, get_constraint
-from halfstep.unit.calibration import Attended
-from halfstep.unit.constraint import Constraint
+from halfstep.unit.calibration import Attended, Constraint
 
 
 _MIXES = ("product", "linear", "matmul", "norm", "attention", "embedding", "softmax", "parameter", "input")
@@ -278,9 +276,7 @@ class Factors:
         if _elements(a) & _elements(b):
             return self._unknown(node)
         self._sums(node)
-        if a.square is None or b.square is None:
-            return self._unknown(node)
-        return a.square * b.square
+        return self._unknown(node) if a.square is None or b.square is None else a.square * b.square
 
     def _join(self, node: Node) -> float | None:
         counts = [math.prod(value.shape) for value in node.operands]

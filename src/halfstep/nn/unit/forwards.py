@@ -15,9 +15,9 @@ from halfstep.errors import ModelError
 from halfstep.nn.adopt import twin
 from halfstep.nn.unit.functions import ATTENTION, activation, canonical, counts, named, signature
 from halfstep.nn.unit.leaves import NORMS
-from halfstep.ops.scale import scale_backward, scaled, weighted_sum
+from halfstep.ops.plain import scale_backward, scaled, weighted_sum
 from halfstep.unit.activations import IN_PLACE, times
-from halfstep.unit.part import unit_part
+from halfstep.unit.roles import unit_part
 
 
 PASSIVE = "passive"

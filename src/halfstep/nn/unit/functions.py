@@ -68,8 +68,7 @@ def canonical(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 def activation(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Which of `unit.activations.IN_PLACE` a call of an elementwise function is, where it is one of them."""
     named = f"{name}_tanh" if kwargs.get("approximate") == "tanh" else name
-    alone = len(args) == 1 and kwargs.keys() <= {"approximate", "inplace"}
-    return named if alone and named in IN_PLACE else None
+    return named if (len(args) == 1 and kwargs.keys() <= {"approximate", "inplace"}) and named in IN_PLACE else None
 
 
 def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

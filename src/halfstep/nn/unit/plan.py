@@ -156,8 +156,7 @@ def _step(node: Node) -> Step | None:
         factor = node.facts["factor"]
         total = node.betas[0] * abs(factor)
         if math.isclose(abs(factor) * node.alpha, 1) and (factor != 1 or not math.isclose(total, 1)):
-            sign = math.copysign(1.0, factor)
-            return Step("scale", call, node.function, 1.0, ((slots[0], total),), False, (sign,))
+            return Step("scale", call, node.function, 1.0, ((slots[0], total),), False, (math.copysign(1.0, factor),))
     if node.kind == "matmul":
         return Step("matmul", call, node.function, node.alpha, backward)
     if node.kind == "attention":

@@ -24,8 +24,8 @@ from halfstep.nn.unit.plan import Plan, at_output, entries, plan
 from halfstep.nn.unit.trace import trace
 from halfstep.ops.part import part_of
 from halfstep.ops.subclasses import check_initialized
-from halfstep.unit.constraint import Constraint
-from halfstep.unit.part import set_unit_part, unit_part
+from halfstep.unit.calibration import Constraint
+from halfstep.unit.roles import set_unit_part, unit_part
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,7 @@ def _outputs(output: Any) -> list[Any]:
             if isinstance(output.get(name), Tensor):
                 return [output[name]]
         return [x for name, part in output.items() if "past_key" not in name for x in _outputs(part)]
-    if isinstance(output, (tuple, list)):
-        return [x for part in output for x in _outputs(part)]
-    return []
+    return [x for part in output for x in _outputs(part)] if isinstance(output, (tuple, list)) else []
 
 
 @contextmanager

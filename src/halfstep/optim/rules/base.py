@@ -203,9 +203,7 @@ class UpdateRule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A rule travels by its name: its functions have none that a pickle could find them by."""
-        if update_rules().get(self.name) is self:
-            return _named, (self.name,)
-        return super().__reduce_ex__(protocol)
+        return (_named, (self.name,)) if update_rules().get(self.name) is self else super().__reduce_ex__(protocol)
 
 
 def _named(name: str) -> UpdateRule:

@@ -107,8 +107,7 @@ class Formula:
         options = self.options(group)
         program = self.program(group, options, self.by_step(1, group))
         numbers = tuple([options[name] for name in program.names if name in options])
-        sign = -1.0 if group.get("maximize") else 1.0
-        return Options(program, sign, numbers, self.by_step, _settings(group))
+        return Options(program, -1.0 if group.get("maximize") else 1.0, numbers, self.by_step, _settings(group))
 
     def fused(self, step: Step) -> Fused | None:
         """As `UpdateRule.fused`."""

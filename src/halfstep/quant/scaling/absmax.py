@@ -5,9 +5,8 @@ from torch import Tensor
 
 from halfstep.formats import Format, codebooks
 from halfstep.quant.cast import decode, encode
-from halfstep.quant.padding import pad
 from halfstep.quant.scaling.base import Scaling, Stored, finite, over
-from halfstep.quant.tile import Tile
+from halfstep.quant.tile import Tile, pad
 
 
 class Absmax(Scaling):

@@ -10,9 +10,9 @@ from torch import Tensor
 from halfstep.errors import QuantizationError
 from halfstep.formats import Format
 from halfstep.quant.family import power_of_two
-from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling.base import Scaling, StatefulScaling, Stored, check_power
 from halfstep.quant.tile import Tile
+from halfstep.quant.tracing import has_memory
 
 
 class Current(Scaling):
@@ -111,9 +111,7 @@ class Delayed(StatefulScaling):
         return not state[0].item()
 
     def in_use(self, state: Tensor, amax: Tensor | None, element: Format) -> Tensor:
-        if amax is None:
-            return state[0].clone()
-        return torch.where(state[0] == 0, self._factor(amax, element), state[0])
+        return state[0].clone() if amax is None else torch.where(state[0] == 0, self._factor(amax, element), state[0])
 
     def advance(self, states: Tensor, element: Format) -> None:
         factors, kept = states[..., :1], states[..., 1:]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer
 from halfstep.quant.family import power_of_two
-from halfstep.quant.memory import has_memory
 from halfstep.quant.scaling.base import Scaling, Stored, check_power, over
 from halfstep.quant.tile import Tile
+from halfstep.quant.tracing import has_memory
 
 
 _FRACTION, _HALF = (1 << 52) - 1, 1022 << 52

@@ -9,8 +9,7 @@ from halfstep.errors import ModelError
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 from halfstep.unit import factors
 from halfstep.unit.functions import conv1d, conv2d, embedding
-from halfstep.unit.part import multipliers_of, set_unit_part
-from halfstep.unit.roles import Tag, set_tag
+from halfstep.unit.roles import Tag, multipliers_of, set_tag, set_unit_part
 
 
 SAME = "same"

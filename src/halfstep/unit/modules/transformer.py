@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, one_of
+from halfstep.ops.attention import stacked_linear
 from halfstep.ops.linear_passes import product_dtype
-from halfstep.ops.noise import key_of
-from halfstep.ops.part import part_of
-from halfstep.ops.stacks import stacked_linear
+from halfstep.ops.part import key_of, part_of
 from halfstep.recipe import AttentionSpec
 from halfstep.unit.activations import gated_silu
 from halfstep.unit.functions import (
@@ -26,7 +25,7 @@ from halfstep.unit.functions import (
 )
 from halfstep.unit.modules.activations import GELU, Dropout, LayerNorm, RMSNorm
 from halfstep.unit.modules.linear import SAME, Linear
-from halfstep.unit.part import set_unit_part
+from halfstep.unit.roles import set_unit_part
 
 
 PLACES = {

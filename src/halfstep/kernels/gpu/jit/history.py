@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.scales import scales
+from halfstep.kernels.gpu.jit.elements import scales
 
 
 @triton.jit

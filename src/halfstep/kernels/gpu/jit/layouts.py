@@ -7,10 +7,9 @@ cache, so that registers hold no more than one.
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import code_of, kept_codes, kept_words
+from halfstep.kernels.gpu.jit.elements import both_scales_kept, code_of, kept_codes, kept_words, scales
 from halfstep.kernels.gpu.jit.instruction import converted, larger, pairs_widened
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, constant, read, seed_of, widened
-from halfstep.kernels.gpu.jit.scales import both_scales_kept, scales
 from halfstep.kernels.gpu.jit.tiles import (
     corner,
     found_before,

@@ -6,10 +6,9 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import code_of, code_with_nan, element_of, value_at
+from halfstep.kernels.gpu.jit.elements import code_of, code_with_nan, element_of, scales, value_at
 from halfstep.kernels.gpu.jit.masters import nearest
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, held, read, widened
-from halfstep.kernels.gpu.jit.scales import scales
 from halfstep.kernels.gpu.jit.tiles import over_scale, tile_maxima
 
 

@@ -3,9 +3,8 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import value_at, written
+from halfstep.kernels.gpu.jit.elements import power_of, value_at, written
 from halfstep.kernels.gpu.jit.numbers import as_float, constant, decoded, held, read
-from halfstep.kernels.gpu.jit.scales import power_of
 from halfstep.kernels.gpu.jit.tiles import corner, masked, spread
 
 

@@ -7,9 +7,8 @@ rotated, or of a column. What was read in rows and is summed in columns changes 
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import code_of
+from halfstep.kernels.gpu.jit.elements import both_scales_kept, code_of, scales, tensor_scale_kept
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, read, seed_of, widened
-from halfstep.kernels.gpu.jit.scales import both_scales_kept, scales, tensor_scale_kept
 from halfstep.kernels.gpu.jit.tiles import (
     corner,
     keep_scales,

@@ -7,9 +7,8 @@ dimension, and then the largest magnitudes come from an earlier pass (`found`). 
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
+from halfstep.kernels.gpu.jit.elements import code_of, over, scales, tensor_scale_kept, together, value_of, written
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise_by, noise_keys, read, rounded, seed_of, widened
-from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_kept
 
 
 @triton.jit
