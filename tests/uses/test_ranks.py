@@ -80,6 +80,19 @@ def distributed(name, rank):
     return values(model)
 
 
+def wrapped_too_early(name, rank):
+    torch.manual_seed(0)
+    model = start_of(name)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(1000 + rank)
+    try:
+        ours = prepare(name, model, generator=None)
+    except halfstep.HalfstepError as error:
+        return str(error)
+    trained(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
+    return values(model)
+
+
 def compressed(name, rank):
     torch.manual_seed(0)
     model = start_of(name)
@@ -140,7 +153,10 @@ def sharded_too_late(name, rank):
     return None
 
 
-KINDS = {"ddp": distributed, "fp8": compressed, "own": reduced, "fsdp": sharded, "late": sharded_too_late}
+KINDS = {
+    "ddp": distributed, "early": wrapped_too_early, "fp8": compressed, "own": reduced, "fsdp": sharded,
+    "late": sharded_too_late,
+}  # fmt: skip
 
 
 def on_a_rank(kind, name, rank):
@@ -165,7 +181,7 @@ def seen(name, kind):
     for each in found:
         if isinstance(each, halfstep.HalfstepError):
             raise each
-        assert not isinstance(each, str) or kind == "late", each
+        assert not isinstance(each, str) or kind in ("early", "late"), each
     return found
 
 
@@ -196,6 +212,16 @@ def compared(name, kind):
 def test_ddp(name):
     """DDP: `prepare` first, then `DistributedDataParallel(model)`; seeds may differ by rank; `no_sync` as always."""
     compared(name, "ddp")
+
+
+@way(core=FEW)
+def test_ddp_too_early(name):
+    """DDP before `prepare`: the same where weights stay in float32; else an error that names the right order."""
+    found = seen(name, "early")
+    if isinstance(found[0], str):
+        assert all("Call halfstep first, and then DistributedDataParallel(model)" in message for message in found)
+    else:
+        assert_same(found, seen(name, "ddp"))
 
 
 @way(core=FEW)

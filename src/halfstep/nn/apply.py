@@ -28,6 +28,7 @@ from halfstep.nn.following import follow, root_of
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.paths import same_parameters
 from halfstep.nn.plan import Plan, PlannedLayer
+from halfstep.nn.ranks import check_unwrapped
 from halfstep.nn.schedule import Clock, Schedule
 from halfstep.nn.stages import Steps, check_alike, clear, lay_in_turn
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
@@ -337,6 +338,7 @@ def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
             f"{name}; take a recipe without float32_functions, such as fp16-mixed"
         )
     check_float32(model, recipe.float32_buffers, recipe.name)
+    check_unwrapped(model, recipe)
     if recipe.grads is not None:
         check_grad_dtype(recipe.grads)
 

@@ -1,5 +1,6 @@
 """What recipes and unit scaling ask of training on several ranks that torch's data parallelism does not do."""
 
+import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,25 @@ def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
         "weights are the master, and gradients accumulate in fp32; or train without fully_shard: "
         "halfstep.distributed.reduce_gradients(model) before each scaler.step"
     )
+
+
+def check_unwrapped(model: nn.Module, recipe: Recipe) -> None:
+    """Called before a model is changed.
+
+    Raises:
+        ModelError: DDP wraps it, or a part of it, already, and would reduce nothing of weights in another dtype.
+    """
+    if (recipe.weights == "fp32" and recipe.codes is None) or ranks() < 2:
+        return
+    parts = {*model.modules()}
+    gc.collect()  # one that nobody holds any more does no harm
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.parallel.DistributedDataParallel) and parts & {*found.modules()}:
+            raise ModelError(
+                f"this {type(model).__name__} is wrapped in DistributedDataParallel already, whose hooks are of its "
+                f"parameters as they were: under {recipe.name!r}, which stores them otherwise, no gradient would cross "
+                "from rank to rank. Call halfstep first, and then DistributedDataParallel(model)"
+            )
 
 
 def under_ddp(recipe: Recipe) -> ModelError:

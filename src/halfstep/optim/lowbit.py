@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,18 @@ from halfstep.recipe import Projection, Recipe
 
 
 _params: Any = itemgetter("params")
+
+
+class _Bytes(NamedTuple):
+    """A tensor of FP8 in a pickle, whose loader, torch's legacy one, knows no such storage."""
+
+    bytes: Tensor
+    dtype: torch.dtype
+
+
+def _pickled(value: Any) -> Any:
+    narrow = isinstance(value, Tensor) and value.itemsize == 1 and value.is_floating_point()
+    return _Bytes(value.view(torch.uint8), value.dtype) if narrow else value
 
 
 class LowBit(Stepping):
@@ -101,7 +113,11 @@ class LowBit(Stepping):
         own = {name: getattr(self, name) for name in ("rule", "recipe", "awaits_scaler", "origin")}
         held = set(self._parameters())
         own["projections"] = {p: projection for p, projection in self.projections.items() if p in held}
-        return {**super().__getstate__(), **own}
+        made = {**super().__getstate__(), **own}
+        kept = made["state"] = type(self.state)(dict)
+        for parameter, state in self.state.items():
+            kept[parameter] = {name: _pickled(value) for name, value in state.items()}
+        return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict comes by here too, with less than a copy brings.
@@ -115,6 +131,8 @@ class LowBit(Stepping):
             "_together": Together(),
         }
         super().__setstate__({**absent, **vars(self), **begun, **state})
+        for own in self.state.values():
+            own.update({name: value.bytes.view(value.dtype) for name, value in own.items() if type(value) is _Bytes})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; the recipe holds for the new parameters too.
