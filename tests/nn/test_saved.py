@@ -340,6 +340,21 @@ def test_checkpointing_moves_no_bit(reentrant):
     assert_same(gradients(under(FP8, COAT), Checkpointed(reentrant)), expected)
 
 
+def test_a_checkpoint_that_begins_with_a_leaf_keeps_it_as_it_did():
+    """As behind a frozen embedding, whose output adapters in a checkpointed block have require a gradient."""
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        halfstep.apply(made := nn.Sequential(block), under(FP8, COAT))
+        x = data()[0].repeat(1, 1, 2).requires_grad_()
+        with halfstep.following(made):
+            y = checkpoint(block, x, use_reentrant=False) if checkpoints else block(x)
+        y.float().square().sum().backward()
+        found.append([x.grad, *grads(made).values()])
+    assert_same(*found)
+
+
 def test_checkpointing_the_whole_model_moves_no_bit():
     made, twin = model(), model()
     halfstep.apply(made, under(FP8, COAT))

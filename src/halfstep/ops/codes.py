@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef
 
@@ -279,6 +280,7 @@ class _Hooks:
     def __init__(self, keeping: Keeping, storage: Storage, shape: torch.Size, outer: tuple[Hook, Hook] | None) -> None:
         self._keeping, self._storage, self._shape = keeping, storage, shape
         self._outer = outer
+        self._checkpoints = outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__name__
         around = None if outer is None else getattr(outer[0], "__self__", None)
         self._part: Hook | None = getattr(around, "pack_part", None if outer is None else outer[0])
 
@@ -316,8 +318,8 @@ class _Hooks:
     def _takes(self, x: Tensor) -> bool:
         """Whether it is a plain floating tensor that some operation made, of the module's shape, and in another dtype
         than it would be kept in. In a backward pass leaves are such: reentrant checkpointing detaches what it begins
-        with."""
-        leaf = x.is_leaf and x.requires_grad and torch._C._current_graph_task_id() == -1
+        with. The other way does not, and has hooks of its own."""
+        leaf = x.is_leaf and x.requires_grad and (torch._C._current_graph_task_id() == -1 or self._checkpoints)
         made = foreign(x) is None and not isinstance(x, Parameter) and not leaf and x.layout == torch.strided
         fits = made and x.shape == self._shape and x.dtype in _FLOATS and x.dtype != self._storage.dtype
         return fits and x.numel() > 0 and 0 not in x.stride()

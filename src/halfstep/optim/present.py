@@ -70,7 +70,8 @@ class Present:
                 raise OptimizerError(
                     f"{self.name(parameter)} was {was} when halfstep.prepare took it, and is {parameter.dtype} now. "
                     "The recipe says in how many bits weights are trained: cast the model (model.half(), model.to()) "
-                    f"before halfstep.prepare, and not after it; assign to .data in {was}, or write with copy_"
+                    f"before halfstep.prepare, and not after it; assign to .data in {was}, or write with copy_; after "
+                    "halfstep.revert prepare the model again, with another optimizer"
                 )
         if now.issuperset(map(id, held)):
             self._seen = _Seen(modules, held)
