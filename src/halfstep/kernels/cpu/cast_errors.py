@@ -16,7 +16,7 @@ from halfstep.formats import Codebook, Format, Integer
 from halfstep.kernels.cpu import element_codes, elements, rules, scales
 from halfstep.kernels.cpu.comparison import PIECE, Errors, parts_of, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, each, ends, inner, none, specialized
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, as_floats, bits_of, lanes
 from halfstep.kernels.cpu.runs import elementwise, fill
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
@@ -182,7 +182,7 @@ def _note_scales(amax, rule, whole, up, stored, scale):
         kept = stored[a:b]
         divisor, beside = rules.room(b - a, whole, kept)
         rules.note(amax[a:b], rule, whole, up, None, None, kept, divisor, beside)
-        scale[a:b] = divisor.view(np.float32)
+        scale[a:b] = as_floats(divisor)
         _to_divide(scale[a:b], amax[a:b])
 
 

@@ -22,7 +22,7 @@ from halfstep.kernels.cpu.compiled import CHUNK, inner, specialized
 from halfstep.kernels.cpu.dequantize import meaning, scales_from, values_piece
 from halfstep.kernels.cpu.divided import divided, search
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN
+from halfstep.kernels.cpu.lanes import MAGNITUDE, NAN, SIGN, as_bits, as_floats
 from halfstep.kernels.cpu.rules import note, room
 from halfstep.kernels.cpu.runs import elementwise
 from halfstep.kernels.cpu.scales import largest_of, power_scalars
@@ -174,12 +174,12 @@ def closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
 def _decoded(kept, stored, levels, decoding):
     values = np.empty(CHUNK, np.uint32)[: kept.size]
     values_piece(kept, scales_from(stored), levels, values, decoding)
-    return values.view(np.float32)
+    return as_floats(values)
 
 
 @inner
 def _encode(kept, stored, levels, rule, whole, numbers, codes, cuts, values):
-    x = values.view(np.uint32)
+    x = as_bits(values)
     largest = largest_of(x, 0, levels)
     divisor, beside = room(largest.size, whole, stored)
     note(largest, rule, whole, None, None, None, stored, divisor, beside)
@@ -197,7 +197,7 @@ def _opened_groups(kept, stored, levels, decoding, a, b):
 @inner
 def _closed_groups(kept, stored, levels, rule, numbers, codes, values, a, b):
     c, d = a >> len(levels), b >> len(levels)
-    x = values.view(np.uint32)
+    x = as_bits(values)
     expansion.encode_groups(x, stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, kept[a:b], rule, numbers, codes)
 
 

@@ -14,7 +14,7 @@ from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.codes import shifts, unpack
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, specialized
 from halfstep.kernels.cpu.divided import scaled
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, lanes, nearest_as
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, as_floats, lanes, nearest_as
 from halfstep.kernels.cpu.runs import elementwise, reduction
 from halfstep.kernels.cpu.scales import larger_of, powers
 from halfstep.quant.quantizer import Quantizer
@@ -144,7 +144,7 @@ def scales_from(stored):
     def of_bytes(stored):
         scale = np.empty(stored.size, np.uint32)
         powers(scale, stored)
-        return scale.view(np.float32)
+        return as_floats(scale)
 
     return of_bytes
 

@@ -11,6 +11,7 @@ from halfstep.kernels.cpu import blocks, dequantize
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.codes import pack, place, shifts, unpack
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner
+from halfstep.kernels.cpu.lanes import as_floats
 from halfstep.kernels.cpu.runs import add, elementwise, multiply
 from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.quant.quantizer import Quantizer
@@ -67,10 +68,10 @@ def _mean(messages, size, scales, count, inverse, meaning, shifts, levels, rule,
             into, stored = part if start else summed, dequantize.scales_from(message[first:last])
             dequantize.values_piece(unpack(message, a, b, shifts), stored, levels, into, meaning)
             if start:
-                add(summed.view(np.float32), part.view(np.float32))
+                add(as_floats(summed), as_floats(part))
         if inverse > 0:
-            multiply(summed.view(np.float32), inverse)
+            multiply(as_floats(summed), inverse)
         else:
-            _divide(summed.view(np.float32), count)
+            _divide(as_floats(summed), count)
         if out is not None:
             _into_message(summed, out, a, b, scales, levels, rule, numbers, codes, shifts)

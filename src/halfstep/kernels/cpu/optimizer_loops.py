@@ -14,7 +14,7 @@ from halfstep.kernels.cpu.coded import closed, opened
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, ends, inner, none, specialized, specialized_inlined
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
 from halfstep.kernels.cpu.divided import encode_block, rounded, scaled
-from halfstep.kernels.cpu.lanes import lanes
+from halfstep.kernels.cpu.lanes import as_bits, lanes
 from halfstep.kernels.cpu.noise import chunk_keys
 from halfstep.kernels.cpu.optimizer_lanes import advance, foresee, note_results
 from halfstep.kernels.cpu.optimizer_types import bare, placed, readable, zeros
@@ -83,7 +83,7 @@ def encode_tile(values, place, scale, kept, start, tile, numbers, codes):
                 kept[start + i] = 0
 
     def places(values, place, scale, kept, start, tile, numbers, codes):
-        encode_block(values, place, size, scale, values.view(np.uint32), codes, kept, start)
+        encode_block(values, place, size, scale, as_bits(values), codes, kept, start)
 
     return places if isinstance(numbers, types.NoneType) else floats
 
@@ -188,12 +188,25 @@ def _seed_at(seeds, n):
     return (lambda seeds, n: None) if none(seeds) else lambda seeds, n: (seeds[n, 0], seeds[n, 1])
 
 
+@inner
+def _tensor_at(starts, place):
+    """Which tensor a chunk is of. `np.searchsorted` would take a quarter second to compile, in every process."""
+    low, high = 0, starts.size - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= place:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 @Kernel
 def step(starts, rows, like, numbers, seeds, tile):
     """Step tensors `like` these (rule, gradient, weight, what its master keeps, moments), which lie where `rows` says,
     in chunks that are numbered from `starts` on."""
     for place in prange(starts[-1]):
-        n = np.searchsorted(starts, place, "right") - 1
+        n = _tensor_at(starts, place)
         chunk = place - starts[n]
         begin, end = ends(chunk, rows[n, 1])
         keys = chunk_keys(_seed_at(seeds, n), chunk)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, none, specialized_inlined, whole_lines
-from halfstep.kernels.cpu.lanes import SIGN, Given, bits_of, emitted, lanes
+from halfstep.kernels.cpu.lanes import SIGN, Given, as_bits, bits_of, emitted, lanes
 from halfstep.kernels.cpu.runs import multiply, place_of, places_of, spread
 from halfstep.quant.quantizer import matrix_shape
 
@@ -131,7 +131,7 @@ def opened_piece(x, signs, scale, levels, part):
         for block in range(0, x.size, 1 << len(levels)):
             transform(held, block, scale, held, block, levels)
         multiply(held, part)
-        return held.view(np.uint32)
+        return as_bits(held)
 
     return (lambda x, signs, scale, levels, part: x) if none(signs) else turned
 
@@ -183,7 +183,7 @@ def opened(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
     def turned(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
         held = rotated_panel(x, rows, columns, row, a, width, signs, scale, levels)
         multiply(held, part)
-        return held.view(np.uint32), 0, WIDTH, tall
+        return as_bits(held), 0, WIDTH, tall
 
     return upright if none(signs) else turned
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from halfstep.kernels.cpu import blocks, panels, rotated, rules
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, whole_lines
+from halfstep.kernels.cpu.lanes import as_bits
 from halfstep.kernels.cpu.noise import column_keys, seed_keys
 from halfstep.kernels.cpu.runs import multiply, transpose
 from halfstep.kernels.cpu.scales import larger_of
@@ -101,7 +102,7 @@ def _down(x, rows, columns, signs, norm, levels, part, run, tile, rule, steps, f
         multiply(held, part)
         turned = whole_lines(held.size)
         transpose(held, levels, turned, 0, size)
-        bits, keys = turned[: width * size].view(np.uint32), column_keys(seed, to, tall, width)
+        bits, keys = as_bits(turned[: width * size]), column_keys(seed, to, tall, width)
         found[piece] = blocks.round_piece(
             bits, run, tile, rule, None, None, steps, None, None, None, out, numbers, None, None, keys, (to, tall, size)
         )
