@@ -1,9 +1,9 @@
 """What an optimizer's step does to one element, in lanes: read, moved by the rule's formula, rounded and written.
 
-A tensor is an array, or a bare pointer: nothing counts who refers to it. A moment is a tuple of one of three kinds:
-(numbers, what they leave over or None, None); of codes that a chunk is decoded of (the chunk's values, None, what is
-not None); or of those read tile by tile (codes, what they are multiplied by, how they are decoded, where the tile's
-values begin).
+A tensor is an array, or a bare pointer: nothing counts who refers to it. A moment is a tuple of one of three kinds: of
+numbers, first they and last what they leave over or None, as kernels take it; of codes that a chunk is decoded of, the
+chunk's values alone; or of those read tile by tile (codes, what they are multiplied by, how they are decoded, where the
+tile's values begin).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,11 +83,11 @@ class Moment:
 
     def __init__(self, context: Any, builder: Any, moment: Given, tiles: Given, i: Any, k: Any) -> None:
         parts, self.rest, self.values = parts_of(builder, moment), None, None
-        if len(parts) == 3:
-            self.coded = not isinstance(parts[2].type, types.NoneType)
+        if len(parts) != 4:
+            self.coded = len(parts) == 1
             self.place = Spot(context, builder, parts[0], k if self.coded else i)
-            if not isinstance(parts[1].type, types.NoneType):
-                self.rest = Spot(context, builder, parts[1], i)
+            if not self.coded and not isinstance(parts[-1].type, types.NoneType):
+                self.rest = Spot(context, builder, parts[-1], i)
             return
         self.coded, self.place = True, Spot(context, builder, parts[0], i)
         self.values = Spot(context, builder, tiles, builder.add(parts[3].value, k))

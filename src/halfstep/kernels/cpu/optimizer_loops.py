@@ -92,18 +92,22 @@ def encode_tile(values, place, scale, kept, start, tile, numbers, codes):
 # A moment is (numbers or codes, scale, levels, decoding, scale_of, numbers, codes, what the numbers left over).
 
 
+def _are_numbers(moments):
+    return all(isinstance(moment[1], types.NoneType) for moment in moments)
+
+
 @specialized_inlined
 def open_chunk(moments, a, b):
-    """In kernels: the numbers a to b of each moment."""
-    if not len(moments):
-        return lambda moments, a, b: ()
+    """In kernels: the moments as they are; of codes the values a to b."""
+    if _are_numbers(moments):
+        return lambda moments, a, b: bare(moments)
 
     def codes(moments, a, b):
         kept, scale, levels, decoding, _, _, _, _ = moments[0]
-        return ((opened(kept, scale, levels, decoding, a, b), None, scale), *open_chunk(moments[1:], a, b))
+        return ((opened(kept, scale, levels, decoding, a, b),), *open_chunk(moments[1:], a, b))
 
     def numbers(moments, a, b):
-        return ((moments[0][0], moments[0][7], None), *open_chunk(moments[1:], a, b))
+        return (moments[0], *open_chunk(moments[1:], a, b))
 
     return numbers if isinstance(moments[0][1], types.NoneType) else codes
 
@@ -111,7 +115,7 @@ def open_chunk(moments, a, b):
 @specialized_inlined
 def close_chunk(moments, chunk, a, b):
     """In kernels: what `open_chunk` gave, changed since, encoded again where it is codes."""
-    if not len(moments):
+    if _are_numbers(moments):
         return lambda moments, chunk, a, b: None
 
     def each(moments, chunk, a, b):
