@@ -1,4 +1,4 @@
-"""Writes src/halfstep/site/memory.json: the rows that it lacks, or with --all every row anew (half an hour).
+"""Writes src/halfstep/site/memory.json: the rows that it lacks, or with --all every row again (half an hour).
 
 `python docs/memory_tables.py` after a new recipe or architecture.
 """
@@ -16,9 +16,9 @@ from halfstep.site import memory
 FILE = Path(memory.__file__).with_name("memory.json")
 
 
-def main(anew: bool) -> None:
+def main(every: bool) -> None:
     """Measure and write, model after model; what is there after an interruption is kept."""
-    before = {} if anew or not FILE.exists() else memory.kept()
+    before = {} if every or not FILE.exists() else memory.kept()
     table = {model: rows for model, rows in before.items() if model in architectures()}
     for model in architectures():
         old = table.get(model, {})
@@ -29,5 +29,5 @@ def main(anew: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every row anew")
+    parser.add_argument("--all", action="store_true", help="every row again")
     main(parser.parse_args().all)

@@ -342,7 +342,7 @@ class Float32Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         says_where = kwargs.get("dtype") is not None or kwargs.get("out") is not None
         if getattr(func, "__name__", "") in self.names and not says_where:
-            if self._part is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if self._part is not None and not torch.is_grad_enabled() and _thread():
                 self._check_recomputed(func)
             args, kwargs = tree_map_only(Tensor, _widened, (args, dict(kwargs)))
         return func(*args, **kwargs)

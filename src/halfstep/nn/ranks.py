@@ -43,7 +43,7 @@ def check_unwrapped(model: nn.Module, recipe: Recipe) -> None:
     if (recipe.weights == "fp32" and recipe.codes is None) or ranks() < 2:
         return
     parts = {*model.modules()}
-    gc.collect()  # one that nobody holds any more does no harm
+    gc.collect()  # one that is held nowhere any more does no harm
     for found in gc.get_objects():
         if issubclass(type(found), nn.parallel.DistributedDataParallel) and parts & {*found.modules()}:
             raise ModelError(
