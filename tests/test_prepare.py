@@ -162,6 +162,27 @@ def test_weights_in_another_dtype_than_apply_stored_are_named(recipe):
     halfstep.optimize(model, adamw(model))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripted_parts():
+    """They compute as their code says: right with float32 weights, and with none of their own under any recipe."""
+    weightless = "bf16-mixed", "fp8-delayed", "bf16-stochastic"
+    for part, recipes in ((lambda: nn.Linear(16, 16), ("bf16-mixed", "fp32")), (nn.ReLU, weightless)):
+        for recipe in recipes:
+            found = []
+            for scripted in (False, True):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(8, 16), part(), nn.Linear(16, 4))
+                model[1] = torch.jit.script(model[1]) if scripted else model[1]
+                model, optimizer, scaler = halfstep.prepare(model, adamw(model), recipe, generator=1)
+                losses = descend(lambda model=model: model(batch()[0]).square().mean(), optimizer, scaler, 3)
+                found.append([torch.tensor(losses), *(parameter.detach() for parameter in model.parameters())])
+            assert_same(*found)
+            halfstep.revert(model)
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 4)))
+    with pytest.raises(ModelError, match=r"Sequential: 1 is scripted .* bf16 under 'bf16-stochastic'"):
+        halfstep.prepare(model, adamw(model), "bf16-stochastic")
+
+
 def test_inference_mode_is_named():
     model = mlp()
     with torch.inference_mode():

@@ -337,6 +337,13 @@ def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
             f"recipe {recipe.name!r} widens functions in the model's own code, which unit_scale has taken over in "
             f"{name}; take a recipe without float32_functions, such as fp16-mixed"
         )
+    for path, module in model.named_modules() if recipe.weights != "fp32" else ():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ModelError(
+                f"{name}: {path or 'the model'} is scripted (torch.jit.script), and its code computes with weights as "
+                f"they are stored, which is in {recipe.weights} under {recipe.name!r}. Put the plain module in its "
+                "place, and take torch.compile; or take a recipe of float32 weights, such as 'bf16-mixed'"
+            )
     check_float32(model, recipe.float32_buffers, recipe.name)
     check_unwrapped(model, recipe)
     if recipe.grads is not None:

@@ -56,7 +56,7 @@ def attach_rules(module: nn.Module, rules: Mapping[str, StatefulScaling], device
 
 def detach_rules(module: nn.Module) -> None:
     """Take one module's states away."""
-    for name in [name for name in module._buffers if name.startswith(PREFIX)]:
+    for name, _ in _buffers(module):
         delattr(module, name)
 
 
@@ -140,7 +140,7 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
     alike: dict[tuple[Quantizer, int], list[Tensor]] = {}
     for module in model.modules():
         spec: Any = None
-        if module._buffers:
+        if module._buffers and isinstance(module._buffers, dict):  # not of a scripted module
             tables.append(module._buffers)
         for name, state in module._buffers.items():
             if state is not None and name.startswith(PREFIX):

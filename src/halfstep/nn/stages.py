@@ -158,7 +158,7 @@ class Steps:
         self._scalings.advance(skipped)
         following = vars(self._model)["_halfstep"].following
         if following.drawing[0] is not applied:
-            drawing = [m._buffers for m in self._model.modules() if m._buffers.get(ATTRIBUTE) is not None]
+            drawing = [m._buffers for m in self._model.modules() if ATTRIBUTE in m._buffers]
             following.drawing = applied, drawing
         if following.drawing[1]:
             noise.advance(following.drawing[1])

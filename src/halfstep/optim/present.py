@@ -24,7 +24,7 @@ _grad, _dtype, _layout, _device = map(attrgetter, ("grad", "dtype", "layout", "d
 _parts_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
 _coding = attrgetter("quantizer", "is_whole")
 _params: Any = itemgetter("params")
-_seed, _alive = methodcaller("get", "rounding_seed"), weakref.ref.__call__
+_seed, _values, _alive = methodcaller("get", "rounding_seed"), methodcaller("values"), weakref.ref.__call__
 
 
 # ---- of the model: nothing would train what replaces its parameters --------------------------------------------------
@@ -63,7 +63,7 @@ class Present:
         if self._seen is not None and self._seen.stands(held):
             return
         self._seen, modules = None, _modules(model)
-        now = set(map(id, chain.from_iterable(map(dict.values, map(_parameters_of, modules)))))
+        now = set(map(id, chain.from_iterable(map(_values, map(_parameters_of, modules)))))
         for parameter in held:
             was, _ = self._were.get(id(parameter), (parameter.dtype, None))
             if parameter.dtype != was and self._was_known(parameter):
@@ -142,8 +142,8 @@ class _Seen:
         wholes, owners = list(map(_alive, self._wholes)), list(map(_alive, self._owners))
         if None in wholes or None in owners:
             return None
-        parts = list(map(id, chain.from_iterable(map(dict.values, map(_parts_of, wholes)))))
-        parameters = list(map(id, chain.from_iterable(map(dict.values, map(_parameters_of, owners)))))
+        parts = list(map(id, chain.from_iterable(map(_values, map(_parts_of, wholes)))))
+        parameters = list(map(id, chain.from_iterable(map(_values, map(_parameters_of, owners)))))
         return parts, parameters, list(map(id, held)), list(map(_dtype, held))
 
 
