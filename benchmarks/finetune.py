@@ -21,8 +21,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from halfstep.lab.environment import environment
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import read_metrics
+from halfstep.lab.experiment import Experiment, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.task import load_corpus
 from halfstep.lab.tasks import experiment_for, get_task

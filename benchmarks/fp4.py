@@ -29,8 +29,7 @@ from fp4_verdicts import judged
 from halfstep.accounting import HEAD, cost, load_subject
 from halfstep.errors import unknown
 from halfstep.lab.environment import environment
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import Row, read_metrics
+from halfstep.lab.experiment import Experiment, Row, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.task import VOCABULARY

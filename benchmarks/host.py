@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.kernels import histories, largest, scaled_mm
-from halfstep.kernels.gpu import amax, blocks, history, launch, layouts
+from halfstep.kernels import gpu, operator, operators, scaled_mm
+from halfstep.kernels.gpu import amax, blocks, history, layouts
 from halfstep.lab.environment import environment
-from halfstep.ops import factors, native
-from halfstep.optim.together import Together
+from halfstep.ops import native, operand
+from halfstep.optim.stepping import Together
 from halfstep.quant.scaling import StatefulScaling
 from on_gpu.products import Sink
 
@@ -67,21 +67,21 @@ class Nothing:
 def stand_in() -> None:
     """Let CPU tensors take what CUDA's take."""
 
-    def first(self: launch.Launch, grid: int, key: tuple[bool | None, ...], arguments: tuple[Any, ...]) -> None:
+    def first(self: gpu.Launch, grid: int, key: tuple[bool | None, ...], arguments: tuple[Any, ...]) -> None:
         self._compiled[key] = Nothing(self._kernel.fn.__name__)
 
     def product(a: Tensor, b: Tensor, *_: Any, output_dtype: torch.dtype = torch.bfloat16, **__: Any) -> Tensor:
         return torch.empty(a.shape[0], b.shape[1], dtype=output_dtype)
 
-    launch.Launch._first = first  # type: ignore[method-assign]
+    gpu.Launch._first = first  # type: ignore[method-assign]
     F.scaled_mm = product  # type: ignore[attr-defined]
     for kind in (StatefulScaling, *StatefulScaling.__subclasses__()):
         kind.waits = lambda self, state: True  # type: ignore[method-assign,attr-defined]
     for module in (native, blocks, layouts):
-        module.plain = launch.lies_plain  # type: ignore[attr-defined]
-    histories.on_cpu = history  # type: ignore[attr-defined]
-    factors.amax_of = amax.run  # type: ignore[assignment]
-    largest.here = lambda tensor: True  # type: ignore[assignment]
+        module.plain = gpu.lies_plain  # type: ignore[attr-defined]
+    operators.on_cpu = history  # type: ignore[attr-defined]
+    operand.amax_of = amax.run  # type: ignore[assignment]
+    operator.here = lambda tensor: True  # type: ignore[assignment]
 
 
 def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[], None]:

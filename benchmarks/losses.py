@@ -10,8 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import read_metrics
+from halfstep.lab.experiment import Experiment, read_metrics
 from halfstep.lab.interval import paired
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import get_task

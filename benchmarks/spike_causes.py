@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.lab.environment import environment
-from halfstep.lab.folder import Row
+from halfstep.lab.experiment import Row
 from halfstep.lab.interval import paired, share
 from halfstep.lab.spikes import spikes
 from halfstep.lab.sweep.folder import SweepFolder

@@ -24,7 +24,7 @@ import torch
 
 from finetune import LEAN, loaded, pretrained, readmes
 from halfstep.lab.environment import environment
-from halfstep.lab.folder import read_metrics
+from halfstep.lab.experiment import read_metrics
 from halfstep.lab.interval import paired
 from halfstep.lab.report.results import SETTINGS, new_figure, png
 from halfstep.lab.task import load_corpus

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.lab.compare import Comparison, open_experiment
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import read_json, write_json
+from halfstep.lab.experiment import Experiment, read_json, write_json
 from halfstep.lab.models import build_model
 from halfstep.lab.task import Batch, Task
 from halfstep.lab.tasks import experiment_for, get_task

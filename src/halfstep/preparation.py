@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, OptimizerError, RecipeError
+from halfstep.errors import ModelError, OptimizerError, RecipeError, some
 from halfstep.nn import noise
 from halfstep.nn.adopt import applied_to
 from halfstep.nn.apply import decide, keep_grads
@@ -28,7 +28,7 @@ from halfstep.nn.watched import end_watch, watch_clones
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
-from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.rules import UpdateRule
 from halfstep.optim.shards import are_several, first_ranks
 from halfstep.quant import draw_seed
 from halfstep.recipe import DTYPES, Origin, Projection, Recipe, check_change, get_recipe
@@ -350,9 +350,8 @@ def _warn_of_later(model: nn.Module, recipe: Recipe, trained: Collection[Tensor]
         if parameter in trained and not is_adapter(name) and model.get_submodule(name.rpartition(".")[0]) in later
     ]
     if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         warnings.warn(
-            f"{', '.join(found[:3])}{more} came to the model after recipe {recipe.name!r} was applied, and do not "
+            f"{some(found)} came to the model after recipe {recipe.name!r} was applied, and do not "
             "follow it: they stay in the dtype that they have, and the products of their layers round nothing. Build "
             "the whole model first, then call halfstep.prepare",
             stacklevel=stacklevel,

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -47,6 +48,11 @@ def collect(package: str, kind: type[T]) -> dict[str, T]:
             found[value.name] = value
             origin.setdefault(value.name, module.__name__)
     return found
+
+
+def family(package: str, kind: type[T]) -> Callable[[], dict[str, T]]:
+    """`collect`, made when it is first asked for, and once."""
+    return cache(lambda: collect(package, kind))
 
 
 def load_module(path: str, error: type[HalfstepError]) -> ModuleType:

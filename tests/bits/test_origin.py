@@ -9,9 +9,8 @@ import torch
 
 import halfstep
 from halfstep.bits.origin import origin, stored_format
-from halfstep.bits.scan import scan
+from halfstep.bits.scan import of_scans, scan
 from halfstep.bits.sentences import Evidence, verdict
-from halfstep.bits.statistics import of_scans
 from halfstep.bits.values import InMemory
 from halfstep.inspection.inspector import quick_origin
 

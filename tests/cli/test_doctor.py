@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from halfstep.cli import diagnosis as doctor
-from halfstep.kernels import selftest
+from halfstep.kernels import gpu, selftest
 from halfstep.kernels.cpu import cast, optimizer, rows
-from halfstep.kernels.gpu import launch, source
+from halfstep.kernels.gpu import source
 from halfstep.kernels.selftest.case import compare, outcome
 from halfstep.optim import selftest as optim
 from halfstep.optim.rules import update_rules
@@ -131,14 +131,14 @@ def test_what_counts_as_a_difference():
 
 
 def test_a_triton_older_than_the_kernels_were_proven_with_is_not_tried(monkeypatch):
-    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.version, "hip", None)
     answers = {}
     for found in ("3.4.0", "3.6.0"):
-        monkeypatch.setattr(launch, "version", lambda name, found=found: found)
-        launch.missing.cache_clear()
-        answers[found] = launch.missing(), doctor._quantised(get_recipe("mxfp8"), doctor.gpu_path, launch.missing())
-    launch.missing.cache_clear()
+        monkeypatch.setattr(gpu, "version", lambda name, found=found: found)
+        gpu.missing.cache_clear()
+        answers[found] = gpu.missing(), doctor._quantised(get_recipe("mxfp8"), doctor.gpu_path, gpu.missing())
+    gpu.missing.cache_clear()
     assert answers["3.4.0"][0] == "triton 3.4.0: the kernels need 3.6 or newer"
     assert answers["3.4.0"][1] == "reference: triton 3.4.0: the kernels need 3.6 or newer"
     assert answers["3.6.0"][0] is None

@@ -166,9 +166,7 @@ def imports(nodes):
 def test_what_is_imported_is_a_dependency_or_named_with_its_extra():
     known = {*sys.stdlib_module_names, *own(), "halfstep", "llvmlite"}  # which is a part of numba, and has its version
     for file, nodes in parsed().items():
-        asked = (
-            {"triton"} if file.parent.match("kernels/gpu/jit") else set()
-        )  # `kernels.gpu.launch.missing` says why not
+        asked = {"triton"} if file.parent.match("kernels/gpu/jit") else set()  # `kernels.gpu.missing` says why not
         for module, caught in imports(nodes):
             assert caught or module in known | asked or module in _EXTRAS, f"{file}: {module}"
 

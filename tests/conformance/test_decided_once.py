@@ -10,7 +10,7 @@ from tiny import EVERY, model_for, prepared, train
 
 PLANNING = (
     "preparation", "nn.apply", "nn.arrangement", "nn.codes", "nn.layers", "nn.plan", "nn.paths", "optim.conversion",
-    "recipe", "recipe.data", "recipe.files", "recipe.operands", "recipe.written",
+    "recipe", "recipe.data", "recipe.operands",
 )  # fmt: skip
 
 

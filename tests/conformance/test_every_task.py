@@ -11,8 +11,7 @@ from torch import nn
 
 from families import in_turn
 from halfstep.errors import RunError
-from halfstep.lab.experiment import Facts, list_tasks
-from halfstep.lab.folder import TIMINGS, read_metrics
+from halfstep.lab.experiment import TIMINGS, Facts, list_tasks, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.task import part
 from halfstep.lab.tasks import experiment_for, get_task

@@ -10,7 +10,7 @@ import torch
 
 from families import in_turn
 from halfstep.optim import convert, update_rules
-from halfstep.optim.rules.base import never
+from halfstep.optim.rules import never
 from halfstep.recipe import Recipe, get_recipe
 from oracles.numbers import same_bits
 from tiny import assert_same, copied

@@ -96,7 +96,7 @@ made_up = Recipe(
     "halfstep.optim.rules": '''
 import torch
 from halfstep.kernels.arithmetic import maximum
-from halfstep.optim.rules.base import learning_rate
+from halfstep.optim.rules import learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 
@@ -224,7 +224,7 @@ FUSED = """
 import torch
 from dataclasses import replace
 from halfstep.optim import convert, update_rules
-from halfstep.optim.rules.base import never
+from halfstep.optim.rules import never
 from halfstep.recipe import get_recipe
 
 assert "made_up_adamax" in update_rules()

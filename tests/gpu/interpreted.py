@@ -17,8 +17,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from halfstep.kernels import selftest
-from halfstep.kernels.gpu import optimizer
-from halfstep.kernels.gpu.launch import functions
+from halfstep.kernels.gpu import functions, optimizer
 from halfstep.kernels.selftest.case import KernelTest, outcome
 from halfstep.optim import selftest as optim
 

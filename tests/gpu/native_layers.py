@@ -18,11 +18,10 @@ import triton
 
 from halfstep import ops
 from halfstep.kernels import scaled_mm
-from halfstep.kernels.gpu import blocks, layouts
+from halfstep.kernels.gpu import blocks, layouts, lies_plain
 from halfstep.kernels.gpu.amax import run as largest_of
-from halfstep.kernels.gpu.launch import lies_plain
-from halfstep.ops import factors, native
-from halfstep.ops.last_input import LastInput
+from halfstep.ops import native, operand
+from halfstep.ops.function import LastInput
 from halfstep.ops.part import KEY
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import get_recipe
@@ -132,7 +131,7 @@ if __name__ == "__main__":
             return asked[-1]
 
         linear.native_layer = native_layer
-        factors.amax_of, kept = lambda x, unless=None, found=None: largest_of(x, unless, found), factors.amax_of
+        operand.amax_of, kept = lambda x, unless=None, found=None: largest_of(x, unless, found), operand.amax_of
         wrong, weights = [], []
         for cached in (False, True):
             rounded.clear()
@@ -144,6 +143,6 @@ if __name__ == "__main__":
         wrong += [
             f"sibling {place}" for place, pair in enumerate(zip(found, beside, strict=True)) if not torch.equal(*pair)
         ]
-        factors.amax_of = kept
+        operand.amax_of = kept
         told = {"triton": triton.__version__, "recipe": name, "wrong": wrong, "native": all(asked) and len(asked)}
         print(json.dumps(told | {"weights": weights, "inputs": rounded.count(inputs)}), flush=True)

@@ -19,9 +19,9 @@ from halfstep import quant
 from halfstep.kernels import selftest
 from halfstep.kernels.selftest.case import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
-from halfstep.ops.last_input import LastInput
+from halfstep.ops.function import LastInput
 from halfstep.ops.part import part_of
-from halfstep.optim import AdamWFp8, LowBitAdamW, projected, selftest as optim
+from halfstep.optim import AdamWFp8, LowBitAdamW, selftest as optim, states
 
 
 HERE = torch.cuda.is_available()
@@ -344,8 +344,8 @@ def in_float64(monkeypatch):
     def product(one, other):
         return (one.double() @ other.double()).float()
 
-    own = projected._Projected
-    monkeypatch.setattr(projected, "singular_vectors", vectors)
+    own = states._Projected
+    monkeypatch.setattr(states, "singular_vectors", vectors)
     monkeypatch.setattr(own, "down", lambda s, p, g: product(p.T, g) if s.subspace.left else product(g, p))
     monkeypatch.setattr(own, "up", lambda s, p, low: product(p, low) if s.subspace.left else product(low, p.T))
 

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 import halfstep
 from halfstep.bits.origin import origin, origins, stored_format
-from halfstep.bits.scan import scan, scan_small
-from halfstep.bits.statistics import of_scans
+from halfstep.bits.scan import of_scans, scan, scan_small
 from halfstep.bits.values import InMemory
 from halfstep.inspection.files import File
 from halfstep.kernels.cpu.compiled import Kernel

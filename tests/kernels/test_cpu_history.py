@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep import formats
-from halfstep.kernels import histories
+from halfstep.kernels.operators import history_kernel
 from halfstep.quant.scaling.delayed import delayed
 
 
@@ -40,7 +40,7 @@ def test_states_move_as_the_rule_moves_them(rule, element):
     wanted = given.clone()
     rule.advance(wanted, element)
     own = [row.clone() for row in given]
-    kernel = histories.found([(own, rule, element)])
+    kernel = history_kernel([(own, rule, element)])
     kernel.advance(False)
     assert torch.equal(torch.stack(own).view(torch.int32), wanted.view(torch.int32))
     before = torch.stack(own)
@@ -51,7 +51,7 @@ def test_states_move_as_the_rule_moves_them(rule, element):
 
 def test_states_that_were_replaced_are_found_again():
     own = [torch.zeros(1 + delayed.history) for _ in range(3)]
-    kernel = histories.found([(own, delayed, E4M3)])
+    kernel = history_kernel([(own, delayed, E4M3)])
     own[1].set_(torch.zeros(1 + delayed.history))
     for state in own:
         state[1] = 2.0
@@ -61,7 +61,7 @@ def test_states_that_were_replaced_are_found_again():
 
 def test_other_rules_and_other_memory_have_no_kernel():
     state = delayed.init()
-    assert histories.found([]) is None
-    assert histories.found([([state], replace(delayed, margin=1), E4M3)]) is None
-    assert histories.found([([state.double()], delayed, E4M3)]) is None
-    assert histories.found([([delayed.init("meta")], delayed, E4M3)]) is None
+    assert history_kernel([]) is None
+    assert history_kernel([([state], replace(delayed, margin=1), E4M3)]) is None
+    assert history_kernel([([state.double()], delayed, E4M3)]) is None
+    assert history_kernel([([delayed.init("meta")], delayed, E4M3)]) is None

@@ -18,8 +18,8 @@ from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.optimizer_loops import step_chunk
 from halfstep.kernels.cpu.optimizer_types import placed
 from halfstep.optim import Lamb, Lion, convert, update_rules
+from halfstep.optim.rules import never
 from halfstep.optim.rules.adam import adamw
-from halfstep.optim.rules.base import never
 from halfstep.quant import noise_bits
 from halfstep.recipe import DTYPES, Recipe, get_recipe, get_storage
 from oracles.numbers import every_16_bit_value, same_bits

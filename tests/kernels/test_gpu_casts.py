@@ -10,8 +10,7 @@ import halfstep
 from families import for_each
 from halfstep import formats
 from halfstep.cli.diagnosis import gpu_path
-from halfstep.kernels.gpu import cast
-from halfstep.kernels.gpu.launch import here, lies_plain
+from halfstep.kernels.gpu import cast, here, lies_plain
 from halfstep.ops import amax_of, casts
 from halfstep.quant.cast import CONTAINERS
 

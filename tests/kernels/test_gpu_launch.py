@@ -2,7 +2,7 @@
 
 import torch
 
-from halfstep.kernels.gpu.launch import Launch
+from halfstep.kernels.gpu import Launch
 
 
 class Kernel:

@@ -6,8 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.lab.experiment import Experiment, Facts, Metric
-from halfstep.lab.folder import MetricsFile, RunFolder
+from halfstep.lab.experiment import Experiment, Facts, Metric, MetricsFile, RunFolder
 
 
 FORMATS = ("fp16", "bf16", "float8_e4m3fn", "float8_e5m2")

@@ -10,8 +10,7 @@ from torch import nn
 
 from halfstep.errors import OptimizerError, RunError
 from halfstep.lab.compare import open_experiment
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import TIMINGS
+from halfstep.lab.experiment import TIMINGS, Experiment
 from halfstep.lab.optimizer import build_optimizer
 from halfstep.lab.report import command, write_report
 from halfstep.optim import Lamb, Lion, update_rules

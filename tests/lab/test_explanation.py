@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import read_metrics
+from halfstep.lab.experiment import Experiment, read_metrics
 from halfstep.lab.task import Task
 from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import NOTHING, explain, judge

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import halfstep
 from families import slow_unless
-from halfstep.lab.folder import read_metrics
+from halfstep.lab.experiment import read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.models.moe import BALANCE, Experts, MoE, Router, Routing, balance, counted, within
 from halfstep.lab.tasks import experiment_for, get_task

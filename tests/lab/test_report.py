@@ -234,7 +234,7 @@ def test_importing_and_writing_need_no_torch(tmp_path):
     code = (
         "import sys, pathlib, warnings; "  # matplotlib 3.9 warns beside the newest pyparsing
         "warnings.filterwarnings('ignore', category=DeprecationWarning, module='matplotlib'); "
-        "from halfstep.lab.report import write_report; from halfstep.lab.folder import RunFolder; "
+        "from halfstep.lab.report import write_report; from halfstep.lab.experiment import RunFolder; "
         f"write_report(RunFolder(pathlib.Path({str(folder.path)!r}))); "
         "bad = {'torch', 'matplotlib.pyplot'} & set(sys.modules); assert not bad, bad"
     )

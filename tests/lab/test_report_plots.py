@@ -11,8 +11,7 @@ from matplotlib.patches import Rectangle
 from run_folder import BYTES, USUAL, Run, rows, statistics_row, uniform, usual_experiment, write, write_run
 
 from halfstep import formats
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import RunFolder
+from halfstep.lab.experiment import Experiment, RunFolder
 from halfstep.lab.report import PICTURES, curves, exponents, lost, rows as bars
 from halfstep.lab.report.results import load, looks, percent_ticks, plain, power, share, signed, spread
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from halfstep.errors import ModelError, RunError
-from halfstep.lab.compare import open_experiment
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import TIMINGS
-from halfstep.lab.side_by_side import train_side_by_side
+from halfstep.lab.compare import open_experiment, train_side_by_side
+from halfstep.lab.experiment import TIMINGS, Experiment
 from halfstep.lab.train import Progress
 
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 
 from halfstep.errors import RunError
-from halfstep.lab.compare import open_experiment
-from halfstep.lab.folder import TIMINGS
-from halfstep.lab.side_by_side import ATTEMPTS, train_side_by_side
+from halfstep.lab.compare import ATTEMPTS, open_experiment, train_side_by_side
+from halfstep.lab.experiment import TIMINGS
 from halfstep.lab.sweep.executors import get_executor
 from halfstep.lab.sweep.folder import Sweep, SweepFolder, read_grid
 from halfstep.lab.sweep.report import write_report

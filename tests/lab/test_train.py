@@ -17,8 +17,7 @@ from families import slow_unless
 from halfstep.errors import CheckpointError, DataError, ModelError
 from halfstep.formats import ieee
 from halfstep.lab.compare import open_experiment
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import TIMINGS, read_metrics
+from halfstep.lab.experiment import TIMINGS, Experiment, read_metrics
 from halfstep.lab.task import Task, load_corpus
 from halfstep.lab.tasks.lm import LanguageModelling
 from halfstep.lab.train import Trainer, last_step as last_checkpoint

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfstep.lab.folder import read_metrics
+from halfstep.lab.experiment import read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.optimizer import build_optimizer
 from halfstep.lab.tasks import experiment_for, get_task

@@ -18,7 +18,7 @@ from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import AttentionSpec, LinearSpec, from_data, linear_spec, to_data
-from halfstep.recipe.files import to_toml
+from halfstep.recipe.data import to_toml
 from halfstep.unit import Attention
 from tiny import assert_same
 

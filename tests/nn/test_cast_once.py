@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.kernels import carried
-from halfstep.ops.last_input import LastInput
+from halfstep.ops.function import LastInput
 
 
 class Block(nn.Module):

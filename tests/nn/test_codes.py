@@ -13,7 +13,7 @@ from halfstep import formats, ops
 from halfstep.errors import ModelError, OptimizerError
 from halfstep.nn.codes import check_grad_dtype
 from halfstep.ops.code_tensor import round_gradient
-from halfstep.optim.rules.base import never
+from halfstep.optim.rules import never
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

@@ -12,9 +12,9 @@ from fake_cuda import Reads, backward, fake_cuda
 from halfstep import quant
 from halfstep.errors import QuantizationError, RecipeError
 from halfstep.ops.casts import seed_of
-from halfstep.quant import captured, rounding
-from halfstep.quant.captured import Draws
+from halfstep.quant import rounding
 from halfstep.quant.hadamard import Hadamard, _drawn_words, _made_there, _words
+from halfstep.quant.rounding import Draws
 from halfstep.recipe import Stage, chain, get_recipe
 from tiny import mlp, model_for, prepared
 
@@ -33,9 +33,9 @@ def capturing(monkeypatch):
 def draws(capturing):
     """It is a graph of ours."""
     made = Draws()
-    captured.opened(made)
+    rounding.opened(made)
     yield made
-    captured.opened(None)
+    rounding.opened(None)
 
 
 class OnHost:
@@ -82,15 +82,15 @@ def test_a_graph_is_held_while_it_is_open_and_no_longer():
     graph = Draws()
     counted, gone = sys.getrefcount(graph), weakref.ref(graph)
     for _ in range(100):
-        captured.opened(graph)
-        assert captured.check_drawing("noise", GPU) is graph
+        rounding.opened(graph)
+        assert rounding.check_drawing("noise", GPU) is graph
         assert sys.getrefcount(graph) == counted + 1
-        captured.opened(None)
+        rounding.opened(None)
         assert sys.getrefcount(graph) == counted
-    captured.opened(graph)
+    rounding.opened(graph)
     del graph
-    assert gone() is captured.check_drawing("noise", GPU)
-    captured.opened(None)
+    assert gone() is rounding.check_drawing("noise", GPU)
+    rounding.opened(None)
     assert gone() is None
 
 
@@ -100,7 +100,7 @@ def test_a_graph_is_held_while_it_is_open_and_no_longer():
 def drawing(generator=None):
     """What a step draws: seeds of two generators and signs of several sizes, in an order."""
     first = seed_of("stochastic", None, GPU)
-    words = captured.drawn("signs", partial(_drawn_words, 64), 2, GPU)
+    words = rounding.drawn("signs", partial(_drawn_words, 64), 2, GPU)
     return [first, seed_of("stochastic", generator, GPU), *words, rounding.draw_seed(None, GPU)]
 
 
@@ -123,9 +123,9 @@ def test_each_replay_draws_what_an_eager_step_would(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        captured.opened(graph)
+        rounding.opened(graph)
         cells = drawing(own)
-        captured.opened(None)
+        rounding.opened(None)
     assert graph.taken == 4
     found = []
     for replayed in (True, False, True):
@@ -156,10 +156,10 @@ def test_a_graph_is_open_while_it_is_captured_and_filled_before_each_replay(monk
     for _ in range(2):  # captured anew, it forgets what was drawn before
         graph.capture_begin(capture_error_mode="global")
         numbers = iter((5, 6))
-        cells = captured.check_drawing("noise", GPU).cells(lambda drawn=numbers: [next(drawn)], 1, torch.device("cpu"))
+        cells = rounding.check_drawing("noise", GPU).cells(lambda drawn=numbers: [next(drawn)], 1, torch.device("cpu"))
         graph.capture_end()
         with pytest.raises(QuantizationError):
-            captured.check_drawing("noise", GPU)
+            rounding.check_drawing("noise", GPU)
         for number in (5, 6):
             graph.replay()
             assert cells.tolist() == [number]

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from fake_cuda import Reads, backward, fake_cuda, wants_mm_out_dtype
-from halfstep.kernels import largest, operators
+from halfstep.kernels import operator, operators
 from halfstep.nn.scaling import Scalings
-from halfstep.ops import factors, operand
+from halfstep.ops import operand
 from halfstep.quant.scaling.delayed import Delayed
 from tiny import Gated, assert_same, batch, model_for, mostly_slow, prepared
 
@@ -33,7 +33,7 @@ def trained(recipe, inputs):
 
 def as_on_a_gpu(patch):
     """Nothing is known of a state before a pass; what is asked for is 0 where the state has a factor."""
-    seen, whole = [], factors.amax_of
+    seen, whole = [], operand.amax_of
 
     def amax_of(x, unless=None):
         asked = unless is None or bool(unless == 0)
@@ -41,9 +41,8 @@ def as_on_a_gpu(patch):
         return whole(x) if asked else torch.zeros(())
 
     patch.setattr(Delayed, "waits", lambda rule, state: rule.warmup > 0)
-    patch.setattr(factors, "has_memory", lambda x: False)
     patch.setattr(operand, "has_memory", lambda x: False)
-    patch.setattr(factors, "amax_of", amax_of)
+    patch.setattr(operand, "amax_of", amax_of)
     return seen
 
 
@@ -80,8 +79,8 @@ def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeyp
             model = model_for(recipe)
         model, _, _ = prepared(recipe, model)
         states = [buffer for name, buffer in model.named_buffers() if "scaling" in name]
-        monkeypatch.setattr(largest, "plain", lambda x: True)
-        monkeypatch.setattr(largest.gpu_amax, "run", run)
+        monkeypatch.setattr(operator, "plain", lambda x: True)
+        monkeypatch.setattr(operator.gpu_amax, "run", run)
         monkeypatch.setattr(operators, "ROUND_SCALED", round_into)
         backward(model(torch.empty(12, 8, device="cuda")).sum())
     assert len(asked) == len(raised) == len(states)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from families import for_each
 from halfstep import formats, get_recipe, preparation
-from halfstep.kernels.largest import seeds
+from halfstep.kernels.operator import seeds
 from halfstep.nn.noise import ATTRIBUTE
 from halfstep.quant import Hadamard, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling

@@ -15,7 +15,7 @@ import halfstep
 from families import slow_unless
 from halfstep import formats
 from halfstep.errors import ModelError, QuantizationError, RecipeError
-from halfstep.kernels import largest
+from halfstep.kernels import operator
 from halfstep.nn import scaling as states_of_models
 from halfstep.nn.adapters import linear
 from halfstep.nn.scaling import Scalings, states_of
@@ -417,8 +417,8 @@ def test_a_traced_graph_leaves_the_states_of_eager_mode_and_reads_as_little(monk
     train(model, optimizer, scaler, 2)
     twin = copy.deepcopy(model)
     compiled, asked = torch.compile(twin, backend="aot_eager", fullgraph=True), []
-    largest_of = largest.amax.run
-    monkeypatch.setattr(largest.amax, "run", lambda x: (asked.append(x), largest_of(x))[1])
+    largest_of = operator.amax.run
+    monkeypatch.setattr(operator.amax, "run", lambda x: (asked.append(x), largest_of(x))[1])
     for _ in range(2):
         for rows, size in ((slice(0, 6), 5.0), (slice(6, 12), 1.0)):
             backward(model, rows, size)

@@ -13,7 +13,7 @@ from halfstep.errors import OptimizerError
 from halfstep.kernels.gpu import optimizer as on_gpu
 from halfstep.ops import quantize
 from halfstep.optim import Combined, convert
-from halfstep.optim.together import Together
+from halfstep.optim.stepping import Together
 from halfstep.recipe import get_recipe
 from tiny import assert_same, mlp, train
 

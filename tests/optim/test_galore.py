@@ -13,8 +13,8 @@ from torch import nn
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.memory import measure
-from halfstep.optim.projected import singular_vectors
-from halfstep.optim.rules.base import never
+from halfstep.optim.rules import never
+from halfstep.optim.states import singular_vectors
 from halfstep.recipe import PROJECTOR, Projection, Subspace, from_data, get_recipe, to_data
 from tiny import PROJECTED, assert_same, batch, mlp, prepared
 

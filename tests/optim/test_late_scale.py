@@ -11,9 +11,8 @@ import torch.nn.functional as F
 import halfstep
 from fake_cuda import Reads, backward, fake_cuda
 from halfstep.errors import LossScaleError
-from halfstep.kernels.gpu import kinds, optimizer as launches
-from halfstep.kernels.gpu.launch import KINDS
-from halfstep.optim import together
+from halfstep.kernels.gpu import KINDS, kinds, optimizer as launches
+from halfstep.optim import stepping
 from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared
 
 
@@ -177,8 +176,8 @@ def kernels(monkeypatch):
     functions = SimpleNamespace(prepare="prepare", update="update", made=lambda source, *program: id(program))
     monkeypatch.setattr(launches, "functions", lambda name: functions)
     monkeypatch.setattr(launches, "prepared", lambda kernel, *_, **__: lambda *rest: launched.append(kernel))
-    for module in (together, kinds):
-        name = "plain" if module is together else "lies_plain"
+    for module in (stepping, kinds):
+        name = "plain" if module is stepping else "lies_plain"
         monkeypatch.setattr(module, name, lambda t, *dtypes: t.dtype in (dtypes or KINDS) and t.is_contiguous())
     own = torch.Tensor.data_ptr
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: 16 * id(t) if hasattr(t, "fake_mode") else own(t))

@@ -14,7 +14,7 @@ from families import for_each, slow_unless
 from halfstep.errors import OptimizerError
 from halfstep.memory import measure
 from halfstep.optim import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
-from halfstep.optim.rules.base import never
+from halfstep.optim.rules import never
 from halfstep.recipe import get_recipe, get_storage
 from tiny import assert_same, copied
 

@@ -18,7 +18,7 @@ from halfstep import formats
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.memory import measure
 from halfstep.optim import Lamb, Lion
-from halfstep.optim.rules.base import never
+from halfstep.optim.rules import never
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

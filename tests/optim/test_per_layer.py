@@ -9,7 +9,7 @@ from torch import nn
 import halfstep
 from halfstep.errors import LossScaleError, OptimizerError
 from halfstep.optim import GaLoreAdamW, PerLayer
-from halfstep.optim.projected import singular_vectors
+from halfstep.optim.states import singular_vectors
 from halfstep.recipe import PROJECTOR, Projection, Subspace, get_recipe
 from tiny import assert_same, copied
 

@@ -10,7 +10,7 @@ import halfstep
 from halfstep import formats
 from halfstep.errors import ModelError
 from halfstep.kernels.cpu import optimizer as kernels
-from halfstep.optim import LowBitAdamW, together
+from halfstep.optim import LowBitAdamW, stepping
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import get_storage
@@ -31,7 +31,7 @@ def calls(monkeypatch):
 @pytest.fixture
 def alone(monkeypatch):
     """A function from which on parameters are stepped one after the other."""
-    return lambda: monkeypatch.setattr(together, "batched", lambda ways: ([], list(ways)))
+    return lambda: monkeypatch.setattr(stepping, "batched", lambda ways: ([], list(ways)))
 
 
 def stepped(recipe, between=lambda optimizer, weights: None, steps=3, make=torch.optim.AdamW):

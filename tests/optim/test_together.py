@@ -17,7 +17,7 @@ from halfstep.errors import OptimizerError
 from halfstep.kernels.gpu import kinds, optimizer, table
 from halfstep.optim import convert, rule_of
 from halfstep.optim.shards import positions, run_of
-from halfstep.optim.together import Together
+from halfstep.optim.stepping import Together
 from halfstep.recipe import get_recipe
 
 

@@ -11,7 +11,7 @@ import torch
 import halfstep
 import planted
 from halfstep import formats
-from halfstep.bits.limits import limits_of
+from halfstep.bits.what_if import limits_of
 from halfstep.errors import FormatError
 from halfstep.probe.observe import Counts, count
 from planted import tokens

@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep import formats, get_recipe
-from halfstep.bits.limits import limits_of
+from halfstep.bits.what_if import limits_of
 from halfstep.probe.observe import Counts, Range, Site, window
 from halfstep.probe.trial import reference, trial
 from halfstep.tracking import exponents

@@ -9,8 +9,8 @@ import torch
 
 from families import slow_unless
 from halfstep import ops, round_to
-from halfstep.ops.matmul import matmul
 from halfstep.ops.operand import decoded, operand
+from halfstep.ops.plain import matmul
 from halfstep.quant import Hadamard, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import square

@@ -15,7 +15,7 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.delayed import Current, Delayed
 from halfstep.quant.tile import ROW, TENSOR, Tile
 from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule, from_data, to_data
-from halfstep.recipe.files import to_toml
+from halfstep.recipe.data import to_toml
 from halfstep.recipe.operands import KEEP
 from tiny import RECIPES, assert_same, mlp, prepared, train
 

@@ -10,8 +10,7 @@ import pytest
 from halfstep import get_recipe, list_recipes
 from halfstep.errors import RecipeError
 from halfstep.recipe import COAT, FP8, LossScale, Stage, chain, from_data, to_data
-from halfstep.recipe.data import is_name
-from halfstep.recipe.files import to_toml
+from halfstep.recipe.data import is_name, to_toml
 from halfstep.recipe.stages import ALIKE, starts
 
 

@@ -157,7 +157,7 @@ class Blank(FakeTensorMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         real = torch.Tag.nondeterministic_seeded not in func.tags and all(map(_is_real, given))
         if func is _aten._local_scalar_dense.default and not real:
-            return _ordinary(args[0])
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is _aten._pack_padded_sequence.default and _is_real(args[1]):
             return _packed(*args)
         kwargs = dict(kwargs or {})
@@ -211,10 +211,6 @@ def _is_small(made: Any) -> bool:
     if not isinstance(made, Tensor):
         return True
     return made.dtype in _WHOLE and made.device.type == "cpu" and made.numel() <= _SMALL
-
-
-def _ordinary(tensor: Tensor) -> bool | float:
-    return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 USUAL = 2048

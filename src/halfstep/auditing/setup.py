@@ -20,7 +20,7 @@ from halfstep.ops import CodeTensor
 from halfstep.ops.part import parts_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.optim import LowBit
-from halfstep.recipe import is_master
+from halfstep.recipe.spec import MASTER, is_master
 
 
 PIECE = 1 << 22
@@ -95,7 +95,6 @@ def rounds_to(full: Tensor, narrow: Tensor) -> bool:
     return all(torch.equal(a.to(b.dtype).to(b.device), b) for a, b in pieces)
 
 
-_MASTER = "master"
 _DECAYS = {"exp_avg": ("betas", 0), "exp_avg_sq": ("betas", 1), "square_avg": ("alpha", None)}
 """Where the groups of torch's optimizers say how much a state keeps of itself."""
 
@@ -137,12 +136,12 @@ class Setup:
     @cached_property
     def masters(self) -> dict[str, Any]:
         """What takes the update in a parameter's place, or beside it."""
-        kept = {name: value for name, kind, value in self.states if kind == _MASTER or kind.startswith(f"{_MASTER} (")}
+        kept = {name: value for name, kind, value in self.states if kind == MASTER or kind.startswith(f"{MASTER} (")}
         return {**kept, **self.by_hand}
 
     def steps_on(self, kind: str, name: str) -> bool:
         """Whether a tensor of that kind takes the updates of the parameter of that name."""
-        taker = "parameters" if name not in self.masters else _MASTER
+        taker = "parameters" if name not in self.masters else MASTER
         return kind == taker and name in self.trained and name in (self.groups or {})
 
     def decay(self, kind: str, name: str) -> float | None:
@@ -256,7 +255,7 @@ def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None
 
 def _kind(key: str) -> str:
     """A state's name; a state that keeps more of a weight than the weight itself is "master", or "master (name)"."""
-    return _MASTER if role_of(key) == _MASTER else f"{_MASTER} ({key})" if is_master(key) else key
+    return MASTER if role_of(key) == MASTER else f"{MASTER} ({key})" if is_master(key) else key
 
 
 _AVERAGED = (nn.modules.batchnorm._NormBase,)

@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from halfstep.bits.grids import CERTAIN, CHOSEN, WIDER, first_looks, suspects
 from halfstep.bits.scan import LEVELS, Levels, Scan
 from halfstep.bits.table import tells
-from halfstep.bits.values import COLUMN, TILES, Places, repeats
+from halfstep.bits.values import COLUMN, TILES, Doubles, Places, repeats
 from halfstep.formats import Float
 from halfstep.kernels.cpu.looks import BEGUN, COPIED, FIRST, LINES, TURNED, Repeats
 from halfstep.kernels.cpu.tables import First
 from halfstep.quant import ROW, TENSOR, Tile
 
 
-Doubles = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
 _BITS = {"bf16": 8, "fp16": 11}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from halfstep import formats
 from halfstep.bits.scan import Levels, Scan
 from halfstep.bits.table import WIDTH, Table, first_look, held_bits, scaled, tells
-from halfstep.bits.values import TILES, Places, as_float32
+from halfstep.bits.values import TILES, Doubles, Places, as_float32
 from halfstep.formats import Float
 from halfstep.kernels.cpu import looks
 from halfstep.kernels.cpu.tables import First, fitting, on_grid
@@ -147,8 +147,6 @@ def _fit(scan: Scan, few: NDArray[np.int64], most: NDArray[np.int64]) -> Fit:
     return Fit(count, beyond, bits * _weight(scan, count), float((able * chance).sum() / able.sum()), short, filled)
 
 
-Magnitudes = NDArray[np.float64]
-
 WHOLE = "int"
 """Whole numbers times one step: how many bits their codes have, follows from the steps between the ends."""
 
@@ -276,7 +274,7 @@ def suspects(places: Sequence[Places], wide: Float | None) -> list[list[str]]:
 
 
 @cache
-def _grids() -> tuple[Magnitudes, NDArray[np.int64], Magnitudes]:
+def _grids() -> tuple[Doubles, NDArray[np.int64], Doubles]:
     """All grids one after the other, where each begins, and the ratios of all pairs of values of each, ascending."""
     grids = [_grid(name) for name in GRIDS]
     ratios = np.unique(np.concatenate([(grid[:, None] / grid).ravel() for grid in grids]))
@@ -322,7 +320,7 @@ def _matches(places: Places, tile: Tile, names: Sequence[str], wide: Float | Non
     ]
 
 
-def _finer(name: str, levels: Magnitudes, times: NDArray[np.int64], step: float) -> float:
+def _finer(name: str, levels: Doubles, times: NDArray[np.int64], step: float) -> float:
     """The evidence that steps grow no finer where values are smaller: of whole numbers rather than as many bits of
     floating point, of a format below its normal values rather than the wider one.
     """
@@ -345,7 +343,7 @@ def _format(name: str, steps: float) -> str | None:
 
 
 @cache
-def _grid(name: str) -> Magnitudes:
+def _grid(name: str) -> Doubles:
     if name == WHOLE:
         return np.arange(1.0, _STEPS + 1)
     values = np.abs(np.array([float(v) for v in formats.get(name).values()]))
@@ -356,12 +354,12 @@ def _grid(name: str) -> Magnitudes:
 class _Held:
     """Levels on a grid times a scale: of each the bits of evidence, and what the choice of the scale costs."""
 
-    bits: Magnitudes
+    bits: Doubles
     scale: float
     chosen: float
 
 
-def _held(levels: Magnitudes, name: str, wide: Float | None, every: bool = False) -> _Held | None:
+def _held(levels: Doubles, name: str, wide: Float | None, every: bool = False) -> _Held | None:
     """How levels lie on the grid times one scale; None if they do not all.
 
     The largest level is one of the grid's largest values (`every`: any of them). Another is found if it lies within the
@@ -378,7 +376,7 @@ def _held(levels: Magnitudes, name: str, wide: Float | None, every: bool = False
     return _Held(bits[best], float(levels[-1] / tops[best]), float(chosen[best]))
 
 
-def _tops(levels: Magnitudes, name: str, wide: Float | None, every: bool = False) -> Magnitudes:
+def _tops(levels: Doubles, name: str, wide: Float | None, every: bool = False) -> Doubles:
     """The places of the largest level on the grid with which all levels are on it."""
     grid = _grid(name)
     if levels.size > grid.size:
@@ -387,7 +385,7 @@ def _tops(levels: Magnitudes, name: str, wide: Float | None, every: bool = False
     return tops[on_grid(levels, grid, tops, *_room(levels[-1], wide))]
 
 
-def _bits(levels: Magnitudes, name: str, tops: Magnitudes, wide: Float | None) -> Magnitudes:
+def _bits(levels: Doubles, name: str, tops: Doubles, wide: Float | None) -> Doubles:
     """For each place of the largest level the evidence of each in that all are on the grid."""
     grid, (relative, step) = _grid(name), _room(levels[-1], wide)
     scaled = levels / levels[-1] * tops[:, None]

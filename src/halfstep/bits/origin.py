@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from halfstep import formats
 from halfstep.bits.factors import CODE_BITS, Looks, come_again, copied, factored, few_levels, looks, powers, repetition
@@ -144,7 +143,7 @@ def _found(scan: Scan, stored: str, look: Looks) -> Origin:
     half = halved(scan, look.table)
     cast = _cast(scan, stored, wide, look.table, half)
     # What values of 8 bits or less were rounded to after they were scaled.
-    casts = [_format(name) for name in cast.through if cast.share == 1 and cast.scale is None]
+    casts = [float_named(name) for name in cast.through if cast.share == 1 and cast.scale is None]
     narrow = min((*casts, *((wide,) if wide else ())), key=lambda one: one.significant_bits, default=wide)
     half = half if narrow is wide else halved(scan, first_looks([scan.table], narrow, ())[0])
     used = min(half[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
@@ -163,7 +162,8 @@ def _found(scan: Scan, stored: str, look: Looks) -> Origin:
 
 
 @cache
-def _format(name: str) -> Float:
+def float_named(name: str) -> Float:
+    """The binary format of that name."""
     return formats.get(name, Float)
 
 
@@ -173,7 +173,7 @@ def stored_format(stored: str) -> Float | None:
     if stored == "float64":
         return None
     found = formats.get(stored) if stored in ("bfloat16", "float16") or stored.startswith("float8") else None
-    return found if isinstance(found, Float) else _format("fp32")
+    return found if isinstance(found, Float) else float_named("fp32")
 
 
 def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
@@ -182,14 +182,14 @@ def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     if used > min(CODE_BITS, most - 1):
         return None
     spread = _FEW.get(max(used, 2))
-    evidence = fit(scan, _format(spread), wide).bits if spread else fit_bits(scan, [wide])
+    evidence = fit(scan, float_named(spread), wide).bits if spread else fit_bits(scan, [wide])
     found = powers(scan) if evidence >= ENOUGH else None
     if found is None:
         return None
     one = found.tile == TENSOR and int(scan.table.rows[-1]) - scan.table.last_bit < used
     scale = f"2^{scan.table.last_bit}" if one else "2^k"
     if not found.format.startswith("int"):
-        best = scan.table.best_shift(_format(found.format))
+        best = scan.table.best_shift(float_named(found.format))
         scale = f"2^{best[0]}" if best is not None and best[1] == scan.table.nonzero else "2^k"
     also = found.also or ((STEPS,) if found.format.startswith("int") and one else ())
     return Origin(stored, (found.format,), scale=scale, also=also, evidence=evidence)
@@ -237,7 +237,7 @@ def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin, looked:
 @cache
 def _casts(wide: Float | None) -> dict[str, Float]:
     """What casts are looked for; from 64 bits float32 too."""
-    return {name: _format(name) for name in ("bf16", "fp16", "tf32", *(("fp32",) if wide is None else ()))}
+    return {name: float_named(name) for name in ("bf16", "fp16", "tf32", *(("fp32",) if wide is None else ()))}
 
 
 def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[int, float]) -> Origin:
@@ -309,7 +309,7 @@ def narrowed(scan: Scan, stored: str) -> str | None:
     return name if all_bits and not stepped else None
 
 
-def progression(tensor: Tensor) -> str | None:
+def progression(tensor: torch.Tensor) -> str | None:
     """The 16-bit type that positions, or other numbers at equal steps along one of the last two dimensions, were
     rounded to: the tensor is in that type or in float32, and rounding equal steps gives it where they themselves do
     not. Its bits do not show it, since whole numbers have few.

@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.bits.scan import decoded
-from halfstep.bits.values import FLOAT8, TYPES, Values, even
+from halfstep.bits.values import FLOAT8, TYPES, Doubles, Values, even
 
-
-Doubles = NDArray[np.float64]
 
 RUN = 1 << 18
 """Values read at a time: in float64, the few arrays that are made of them stay in the caches."""

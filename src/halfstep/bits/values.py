@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
-from torch import Tensor
 
 from halfstep.kernels.cpu import looks as kernel
 from halfstep.kernels.cpu.looks import FIRST, Repeats
@@ -34,6 +33,7 @@ def _types(code: str, bits: int, *names: str) -> dict[str, StoredType]:
     return {name: StoredType(name, bits, np.dtype(code)) for name in names}
 
 
+Doubles = NDArray[np.float64]
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 """The types of 8 bits that torch has."""
 
@@ -112,7 +112,7 @@ class Decoded(Shaped):
 class InMemory(Shaped):
     """A plain tensor of one of `dtypes.TYPES`, on any device, as `Values`."""
 
-    tensor: Tensor
+    tensor: torch.Tensor
 
     @property
     def dtype(self) -> str:  # type: ignore[override]
@@ -133,7 +133,7 @@ class InMemory(Shaped):
             yield bits
 
 
-def runs(tensor: Tensor, count: int) -> Iterator[Tensor]:
+def runs(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     """The values in row-major order, flat, at most `count` at a time; copied only where they do not lie so."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from halfstep.cli.terminal import answer, line_width, number, table_text
 from halfstep.errors import RunError, printable
-from halfstep.lab.experiment import Experiment, Facts, Metric, list_tasks
-from halfstep.lab.folder import RunFolder, read_json
+from halfstep.lab.experiment import Experiment, Facts, Metric, RunFolder, list_tasks, read_json
 from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
 
 

@@ -10,7 +10,7 @@ from halfstep.errors import OptimizerError
 from halfstep.kernels import carried
 from halfstep.kernels.cpu import blocks, elements, panels, posit, rows, tiles
 from halfstep.kernels.cpu.compiled import kept_code
-from halfstep.kernels.gpu import blocks as gpu_blocks, launch
+from halfstep.kernels.gpu import blocks as gpu_blocks, missing
 from halfstep.kernels.gpu.source import finding, moving, norming
 from halfstep.kernels.units_mm import PAYS
 from halfstep.ops import is_native_available
@@ -36,12 +36,12 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
             "products": _products(recipe),
             "quantised": _quantised(recipe, _path),
             "fp8 units": _native(recipe),
-            **({"quantised on cuda": _quantised(recipe, gpu_path, launch.missing())} if with_gpu else {}),
+            **({"quantised on cuda": _quantised(recipe, gpu_path, missing())} if with_gpu else {}),
         }
         for recipe in asked
     ]
     typer.echo("testing every kernel: minutes where they are not compiled yet, seconds afterwards", err=True)
-    gpu, absent = torch.device("cuda"), launch.missing() if with_gpu else "no CUDA device"
+    gpu, absent = torch.device("cuda"), missing() if with_gpu else "no CUDA device"
     tests = [outcome(test) for test in (*selftest.CPU, *optim.CPU)] + [outcome(test, gpu) for test in units(gpu)]
     if absent is None:
         tests += [outcome(t._replace(kernel=f"gpu {t.kernel}"), gpu) for t in (*selftest.GPU, *optim.GPU)]

@@ -17,7 +17,7 @@ from halfstep.errors import CheckpointError, KnowledgeBaseError, grouped, percen
 
 
 if TYPE_CHECKING:
-    from halfstep.bits.statistics import Statistics
+    from halfstep.bits.scan import Statistics
     from halfstep.bits.what_if import WhatIf
     from halfstep.inspection import Difference, Inspection, RoleReport, TensorDifference, TensorReport
     from halfstep.inspection.report import Known

@@ -129,7 +129,7 @@ def _text(report: "ProbeReport", known: Verdict | None) -> str:
 
 
 def _write(report: "ProbeReport", path: Path) -> None:
-    from halfstep.recipe.files import to_toml
+    from halfstep.recipe.data import to_toml
 
     passed = report.trial if report.recipe_safe else report.suggestion
     if passed is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.distributed.collectives import Buffers, Exchange
 from halfstep.kernels.cpu import means
-from halfstep.kernels.largest import amax_of
+from halfstep.kernels.operator import amax_of
 from halfstep.ops.casts import Quantized, decode, encode, quantize, round_to
 from halfstep.quant import Quantizer
 from halfstep.recipe import Storage

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from halfstep.bits.origin import stored_format
 from halfstep.bits.pair import RUN, Change, Pair, as_numbers, comparable, same_bytes
-from halfstep.bits.relation import Relation, relation
-from halfstep.bits.rounded import nearest
+from halfstep.bits.relation import Relation, nearest, relation
 from halfstep.bits.scan import Progress
 from halfstep.bits.values import Values, even
 from halfstep.errors import grouped, percent, printable, shortened, some

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from halfstep.bits.pair import Change
-from halfstep.bits.relation import Relation
-from halfstep.bits.rounded import NEAREST
+from halfstep.bits.relation import NEAREST, Relation
 from halfstep.errors import percent, some
 from halfstep.inspection.schemes import written
 

@@ -7,15 +7,24 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
 from halfstep.bits.origin import Origin, origins, stored_format
 from halfstep.bits.pair import Pair, same_bytes
-from halfstep.bits.scan import CHUNK, Progress, Scan, is_small, readable, scan, scan_small
+from halfstep.bits.scan import (
+    CHUNK,
+    Progress,
+    Scan,
+    Statistics,
+    is_small,
+    of_scans,
+    of_table,
+    readable,
+    scan,
+    scan_small,
+)
 from halfstep.bits.sentences import Evidence, summed, verdict, whole
-from halfstep.bits.statistics import Statistics, of_scans, of_table
 from halfstep.bits.table import EMPTY, Table, total
 from halfstep.bits.values import Values
 from halfstep.bits.what_if import Trials
@@ -36,17 +45,15 @@ from halfstep.inspection.layers import Layers, described, find_layers
 from halfstep.inspection.report import Inspection, Known, RoleReport, TensorReport, contradictions, disagreements
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
 from halfstep.kernels.cpu import bits as kernel
-from halfstep.registry import collect
+from halfstep.registry import family
 
 
 _HALF = re.compile(r"[\ud800-\udfff]")  # a lone surrogate, which cannot be written as UTF-8
 _NAMED = 3  # checkpoints that an error about a folder names
 
 
-@cache
-def readers() -> dict[str, Reader]:
-    """Every reader by name; a new kind of checkpoint is one new file in `readers/`."""
-    return collect("halfstep.inspection.readers", Reader)
+readers = family("halfstep.inspection.readers", Reader)
+"""Every reader by name; a new kind of checkpoint is one new file in `readers/`."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -5,7 +5,6 @@ What is broken is said in words. Plain tensors are as they are, codes with scale
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -50,8 +49,8 @@ def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
     for tensor in tensors:
         tried = [
             (scheme, parts, *_layer(scheme, parts))
-            for scheme in _schemes(tensor.dtype)
-            if (parts := _parts(tensor, scheme, names))
+            for scheme in SCHEMES
+            if tensor.dtype in scheme.dtypes and (parts := _parts(tensor, scheme, names))
         ]
         if tried:
             # Schemes whose names are alike differ in what they need and in how shapes fit.
@@ -60,12 +59,6 @@ def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
             found |= {tensor.name: layer} if layer is not None else {}
             findings += wrong
     return Layers(found, (*findings, *_left_over(tensors, used, set(found))))
-
-
-@cache
-def _schemes(dtype: str) -> list[Scheme]:
-    """Those whose codes are stored so."""
-    return [scheme for scheme in SCHEMES if dtype in scheme.dtypes]
 
 
 def _parts(codes: StoredTensor, scheme: Scheme, names: Mapping[str, StoredTensor]) -> dict[str, StoredTensor] | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.bits.origin import Origin
+from halfstep.bits.scan import Statistics
 from halfstep.bits.sentences import Evidence, Layer, PrecisionVerdict, SchemeReport
-from halfstep.bits.statistics import Statistics
 from halfstep.bits.what_if import WhatIf
 from halfstep.errors import grouped, percent, printable, shortened
 from halfstep.inspection.schemes import SCHEMES, written

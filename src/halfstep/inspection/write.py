@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from halfstep import formats
 from halfstep.bits.scan import CHUNK, Progress
@@ -171,7 +170,7 @@ class Scaled:
         ]
 
     def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
-        once: dict[str, Tensor] = {}
+        once: dict[str, torch.Tensor] = {}
         whole = self.quantizer.scales is not None and self.quantizer.scales.tile == TENSOR
         for rows in pieces(tensor):
             x = with_largest(rows, amax) if needs_largest(self.quantizer) else rows
@@ -187,7 +186,7 @@ class Scaled:
         for name, part in once.items():
             yield f"{tensor.name}.{name}", part.view(-1).view(torch.uint8).numpy()
 
-    def _layout(self, x: Tensor) -> Iterator[tuple[str, tuple[torch.dtype, Any]]]:
+    def _layout(self, x: torch.Tensor) -> Iterator[tuple[str, tuple[torch.dtype, Any]]]:
         yield from layout(self.quantizer, tuple(x.shape), x.dtype).items()
 
 

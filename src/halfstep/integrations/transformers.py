@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.auditing import Audit, Running, Watch, audit, running
-from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError
+from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError, some
 from halfstep.nn.following import following, root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.paths import adapters_of
@@ -281,10 +281,9 @@ class HalfstepCallback(TrainerCallback):
             return
         self._skipped, names = scaler.skipped_steps, scaler.overflowed
         _LOG.warning(
-            "step %d was skipped: the gradients of %s%s are not finite; the loss scale is now %g",
+            "step %d was skipped: the gradients of %s are not finite; the loss scale is now %g",
             state.global_step + 1,
-            ", ".join(names[:3]) or "another rank",
-            f" and {len(names) - 3} more" if len(names) > 3 else "",
+            some(names) or "another rank",
             scaler.get_scale(),
         )
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu import cast
-from halfstep.kernels.gpu.launch import lies_plain, plain
+from halfstep.kernels.gpu import cast, lies_plain, plain
 from halfstep.kernels.operator import Operator, plus, times
 
 

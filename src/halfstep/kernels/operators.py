@@ -5,7 +5,12 @@ memory is asked when it runs, not while it is traced. Where several layers round
 an operator that gives back its result (ROUNDED_SCALED, QUANTIZED): it is for roundings that draw no seed themselves.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from halfstep.kernels.cpu import (
     cast,
     codes,
     dequantize,
+    history as on_cpu,
     panels,
     posit,
     rotated,
@@ -27,16 +33,18 @@ from halfstep.kernels.cpu import (
 from halfstep.kernels.gpu import (
     blocks as gpu_blocks,
     cast as gpu_cast,
+    here,
+    history as on_gpu,
+    missing,
     rotated as gpu_rotated,
 )
-from halfstep.kernels.gpu.launch import here
-from halfstep.kernels.largest import amax_of, seed_in
-from halfstep.kernels.operator import Operator, blank
+from halfstep.kernels.operator import Operator, amax_of, blank, seed_in
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, layout
 from halfstep.quant.cast import no_code_for_nan, no_such_code, pack, unpack
 from halfstep.quant.quantizer import matrix_shape
-from halfstep.quant.rounding import Seed
-from halfstep.quant.scaling import from_text
+from halfstep.quant.rounding import Seed, capturing
+from halfstep.quant.scaling import StatefulScaling, from_text
+from halfstep.quant.scaling.delayed import Delayed
 
 
 def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
@@ -367,3 +375,48 @@ def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
 
 _ROTATE = Operator("rotate(Tensor x, Tensor signs, int dim) -> Tensor", _rotate, like=_rotated_like)
 draw_signs = Operator("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()", _draw_signs)
+
+
+_LONGEST = 1 << 13
+Group = tuple[Sequence[Tensor], StatefulScaling, Format]
+"""States that are alike, their rule, and the format of their operands."""
+
+
+def history_kernel(groups: Sequence[Group]) -> Histories | None:
+    """What moves all of these on; None where one of them is not a dense tensor of a CPU or a GPU, or of a rule that
+    needs more than amaxes; and in a CUDA graph that is being captured, which takes no copy from the host."""
+    kinds = set()
+    for states, rule, _ in groups:
+        if type(rule) is not Delayed or rule.first is None or rule.history > _LONGEST:
+            return None
+        for state in states:
+            kinds.add((type(state), state.device.type, state.dtype, state.is_contiguous(), state.is_neg()))
+    if kinds == {(Tensor, "cpu", torch.float32, True, False)}:
+        return Histories(groups, on_cpu)
+    on_a_gpu = kinds == {(Tensor, "cuda", torch.float32, True, False)} and missing() is None
+    return Histories(groups, on_gpu) if on_a_gpu and not capturing() else None
+
+
+class Histories:
+    """States of delayed scaling that one call moves on for each group of them."""
+
+    def __init__(self, groups: Sequence[Group], kernel: Any) -> None:
+        self._groups, self._kernel = groups, kernel
+        self._states = list(chain.from_iterable(map(itemgetter(0), groups)))
+        self._device, self._addresses = self._states[0].device, [0]
+
+    def advance(self, skipped: bool | Tensor) -> None:
+        """End an optimizer step for all of them: of a `skipped` one only the amaxes are forgotten."""
+        now = list(map(Tensor.data_ptr, self._states))
+        if now != self._addresses:
+            places, start, self._places, self._addresses = self._kernel.places(now, self._device), 0, [], now
+            for states, _, _ in self._groups:
+                self._places.append(places[start : start + len(states)])
+                start += len(states)
+        says = None
+        if isinstance(skipped, Tensor):
+            says = skipped.to(self._device, torch.float32)
+        elif skipped:
+            says = torch.ones((), dtype=torch.float32, device=self._device)
+        for (_, rule, element), places in zip(self._groups, self._places, strict=True):
+            self._kernel.run(places, rule, element, says)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """lhs (rows, shared), rhs (shared, columns) -> (rows, columns), all float32."""
 _SIDE = 16  # what tensor cores take at least
 _GROUP = 32  # products that one instruction of Hopper's FP8 tensor cores adds at a time

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.constant import constant
-from halfstep.kernels.gpu import launch
+from halfstep.kernels import gpu
 from halfstep.kernels.units_mm import (
     BLOCKS,
     FP4,
@@ -166,7 +166,7 @@ def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-capability = launch.capability
+capability = gpu.capability
 """Of a GPU that may have such tensor cores. Tests replace it, to be on another."""
 
 

@@ -5,8 +5,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from math import comb, sqrt
-from statistics import NormalDist
 from typing import Any
 
 
@@ -134,8 +132,8 @@ def wilson(hits: int, runs: int, level: float = LEVEL) -> Interval:
     >>> wilson(18, 188)
     Interval(low=0.0614..., high=0.1462...)
     """
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    centre, spread = hits + z * z / 2, z * sqrt(hits * (runs - hits) / runs + z * z / 4)
+    z = statistics.NormalDist().inv_cdf((1 + level) / 2)
+    centre, spread = hits + z * z / 2, z * math.sqrt(hits * (runs - hits) / runs + z * z / 4)
     return Interval(max(0.0, (centre - spread) / (runs + z * z)), min(1.0, (centre + spread) / (runs + z * z)))
 
 
@@ -149,8 +147,10 @@ def fisher(a: int, of_a: int, b: int, of_b: int) -> float:
     0.0044
     """
     hits, runs = a + b, of_a + of_b
-    weights = {k: comb(of_a, k) * comb(of_b, hits - k) for k in range(max(0, hits - of_b), min(of_a, hits) + 1)}
-    return sum(w for w in weights.values() if w <= weights[a]) / comb(runs, hits)
+    weights = {
+        k: math.comb(of_a, k) * math.comb(of_b, hits - k) for k in range(max(0, hits - of_b), min(of_a, hits) + 1)
+    }
+    return sum(w for w in weights.values() if w <= weights[a]) / math.comb(runs, hits)
 
 
 def power(share_a: float, of_a: int, share_b: float, of_b: int, level: float = LEVEL) -> float:
@@ -178,15 +178,15 @@ def runs_to_tell(share_a: float, share_b: float, wanted: float = 0.8) -> int | N
     gap, mean = abs(share_a - share_b), (share_a + share_b) / 2
     if not gap:
         return None
-    z, y = NormalDist().inv_cdf((1 + LEVEL) / 2), NormalDist().inv_cdf(wanted)
+    z, y = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2), statistics.NormalDist().inv_cdf(wanted)
     spread = share_a * (1 - share_a) + share_b * (1 - share_b)
-    plain = (z * sqrt(2 * mean * (1 - mean)) + y * sqrt(spread)) ** 2 / gap**2
-    count = plain / 4 * (1 + sqrt(1 + 4 / (plain * gap))) ** 2
+    plain = (z * math.sqrt(2 * mean * (1 - mean)) + y * math.sqrt(spread)) ** 2 / gap**2
+    count = plain / 4 * (1 + math.sqrt(1 + 4 / (plain * gap))) ** 2
     return round(count + 0.5) if count <= _RUNS else None
 
 
 def _outcomes(share: float, runs: int) -> dict[int, float]:
-    return {k: comb(runs, k) * share**k * (1 - share) ** (runs - k) for k in range(runs + 1)}
+    return {k: math.comb(runs, k) * share**k * (1 - share) ** (runs - k) for k in range(runs + 1)}
 
 
 def share(hits: int, runs: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import formats
-from halfstep.lab.folder import Row
+from halfstep.lab.experiment import Row
 from halfstep.ops import values_of
 from halfstep.optim import LowBit, Update
 from halfstep.tracking import (

@@ -29,8 +29,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from halfstep import prepare
 from halfstep.errors import CheckpointError, HalfstepError, LossScaleError
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import MetricsFile, Row, read_metrics
+from halfstep.lab.experiment import Experiment, MetricsFile, Row, read_metrics
 from halfstep.lab.look import Look, counted
 from halfstep.lab.optimizer import build_optimizer, unit_scale_on
 from halfstep.lab.task import Batch, Task, check_finite

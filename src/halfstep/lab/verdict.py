@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.lab.experiment import Experiment, Metric
-from halfstep.lab.folder import Row
+from halfstep.lab.experiment import Experiment, Metric, Row
 from halfstep.lab.interval import LEVEL, Interval, borrowed, borrowed_spread, paired, pairs_to_decide
 
 

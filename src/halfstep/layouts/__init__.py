@@ -1,19 +1,15 @@
 """Layouts of quantised weights in files that servers load: which tensors a layer has, and what config.json says."""
 
-from functools import cache
-
 from halfstep.errors import LayoutError, one_of
 from halfstep.layouts.base import Layout
 from halfstep.quant import Quantizer
-from halfstep.registry import collect
+from halfstep.registry import family
 
 
 __all__ = ["Layout", "fitting", "get_layout", "list_layouts"]
 
 
-@cache
-def _by_name() -> dict[str, Layout]:
-    return collect("halfstep.layouts.named", Layout)
+_by_name = family("halfstep.layouts.named", Layout)
 
 
 def list_layouts() -> list[str]:

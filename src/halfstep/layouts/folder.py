@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from halfstep.errors import CheckpointError
 
@@ -59,14 +58,14 @@ def check_new_folder(folder: Path) -> None:
         )
 
 
-def write_weights(folder: Path, tensors: Mapping[str, Tensor], most: int, metadata: Mapping[str, str]) -> None:
+def write_weights(folder: Path, tensors: Mapping[str, torch.Tensor], most: int, metadata: Mapping[str, str]) -> None:
     """Write `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with an index.
 
     Args:
         most: bytes of the tensors of one file; a larger tensor has a file of its own.
         metadata: what each file says of the model.
     """
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > most:
@@ -103,7 +102,7 @@ def size_of(text: int | str) -> int:
     return size
 
 
-def total_bytes(tensors: Mapping[str, Tensor]) -> int:
+def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """Bytes of all of them."""
     return sum(tensor.nbytes for tensor in tensors.values())
 

@@ -30,7 +30,7 @@ from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient, prod
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.part import KEY, key_of, part_of, parts_of, seeds_of
 from halfstep.ops.plain import matrix
-from halfstep.quant.captured import capturing
+from halfstep.quant.rounding import capturing
 from halfstep.quant.tracing import has_memory
 from halfstep.recipe import LinearSpec
 from halfstep.unit import multipliers_of
@@ -232,7 +232,7 @@ def product(
         def forward(x: Tensor, w: Operand, b: Tensor | None) -> Tensor:
             return product(module, x, w, b, part, channels)
 
-        return frozen_product(x, bias, weight, spec_of(module), key_of(module), forward)
+        return _Frozen.apply(x, bias, weight, spec_of(module), key_of(module), forward)  # type: ignore[no-any-return, no-untyped-call]
     if hasattr(weight, "device_mesh"):
         localize(module)
     own, states = part_of(module), states_and_key(module, part)
@@ -330,21 +330,11 @@ class FrozenWeight:
         return tuple(self[start : start + rows] for start in range(0, self.rows, rows))
 
 
-def frozen_product(
-    x: Tensor,
-    bias: Tensor | None,
-    weight: FrozenWeight,
-    spec: LinearSpec,
-    noise: Tensor | None,
-    forward: Callable[..., Tensor],
-) -> Tensor:
+class _Frozen(torch.autograd.Function):
     """What `forward(x, operand, bias)` makes, with gradients of x and bias, formed as the spec says of the input
     gradient's product: the gradient that arrives is rounded, and the weight once more where that product rounds it
     otherwise than the forward one."""
-    return _Frozen.apply(x, bias, weight, spec, noise, forward)  # type: ignore[no-any-return, no-untyped-call]
 
-
-class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

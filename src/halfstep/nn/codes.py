@@ -169,8 +169,7 @@ def storable(
     kept: dict[str, str] = {}
     for path, module in model.named_modules():
         running = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-        for name, weight in module.named_parameters(recurse=False):
-            full = f"{path}.{name}" if path else name
+        for full, weight in module.named_parameters(path, recurse=False):
             if running:
                 kept[full] = "its running statistics average over thousands of steps"
             elif full in (adapters or ()):

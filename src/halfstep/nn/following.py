@@ -26,7 +26,7 @@ from halfstep.nn.adopt import Applied, OnCopy, adopt, applied_to
 from halfstep.nn.ranks import under_ddp, uneven
 from halfstep.nn.schedule import Clock, Recomputation
 from halfstep.nn.watched import Copied, nothing
-from halfstep.ops.last_input import LastInput
+from halfstep.ops.function import LastInput
 from halfstep.ops.part import own_part, part_of, parts_of
 from halfstep.quant.tracing import inlined, untraced
 

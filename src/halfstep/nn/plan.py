@@ -147,8 +147,7 @@ class Plan:
         return errors.shortened(lines)
 
     def _storage(self) -> Iterator[str]:
-        numbers = ", ".join(f"{count:,} in {dtype}" for dtype, count in self.stored.items())
-        yield from _filled(f"parameters: {numbers}")
+        yield from _filled(f"parameters: {', '.join(f'{count:,} in {dtype}' for dtype, count in self.stored.items())}")
         if self.bytes is not None:
             yield from _filled(f"bytes a parameter: {self.bytes}, with {self.optimizer}")
         states = f"; scaling states: {self.states}" if self.states else ""

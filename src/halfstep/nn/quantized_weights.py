@@ -12,10 +12,9 @@ from halfstep import ops
 from halfstep.errors import CheckpointError, ModelError
 from halfstep.nn.adopt import Shown, extend
 from halfstep.nn.scaling import PREFIX, states_of
-from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import Reader, StoredWeight
 from halfstep.ops.linear_passes import product_dtype
-from halfstep.ops.operand import Operand, operand, stored
+from halfstep.ops.operand import Operand, just_in_time, operand, stored
 from halfstep.ops.part import part_of
 from halfstep.ops.places import Layout, rounded
 from halfstep.quant import Quantizer

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep.errors import LossScaleError, RecipeError
-from halfstep.kernels.histories import Histories, found
+from halfstep.errors import LossScaleError, RecipeError, some
+from halfstep.kernels.operators import Histories, history_kernel
 from halfstep.nn.adopt import Applied, extend
 from halfstep.nn.ranks import check_states
 from halfstep.nn.schedule import overdue
 from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
-from halfstep.quant.captured import capturing
+from halfstep.quant.rounding import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import LinearSpec
@@ -111,9 +111,8 @@ def _buffer(product: str) -> str:
 def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, StatefulScaling]]:
     """The states of all layers by layer and operand, and the rules that move them."""
     for path, module in model.named_modules():
-        for name, state in states_of(module).items():
-            spec: Any = part_of(module).linear
-            yield f"{path}.{name}", state, spec.states[name.rpartition("__")[2]].stateful
+        for name, rule in rules_of(module).items():
+            yield f"{path}.{name.removeprefix(PREFIX)}", module.get_buffer(name), rule
 
 
 def _buffers(module: nn.Module, prefix: str = PREFIX) -> list[tuple[str, Tensor]]:
@@ -150,7 +149,7 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
     groups: list[Any] = []
     for (quantizer, _), states in alike.items():
         groups.append((states, quantizer.stateful, quantizer.format))
-    kernel = found(groups) if groups else None
+    kernel = history_kernel(groups) if groups else None
     return _Known(applied, tables, list(map(id, chain.from_iterable(map(dict.values, tables)))), alike, kernel)
 
 
@@ -180,8 +179,8 @@ class Scalings:
         if own.keys() != saved.keys():
             missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
             raise LossScaleError(
-                f"the saved scaling state is of other layers: {_some(missing)} missing, {_some(extra)} unexpected. "
-                "Resume with the model and the recipe it was saved under"
+                f"the saved scaling state is of other layers: {some(missing) or 'none'} missing, "
+                f"{some(extra) or 'none'} unexpected. Resume with the model and the recipe it was saved under"
             )
         for name, state in own.items():
             if saved[name].shape != state.shape:
@@ -288,11 +287,6 @@ class Scalings:
     def _recorded(self) -> bool:
         """Whether any amax of the step that runs is known."""
         return any(bool(state[1]) for _, state, _ in _states(self._model))
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) or "none"
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 @dataclass(frozen=True)

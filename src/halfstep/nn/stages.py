@@ -15,7 +15,7 @@ from halfstep.nn.arrangement import Arrangement
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
 from halfstep.ops.part import ATTRIBUTE, Part, drop_part, own_part, part_of, parts_of
-from halfstep.quant.captured import capturing
+from halfstep.quant.rounding import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import RECIPE, Origin
 

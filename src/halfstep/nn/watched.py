@@ -182,7 +182,7 @@ class _Search:
                 for clone in self._clones(optimizer)
             ]
         still = [watch for watch in self._watches if watch.is_open()]
-        if any(watch.has_warned for watch in self._watches):
+        if any(watch._held == _HELD for watch in self._watches):
             still, self._next = [], 0
         self._watches = still
 
@@ -219,10 +219,6 @@ class _Watch:
         self._steps = self._writes = self._held = 0
         found = _parameters(places)
         self._before, self._version = _values(found), _version(found)
-
-    @property
-    def has_warned(self) -> bool:
-        return self._held == _HELD
 
     @torch.no_grad()
     def is_open(self) -> bool:

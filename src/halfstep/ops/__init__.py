@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from halfstep.kernels.cpu import masters as kernel
-from halfstep.kernels.largest import amax_of
+from halfstep.kernels.operator import amax_of
 from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import Quantized, decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.code_tensor import CodeTensor
@@ -12,9 +12,8 @@ from halfstep.ops.convolution import Window, convolution
 from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import linear, rounded_weight
 from halfstep.ops.linear_passes import RoundedWeight
-from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
-from halfstep.ops.plain import scale_backward, scale_forward
+from halfstep.ops.plain import matmul, scale_backward, scale_forward
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
 from halfstep.ops.snapshot import values_of
 from halfstep.quant.masters import Kept, Master

@@ -13,10 +13,9 @@ from halfstep.kernels import carried
 from halfstep.kernels.operator import unseen
 from halfstep.kernels.operators import rotate
 from halfstep.ops.function import Once, apart, once, run
-from halfstep.ops.matmul import accumulated
 from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.part import KEY, Seeds, seeds_of
-from halfstep.ops.plain import Factors, factors_of, matrix, plain_stacked, scale_backward, scaled
+from halfstep.ops.plain import Factors, accumulated, factors_of, matrix, plain_stacked, scale_backward, scaled
 from halfstep.quant.rounding import Seed
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul
 

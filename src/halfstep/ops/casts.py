@@ -15,7 +15,7 @@ from halfstep.constant import constant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
 from halfstep.kernels import carried, operators
-from halfstep.ops.function import apart
+from halfstep.ops.function import Unkept, apart
 from halfstep.quant import TENSOR, Quantizer, Scaling, draw_seed, layout
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.rounding import Seed
@@ -309,14 +309,10 @@ def round_scaled(
     return out
 
 
-class _StraightThrough(torch.autograd.Function):
+class _StraightThrough(Unkept):
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer) -> Tensor:
         return apart(values(x, quantizer))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

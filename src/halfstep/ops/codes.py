@@ -24,8 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from halfstep import formats
 from halfstep.kernels import operators, scaled_mm, units_mm
 from halfstep.kernels.cpu.arrays import plain
-from halfstep.kernels.largest import amax_of
-from halfstep.kernels.operator import times
+from halfstep.kernels.operator import amax_of, times
 from halfstep.kernels.operators import decode_into
 from halfstep.ops.casts import Quantized, carrier, encode, quantize_parts
 from halfstep.ops.operand import Operand, operand

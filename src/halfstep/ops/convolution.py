@@ -15,11 +15,10 @@ from torch import Tensor
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
 from halfstep.kernels.operator import unseen
-from halfstep.ops.factors import just_in_time
 from halfstep.ops.function import Once, apart, once, run
 from halfstep.ops.linear import linear
 from halfstep.ops.linear_passes import States, product_dtype
-from halfstep.ops.operand import Operand, kept, scale_of
+from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
 from halfstep.ops.part import seeds_of
 from halfstep.ops.places import derivative, filters, places, rounded
 from halfstep.ops.plain import Factors

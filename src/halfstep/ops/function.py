@@ -1,8 +1,11 @@
 """Autograd functions in torch's two parts, `forward` and `setup_context`, called at the price of those in one.
 
 And functions whose operands are rounded: one derivative, and that of the whole batch.
+
+And an input that several layers read (attention's q, k and v; an MLP's gate and up): rounded or cast, and kept, once.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -34,7 +37,7 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     return (_with_tangent(function) if transformed else _direct(function)).apply(*inputs)
 
 
-def apart(y: Tensor) -> Tensor:
+def apart(y: torch.Tensor) -> torch.Tensor:
     """What a forward gives back, apart from what it is made of.
 
     Where torch 2.11 traces a forward whose last step gives a tensor itself again (a change in place, a cast to the
@@ -48,7 +51,7 @@ def is_derived() -> bool:
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
 
 
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def no_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
     if torch.compiler.is_compiling():
         return torch.autocast(x.device.type, enabled=False)
@@ -90,6 +93,14 @@ _REMEDY = (
 )
 
 
+class Unkept(torch.autograd.Function):
+    """Its backward takes nothing of its forward."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
 class Once(torch.autograd.Function):
     """Forward mode is refused, and so is `vmap`: a scale of the whole batch, or of each sample, would be a guess."""
 
@@ -112,7 +123,7 @@ def _refuse_batched(how: str) -> None:
     )
 
 
-def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
+def once(form: Callable[..., Any], grad: torch.Tensor | None, *inputs: Any) -> Any:
     """form(grad, *inputs), gradients of a rounded product, whose own derivative is an error if it is taken.
 
     Some of the tensors among the inputs must depend on whatever the gradients do.
@@ -130,14 +141,10 @@ def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
     return _Gradients.apply(form, grad, *inputs)  # type: ignore[no-untyped-call]
 
 
-class _Gradients(Once):
+class _Gradients(Once, Unkept):
     @staticmethod
     def forward(form: Callable[..., Any], *inputs: Any) -> Any:
         return form(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -145,3 +152,76 @@ class _Gradients(Once):
             "a second derivative (a gradient penalty, a Hessian) goes through a product whose operands are rounded, "
             f"and it has none: {_REMEDY}"
         )
+
+
+class LastInput:
+    """What a model's last layer rounded its input to, as long as that tensor lives. A copy begins with nothing.
+
+    It is for inputs that a differentiated operation made. What came from outside may be written to with no version that
+    tells of it, and a CUDA graph reads it again.
+    """
+
+    _last: tuple[weakref.ref[Tensor], Any, Any] | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return LastInput, ()
+
+    def find(self, x: Tensor, key: Any) -> Any:
+        """What was noted of x, with its numbers as they are, by a layer with an equal key on this stream; else None."""
+        last = self._last
+        return last[2] if last is not None and last[0]() is x and last[1] == _place(x, key) else None
+
+    def note(self, x: Tensor, key: Any, made: Any) -> None:
+        """Keep what x was rounded to, in the place of the last one."""
+        self._last = weakref.ref(x, self._drop), _place(x, key), made
+
+    def _drop(self, gone: weakref.ref[Tensor]) -> None:
+        if self._last is not None and self._last[0] is gone:
+            self._last = None
+
+
+def _place(x: Tensor, key: Any) -> tuple[Any, ...]:
+    stream = None
+    if x.is_cuda and has_memory(x):
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index), torch.cuda.is_current_stream_capturing()
+    return x._version, key, stream
+
+
+def cast_once(x: Tensor, last: LastInput) -> Tensor:
+    """x, float32, in autocast's dtype; x itself where autocast would leave it, or a graph or a transform is traced.
+
+    torch casts, and keeps, a copy for each layer that reads x. Here the layers after the first share its copy. Their
+    gradients are added in float32, as torch adds them.
+    """
+    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.is_leaf or not has_memory(x, or_fake=True):
+        return x
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or torch._C._get_tracing_state() is not None:
+        return x
+    dtype = torch.get_autocast_dtype(device)
+    found = last.find(x, dtype)
+    if found is not None:
+        return run(_Shared, x, found)  # type: ignore[no-any-return]
+    cast = x.to(dtype)
+    last.note(x, dtype, cast.detach())
+    return cast
+
+
+class _Shared(torch.autograd.Function):
+    """The cast of a float32 tensor, which is there already."""
+
+    @staticmethod
+    def forward(x: Tensor, cast: Tensor) -> Tensor:
+        return cast.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
+
+    @staticmethod
+    def tangent(ctx: Any, x: Tensor, cast: None) -> Tensor:
+        return x.to(ctx.dtype)

@@ -12,13 +12,11 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.operator import unseen
 from halfstep.ops.casts import operand_dtype
 from halfstep.ops.codes import Keeping
-from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
-from halfstep.ops.function import Once, no_autocast, once, run
-from halfstep.ops.last_input import LastInput, cast_once
+from halfstep.ops.function import LastInput, Once, cast_once, no_autocast, once, run
 from halfstep.ops.linear_passes import Rounded, RoundedSides, RoundedWeight, States, bias_gradient, product_dtype
 from halfstep.ops.native import Native, native_layer
-from halfstep.ops.operand import Operand, operand, signs_of
+from halfstep.ops.operand import Operand, just_in_time, operand, signs_of
 from halfstep.ops.parallel import parallel_linear
 from halfstep.ops.part import seeds_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten

@@ -10,10 +10,8 @@ from torch import Tensor
 from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.kernels.operator import unseen
 from halfstep.ops.codes import Keeping, of_codes
-from halfstep.ops.factors import factor_in_use
-from halfstep.ops.function import Once, apart, no_autocast, once
-from halfstep.ops.last_input import LastInput
-from halfstep.ops.operand import Operand, kept, operand, signs_of
+from halfstep.ops.function import LastInput, Once, apart, no_autocast, once
+from halfstep.ops.operand import Operand, factor_in_use, kept, operand, signs_of
 from halfstep.ops.part import Seeds, seeds_of
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.ops.sides import (

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried, scaled_mm
-from halfstep.kernels.gpu import layouts, turned
+from halfstep.kernels.gpu import layouts, plain, turned
 from halfstep.kernels.gpu.blocks import Largest
-from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.operator import unseen
 from halfstep.kernels.units_mm import (
     NUMBERS,
@@ -30,10 +29,9 @@ from halfstep.kernels.units_mm import (
     units_mm,
 )
 from halfstep.ops.casts import operand_dtype, seed_of
-from halfstep.ops.factors import yet_to_form
-from halfstep.ops.function import Once, no_autocast, once
-from halfstep.ops.last_input import LastInput
+from halfstep.ops.function import LastInput, Once, no_autocast, once
 from halfstep.ops.linear_passes import RoundedSides, States, bias_gradient
+from halfstep.ops.operand import yet_to_form
 from halfstep.ops.part import seeds_of
 from halfstep.ops.plain import matrix, unflatten
 from halfstep.quant import Quantizer

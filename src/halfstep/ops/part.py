@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from halfstep.kernels.largest import seeds
+from halfstep.kernels.operator import seeds
 from halfstep.quant.rounding import Seed
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul
 
@@ -83,7 +83,7 @@ def drop_part(module: Any) -> None:
 
 
 KEY = "noise"
-"""Where a layer's states have its key: `kernels.largest`. Without one, torch's default generator is drawn from."""
+"""Where a layer's states have its key: `kernels.operator`. Without one, torch's default generator is drawn from."""
 
 
 ATTRIBUTE = "_halfstep_noise"

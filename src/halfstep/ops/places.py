@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu.clamp_operators import estimate
-from halfstep.ops.factors import factor_in_use
-from halfstep.ops.operand import Operand, operand
+from halfstep.ops.operand import Operand, factor_in_use, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import TENSOR, Quantizer, Tile
 from halfstep.quant.rounding import Seed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.ops.casts import fake_quantize
+from halfstep.ops.function import Unkept
 from halfstep.recipe import Storage
 
 
@@ -37,16 +38,12 @@ def _kept(x: Tensor, storage: Storage) -> Tensor:
     return fake_quantize(x.reshape(storage.matrix(tuple(x.shape))), storage.quantizer).view(x.shape)
 
 
-class _Instead(torch.autograd.Function):
+class _Instead(Unkept):
     """The first tensor, with the gradients of the second."""
 
     @staticmethod
     def forward(x: Tensor, other: Tensor) -> Tensor:
         return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:

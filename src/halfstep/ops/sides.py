@@ -16,16 +16,14 @@ from torch import Tensor
 
 from halfstep.kernels import scaled_mm, units_mm
 from halfstep.kernels.cpu import clamp_operators as operators, whole_mm
-from halfstep.kernels.gpu import layouts, rotated as gpu_rotated, turned
-from halfstep.kernels.gpu.launch import here
+from halfstep.kernels.gpu import here, layouts, rotated as gpu_rotated, turned
 from halfstep.kernels.operator import plus, times
 from halfstep.kernels.operators import rotate
 from halfstep.kernels.scaled_mm import Tiles
 from halfstep.ops.casts import Quantized, carrier, quantize, round_scaled, seed_of
-from halfstep.ops.factors import factor_of, yet_to_form
 from halfstep.ops.few_rows import StoredWeight, few_rows_product
-from halfstep.ops.matmul import matmul
-from halfstep.ops.operand import Operand, decoded, operand, scale_of
+from halfstep.ops.operand import Operand, decoded, factor_of, operand, scale_of, yet_to_form
+from halfstep.ops.plain import matmul
 from halfstep.ops.remainder import Remainder
 from halfstep.quant import TENSOR, Quantizer, layout
 from halfstep.quant.cast import pack, unpack

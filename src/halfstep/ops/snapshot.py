@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from halfstep.ops.code_tensor import CodeTensor, read_only, written
+from halfstep.ops.function import Unkept
 
 
 class Snapshot(Tensor):
@@ -92,16 +93,12 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.clone() if torch.compiler.is_compiling() else _Values.apply(tensor)  # type: ignore[no-untyped-call]
 
 
-class _Values(torch.autograd.Function):
+class _Values(Unkept):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(tensor: CodeTensor | Snapshot) -> Tensor:
         return tensor.values()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from halfstep.optim.graphed import GraphedStep, PerLayer
 from halfstep.optim.loss_scale import LossScaler
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.lowbit_classes import AdamW8bit, AdamWFp8, CoatAdamW, GaLoreAdamW, GaLoreAdamW8bit, LowBitAdamW
-from halfstep.optim.rules import rule_of
-from halfstep.optim.rules.base import update_rules
+from halfstep.optim.rules import rule_of, update_rules
 from halfstep.optim.update import Update
 
 

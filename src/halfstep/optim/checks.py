@@ -8,12 +8,10 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from halfstep.errors import OptimizerError, unknown
-from halfstep.optim.projected import projected
-from halfstep.optim.rules import rule_of, stored_names
-from halfstep.optim.rules.base import UpdateRule
+from halfstep.errors import OptimizerError, some, unknown
+from halfstep.optim.rules import UpdateRule, rule_of, stored_names
+from halfstep.optim.states import projected
 from halfstep.recipe import DTYPES, PROJECTOR, Projection, Recipe, Storage
 
 
@@ -37,9 +35,9 @@ NO_GRADIENT = (
     "halfstep.apply, shard, build torch's optimizer on what came out, and hand it to halfstep.optimize)"
 )
 
-_params: Any = itemgetter("params")
+params_of: Any = itemgetter("params")
 
-Namer = Callable[[Tensor, int], str]
+Namer = Callable[[torch.Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
 
 
@@ -67,7 +65,7 @@ def check_optimizer(
                 "GaLore's optimizers read: hand the groups to halfstep.optim.GaLoreAdamW, which steps by itself, or "
                 "leave the options out and take a recipe with a projection ('galore')"
             )
-    own: dict[Tensor, UpdateRule] = {}
+    own: dict[torch.Tensor, UpdateRule] = {}
     for group in optimizer.param_groups:
         own |= dict.fromkeys(group["params"], rule.of(group))
     for parameter, state in optimizer.state.items():
@@ -103,7 +101,7 @@ def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:
     Raises:
         OptimizerError: there is one.
     """
-    for index, parameter in enumerate(chain.from_iterable(map(_params, groups))):
+    for index, parameter in enumerate(chain.from_iterable(map(params_of, groups))):
         if parameter.dtype not in DTYPES.values():
             why = _WHY.get(parameter.dtype, "no recipe stores it")
             raise OptimizerError(
@@ -121,7 +119,7 @@ def check_step(groups: Iterable[Mapping[str, Any]], rule: UpdateRule, name: Name
     """
     for group in groups:
         rule.check(group)
-    for index, parameter in enumerate(chain.from_iterable(map(_params, groups))):
+    for index, parameter in enumerate(chain.from_iterable(map(params_of, groups))):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise OptimizerError(
                 f"{name(parameter, index)} has a {parameter.grad.layout} gradient; expected a dense one. "
@@ -171,7 +169,7 @@ def check_subspace(
     saved: Mapping[str, Any],
     kinds: Mapping[str, Storage],
     shapes: Mapping[str, tuple[int, ...]],
-    parameter: Tensor,
+    parameter: torch.Tensor,
     number: object,
 ) -> None:
     """Refuse a saved state of another subspace: moments are nothing without their projector, and those of the whole
@@ -188,7 +186,7 @@ def check_subspace(
         )
     if PROJECTOR not in kinds or not any(name in saved for name in kinds):
         return
-    if not isinstance(found, Tensor):
+    if not isinstance(found, torch.Tensor):
         what = "none" if found is None else f"a {type(found).__name__}"
         raise OptimizerError(
             f"the state of parameter {number} holds moments of the whole gradient, and here a parameter of shape "
@@ -204,9 +202,8 @@ def check_subspace(
 
 def warn_of_late(parameters: Sequence[str]) -> None:
     """Say that masters of these start from what is stored of the weights."""
-    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
     warnings.warn(
-        f"the masters of {', '.join(parameters[:3])}{more} start from weights that are rounded already: they were "
+        f"the masters of {some(parameters)} start from weights that are rounded already: they were "
         "frozen, or not in the optimizer, when halfstep.prepare took the others' float32 values. To keep all bits, "
         "hand prepare an optimizer that has them, before they are frozen (requires_grad_(False))",
         stacklevel=6,

@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.rules import rule_of
-from halfstep.optim.rules.base import RULE, UpdateRule
+from halfstep.optim.rules import RULE, UpdateRule, rule_of
 
 
 class Described(torch.optim.Optimizer):
@@ -82,7 +80,7 @@ class Combined(Described):
         if not optimizers:
             raise OptimizerError("Combined() was given no optimizer; expected at least one of torch.optim's")
         rules = [rule_of(optimizer) for optimizer in optimizers]
-        owners: dict[Tensor, str] = {}
+        owners: dict[torch.Tensor, str] = {}
         for optimizer, rule in zip(optimizers, rules, strict=True):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

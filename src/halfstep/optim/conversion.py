@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
 from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Combined, Described
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.present import Reference
-from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.rules import UpdateRule
 from halfstep.quant import draw_seed
 from halfstep.recipe import Origin, Projection, Recipe
 
@@ -20,11 +19,11 @@ from halfstep.recipe import Origin, Projection, Recipe
 def convert(
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
-    masters: Mapping[nn.Parameter, Tensor],
+    masters: Mapping[torch.nn.Parameter, torch.Tensor],
     generator: torch.Generator | int | None = None,
     model: Reference | None = None,
     process_group: Any = None,
-    projections: Mapping[nn.Parameter, Projection] | None = None,
+    projections: Mapping[torch.nn.Parameter, Projection] | None = None,
     recipe_change: str = "refuse",
     rule: UpdateRule | None = None,
 ) -> LowBit:

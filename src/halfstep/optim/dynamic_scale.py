@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfstep.errors import LossScaleError
 from halfstep.optim.gradients import NO_GRADIENT, no_gradient
-from halfstep.recipe.projection import LARGEST
+from halfstep.recipe.projection import LARGEST, SMALLEST
 
 
 EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
 _FIVE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_SMALLEST = torch.finfo(torch.float32).tiny
 _MAX_STATIC_SKIPS = 32
 _MANY_SKIPS = 20  # in a row; a scale that began 2^20 times too large is found by then
 _MANY, _STUCK, _GRADIENTLESS = 1, 2, 3  # messages to the host, the most urgent last
@@ -48,7 +46,7 @@ class DynamicScale:
                 f"growth_factor {growth_factor} and backoff_factor {backoff_factor} given; "
                 "expected growth_factor > 1 and 0 < backoff_factor < 1"
             )
-        scales = _SMALLEST <= init_scale <= LARGEST and _SMALLEST <= min_scale <= LARGEST
+        scales = SMALLEST <= init_scale <= LARGEST and SMALLEST <= min_scale <= LARGEST
         if not scales or not hysteresis >= 1 or not growth_interval >= 1:
             raise LossScaleError(
                 f"init_scale {init_scale}, min_scale {min_scale}, hysteresis {hysteresis}, growth_interval "
@@ -73,7 +71,7 @@ class DynamicScale:
         self._counts = torch.tensor([*counts, 0], dtype=torch.int64, device="cpu")
         self._box = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._flagged: tuple[str, ...] = ()
-        self._flags: Tensor | None = None
+        self._flags: torch.Tensor | None = None
         self._seen_skips = counts[-1]
 
     @staticmethod
@@ -89,12 +87,12 @@ class DynamicScale:
             self._flags = None if self._flags is None else self._flags.to(device, non_blocking=True)
             self._box = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def _factor(self, device: torch.device) -> Tensor:
+    def _factor(self, device: torch.device) -> torch.Tensor:
         """S there, a float32 scalar."""
         self._move(device)
         return self._scale.to(device)
 
-    def _adapt(self, found: Tensor, names: tuple[str, ...], lost: Tensor) -> None:
+    def _adapt(self, found: torch.Tensor, names: tuple[str, ...], lost: torch.Tensor) -> None:
         """Move on after a step.
 
         Args:

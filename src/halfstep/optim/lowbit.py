@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +16,17 @@ from halfstep.optim.checks import (
     check_new_group,
     check_parameters,
     check_step,
+    params_of,
     warn_of_late,
 )
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
-from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.rules import UpdateRule
 from halfstep.optim.shards import are_several, first_ranks
-from halfstep.optim.stepping import Stepping
-from halfstep.optim.together import Together
+from halfstep.optim.stepping import Stepping, Together
 from halfstep.optim.update import Update
 from halfstep.quant.tracing import untraced
 from halfstep.recipe import Projection, Recipe
-
-
-_params: Any = itemgetter("params")
 
 
 class _Bytes(NamedTuple):
@@ -252,7 +248,7 @@ class LowBit(Stepping):
         self._name_formats()
 
     def _parameters(self) -> list[Tensor]:
-        return list(chain.from_iterable(map(_params, self.param_groups)))
+        return list(chain.from_iterable(map(params_of, self.param_groups)))
 
     def _start_late(self) -> None:
         """Start the masters of parameters that were frozen, or not here, when the others' were taken; say it, once."""

@@ -14,9 +14,9 @@ from halfstep.kernels.selftest.case import Case, Cases, Run, hard, kernel_tests,
 from halfstep.ops import code_tensor
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
+from halfstep.optim.rules import never
 from halfstep.optim.rules.adam import adamw
-from halfstep.optim.rules.base import never
-from halfstep.optim.together import Together
+from halfstep.optim.stepping import Together
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 

@@ -1,22 +1,34 @@
-"""How parameters are stepped: decided once for as long as their tensors stay where they are, then taken every step."""
+"""How parameters are stepped: decided once for as long as their tensors stay where they are, then taken every step.
+
+And an optimizer's tensors on a GPU stepped together, by a few launches: which they are, and whether all is as before.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import compress
-from operator import attrgetter
+from itertools import compress, count
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep import ops
+from halfstep.errors import OptimizerError
+from halfstep.kernels.arithmetic import NOTHING, Program
+from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.optimizer import Update as KernelUpdate, Updates
-from halfstep.optim.rules.base import Fused, Step, UpdateRule
-from halfstep.optim.shards import is_spread, like, local, positions
+from halfstep.kernels.gpu import plain
+from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, kind_of
+from halfstep.kernels.gpu.optimizer import Steps
+from halfstep.ops import CodeTensor
+from halfstep.optim.present import Unmoved
+from halfstep.optim.rules import Fused, Step, UpdateRule, with_codes
+from halfstep.optim.shards import is_spread, like, local, part, positions, run_of
 from halfstep.optim.stored import Stored
-from halfstep.optim.update import Update, move
+from halfstep.optim.update import CodedWeight, Update, move
 from halfstep.quant import derive_seed
 from halfstep.quant.masters import Master, Own
+from halfstep.recipe import MASTER
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,3 +200,218 @@ def _numbers(way: Way, number: int, grad_scale: float, numbers: dict[Any, Any]) 
 def _gradient(parameter: Tensor, rule: UpdateRule, master: Master, grad: Tensor) -> Tensor:
     grad = like(parameter, master.gradient(grad))
     return local(grad) if rule.elementwise else grad
+
+
+Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
+"""A parameter, its gradient, its group and its number."""
+
+_version = attrgetter("_version")
+
+
+class Together:
+    """The plan of an optimizer's step: tensors on a GPU that kernels step together, by a few launches, and how each
+    other parameter is stepped. It serves until something has moved: other gradients, states or parameters, tensors at
+    other addresses, options of another kind. That is a list of addresses compared; nothing else is looked at again,
+    and where all is stepped together nothing waits for the GPU.
+    """
+
+    def __init__(self, anywhere: bool = False) -> None:
+        self._anywhere = anywhere
+        """Whether tensors need not be on a GPU: Triton's interpreter has them on a CPU."""
+        self._steps: dict[torch.device, Steps] = {}
+        self._held: list[Steps] = []
+        """What CUDA graphs still read."""
+        self._forget()
+
+    def _forget(self) -> None:
+        for steps in self._steps.values():
+            if steps.held:
+                self._held.append(steps)
+        self._steps = {}
+        self.ways: list[Way] = []
+        """How the parameters that no GPU's kernels step are stepped."""
+        self.batches: list[Batch] = []
+        """Those of them that a CPU's kernels step together."""
+        self.alone: list[Way] = []
+        """The others."""
+        self.looking: list[Way] = []
+        """Those of them whose rule looks at gradients before any weight moves."""
+        self._weights: list[Tensor] = []
+        self._followed: list[Tensor] = []
+        """Parameters whose masters follow where they were written to."""
+        self._left: list[int] = []
+        """Their versions as the last step left them; -1 before one."""
+        self._rounded: list[Tensor] = []
+        """Gradients that were rounded for this step alone."""
+        self._kinds: list[object] = []
+        self._varies: list[Any] = []
+        self._rule: UpdateRule | None = None
+        self._unmoved: Unmoved | None = None
+        """Where the last step found everything; None where the next one has to look again."""
+
+    @property
+    def all(self) -> bool:
+        """Whether the last step took all that had a gradient together."""
+        return self._unmoved is not None and not self.ways
+
+    def unread(self, number: Any) -> bool:
+        """Whether a number is on a GPU, where the host would wait for it."""
+        return self._anywhere or getattr(number, "is_cuda", False)
+
+    # ---- a step like the last one ------------------------------------------------------------------------------
+
+    def again(self, owner: Stepping) -> bool:
+        """Take gradients and numbers as they are now. False where something else has changed since the last step."""
+        if self._unmoved is None or owner.rule is not self._rule:
+            return False
+        grads = self._unmoved.gradients(owner.param_groups, owner.state)
+        if grads is None or list(map(owner.varies, owner.param_groups)) != self._varies:
+            return False
+        options = _options(owner) if self._steps else []
+        if [own.program for own in options] != self._kinds:
+            return False
+        for group in owner.param_groups:
+            owner.rule.check(group)
+        for device, steps in self._steps.items():
+            steps.find(*grads[device])
+            steps.set(options)
+        return True
+
+    def run(self, owner: Stepping, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Step all that `take` took."""
+        written = list(compress(self._followed, map(ne, map(_version, self._followed), self._left)))
+        for parameter in written:
+            owner.follow(parameter)
+        for device, steps in self._steps.items():
+            scalars = (None if one is None else one.to(device, torch.float32, non_blocking=True) for one in
+                       (grad_scale, found_inf))  # fmt: skip
+            steps.run(*scalars)
+        if self._weights:
+            torch.autograd.graph.increment_version(self._weights)
+        self._left = list(map(_version, self._followed))
+        for parameter in written:
+            owner.note_written(parameter)
+
+    def follow_options(self, owner: Stepping) -> None:
+        """Let CUDA graphs of steps read the numbers of the groups as they are now, learning rates among them.
+
+        Raises:
+            OptimizerError: something else has changed.
+        """
+        options = _options(owner)
+        for steps in (*self._steps.values(), *self._held):
+            if steps.takes(options):
+                steps.set(options)
+            elif steps.held:
+                raise OptimizerError(
+                    "betas of a parameter group, or whether it has an option at all, have changed since a step of this "
+                    "optimizer was captured in a CUDA graph, which has them as they were; set them back, or capture a "
+                    "step that was taken with them"
+                )
+
+    # ---- a step that is not -------------------------------------------------------------------------------------
+
+    def take(self, owner: Stepping, stepped: Iterable[Stepped], kernels: bool) -> None:
+        """Find how each parameter is stepped; none is yet.
+
+        Args:
+            kernels: whether kernels may step them.
+
+        Raises:
+            OptimizerError: a group is `capturable`, and one of its parameters cannot be stepped together.
+        """
+        self._forget()
+        self._varies = list(map(owner.varies, owner.param_groups))
+        options: list[Options] = []
+        numbers = dict(zip(map(id, owner.param_groups), count(), strict=False))
+        by_device: dict[torch.device, list[Tensors]] = {}
+        read: dict[Tensor, Tensor | Coded | None] = {}
+        launched: set[Tensor] = set()
+        for parameter, grad, group, index in stepped:
+            number = numbers[id(group)]
+            (rule, _), _ = self._varies[number]
+            on_gpu = kernels and rule.options is not None and (self._anywhere or parameter.is_cuda)
+            options = _options(owner) if on_gpu and not options else options
+            way = owner.way(parameter, group, index, grad, self._varies[number], kernels and not on_gpu)
+            own = self._tensors(owner, way, grad, number, options[number].program) if on_gpu else None
+            if own is None or kind_of(own, options[own.group]) is None:
+                if group.get("capturable"):
+                    raise OptimizerError(_NOT_CAPTURABLE.format(index, tuple(parameter.shape), parameter.dtype))
+                if on_gpu and kernels:
+                    way = owner.way(parameter, group, index, grad, self._varies[number])
+                self.ways.append(way)
+                if way.rule.look is not None:
+                    self.looking.append(way)
+                read[parameter] = None if way.fused is None else grad if way.plain else owner.gradient(way, grad)
+                continue
+            state, device = owner.state[parameter], codes_of(own.weight).device
+            if state["step"].device != device:
+                state["step"] = state["step"].to(device, torch.float32, non_blocking=True)
+            read[parameter] = own.grad
+            launched.add(parameter)
+            by_device.setdefault(device, []).append(own._replace(step=state["step"]))
+            if isinstance(own.weight, Coded) and own.kept:
+                self._followed.append(parameter)
+            self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
+        self.batches, self.alone = batched(self.ways)
+        for device, tensors in by_device.items():
+            self._steps[device] = Steps(tensors, options)
+        self._kinds = [own.program for own in options] if self._steps else []
+        self._rule = owner.rule
+        self._left = [-1] * len(self._followed)
+        if read and kernels and not self._rounded and (self._steps or not hasattr(next(iter(read)), "fake_mode")):
+            self._unmoved = Unmoved(owner.param_groups, owner.state, read, launched)
+
+    def _tensors(self, owner: Stepping, way: Way, grad: Tensor, number: int, program: Program) -> Tensors | None:
+        """What is read of a parameter; None where no kernel would."""
+        rule, step, parameter, group = way.rule, way.step, way.parameter, way.group
+        weight, codes = _of_group(step.weight), _of_group(grad)
+        if rule is not owner.rule.of(group) or weight is None or codes is None:
+            return None
+        lies = codes_of(weight)
+        if not (self._anywhere or plain(lies, lies.dtype)):
+            return None
+        moments = with_codes(step.moments, step.kinds, step.weight)
+        names, read = program.moments, owner.gradient(way, grad)
+        shared = [moments.pop(name) for name in program.shared]
+        residual = moments.pop(f"{names[-1]}_residual", None) if names else None
+        if moments.keys() != set(names) or not isinstance(residual, Tensor | None):
+            return None
+        place, master = None, step.master
+        kept: dict[str, Tensor | Coded] = {**step.kept}
+        if is_spread(parameter) and master.rounding == "stochastic":
+            place = run_of(parameter)
+            if place is None:
+                return None
+        if isinstance(master, CodedWeight):
+            if master.codes.master is not None:
+                kept = with_codes(step.kept, {MASTER: master.codes.master}, step.weight)
+            if isinstance(codes, Tensor) and master.codes.grads is not None:
+                self._rounded.append(read)
+        return Tensors(
+            weight, codes if isinstance(codes, Coded) else read, way.count, master.name,
+            kept, tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"],
+            way.index, number, tuple(t for t in shared if isinstance(t, Tensor)),
+        )  # fmt: skip
+
+
+def _of_group(tensor: Tensor) -> Tensor | Coded | None:
+    """A weight or a gradient as kernels take it; None of a part of codes."""
+    if not isinstance(tensor, CodeTensor):
+        return tensor
+    return Coded(tensor.quantizer, tensor.parts, tuple(tensor.shape)) if tensor.is_whole else None
+
+
+_NOT_CAPTURABLE = (
+    "parameter {} of shape {} and dtype {} is in a group with capturable=True, and no kernel steps it on its device "
+    "without the host: the update would read its step count there. Put it in a group of its own with capturable=False"
+)
+
+
+def _options(owner: Stepping) -> list[Options]:
+    made = [(owner.rule.of(group).options, group) for group in owner.param_groups]
+    return [_STILL if options is None else options(group) for options, group in made]
+
+
+_STILL = Options(Program((), (), (), NOTHING, NOTHING), 1.0, (), lambda step, settings: {}, ())
+"""Of a group that no kernel steps, for its row of the table."""

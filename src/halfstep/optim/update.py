@@ -9,7 +9,7 @@ from torch import Tensor
 from halfstep import ops
 from halfstep.ops import CodeTensor, codes
 from halfstep.ops.code_tensor import as_bytes
-from halfstep.optim.rules.base import Moments, Step, UpdateRule
+from halfstep.optim.rules import Moments, Step, UpdateRule
 from halfstep.optim.shards import like, local, spread_like
 from halfstep.quant.masters import Kept, Master, Own
 from halfstep.recipe import MASTER, Codes, Storage

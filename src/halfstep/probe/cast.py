@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import formats
-from halfstep.bits.limits import Limits, limits_of
+from halfstep.bits.what_if import Limits, limits_of
 from halfstep.errors import FormatError, ModelError, grouped
 from halfstep.formats import Format
 from halfstep.nn.adapters import wide

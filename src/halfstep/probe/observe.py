@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.bits.limits import Limits
+from halfstep.bits.what_if import Limits
 from halfstep.tracking import ExponentHistogram
 from halfstep.tracking.nonfinite import tensors_in
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep import formats
-from halfstep.bits.limits import Limits, limits_of
+from halfstep.bits.what_if import Limits, limits_of
 from halfstep.errors import DataError, FormatError
 from halfstep.probe.batch import Batch, Loss, copied, loss_of, moved, unchanged_generators
 from halfstep.probe.observe import MASK, Counts, Range, Site, count, number, observed

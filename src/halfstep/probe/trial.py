@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.bits.limits import Limits
+from halfstep.bits.what_if import Limits
 from halfstep.errors import ModelError
 from halfstep.nn import apply
 from halfstep.nn.adapters import experts

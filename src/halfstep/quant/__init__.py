@@ -1,12 +1,11 @@
 """Rounding tensors onto formats, in torch, bit-defined: the reference for every kernel."""
 
 from halfstep.quant.accumulator import Accumulator, get_accumulator
-from halfstep.quant.captured import CUDAGraph
 from halfstep.quant.cast import decode, encode, round_at, round_to
 from halfstep.quant.estimator import Clamp, Estimator
 from halfstep.quant.hadamard import Hadamard, rotate
 from halfstep.quant.quantizer import Quantized, Quantizer, Scales, get_quantizer, layout
-from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits
+from halfstep.quant.rounding import CUDAGraph, derive_seed, draw_seed, noise_bits
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR, Tile
 

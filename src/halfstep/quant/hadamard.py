@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import QuantizationError
-from halfstep.quant.captured import capturing, check_drawing, drawn
-from halfstep.quant.rounding import Seed, derive_seed, noise_bits
+from halfstep.quant.rounding import Seed, capturing, check_drawing, derive_seed, drawn, noise_bits
 from halfstep.quant.tile import pad
 
 

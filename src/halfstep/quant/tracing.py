@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch.nn import Parameter
 
@@ -48,7 +47,7 @@ def _skip(function: Callable[..., Any], callees: str) -> None:
 
 
 @inlined
-def has_memory(tensor: Tensor, or_fake: bool = False) -> bool:
+def has_memory(tensor: torch.Tensor, or_fake: bool = False) -> bool:
     """Whether code that runs now can read the tensor's numbers from its memory. It cannot while a graph is traced, nor
     within a transform of torch.func; and what a subclass's memory holds (a DTensor's) is its own.
 
@@ -57,6 +56,6 @@ def has_memory(tensor: Tensor, or_fake: bool = False) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if type(tensor) in (Tensor, Parameter):
+    if type(tensor) in (torch.Tensor, Parameter):
         return torch._C._has_storage(tensor)
     return or_fake and hasattr(tensor, "fake_mode")

@@ -11,9 +11,18 @@ from os.path import exists
 from typing import Any
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe.data import from_data
-from halfstep.recipe.files import chain, integer_weights, is_chain, is_partial, is_reference, partial, read, read_chain
-from halfstep.recipe.operands import HEADS, KEEP, Rule
+from halfstep.recipe.data import (
+    chain,
+    from_data,
+    integer_weights,
+    is_chain,
+    is_partial,
+    is_reference,
+    read,
+    read_chain,
+    with_a_number,
+)
+from halfstep.recipe.operands import HEADS, KEEP, Rule, to_data
 from halfstep.recipe.products import (
     AttentionSpec,
     LinearSpec,
@@ -45,8 +54,7 @@ from halfstep.recipe.storage import (
     Storage,
     get_storage,
 )
-from halfstep.recipe.written import to_data
-from halfstep.registry import collect
+from halfstep.registry import family
 
 
 __all__ = [
@@ -101,9 +109,7 @@ _MEANT = {
 """What other libraries' users mean by the name of a format: the recipe to suggest first."""
 
 
-@cache
-def _named() -> dict[str, Recipe]:
-    return collect("halfstep.recipe.named", Recipe)
+_named = family("halfstep.recipe.named", Recipe)
 
 
 @cache
@@ -129,14 +135,14 @@ def list_recipes() -> list[str]:
 def get_recipe(name: str | Recipe) -> Recipe:
     """The recipe of that name or alias (`O0` to `O3` are apex's levels); a `Recipe` is returned as it is.
 
-    `bits-eXmY` is bf16 with fewer bits, `bits-eXmY-nearest` the same rounded to nearest (`recipe.files`).
+    `bits-eXmY` is bf16 with fewer bits, `bits-eXmY-nearest` the same rounded to nearest (`recipe.data`).
 
     Recipes of one's own are named by where they are: `my.toml`, `package.module:name` or `path.py:name`. Several that
     follow one another are named so: `fp8-current until 90%, then bf16-mixed` (`until step 900`; the comma may be left
     out).
 
     Raises:
-        RecipeError: no recipe has that name, the nearest ones are shown; it is no text; or as `recipe.files` says.
+        RecipeError: no recipe has that name, the nearest ones are shown; it is no text; or as `recipe.data` says.
     """
     if isinstance(name, Recipe):
         return name
@@ -156,7 +162,7 @@ def get_recipe(name: str | Recipe) -> Recipe:
 
 def _find(name: str) -> Recipe:
     if is_partial(name):
-        return partial(name)
+        return with_a_number(name)
     own = _aliases().get(name, name)
     if is_reference(name):
         raise RecipeError(f"{name!r} found; a file's base and stages are recipes that come with halfstep, by name")

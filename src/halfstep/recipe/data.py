@@ -1,14 +1,18 @@
-"""Recipes as plain data (what TOML and JSON hold), and back."""
+"""Recipes as plain data (what TOML and JSON hold), and back; and of one's own, from a TOML file, Python or a text."""
 
+import json
 import re
-import typing
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
-from halfstep.errors import HalfstepError, RecipeError
-from halfstep.quant import Accumulator, Hadamard, Quantizer
+from halfstep import formats
+from halfstep.errors import HalfstepError, RecipeError, unknown
+from halfstep.formats import Integer
+from halfstep.quant import ROW, Accumulator, Hadamard, Quantizer, Scales, get_scaling
 from halfstep.recipe.operands import (
     KEEP,
     At,
@@ -20,6 +24,7 @@ from halfstep.recipe.operands import (
     operand,
     storage,
     table_of,
+    to_data,
     typed,
 )
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, Multiplier
@@ -27,6 +32,7 @@ from halfstep.recipe.projection import Projection
 from halfstep.recipe.spec import LossScale, Recipe
 from halfstep.recipe.stages import Stage
 from halfstep.recipe.storage import OPERANDS, Codes, Communication, Saved, Storage
+from halfstep.registry import load_module
 
 
 _USES = {
@@ -36,7 +42,7 @@ _USES = {
 }
 _SIDES = ("lhs", "rhs")
 _PRODUCTS = tuple(field.name for field in fields(LinearSpec))
-_TYPES: dict[str, Any] = typing.get_type_hints(Recipe)
+_TYPES: dict[str, Any] = get_type_hints(Recipe)
 
 
 # ---- data to a recipe -----------------------------------------------------------------------------------------------
@@ -97,7 +103,7 @@ def _record(name: str, kind: type, data: Any) -> Any:
         return None
     if not isinstance(data, dict):
         raise At(f"{name} = {data!r} found; expected a table or 'none'", name)
-    hints = typing.get_type_hints(kind)
+    hints = get_type_hints(kind)
     check_keys(data, tuple(hints), f"key of {name}", name)
     for field in fields(kind):
         if field.default is MISSING and field.name not in data:
@@ -112,7 +118,7 @@ def _record(name: str, kind: type, data: Any) -> Any:
 
 
 def _field(value: Any, expected: Any, *path: str) -> Any:
-    kinds = (expected, *typing.get_args(expected))
+    kinds = (expected, *get_args(expected))
     if Storage not in kinds:
         return typed(value, expected, *path)
     return value if value == OPERANDS and str in kinds else None if value == "none" else storage(value, *path)
@@ -142,7 +148,7 @@ def _rule(data: Any, number: int) -> Rule:
         raise At(str(error), *path, "blocks") from error
 
 
-_WORDS: dict[str, Any] = {key: kind for key, kind in typing.get_type_hints(Rule).items() if key != "linear"}
+_WORDS: dict[str, Any] = {key: kind for key, kind in get_type_hints(Rule).items() if key != "linear"}
 
 
 def _stage(data: Any, number: int, named: Callable[[str], Recipe]) -> Stage[Recipe]:
@@ -227,10 +233,239 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
 def _multiplier(data: Any, *path: str | int) -> Multiplier:
     """A table of powers of the product's sizes, and a constant."""
     table = typed(data, dict, *path)
-    check_keys(table, tuple(typing.get_type_hints(Multiplier)), "key of a multiplier", *path)
+    check_keys(table, tuple(get_type_hints(Multiplier)), "key of a multiplier", *path)
     try:
         return Multiplier(**{key: typed(value, float, *path, key) for key, value in table.items()})
     except At:
         raise
     except RecipeError as error:
         raise At(str(error), *path) from error
+
+
+def is_reference(name: str) -> bool:
+    """Whether that names a file or module rather than a recipe: `my.toml`, `package.module:name`, `path.py:name`."""
+    return name.endswith(".toml") or ":" in name
+
+
+def read(name: str, named: Callable[[str], Recipe]) -> Recipe:
+    """The recipe in a file or module; `named` finds the recipes that come with halfstep.
+
+    Raises:
+        RecipeError: it is not there or is not a recipe; with the file and the line where that can be said.
+    """
+    path, _, attribute = name.rpartition(":")
+    return read_toml(Path(name), named) if name.endswith(".toml") else _from_python(path, attribute)
+
+
+def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
+    """The recipe of a TOML file (docs/adding_a_recipe.md).
+
+    Raises:
+        RecipeError: the file cannot be read, is not TOML, or a key or value in it is not what was expected.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # a byte order mark, as some editors write, is no TOML
+        return from_data(tomllib.loads(text), named)
+    except At as error:
+        raise RecipeError(f"{path}, line {line_of(text, error.path)}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text ({error}); save it as UTF-8, which TOML is in") from error
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read ({error}); expected a recipe's TOML file") from error
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The text of a TOML file that `read_toml` makes this recipe of.
+
+    Raises:
+        RecipeError: it has a scaling of one's own, which data do not hold.
+    """
+    data = to_data(recipe)
+    rules, keeps, stages = data.pop("rules"), data.pop("keep_heads"), data.pop("stages", [])
+    lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
+    if rules or keeps:
+        lines.append(f"keep_heads = {_toml(keeps)}")
+    if keeps and not rules:
+        lines.append("rules = []")
+    for header, tables in (("rules", rules), ("stages", stages)):
+        for table in tables:
+            lines += ["", f"[[{header}]]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)  # JSON's strings, numbers and booleans are TOML's
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
+
+
+def line_of(text: str, path: tuple[str | int, ...]) -> int:
+    """The line of the last of these keys that the text says, from 1.
+
+    >>> line_of("name = 'a'\\n[[rules]]\\npath = '*'", ("rules", 0, "path"))
+    3
+    """
+    table: tuple[str | int, ...] = ()
+    found: tuple[str | int, ...]
+    counts: dict[str, int] = {}
+    best, depth = 1, 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\[\s*([\w.-]+)\s*\]\]", line):
+            counts[header[1]] = counts.get(header[1], -1) + 1
+            found = table = (header[1], counts[header[1]])
+        elif header := re.match(r"\s*\[\s*([\w. -]+?)\s*\]\s*(#.*)?$", line):
+            first, *rest = re.split(r"\s*\.\s*", header[1])
+            found = table = (first, *([counts[first]] if first in counts else []), *rest)
+        elif key := re.match(r"\s*([\w.\" -]+?)\s*=", line):
+            found = (*table, *re.split(r"\s*\.\s*", key[1].replace('"', "")))
+        else:
+            continue
+        if found == path[: len(found)] and len(found) > depth:
+            best, depth = number, len(found)
+    return best
+
+
+def _from_python(path: str, name: str) -> Recipe:
+    module = load_module(path, RecipeError)
+    value = getattr(module, name, None)
+    if not isinstance(value, Recipe):
+        own = [key for key, found in vars(module).items() if isinstance(found, Recipe)]
+        kind = "" if value is None else f" ({name} is {type(value).__name__})"
+        raise RecipeError(f"{path}: {unknown('recipe', name, own)}{kind}")
+    if not is_name(value.name):
+        raise RecipeError(f"{path}: {name} is called {value.name!r}; expected letters, digits and - _ . +")
+    return value
+
+
+def is_chain(text: str) -> bool:
+    """Whether that is recipes one after another, in words or as `chain` calls them, rather than the name of one."""
+    return re.search(r"\suntil\s", _in_words(text)) is not None
+
+
+def _in_words(text: str) -> str:
+    """The name that `chain` gives, as the text it was read from; any other text as it is."""
+    text = re.sub(r"-until-([\d.]+)pct-then-", r" until \1% then ", text)
+    return re.sub(r"-until-step-(\d+)-then-", r" until step \1 then ", text)
+
+
+def read_chain(text: str, named: Callable[[str], Recipe]) -> Recipe:
+    """The recipe whose stages the text lists, with or without commas; `named` finds each of them.
+
+    Raises:
+        RecipeError: it is not of the form `NAME until 90%, then NAME` (`until step 900`, further stages after another
+            `until`); or as `Recipe` for stages that do not go together.
+    """
+    *before, last = re.split(r"\s*,?\s+then\s+", _in_words(text.strip()))
+    found = [re.fullmatch(r"(.*\S)\s+until\s+(?:(\d+(?:\.\d+)?)\s*%|step\s+(\d+))", part) for part in before]
+    if not before or not all(found) or is_chain(last):
+        raise RecipeError(
+            f"recipe {text!r} found; expected 'NAME until 90%, then NAME' or 'NAME until step 900, then NAME', and "
+            "more stages after another 'until'"
+        )
+    matches = [match for match in found if match is not None]
+    recipes = [named(name) for name in (*(match[1] for match in matches), last)]
+    starts = [int(match[3]) if match[3] else float(match[2]) / 100 for match in matches]
+    return chain(recipes[0], *map(Stage, recipes[1:], starts))
+
+
+def chain(first: Recipe, *stages: Stage[Recipe]) -> Recipe:
+    """A recipe followed by others, called by their names and starts: `fp8-current-until-90pct-then-bf16-mixed`.
+
+    Raises:
+        RecipeError: as `Recipe`; the first has stages already.
+    """
+    if first.stages:
+        raise RecipeError(f"recipe {first.name!r} has stages already; list them all in one recipe")
+    name, summary, notes = first.name, first.name, list(first.notes)
+    for stage in stages:
+        name += f"-until-{stage.when.replace(' ', '-').replace('%', 'pct')}-then-{stage.recipe.name}"
+        summary += f" until {stage.when}, then {stage.recipe.name}"
+        notes += [note for note in stage.recipe.notes if note not in notes]
+    sources = dict.fromkeys((first.source, *(stage.recipe.source for stage in stages)))
+    return replace(
+        first, name=name, summary=f"{summary}.", source="; ".join(sources), aliases=(), notes=tuple(notes),
+        stages=stages,
+    )  # fmt: skip
+
+
+_NAME = re.compile(r"bits-e(\d+)m(\d+)(-nearest)?")
+_WEIGHTS = re.compile(r"weights-int(\d+)")
+_SOURCE = "Lee et al. 2024, arXiv 2405.18710; which operands they mask, and where, is not said in what was read of it"
+
+
+def is_partial(name: str) -> bool:
+    """Whether that is the name of such a recipe, be its bits possible or not."""
+    return _NAME.fullmatch(name) is not None or _WEIGHTS.fullmatch(name) is not None
+
+
+def with_a_number(name: str) -> Recipe:
+    """The recipe of such a name.
+
+    Raises:
+        RecipeError: as `few_bits` and `integer_weights`.
+    """
+    return integer_weights(int(match[1])) if (match := _WEIGHTS.fullmatch(name)) else few_bits(name)
+
+
+def integer_weights(bits: int) -> Recipe:
+    """The recipe `weights-intN`: fp32 training whose forward sees every weight but the head's in N bits.
+
+    Integers from -(2^(N-1) - 1) on, with one scale a row (an output channel) from its largest magnitude; gradients are
+    those of the rounded weights, and update the unrounded ones.
+
+    Raises:
+        RecipeError: fewer than 2 bits, or more than 12.
+    """
+    if not 2 <= bits <= 12:
+        raise RecipeError(f"recipe 'weights-int{bits}': expected 2 to 12 bits, such as weights-int4")
+    most = 2 ** (bits - 1) - 1
+    source = "symmetric integers, as the absmax quantizers of Kumar et al. 2024, arXiv 2411.04330"
+    row = Quantizer(Integer(f"int{bits}", -most, most, source=source), scales=Scales(ROW, get_scaling("absmax")))
+    return Recipe(
+        name=f"weights-int{bits}",
+        summary=f"fp32 whose matmuls see weights of {bits} bits, a scale an output channel; the head's stay whole.",
+        source="Kumar et al. 2024, arXiv 2411.04330, section 4",
+        rules=(*KEEP, Rule("*", LinearSpec(output=Matmul(rhs=row), grad_input=Matmul(rhs=row.down)))),
+    )
+
+
+def few_bits(name: str) -> Recipe:
+    """The recipe `bits-eXmY` or `bits-eXmY-nearest`: bf16 with X of its 8 exponent and Y of its 7 mantissa bits.
+
+    Weights, activations and gradients are bf16, with an fp32 master. Every operand of every linear layer's matmuls,
+    the head's included, then loses the bits: masked (rounded toward zero, as in the paper), or rounded to nearest,
+    ties to even, as hardware does. Values beyond the range of fewer exponent bits saturate; there are no scales.
+    `bits-e8m7` takes nothing away from a tensor in bf16; a model's float32 inputs are cut from float32.
+
+    Raises:
+        RecipeError: fewer than 2 or more than 8 exponent bits, or more than 7 mantissa bits.
+    """
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    exponent, mantissa, nearest = int(match[1]), int(match[2]), match[3] is not None
+    if not 2 <= exponent <= 8 or mantissa > 7:
+        raise RecipeError(
+            f"recipe {name!r}: bf16 has 8 exponent and 7 mantissa bits, of which some are taken away; expected e2 to "
+            "e8 and m0 to m7, such as bits-e8m3"
+        )
+    operand = Quantizer(formats.get(f"e{exponent}m{mantissa}"), "nearest_even" if nearest else "toward_zero")
+    product = Matmul(operand, operand)
+    how = "rounded to nearest" if nearest else "the others masked"
+    return Recipe(
+        name=name,
+        summary=f"bf16-master whose matmuls' operands have {exponent} exponent and {mantissa} mantissa bits, {how}.",
+        source=_SOURCE,
+        weights="bf16",
+        master="fp32",
+        compute="bf16",
+        rules=(Rule("*", LinearSpec(product, product, product)),),
+        notes=() if nearest else ("Masking shrinks every operand; -nearest tells the bits' effect from the bias's.",),
+    )

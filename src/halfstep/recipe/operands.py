@@ -5,12 +5,11 @@ And a rule of a recipe: which layers it means, by path and depth, and how they r
 
 import re
 import types
-import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from fractions import Fraction
 from math import floor
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from halfstep import formats
 from halfstep.errors import FormatError, QuantizationError, RecipeError, unknown
@@ -30,7 +29,7 @@ from halfstep.quant import (
     get_scaling,
 )
 from halfstep.quant.scaling import named
-from halfstep.recipe.products import AttentionSpec, LinearSpec
+from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.storage import Storage, get_storage
 
 
@@ -200,7 +199,7 @@ def typed(value: Any, expected: Any, *path: str | int) -> Any:
     optional = isinstance(expected, types.UnionType)
     if optional and value == "none":
         return None
-    kinds = [kind for kind in typing.get_args(expected) if kind is not type(None)] if optional else [expected]
+    kinds = [kind for kind in get_args(expected) if kind is not type(None)] if optional else [expected]
     if kinds[0] == tuple[str, ...]:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
@@ -260,7 +259,7 @@ def _record(data: Any, kind: Any, *path: str | int) -> Any:
     if data == "none":
         return None
     table = typed(data, dict, *path)
-    hints = typing.get_type_hints(kind)
+    hints = get_type_hints(kind)
     check_keys(table, tuple(hints), f"key of {path[-1]}", *path)
     given = {key: typed(value, hints[key], *path, key) for key, value in table.items()}
     try:
@@ -315,7 +314,7 @@ def accumulator(data: Any, *path: str | int) -> Accumulator | None:
     if data == "none":
         return None
     table = table_of(data, *path)
-    hints = {name: kind for name, kind in typing.get_type_hints(Accumulator).items() if name != "format"}
+    hints = {name: kind for name, kind in get_type_hints(Accumulator).items() if name != "format"}
     check_keys(table, ("format", *hints), "key of an accumulator", *path)
     if "format" not in table:
         raise At("an accumulator without a format; expected one such as 'fp16', or a name: 'hopper'", *path)
@@ -386,3 +385,60 @@ def _is_named(quantizer: Quantizer) -> bool:
         return False
     block = formats.get_block(name)
     return (block.element, block.outliers) == (quantizer.format, quantizer.outliers) and quantizer.scales is not None
+
+
+_TABLES = ("loss_scale", "attention", "codes", "moments", "projection", "saved", "communication")
+"""The fields of a recipe that are records of their own, beside its rules and stages; they come last."""
+
+
+def to_data(recipe: Any) -> Data:
+    """The data that `from_data` makes this recipe of, whole: nothing is left to a base or a default.
+
+    Raises:
+        RecipeError: it has a scaling of one's own, which data do not hold.
+    """
+    plain = [field.name for field in fields(recipe) if field.name not in (*_TABLES, "rules", "stages")]
+    data: Data = {name: _written(getattr(recipe, name)) for name in (*plain, *_TABLES)}
+    data["moments"] = _moments_data(recipe.moments)
+    keeps = recipe.rules[: len(KEEP)] == KEEP
+    rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
+    stages = [{"start": stage.start, "recipe": to_data(stage.recipe)} for stage in recipe.stages]
+    return {**data, "keep_heads": keeps, "rules": rules} | ({"stages": stages} if stages else {})
+
+
+def _written(value: Any) -> Any:
+    """A field as data: a record as a table of its fields."""
+    if isinstance(value, LinearSpec):
+        return _linear_data(value)
+    if isinstance(value, Storage):
+        return storage_data(value)
+    if is_dataclass(value):
+        return {field.name: _written(getattr(value, field.name)) for field in fields(value)}
+    return "none" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]) -> str | Data:
+    if isinstance(moments, str):
+        return moments
+    pairs = moments if isinstance(moments, tuple) else (("*", moments),)
+    return {glob: kind if isinstance(kind, str) else storage_data(get_storage(kind)) for glob, kind in pairs}
+
+
+def _rule_data(rule: Rule) -> Data:
+    words = [field.name for field in fields(Rule) if field.name != "linear"]
+    return {**{key: _written(getattr(rule, key)) for key in words}, **_linear_data(rule.linear)}
+
+
+def _linear_data(spec: LinearSpec) -> Data:
+    data: Data = {}
+    for product in (field.name for field in fields(LinearSpec)):
+        matmul: Matmul = getattr(spec, product)
+        sides = {side: quantizer_data(q) for side in ("lhs", "rhs") if (q := getattr(matmul, side)) is not None}
+        if matmul.accumulate is not None:
+            sides["accumulate"] = accumulator_data(matmul.accumulate)
+        if matmul.multiplier is not None:
+            sides["multiplier"] = _written(matmul.multiplier)
+        if matmul.hadamard is not None:
+            sides["hadamard"] = hadamard_data(matmul.hadamard)
+        data |= {product: sides} if sides else {}
+    return data

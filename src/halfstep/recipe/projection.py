@@ -10,8 +10,8 @@ from halfstep.errors import RecipeError, unknown
 PROJECTOR = "projector"
 """The name, in an optimizer's state, of a matrix's projector."""
 
-LARGEST = torch.finfo(torch.float32).max
-"""The largest number of an update's arithmetic."""
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+"""The largest number of an update's arithmetic, and the smallest normal one."""
 
 SIDES = ("short", "long", "left", "right")
 

@@ -14,12 +14,11 @@ from halfstep import formats
 from halfstep.errors import RecipeError, shortened, unknown
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
-from halfstep.recipe.operands import Rule, shared_in_a_call
+from halfstep.recipe.operands import Rule, shared_in_a_call, to_data
 from halfstep.recipe.products import AttentionSpec, linear_text
-from halfstep.recipe.projection import LARGEST, PROJECTOR, Projection, Shape
+from halfstep.recipe.projection import LARGEST, PROJECTOR, SMALLEST, Projection, Shape
 from halfstep.recipe.stages import Stage, check_stages
 from halfstep.recipe.storage import DTYPES, Codes, Communication, Saved, Storage, get_storage
-from halfstep.recipe.written import to_data
 
 
 MASTER = "master"
@@ -42,9 +41,6 @@ SMOOTH_GLU = {
 """How the product of a gated MLP is scaled before the down-projection rounds it (`ops.smooth_swiglu`)."""
 
 
-_SMALLEST = torch.finfo(torch.float32).tiny
-
-
 @dataclass(frozen=True)
 class LossScale:
     """The factor S on the loss: constant, or doubled after `growth_interval` good steps and halved on overflow.
@@ -58,9 +54,9 @@ class LossScale:
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.init) not in (int, float) or not _SMALLEST <= self.init <= LARGEST:
+        if type(self.init) not in (int, float) or not SMALLEST <= self.init <= LARGEST:
             raise RecipeError(
-                f"loss_scale init = {self.init!r}; expected a number from {_SMALLEST:g} to {LARGEST:g}, as float32 has "
+                f"loss_scale init = {self.init!r}; expected a number from {SMALLEST:g} to {LARGEST:g}, as float32 has "
                 "them, such as 65536"
             )
         for name in ("growth_interval", "hysteresis"):

@@ -6,7 +6,6 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import halfstep
 from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, holding, unknown
@@ -65,7 +64,7 @@ class Exported:
 
 
 def export(
-    model: nn.Module,
+    model: torch.nn.Module,
     folder: str | Path,
     format: str | Layout | None = None,
     *,
@@ -138,7 +137,7 @@ def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str) -> N
 
 
 def _gguf(
-    model: nn.Module, path: Path, format: str, recipe: str | Recipe | None, tokenizer: str | Path | None
+    model: torch.nn.Module, path: Path, format: str, recipe: str | Recipe | None, tokenizer: str | Path | None
 ) -> Exported:
     """A GGUF file: as it is of a model whose weights no recipe rounds, and none is to."""
     found, folder = part_of(model).applied, None if tokenizer is None else _folder(tokenizer)
@@ -149,7 +148,7 @@ def _gguf(
     return Exported(path, format, name, path.stat().st_size, quantized, kept, kind)
 
 
-def _quantized(model: nn.Module, recipe: str | Recipe | None) -> nn.Module:
+def _quantized(model: torch.nn.Module, recipe: str | Recipe | None) -> torch.nn.Module:
     """The model, or a copy of it, with its weights in codes."""
     found = part_of(model).applied
     wanted = None if recipe is None else get_recipe(recipe)

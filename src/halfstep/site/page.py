@@ -8,8 +8,7 @@ from importlib.resources import files
 from math import isfinite
 from typing import Any
 
-import halfstep
-from halfstep import formats
+from halfstep import __version__, formats
 from halfstep.cli.formats.table import bits_per_value, kind, layout, tile_text
 from halfstep.errors import MissingLibraryError, grouped, printable
 from halfstep.formats import Codebook, Float, Format, Integer, Posit
@@ -65,7 +64,7 @@ def to_html(base: KnowledgeBase) -> str:
 
 def space(title: str = "halfstep", file: str = "index.html") -> str:
     """README.md of a static Space of Hugging Face's that shows the page: front matter, and what it is."""
-    return part("space.md").format(title=json.dumps(title), file=json.dumps(file), version=halfstep.__version__)
+    return part("space.md").format(title=json.dumps(title), file=json.dumps(file), version=__version__)
 
 
 def script(names: tuple[str, ...] = ("frame", "exact", "share", "kb", "formats", "memory", "tabs")) -> str:
@@ -87,7 +86,7 @@ def _version(data: dict[str, Any], said: str) -> str:
     """Which data this page shows: two pages with the same words answer alike."""
     counts = f"{len(data['formats'])} formats, {len(data['memory']['models'])} architectures"
     digest = hashlib.sha256(said.encode()).hexdigest()[:12]
-    return f"halfstep {halfstep.__version__}: {counts}, {len(data['memory']['recipes'])} recipes; data {digest}."
+    return f"halfstep {__version__}: {counts}, {len(data['memory']['recipes'])} recipes; data {digest}."
 
 
 def _hash(text: str) -> str:

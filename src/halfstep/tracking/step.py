@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import quant
 from halfstep.bits.histogram import ExponentHistogram
-from halfstep.bits.limits import limits_of
+from halfstep.bits.what_if import limits_of
 from halfstep.errors import QuantizationError
 from halfstep.formats import Format
 from halfstep.nn.scaling import states_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, OptimizerError, one_of, unknown
+from halfstep.errors import ModelError, OptimizerError, one_of, some, unknown
 from halfstep.recipe import LinearSpec
 
 
@@ -186,9 +186,8 @@ def known_roles(model: nn.Module) -> tuple[dict[str, Role], list[str]]:
 
 def no_role(names: list[str]) -> str:
     """The message for parameters whose role nothing tells."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return (
-        f"no role is known of {', '.join(names[:8])}{more}. Say it: halfstep.unit.set_roles(model, "
+        f"no role is known of {some(names, 8)}. Say it: halfstep.unit.set_roles(model, "
         f"{{{names[0]!r}: 'hidden'}}); globs are taken, and the roles are {', '.join(KINDS)}. The layers of "
         "halfstep.unit bring theirs"
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ import halfstep
 from halfstep.errors import ClaimError, one_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.recipe import DTYPES, get_recipe
-from halfstep.registry import collect
+from halfstep.registry import family
 
 
 Numbers = dict[str, float]
@@ -33,10 +32,8 @@ def check(name: str) -> Callable[[Callable[[], Numbers]], Check]:
     return lambda measure: Check(name, measure)
 
 
-@cache
-def checks() -> dict[str, Check]:
-    """All checks by name, which are the ids of their claims."""
-    return collect("halfstep.claims.checks", Check)
+checks = family("halfstep.claims.checks", Check)
+"""All checks by name, which are the ids of their claims."""
 
 
 def get_check(name: str) -> Check:

@@ -6,8 +6,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-import halfstep
-from halfstep import formats
+from halfstep import formats, prepare
 from halfstep.claims.checks.base import Check, Numbers, check, grad_dtype, normal, one_weight, stepped, update
 from halfstep.memory import measure
 from halfstep.quant.masters import get_master
@@ -17,7 +16,7 @@ from halfstep.tracking import Arrival, arrivals, share_lost, share_zeroed
 def bytes_per_parameter(recipe: str) -> float:
     """Measured on the live tensors of a linear layer under AdamW, before its second step."""
     model: nn.Module = nn.Linear(64, 64)
-    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe, generator=0)
+    model, optimizer, scaler = prepare(model, torch.optim.AdamW(model.parameters()), recipe, generator=0)
     for step in range(2):
         scaler.scale(model(torch.ones(4, 64, dtype=torch.float32, device="cpu")).square().mean()).backward()
         if step == 0:
@@ -139,7 +138,7 @@ def _fitted(recipe: str, beta2: float, seed: int) -> float:
     )
     y = torch.tanh(x @ first / 4) @ second / 5
     stock = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, beta2), weight_decay=0.0)
-    model, optimizer, scaler = halfstep.prepare(model, stock, recipe, generator=seed)
+    model, optimizer, scaler = prepare(model, stock, recipe, generator=seed)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
     for _ in range(800):
         rows = torch.randint(len(x), (64,), generator=generator, dtype=torch.int64, device="cpu")

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import halfstep
-from halfstep import formats, get_quantizer, memory, tracking
+from halfstep import formats, get_quantizer, memory, prepare, tracking
 from halfstep.claims.checks.base import Numbers, check, normal, update
 from halfstep.distributed.mean import Message, Simulated, Steps, fp8lm_steps, mean_steps, run
 from halfstep.ops.casts import round_scaled
@@ -249,7 +248,7 @@ def master() -> Numbers:
         model = nn.Linear(256, 256, bias=False)
         nn.init.normal_(model.weight, std=0.02)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        _, low_bit, _ = halfstep.prepare(model, optimizer, replace(o1, name=name, codes=Codes(weights, o1.codes.grads)))
+        _, low_bit, _ = prepare(model, optimizer, replace(o1, name=name, codes=Codes(weights, o1.codes.grads)))
         model.weight.grad = torch.randn(256, 256, dtype=torch.float32, device="cpu")
         with tracking.arrivals(low_bit, {}) as arrived:
             low_bit.step()
@@ -264,7 +263,7 @@ def stored() -> Numbers:
     for name, recipe in (("fp32", "fp32"), ("o1", "fp8lm-o1"), ("o2", "fp8lm-o2"), ("o3", "fp8lm-o3")):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
-        _, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
+        _, optimizer, scaler = prepare(model, torch.optim.AdamW(model.parameters()), recipe)
         x = torch.randn(8, 64, dtype=torch.float32, device="cpu")
         for _ in range(2):
             F.mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import halfstep
-from halfstep import formats, kb
-from halfstep.bits.statistics import Statistics
+from halfstep import formats, inspect, kb, prepare
+from halfstep.bits.scan import Statistics
 from halfstep.claims.checks.base import Numbers, check, update
 from halfstep.formats import Float
 
@@ -25,7 +24,7 @@ def _trained(folder: Path) -> Path:
         nn.Embedding(64, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 64)
     )
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, scaler = halfstep.prepare(model, optimizer, "bf16-nomaster", generator=0)
+    model, optimizer, scaler = prepare(model, optimizer, "bf16-nomaster", generator=0)
     for _ in range(20):
         tokens = torch.randint(64, (8, 32), dtype=torch.int64, device="cpu")
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -59,7 +58,7 @@ def ranges() -> Numbers:
     """How much of bf16's range fp16 has, and what of a bf16 checkpoint lies outside: the weights and Adam's moments."""
     bf16, fp16 = formats.get("bf16", Float), formats.get("fp16", Float)
     with tempfile.TemporaryDirectory() as folder:
-        report = halfstep.inspect(_trained(Path(folder)))
+        report = inspect(_trained(Path(folder)))
     found: Numbers = {"bf16_binades": _binades(bf16), "fp16_binades": _binades(fp16)}
     for prefix, ending in (("first", ".exp_avg"), ("second", ".exp_avg_sq"), ("weights", "")):
         parts = [

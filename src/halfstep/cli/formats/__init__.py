@@ -83,7 +83,5 @@ def compare(a: Name, b: Name, as_json: Json = False) -> None:
 @formats.command(context_settings={"ignore_unknown_options": True})
 def add(name: Name, a: Number, b: Number, as_json: Json = False) -> None:
     """Add two numbers by hand: align, add, round, and see what was lost. For floats (fp32, bf16, e4m3fn ...)."""
-    from halfstep.cli.formats import addition
-
-    work = addition.work_out(page.scalar(name), read_number(a), read_number(b))
-    answer(as_json, lambda: addition.as_data(work), lambda: addition.describe(work))
+    work = page.work_out(page.scalar(name), read_number(a), read_number(b))
+    answer(as_json, lambda: page.addition_data(work), lambda: page.describe_addition(work))

@@ -12,8 +12,7 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.formats import Format
 from halfstep.kernels.cpu import quantiles, rows, slopes
-from halfstep.kernels.largest import seed_in
-from halfstep.kernels.operator import Operator, blank
+from halfstep.kernels.operator import Operator, blank, seed_in
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile
 from halfstep.quant.cast import round_to
 from halfstep.quant.quantizer import as_rows

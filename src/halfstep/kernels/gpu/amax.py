@@ -3,16 +3,15 @@
 from functools import cache
 
 import torch
-from torch import Tensor
 
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, Launch, functions
+from halfstep.kernels.gpu import BLOCK, KINDS, Launch, functions
 
 
 _BLOCK = 4 * BLOCK  # few programs, since all raise one number
 
 
-def run(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) -> Tensor:
-    """max |x| of a tensor that `launch.lies_plain`, as a float32 scalar: 0 of an empty tensor, NaN where there is one.
+def run(x: torch.Tensor, unless: torch.Tensor | None = None, found: torch.Tensor | None = None) -> torch.Tensor:
+    """max |x| of a tensor that `lies_plain`, as a float32 scalar: 0 of an empty tensor, NaN where there is one.
     0 too, and x is not read, where `unless`, another, is not 0.
 
     Args:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from halfstep.formats import Format, ocp
 from halfstep.kernels.cpu.arrays import separate
-from halfstep.kernels.gpu import amax, quantizers
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, prepared
+from halfstep.kernels.gpu import KINDS, UNIT, amax, bits, functions, halves, launch, lies_plain, prepared, quantizers
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.cast import encode
 from halfstep.quant.quantizer import layout, matrix_shape
@@ -27,7 +26,6 @@ from halfstep.quant.tile import ROW
 _LARGEST = 1 << 14  # elements of a tile
 _BLOCK = 1 << 12  # elements of a block
 WARPS = 8  # of a block of 4096 elements: 16 a thread
-_UNIT = 16  # rows of so many elements start where 16 bytes do
 
 
 _STORED = {"codes", "scale", "tensor_scale", "scale_scale", "scale_offset"}
@@ -70,10 +68,10 @@ def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
         return None
     if (bits == 4 and columns % 2) or (bits == 6 and columns % 4) or (bits in (4, 6) and wide == 1):
         return None
-    if high == 1 and wide >= _UNIT and columns % wide == 0:
+    if high == 1 and wide >= UNIT and columns % wide == 0:
         return Cut(rows * columns // wide, wide, (1, wide), (_BLOCK // wide, wide), wide)
     across = max(wide, 128)
-    return Cut(rows, columns, (high, wide), (_BLOCK // across, across), _UNIT if columns % _UNIT == 0 else 1)
+    return Cut(rows, columns, (high, wide), (_BLOCK // across, across), UNIT if columns % UNIT == 0 else 1)
 
 
 def cut_of(x: Tensor, quantizer: Quantizer) -> Cut | None:

@@ -13,7 +13,7 @@ from halfstep.kernels.cpu import element_codes, elements, posit
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.codes import lie_in, shifts
 from halfstep.kernels.cpu.lanes import INFINITY
-from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain, prepared
+from halfstep.kernels.gpu import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain, prepared
 from halfstep.quant.rounding import Seed
 
 
@@ -173,7 +173,7 @@ def run_finish(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch
     """`(product * scale + bias).to(dtype)`, each operation rounded to float32: 6 bytes an element instead of 18.
 
     Args:
-        product: (rows, columns), float32, that `launch.lies_plain`.
+        product: (rows, columns), float32, that `lies_plain`.
         scale: a float32 scalar.
         bias: (columns), contiguous, in `dtype`: bf16 or fp16.
     """
@@ -192,8 +192,8 @@ _SAMPLE = 1024
 
 
 def run_seeds(x: Tensor, key: Tensor, count: int, steps: Sequence[int]) -> Tensor | None:
-    """`kernels.largest.seeds` of a sample of x with these steps along its dimensions: int64 (count). None where that is
-    not done here: it takes fp32, bf16 and fp16 of at most four dimensions, of any strides, and a key beside it."""
+    """`kernels.operator.seeds` of a sample of x with these steps along its dimensions: int64 (count). None where
+    that is not done here: it takes fp32, bf16 and fp16 of at most four dimensions, of any strides, and a key there."""
     if x.dtype not in KINDS or x.dim() > 4 or x.is_neg() or key.device != x.device:
         return None
     counts = [-(-size // step) for size, step in zip(x.shape, steps, strict=True)]

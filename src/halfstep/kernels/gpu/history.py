@@ -3,21 +3,20 @@
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.gpu.launch import Launch, bits, functions
+from halfstep.kernels.gpu import Launch, bits, functions
 from halfstep.kernels.gpu.quantizers import rule
 from halfstep.quant.scaling.delayed import Delayed
 
 
-def places(addresses: list[int], device: torch.device) -> Tensor:
+def places(addresses: list[int], device: torch.device) -> torch.Tensor:
     """Where states are: what `run` takes."""
     cells = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     return cells if device.type == "cpu" else cells.pin_memory().to(device, non_blocking=True)
 
 
-def run(places: Tensor, scaling: Delayed, element: Format, skipped: Tensor | None) -> None:
+def run(places: torch.Tensor, scaling: Delayed, element: Format, skipped: torch.Tensor | None) -> None:
     """`scaling.advance` of the states at these places, which are of one format; where `skipped`, a float32 scalar, is
     above 0 their amaxes are forgotten, and nothing else changes."""
     _launch(scaling, element, places.device)(len(places), places, None if skipped is None else bits(skipped))

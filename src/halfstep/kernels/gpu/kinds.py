@@ -13,8 +13,7 @@ from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.masters import KEPT
-from halfstep.kernels.gpu import cast, quantizers, table
-from halfstep.kernels.gpu.launch import KINDS, lies_plain
+from halfstep.kernels.gpu import KINDS, cast, lies_plain, quantizers, table
 from halfstep.quant import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.expansion import Expansion

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
-from halfstep.kernels.gpu import quantizers
+from halfstep.kernels.gpu import KINDS, UNIT, functions, halves, lies_plain, prepared, quantizers
 from halfstep.kernels.gpu.blocks import Largest
-from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
 from halfstep.kernels.units_mm import swizzled_size
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
@@ -35,9 +34,7 @@ _PASSES = 64, 8
 Hopper's multiprocessors."""
 _BY_PASSES = ((1, 32), (1, 128), (1, 0))
 """Tiles that these take. Squares of 128 were no faster by them on an H200."""
-_ALONG = (0, 16, 32, 128)
-_SQUARES = (0, 16, 32, 128)
-_UNIT = 16
+_ALONG = _SQUARES = (0, 16, 32, 128)
 
 _VARYING = 0, 4, 8, 9, 10
 """The arguments of the kernel that its callers have or have not, or took from elsewhere: `x`, `found`, `turned_found`,
@@ -166,7 +163,7 @@ class Both:
         found = _told(quantizer, form == "whole")
         assert found is not None
         rule, element = quantizers.told(quantizer, device, dtype, found)
-        units = [_UNIT if size % _UNIT == 0 else 1 for size in shape]
+        units = [UNIT if size % UNIT == 0 else 1 for size in shape]
         plain = 1 not in units and not noisy
         strip, warps = _STRIP
         if rule.kind == "two_level":

@@ -10,9 +10,8 @@ from torch import Tensor
 from halfstep.errors import OptimizerError
 from halfstep.kernels.arithmetic import SQUARES, Program
 from halfstep.kernels.cpu.coded import Coded
-from halfstep.kernels.gpu import source, table
+from halfstep.kernels.gpu import Launch, functions, prepared, source, table
 from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of, has_one_scale, kind_of
-from halfstep.kernels.gpu.launch import Launch, functions, prepared
 
 
 BLOCK = SQUARES

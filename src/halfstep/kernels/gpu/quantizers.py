@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from halfstep import formats
 from halfstep.formats import Codebook, Format, Integer, ocp
@@ -167,7 +166,7 @@ def meaning(format: Format) -> Meaning | None:
 
 
 @cache
-def table(format: Format, device: torch.device) -> Tensor | None:
+def table(format: Format, device: torch.device) -> torch.Tensor | None:
     """What kernels look up of a codebook, as int32: its values by their codes; and of 8 bits, of every bin its cut and
     how many cuts lie below the bin. None for other formats."""
     if not isinstance(format, Codebook):

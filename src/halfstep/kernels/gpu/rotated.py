@@ -13,9 +13,8 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
-from halfstep.kernels.gpu import quantizers
+from halfstep.kernels.gpu import KINDS, UNIT, bits, functions, halves, launch, lies_plain, quantizers
 from halfstep.kernels.gpu.blocks import WARPS
-from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
@@ -25,7 +24,6 @@ _SIZES = (8, 16, 32, 64)
 _BLOCK = 1 << 12  # elements of a program along rows
 _STRIP, _WIDE = 1 << 12, 64  # bytes and columns of one down columns at most: a warp, which waits for no other
 _CHOICE = 32  # columns where it forms two scales a tile: with more, registers would spill
-_UNIT = 16
 
 
 Told = tuple[quantizers.Rule | None, quantizers.Element | None]
@@ -122,7 +120,7 @@ def _launch(
     (rows, columns), size = matrix_shape(tuple(x.shape)), len(signs)
     rule, element = told
     tile = 0 if quantizer is None or quantizer.scales is None else max(astuple(quantizer.scales.tile))
-    unit = _UNIT if columns % _UNIT == 0 else 1
+    unit = UNIT if columns % UNIT == 0 else 1
     two_level = rule is not None and rule.kind == "two_level"
     values: Any = out.dtype if rule is not None and scale is None else None
     constants: dict[str, Any] = {

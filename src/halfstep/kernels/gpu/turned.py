@@ -14,8 +14,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
-from halfstep.kernels.gpu import layouts, quantizers
-from halfstep.kernels.gpu.launch import KINDS, functions, halves, lies_plain, prepared
+from halfstep.kernels.gpu import KINDS, UNIT, functions, halves, layouts, lies_plain, prepared, quantizers
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
 
@@ -23,7 +22,6 @@ from halfstep.quant.rounding import Seed
 _STRIP, _LONGEST = 1 << 10, 32  # elements of a program, a warp that waits for no other, and the most rows of it
 _VARYING = 0, 7, 8
 """The arguments that differ between calls or may begin elsewhere: `x`, `found` and `raised`."""
-_UNIT = 16  # with rows and columns of any number, registers would spill
 
 
 def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[quantizers.Rule, quantizers.Element] | None:
@@ -36,7 +34,7 @@ def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[quantizers.Rul
     if found is None or scales is None or found[0].second is not None or found[1].bins is not None:
         return None
     along = scales.tile.rows == 1 and scales.tile.columns in LEVELS and scales.tile.columns <= size
-    whole = size in LEVELS and size <= _LONGEST and x.shape[0] % size == 0 and not any(n % _UNIT for n in x.shape)
+    whole = size in LEVELS and size <= _LONGEST and x.shape[0] % size == 0 and not any(n % UNIT for n in x.shape)
     return found if along and whole else None
 
 
@@ -79,14 +77,14 @@ class BothTurned:
         noisy: bool,
     ) -> None:
         scales, (rows, columns) = quantizer.tiling, shape
-        two_level, high = told[0].kind == "two_level", max(size, _UNIT)
+        two_level, high = told[0].kind == "two_level", max(size, UNIT)
         self._device, self.zeros = device, 2 if two_level else 0
         """How many zeros a call may be given to raise."""
         self._grid = -(-rows // high) * -(-columns // (_STRIP // high))
-        self._sizes, self._strides = (rows // _UNIT, columns // _UNIT), (*strides[0], *strides[1])
+        self._sizes, self._strides = (rows // UNIT, columns // UNIT), (*strides[0], *strides[1])
         constants: dict[str, Any] = {
             "R": told[0], "SOURCE": KINDS[dtype], "FORM": form, "FACTOR": float_bits(math.sqrt(1 / size)),
-            "LEVELS": LEVELS[size], "W": scales.tile.columns, "UNIT": _UNIT, "ROWS": high, "COLUMNS": _STRIP // high,
+            "LEVELS": LEVELS[size], "W": scales.tile.columns, "UNIT": UNIT, "ROWS": high, "COLUMNS": _STRIP // high,
         }  # fmt: skip
         kernel = functions("rotated").both_turned
         coded = {"Q": told[1], "E": quantizers.e4m3() if two_level else None, "NOISY": noisy}

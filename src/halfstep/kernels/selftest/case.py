@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.formats import Format
+from halfstep.formats import Format, get
 
 
 _CPU = torch.device("cpu")
@@ -92,6 +92,9 @@ def kernel_tests(
 def named(get: Callable[[str], Any], *names: str) -> dict[str, Any]:
     """Subjects by their names."""
     return {name: get(name) for name in names}
+
+
+FP8 = named(get, "float8_e4m3fn", "float8_e5m2")
 
 
 def outcome(test: KernelTest, device: torch.device = _CPU) -> Outcome:

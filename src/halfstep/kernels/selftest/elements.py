@@ -6,7 +6,7 @@ from math import prod
 import torch
 
 from halfstep import formats, quant
-from halfstep.kernels import largest
+from halfstep.kernels import operator
 from halfstep.kernels.cpu import amax, cast, codes, posit
 from halfstep.kernels.gpu import (
     amax as gpu_amax,
@@ -18,6 +18,7 @@ from halfstep.kernels.selftest.case import (
     DTYPES,
     FLOAT16,
     FLOAT32,
+    FP8,
     ROUNDINGS,
     SEED,
     Case,
@@ -112,8 +113,8 @@ def _seeds(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], cou
     """Of tensors of any dimensions, as they lie and by other strides."""
     x, key = hard(prod(shape), dtype).view(shape), torch.tensor([2**62 + 5, -3], dtype=torch.int64, device="cpu")
     for one in (x, x.mT[..., ::2]) if len(shape) > 1 else (x,):
-        found = gpu_cast.run_seeds(one.to(device), key.to(device), count, largest.steps(one))
-        yield Case(largest.by_torch(one, key, count), found, str(one.stride()))
+        found = gpu_cast.run_seeds(one.to(device), key.to(device), count, operator.steps(one))
+        yield Case(operator.by_torch(one, key, count), found, str(one.stride()))
 
 
 def _history(format: formats.Format, device: torch.device, scaling: Delayed, skipped: float | None) -> Cases:
@@ -137,8 +138,7 @@ def _history(format: formats.Format, device: torch.device, scaling: Delayed, ski
 _SIZES, _GPU_SIZES = (0, 1, 17, (1 << 14) + 3), (0, 1, 17, (1 << 13) + 3)
 """None, one, a part of a vector, and several chunks, or blocks, with a rest."""
 _KINDS, _FLOATS, _OVERFLOWS = (hard, finite), FLOAT32 | BFLOAT16 | FLOAT16, ("saturate", "ieee")
-_FP8 = named(formats.get, "float8_e4m3fn", "float8_e5m2")
-_SCALED = _FP8 | named(formats.get, "e4m3fnuz", "e2m1fn")
+_SCALED = FP8 | named(formats.get, "e4m3fnuz", "e2m1fn")
 _EVERY = _SCALED | named(formats.get, "e3m2fn", "int8", "bf16", "fp16")
 _PACKED = named(formats.get, "e2m1fn", "e3m2fn", "int4", "uint4", "nf4")
 _DECODED = _EVERY | named(formats.get, "int4", "uint4", "nf4", "posit16_1", "float8_e8m0fnu")
@@ -165,7 +165,7 @@ GPU = (
     ),
     *kernel_tests("codes", _EVERY, _codes, product(DTYPES, _GPU_SIZES, ROUNDINGS), run=gpu_cast.run_codes),
     *kernel_tests(
-        "codes by integers", _FP8, _codes, product(DTYPES, _GPU_SIZES, ROUNDINGS[:1]), run=gpu_cast.run_codes,
+        "codes by integers", FP8, _codes, product(DTYPES, _GPU_SIZES, ROUNDINGS[:1]), run=gpu_cast.run_codes,
         by_integers=True,
     ),
     *kernel_tests(
@@ -188,7 +188,7 @@ GPU = (
         [((), 1), ((5000,), 3), ((160, 96), 6), ((3, 20, 33), 6), ((2, 3, 40, 17), 6), ((33, 0), 3)],
     ),
     *kernel_tests(
-        "history", _FP8, _history,
+        "history", FP8, _history,
         product(
             (
                 Delayed("delayed"), Delayed("delayed", history=1),

@@ -5,7 +5,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.kernels import carried, scaled_mm
@@ -24,6 +23,7 @@ from halfstep.kernels.selftest.case import (
     BFLOAT16,
     DTYPES,
     FLOAT32,
+    FP8,
     Case,
     Cases,
     KernelTest,
@@ -75,7 +75,7 @@ def _folded(format: formats.Format, device: torch.device, dtype: torch.dtype, sh
     yield Case(quant.round_to(wide * factor, format).bfloat16(), made and made[0], "rounded", x)
 
 
-def _factors(shape: tuple[int, int]) -> Tensor:
+def _factors(shape: tuple[int, int]) -> torch.Tensor:
     return torch.linspace(0.5, 3.0, max(shape), dtype=torch.float32, device="cpu").view(shape)
 
 
@@ -102,8 +102,8 @@ def _cast_errors(quantizer: Quantizer, device: torch.device, dtype: torch.dtype)
 class Operand(NamedTuple):
     """A side of a product."""
 
-    values: Tensor
-    scale: Tensor | None
+    values: torch.Tensor
+    scale: torch.Tensor | None
 
 
 def _carried(format: formats.Format, device: torch.device, rows: int, shared: int, columns: int, scaled: str) -> Cases:
@@ -193,11 +193,10 @@ def units(device: torch.device) -> list[KernelTest]:
     )
 
 
-_FP8 = named(formats.get, "float8_e4m3fn", "float8_e5m2")
 _RIGHT = Quantizer(formats.get("float8_e4m3fn"), scales=Scales(Tile(0, 0), delayed.current))
 UNITS = {
     f"{name} {tile}": (Quantizer(format, scales=Scales(tile, delayed.current)), _RIGHT)
-    for name, format in _FP8.items()
+    for name, format in FP8.items()
     for tile in (Tile(0, 0), Tile(1, 0))
 } | {
     "1x128 x 128x128": (get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128")),
@@ -222,7 +221,7 @@ CPU = (
         ((1, 1, 1), (7, 33, 5), (33, 300, 150)),
     ),
     *kernel_tests(
-        "carried", _FP8 | named(formats.get, "e2m1fn"), _carried,
+        "carried", FP8 | named(formats.get, "e2m1fn"), _carried,
         [(*s, scaled) for s in ((1, 1, 1), (7, 33, 5), (33, 64, 17)) for scaled in ("", "scaled")],
     ),
     *kernel_tests("quantiles", named(str, "exact", "histogram"), _quantiles, product(DTYPES[:2], ("tensor", "row"))),

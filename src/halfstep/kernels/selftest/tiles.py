@@ -33,8 +33,8 @@ from halfstep.kernels.selftest.case import (
     written,
 )
 from halfstep.quant import Hadamard, Quantizer, Scales, Tile, draw_seed, get_quantizer
-from halfstep.quant.captured import Draws
 from halfstep.quant.cast import pack, unpack
+from halfstep.quant.rounding import Draws
 from halfstep.quant.scaling import delayed, get_scaling
 
 

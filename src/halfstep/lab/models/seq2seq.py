@@ -6,6 +6,9 @@ from torch import Tensor, nn
 from halfstep.nn import DotProductAttention
 
 
+SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
+
+
 class Attention(nn.Module):
     """Multi-head attention of (batch, time, width) on itself or on a memory (batch, other time, width)."""
 

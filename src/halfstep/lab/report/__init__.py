@@ -10,8 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import rc_context
 
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import RunFolder, replace_text, write_json
+from halfstep.lab.experiment import Experiment, RunFolder, replace_text, write_json
 from halfstep.lab.report import curves, exponents, lost, rows
 from halfstep.lab.report.results import BASELINE, SETTINGS, Picture, Results, load, png, signed, times
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNDECIDED, RecipeVerdict, enough, rule

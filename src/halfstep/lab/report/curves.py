@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from halfstep.lab.experiment import Metric
-from halfstep.lab.folder import Row
+from halfstep.lab.experiment import Metric, Row
 from halfstep.lab.report.results import (
     BAND,
     BASELINE,

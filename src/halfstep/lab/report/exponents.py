@@ -13,7 +13,7 @@ from matplotlib.ticker import MultipleLocator
 from halfstep import formats
 from halfstep.bits.histogram import ExponentHistogram, binades
 from halfstep.formats import Float
-from halfstep.lab.folder import Row
+from halfstep.lab.experiment import Row
 from halfstep.lab.report.results import (
     BASELINE,
     FAINT,

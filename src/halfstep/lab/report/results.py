@@ -11,8 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from halfstep.lab.experiment import Experiment, Facts
-from halfstep.lab.folder import Row, RunFolder, read_json
+from halfstep.lab.experiment import Experiment, Facts, Row, RunFolder, read_json
 from halfstep.lab.verdict import (
     DEGRADES,
     DIVERGED,

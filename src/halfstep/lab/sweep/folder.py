@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import RunError, unknown
-from halfstep.lab.experiment import Experiment
-from halfstep.lab.folder import Row, RunFolder, read_json, read_metrics, write_json, writing
+from halfstep.lab.experiment import Experiment, Row, RunFolder, read_json, read_metrics, write_json, writing
 
 
 Cell = tuple[str, str, int]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import RunError
-from halfstep.lab.folder import Row
+from halfstep.lab.experiment import Row
 from halfstep.lab.interval import Interval, paired, share
 from halfstep.lab.spikes import spikes
 from halfstep.lab.sweep.folder import SweepFolder

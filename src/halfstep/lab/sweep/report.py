@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from halfstep.lab.folder import Row, write_json
+from halfstep.lab.experiment import Row, write_json
 from halfstep.lab.interval import LEVEL, compared, paired, share
 from halfstep.lab.report.results import SETTINGS, looks, new_figure, plain, png
 from halfstep.lab.spikes import spikes

@@ -18,7 +18,7 @@ import torch
 
 from halfstep.errors import HalfstepError, RunError
 from halfstep.lab.compare import Comparison, open_experiment
-from halfstep.lab.folder import read_json, write_json
+from halfstep.lab.experiment import read_json, write_json
 from halfstep.lab.sweep.folder import FAILED, FINISHED, Cell, Sweep, SweepFolder
 from halfstep.lab.sweep.report import Outcome, outcomes
 from halfstep.lab.task import Task

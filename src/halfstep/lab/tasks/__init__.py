@@ -1,17 +1,14 @@
 """The tasks that recipes are compared on, one file each: `halfstep compare --task NAME`."""
 
-from functools import cache
 from typing import Any
 
 from halfstep.errors import RunError, one_of
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.task import TaskSpec
-from halfstep.registry import collect
+from halfstep.registry import family
 
 
-@cache
-def _named() -> dict[str, TaskSpec]:
-    return collect(__name__, TaskSpec)
+_named = family(__name__, TaskSpec)
 
 
 def get_task(name: str) -> TaskSpec:

@@ -8,11 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from halfstep.errors import DataError
 from halfstep.lab.measures import error_rate
-from halfstep.lab.models.seq2seq import Seq2Seq
+from halfstep.lab.models.seq2seq import SIZES, Seq2Seq
 from halfstep.lab.task import (
     END,
     PAD,
@@ -76,9 +75,6 @@ def _row(numbers: list[int]) -> list[int]:
     return [*numbers, END, *[PAD] * (LONGEST - 1 - len(numbers))]
 
 
-_SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
-
-
 class Pronunciation(Spelling):
     """The next phoneme of a word: the mean cross-entropy in nats over the phonemes that are there.
 
@@ -91,10 +87,10 @@ class Pronunciation(Spelling):
     def __init__(self, train: Batch, held_out: Batch, batch: int) -> None:
         self.train, self.test, self.size = train, held_out, batch
 
-    def models(self) -> dict[str, Callable[[], nn.Module]]:
+    def models(self) -> dict[str, Callable[[], torch.nn.Module]]:
         """transformer and transformer-wide: encoder and decoder with attention."""
         letters = END + 1 + len(LETTERS)
-        return {name: partial(Seq2Seq, letters, self.classes, LONGEST, *size) for name, size in _SIZES.items()}
+        return {name: partial(Seq2Seq, letters, self.classes, LONGEST, *size) for name, size in SIZES.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
         """Words drawn at random."""
@@ -104,7 +100,7 @@ class Pronunciation(Spelling):
         """One word in 200 of the whole dictionary."""
         return [self.test]
 
-    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+    def metric(self, model: torch.nn.Module, losses: Sequence[float]) -> float:
         """PER, the phoneme error rate: of the greedy pronunciation of the held-out words."""
         spoken, right = self.spelled(model)
         return error_rate([*map(without_marks, spoken)], [*map(without_marks, right)])

@@ -5,14 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
 
 from halfstep.lab.measures import bleu
-from halfstep.lab.models.seq2seq import Seq2Seq
+from halfstep.lab.models.seq2seq import SIZES, Seq2Seq
 from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, TaskSpec, stream, without_marks
-
-
-_SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
 
 
 class Translation(Spelling):
@@ -27,9 +23,9 @@ class Translation(Spelling):
     def __init__(self, batch: int, pairs: int = 128) -> None:
         self.size, self.pairs, self.classes = batch, pairs, TARGET_WORDS
 
-    def models(self) -> dict[str, Callable[[], nn.Module]]:
+    def models(self) -> dict[str, Callable[[], torch.nn.Module]]:
         """transformer and transformer-wide: encoder and decoder with attention."""
-        return {n: partial(Seq2Seq, SOURCE_WORDS, TARGET_WORDS, LONGEST, *size) for n, size in _SIZES.items()}
+        return {n: partial(Seq2Seq, SOURCE_WORDS, TARGET_WORDS, LONGEST, *size) for n, size in SIZES.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
         """New sentences."""
@@ -43,14 +39,14 @@ class Translation(Spelling):
         """Sentences of a stream of their own; two alike are as rare as in a language."""
         return [self._held_out]
 
-    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+    def metric(self, model: torch.nn.Module, losses: Sequence[float]) -> float:
         """BLEU of the greedy translation of the held-out sentences."""
         target, right = self.spelled(model)
         return bleu([*map(without_marks, target)], [*map(without_marks, right)])
 
 
 def _batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
-    def rows(sequences: list[list[int]]) -> Tensor:
+    def rows(sequences: list[list[int]]) -> torch.Tensor:
         return torch.tensor([row + [PAD] * (LONGEST - len(row)) for row in sequences], dtype=torch.int64, device="cpu")
 
     return {"source": rows([a for a, _ in pairs]), "target": rows([[START, *b] for _, b in pairs])}

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from halfstep import unit
 from halfstep.nn.cached import product, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
-from halfstep.ops.last_input import cast_once
+from halfstep.ops.function import cast_once
 from halfstep.ops.part import part_of
 
 

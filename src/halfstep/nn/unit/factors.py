@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 from halfstep.errors import ModelError, grouped
+from halfstep.nn.unit.forwards import measured
 from halfstep.nn.unit.graph import Edge, Graph, Node, Value
-from halfstep.nn.unit.leaves import measured
 from halfstep.unit import factors, get_constraint
 from halfstep.unit.calibration import Attended, Constraint
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import ModelError
+from halfstep.nn.unit.forwards import Leaf, leaf_of
 from halfstep.nn.unit.functions import (
     ATTENTION,
     CHOICES,
@@ -30,7 +31,6 @@ from halfstep.nn.unit.functions import (
     tensors,
 )  # fmt: skip
 from halfstep.nn.unit.graph import Graph, Node, Value
-from halfstep.nn.unit.leaves import Leaf, leaf_of
 
 
 _MASKED = 1e4
@@ -228,8 +228,7 @@ def _kind(
     if name == "embedding":
         return "embedding", {"lookups": args[0].numel()}
     if name == "softmax":
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return "softmax", {"last": dim in (-1, args[0].dim() - 1)}
+        return "softmax", {"last": kwargs.get("dim", args[1] if len(args) > 1 else None) in (-1, args[0].dim() - 1)}
     if name == "scaled_dot_product_attention":
         given = named(ATTENTION, args, kwargs)
         return "attention", _attention_facts(given, given.get("attn_mask"), given.get("dropout_p", 0.0))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import root
-from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules import Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import root
-from halfstep.optim.rules.base import REFUSED, Group, UpdateRule, learning_rate
+from halfstep.optim.rules import REFUSED, Group, UpdateRule, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.kernels.arithmetic import Program, traced
 from halfstep.kernels.cpu import optimizer
 from halfstep.kernels.gpu.kinds import Options
-from halfstep.optim.rules.base import (
+from halfstep.optim.rules import (
     Fused,
     Group,
     Moments,

@@ -1,12 +1,12 @@
 """LAMB: AdamW whose step on each tensor is as long as the tensor's norm allows."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from halfstep.kernels.arithmetic import norm, root, where
 from halfstep.optim.classes import Lamb
-from halfstep.optim.rules.adam import by_step
-from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules.adam import by_step, options
 from halfstep.optim.rules.elementwise import elementwise
 
 
@@ -26,14 +26,12 @@ def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tupl
     return weight - direction * (trust * o.lr), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def _options(group: Group) -> dict[str, Any]:
-    beta1, beta2 = map(float, group["betas"])
-    return {
-        "lr": learning_rate(group), "beta1": beta1, "beta2": beta2, "decay": float(group["weight_decay"]),
-        "eps": float(group["eps"]),
-    }  # fmt: skip
-
-
 lamb = elementwise(
-    "lamb", Lamb, lambda group: ("exp_avg", "exp_avg_sq"), _element, _options, by_step, elementwise=False
+    "lamb",
+    Lamb,
+    lambda group: ("exp_avg", "exp_avg_sq"),
+    _element,
+    partial(options, decoupled=True),
+    by_step,
+    elementwise=False,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from halfstep.kernels.arithmetic import where
 from halfstep.optim.classes import Lion
-from halfstep.optim.rules.base import Group, learning_rate
+from halfstep.optim.rules import Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 

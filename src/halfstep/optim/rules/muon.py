@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.optim.rules.base import Group, Moments, UpdateRule
+from halfstep.optim.rules import Group, Moments, UpdateRule
 from halfstep.optim.shards import cut_like, whole
 
 

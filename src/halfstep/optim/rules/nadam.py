@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import double, root, single, where
+from halfstep.optim.rules import REFUSED, Group
 from halfstep.optim.rules.adam import decay, options
-from halfstep.optim.rules.base import REFUSED, Group
 from halfstep.optim.rules.elementwise import elementwise
 
 

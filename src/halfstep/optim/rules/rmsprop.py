@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.arithmetic import root, where
-from halfstep.optim.rules.base import REFUSED, Group, learning_rate
+from halfstep.optim.rules import REFUSED, Group, learning_rate
 from halfstep.optim.rules.elementwise import elementwise
 
 

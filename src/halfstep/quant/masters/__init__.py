@@ -1,18 +1,14 @@
 """What takes the update: the weight itself, or a master kept beside it; found by name."""
 
-from functools import cache
-
 from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters.base import Kept, Master, Own
-from halfstep.registry import collect
+from halfstep.registry import family
 
 
 __all__ = ["Kept", "Master", "Own", "get_master", "list_masters"]
 
 
-@cache
-def _by_name() -> dict[str, Master]:
-    return collect("halfstep.quant.masters", Master)  # type: ignore[type-abstract]
+_by_name = family("halfstep.quant.masters", Master)  # type: ignore[type-abstract]
 
 
 def list_masters() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from halfstep.errors import QuantizationError, one_of, unknown
 from halfstep.quant.scaling.base import NonlinearScaling, Scaling, StatefulScaling
-from halfstep.registry import collect
+from halfstep.registry import family
 
 
 __all__ = ["NonlinearScaling", "Scaling", "StatefulScaling", "from_text", "get_scaling", "named"]
@@ -18,9 +18,7 @@ __all__ = ["NonlinearScaling", "Scaling", "StatefulScaling", "from_text", "get_s
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 
 
-@cache
-def _by_name() -> dict[str, Scaling]:
-    return collect("halfstep.quant.scaling", Scaling)  # type: ignore[type-abstract]
+_by_name = family("halfstep.quant.scaling", Scaling)  # type: ignore[type-abstract]
 
 
 def get_scaling(name: str | Scaling, **options: Any) -> Scaling:

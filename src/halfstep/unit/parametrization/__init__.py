@@ -1,19 +1,16 @@
 """Parametrizations, one a file, found by name."""
 
 from dataclasses import replace
-from functools import cache
 
 from halfstep.errors import ModelError, one_of
-from halfstep.registry import collect
+from halfstep.registry import family
 from halfstep.unit.parametrization.base import DECAYS, Parametrization
 
 
 __all__ = ["DECAYS", "Parametrization", "get_parametrization", "list_parametrizations"]
 
 
-@cache
-def _by_name() -> dict[str, Parametrization]:
-    return collect("halfstep.unit.parametrization", Parametrization)
+_by_name = family("halfstep.unit.parametrization", Parametrization)
 
 
 def list_parametrizations() -> tuple[str, ...]:

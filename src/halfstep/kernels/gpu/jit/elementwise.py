@@ -315,7 +315,7 @@ def magnitude(stored, SOURCE: tl.constexpr):
     return stored & 0x7FFFFFFF if SOURCE == "float32" else (stored & 0x7FFF).to(tl.int32)
 
 
-# ---- seeds that follow from a key and from a tensor's numbers: `kernels.largest`, in one program ---------------------
+# ---- seeds that follow from a key and from a tensor's numbers: `kernels.operator`, in one program --------------------
 
 
 @triton.jit(do_not_specialize=["taken", "c1", "c2", "c3", "s0", "s1", "s2", "s3"])

@@ -196,7 +196,7 @@ def mix(x):
 
 @triton.jit
 def seed_of(low, high, held):
-    """The halves of a seed, of what `launch.halves` says of it: these, or of the seed whose address they are."""
+    """The halves of a seed, of what `gpu.halves` says of it: these, or of the seed whose address they are."""
     address = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     there = held != 0
     seed = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from halfstep.errors import RunError
-from halfstep.lab.side_by_side import train_side_by_side
+from halfstep.lab.compare import train_side_by_side
 from halfstep.lab.sweep.folder import Cell
 from halfstep.lab.sweep.run import Beat, Cells
 

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from halfstep.errors import RunError
-from halfstep.lab.side_by_side import ATTEMPTS
+from halfstep.lab.compare import ATTEMPTS
 from halfstep.lab.sweep.folder import Cell
 from halfstep.lab.sweep.run import Beat, Cells, quietly
 
