@@ -50,6 +50,14 @@ def test_the_same_file_is_exit_code_0(run, files):
     assert "Both hold the same tensors, byte for byte." in out
 
 
+def test_two_files_without_a_tensor_are_said_to_have_none(run, tmp_path):
+    """As two copies that broke off in the same way."""
+    save_file({}, tmp_path / "none.safetensors")
+    _, out, _ = run("diff", str(tmp_path / "none.safetensors"), str(tmp_path / "none.safetensors"))
+    assert "Neither holds a tensor." in out
+    assert "byte for byte" not in out
+
+
 def test_json(run, files):
     code, out, _ = run("diff", *files, "--json")
     data = json.loads(out)

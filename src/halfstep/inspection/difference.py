@@ -85,7 +85,7 @@ class Difference:
     def _whole(self) -> str:
         """The one sentence on all of it, where there is one."""
         if self.same:
-            return "Both hold the same tensors, byte for byte."
+            return "Both hold the same tensors, byte for byte." if self.tensors else "Neither holds a tensor."
         if not self.tensors:
             return (
                 "No tensor of one has the name or the contents of one in the other: different models, or names and "
