@@ -425,6 +425,6 @@ def _tokens(name: str, model: nn.Module, examples: int, length: int) -> Batch:
 
 def _resized(x: Any, examples: int) -> Any:
     """An input with so many examples: those that were given, again and again."""
-    if not (isinstance(x, torch.Tensor) and x.dim() and len(x)):
+    if not (isinstance(x, Tensor) and x.dim() and len(x)):
         return x
     return x.repeat(-(-examples // len(x)), *[1] * (x.dim() - 1))[:examples].clone()

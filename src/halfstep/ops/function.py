@@ -37,7 +37,7 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     return (_with_tangent(function) if transformed else _direct(function)).apply(*inputs)
 
 
-def apart(y: torch.Tensor) -> torch.Tensor:
+def apart(y: Tensor) -> Tensor:
     """What a forward gives back, apart from what it is made of.
 
     Where torch 2.11 traces a forward whose last step gives a tensor itself again (a change in place, a cast to the
@@ -51,7 +51,7 @@ def is_derived() -> bool:
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
 
 
-def no_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
     if torch.compiler.is_compiling():
         return torch.autocast(x.device.type, enabled=False)
@@ -123,7 +123,7 @@ def _refuse_batched(how: str) -> None:
     )
 
 
-def once(form: Callable[..., Any], grad: torch.Tensor | None, *inputs: Any) -> Any:
+def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
     """form(grad, *inputs), gradients of a rounded product, whose own derivative is an error if it is taken.
 
     Some of the tensors among the inputs must depend on whatever the gradients do.

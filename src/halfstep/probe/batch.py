@@ -273,7 +273,7 @@ class Loaded:
     longest: int | None = None
     """The most tokens it takes."""
     tokenize: Callable[[str], list[int]] | None = None
-    named: Callable[[torch.Tensor], Batch] = lambda tokens: tokens
+    named: Callable[[Tensor], Batch] = lambda tokens: tokens
     """The batch of a tensor of tokens, (examples, length)."""
 
 
@@ -337,7 +337,7 @@ def _hugging_face(folder: Path) -> Loaded:
     labels = type(model).__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(model.forward).parameters
     more = ("labels",) if labels else ("decoder_input_ids",) if config.is_encoder_decoder else ()
 
-    def named(tokens: torch.Tensor) -> Batch:
+    def named(tokens: Tensor) -> Batch:
         return dict.fromkeys(("input_ids", *more), tokens)
 
     return Loaded(model, (), text.vocab_size, getattr(text, "max_position_embeddings", None), tokenize, named)
