@@ -1,7 +1,6 @@
-"""Every error that halfstep raises on purpose, in one tree.
+"""Every error that halfstep raises on purpose, in one tree; and functions for the text of reports.
 
-And the words of reports: text from untrusted files, made safe to print, numbers, names, and things by what they have in
-common.
+These make text from untrusted files safe to print, write numbers and names, and group values by key. The errors:
 
     HalfstepError
     ├── FormatError         (ValueError)    a number format that is unknown or cannot do what was asked
@@ -28,6 +27,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TypeVar
+
+
+# ---- error classes ---------------------------------------------------------------------------------------------------
 
 
 class HalfstepError(Exception):
@@ -104,6 +106,9 @@ class MissingLibraryError(HalfstepError, ImportError):
             raise cls(f"{error.name} is not installed; {brings}", name=error.name) from None
 
 
+# ---- unknown names ---------------------------------------------------------------------------------------------------
+
+
 def one_of(kind: str, name: str, known: Collection[str], error: type[HalfstepError]) -> str:
     """The name, one of those known.
 
@@ -130,6 +135,8 @@ def unknown(kind: str, name: object, known: Iterable[str], meant: str | None = N
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return f"unknown {kind} {name!r}{hint}. Known: {', '.join(names)}"
 
+
+# ---- text of reports -------------------------------------------------------------------------------------------------
 
 # Control characters move the cursor and change colours; direction marks make text read otherwise than it is.
 _HOSTILE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -193,6 +200,8 @@ def holding(said: Mapping[str, object]) -> list[str]:
     """
     return [line for line, holds in said.items() if holds]
 
+
+# ---- grouping by keys ------------------------------------------------------------------------------------------------
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")

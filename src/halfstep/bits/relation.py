@@ -33,6 +33,9 @@ _LEVELS = 512  # distinct values of a tile, of 8 bits with signs
 _ROOM = 2.0  # times half a step, by which values of a grid and the middles between them were rounded when stored
 
 
+# ---- rounding to a format --------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Rounded:
     """How values were rounded to `format`: every one is one of the two neighbours of what it was."""
@@ -174,6 +177,9 @@ class Rounding:
             yield STOCHASTIC
 
 
+# ---- values on a quantization grid -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Requantised:
     """B's values lie on a grid; how many of A's values went to the nearest of the grid's values in use there."""
@@ -233,6 +239,8 @@ def _tiles(pair: Pair, tile: Tile) -> Iterator[tuple[Doubles, Doubles]]:
             place = slice(j * width, (j + 1) * width)
             yield one[:, place].ravel(), other[:, place].ravel()
 
+
+# ---- the relation of two tensors -------------------------------------------------------------------------------------
 
 KINDS = (
     "identical", "equal", "cast", "uncast", "near", "alike", "multiple", "average", "quantised", "merged", "changed",
@@ -363,6 +371,9 @@ def _bits(dtype: str) -> int:
     """The significant bits of a stored type."""
     format = stored_format(dtype)
     return format.significant_bits if format is not None else 53
+
+
+# ---- multiples, common sources and averages --------------------------------------------------------------------------
 
 
 class Multiple:

@@ -15,6 +15,8 @@ from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import bits as kernel
 
 
+# ---- distinct values -------------------------------------------------------------------------------------------------
+
 LEVELS = 256
 """Distinct values that a format of 8 bits can have."""
 
@@ -80,6 +82,8 @@ def telling(distinct: NDArray[np.float64]) -> tuple[int, int]:
     found = np.abs(used[tells(used)])
     return found.size, np.unique(found).size
 
+
+# ---- scans -----------------------------------------------------------------------------------------------------------
 
 CHUNK = 1 << 24
 """Bytes read at a time; the threads share them."""
@@ -213,6 +217,9 @@ def _are_channels(tensor: Values) -> bool:
     return len(tensor.shape) > 1 and tensor.shape[-1] >= _CHANNELS and tensor.shape[-1] < tensor.numel
 
 
+# ---- scans by dtype --------------------------------------------------------------------------------------------------
+
+
 def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     word = np.dtype(np.uint32)
     columns, places, drawn = _Columns(tensor, word, 0x7F800000), Spread(tensor, word), sample(tensor, word)
@@ -328,6 +335,8 @@ def _channels(amax: NDArray[np.float64]) -> Channels:
     outliers = amax.size - int(ordered.searchsorted(OUTLIER * median)) if median else 0
     return Channels(amax.size, median, float(ordered[-1]), outliers)
 
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
 
 EXACT = ("bf16", "fp16", "float8_e4m3fn", "float8_e5m2")
 """Formats for which it is counted what they hold exactly."""

@@ -21,6 +21,9 @@ from halfstep.kernels.cpu.comparison import Errors, compare, unit
 from halfstep.quant import ROW, TENSOR, Quantizer, Scales, get_quantizer, get_scaling, layout, round_to
 
 
+# ---- limits of a format ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Limits:
     """The magnitudes at which rounding to nearest changes, each a float32, so that comparing with them is exact."""
@@ -79,6 +82,8 @@ def _float32(value: float) -> Tensor:
     """Infinite, or zero, where float32 ends."""
     return torch.tensor(value, dtype=torch.float64, device="cpu").float()
 
+
+# ---- trial casts -----------------------------------------------------------------------------------------------------
 
 _E4M3, _ABSMAX = get_quantizer("fp8_128x128"), get_scaling("absmax")
 CANDIDATES: Mapping[str, Quantizer] = {
@@ -285,6 +290,8 @@ def _together(name: str, casts: list[tuple[str, Cast, Errors]]) -> WhatIf:
     )
     return WhatIf(total, tuple(hurt[:WORST]))
 
+
+# ---- pieces of a tensor ----------------------------------------------------------------------------------------------
 
 PIECE = 1 << 20
 """Values quantised at a time, or as many as 128 rows hold: caches keep them through all candidates."""

@@ -1,6 +1,6 @@
-"""How a model's gradients are reduced: what is sent, what is remembered from step to step, and when; DDP's hook.
+"""Gradients and weights sent in few bits: the reduction of a model's gradients, DDP's hook, and FSDP2's collectives.
 
-And FSDP2's collectives in few bits: weights gathered as codes, gradients scattered as codes and summed in float32.
+With FSDP2 weights are gathered as codes, and gradients are scattered as codes and summed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,9 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
 from halfstep.recipe import FP8, Communication, LinearSpec, Storage, get_storage
+
+
+# ---- gradients, and DDP's hook ---------------------------------------------------------------------------------------
 
 
 class Reduction:
@@ -237,6 +240,9 @@ def fp8_hook(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[
     if bucket.is_last():
         state.finish()
     return future  # type: ignore[no-any-return]
+
+
+# ---- FSDP2's collectives ---------------------------------------------------------------------------------------------
 
 
 def modules_of(model: nn.Module) -> list[Any]:

@@ -1,13 +1,13 @@
-"""Functions of tensors that torch.compile leaves whole: traced, a call is one node of the graph.
+"""Functions of tensors that torch.compile leaves whole, among them the largest magnitude of a tensor, and seeds.
 
-And what modes that watch operators are told of tensors without values, such as torch's FakeTensors, where no kernel can
-run.
+Traced, a call is one node of the graph. Modes that watch operators are told of tensors without values, such as torch's
+FakeTensors, where no kernel can run.
 
 Making the operands of a product writes in place, to scaling states too, so that is not seen, and done again in a
 backward pass whatever the policy says; the product itself is seen, and kept where the policy says so.
 
-Two of them: the largest magnitude of a tensor, and seeds that follow from a key and from its numbers. Of each: a kernel
-where one supports the call, else torch; and the same as an operator, for torch.compile.
+The largest magnitude of a tensor, and seeds that follow from a key and from its numbers, come from a kernel where one
+supports the call, else from torch; and from an operator under torch.compile.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,9 @@ from halfstep.quant.tracing import has_memory
 
 
 _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 class Operator:
@@ -65,6 +68,8 @@ def _nothing(*arguments: Any) -> None:
     """An operator that writes to what it was given has no result."""
 
 
+# ---- tensors without values ------------------------------------------------------------------------------------------
+
 _LIBRARY.define("follow(Tensor x, Tensor(a!) out) -> Tensor(a!)")
 _LIBRARY.impl("follow", lambda x, out: out, "CompositeExplicitAutograd")
 FOLLOW = torch.ops.halfstep.follow.default
@@ -80,6 +85,8 @@ def blank(x: Tensor, *outs: Tensor) -> bool:
         FOLLOW(x, out)
     return True
 
+
+# ---- selective activation checkpointing ------------------------------------------------------------------------------
 
 _KEEPERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
 _NOTHING = nullcontext()
@@ -107,6 +114,9 @@ def times(x: Tensor, factor: Tensor | float) -> Tensor:
 def plus(x: Tensor, y: Tensor) -> Tensor:
     """The same of a sum."""
     return x + y if _keepers() else x.add_(y)
+
+
+# ---- the largest magnitude -------------------------------------------------------------------------------------------
 
 
 def amax_of(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) -> Tensor:
@@ -143,6 +153,8 @@ _AMAX = Operator(
     "amax(Tensor x, Tensor unless, Tensor(a!) out) -> ()", lambda x, unless, out: out.copy_(_by_torch(x)), _amax
 )
 
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
 
 _SAMPLES = 1024
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

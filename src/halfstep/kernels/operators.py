@@ -47,6 +47,9 @@ from halfstep.quant.scaling import StatefulScaling, from_text
 from halfstep.quant.scaling.delayed import Delayed
 
 
+# ---- a kernel, else the reference ------------------------------------------------------------------------------------
+
+
 def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.round_to` into `out`."""
     if not (
@@ -349,6 +352,9 @@ ACCUMULATE = Operator(
 )
 
 
+# ---- Hadamard transforms ---------------------------------------------------------------------------------------------
+
+
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
     """`quant.rotate`."""
     return _ROTATE(x, signs, dim)  # type: ignore[no-any-return]
@@ -376,6 +382,8 @@ def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
 _ROTATE = Operator("rotate(Tensor x, Tensor signs, int dim) -> Tensor", _rotate, like=_rotated_like)
 draw_signs = Operator("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()", _draw_signs)
 
+
+# ---- states of delayed scaling ---------------------------------------------------------------------------------------
 
 _LONGEST = 1 << 13
 Group = tuple[Sequence[Tensor], StatefulScaling, Format]

@@ -1,9 +1,8 @@
-"""A matmul of two sides in codes on tensor cores: `torch.nn.functional.scaled_mm`, one opaque operator in a graph.
+"""A matmul of two sides in codes on FP8 and FP4 tensor cores, and the ways of scaling and the sizes that they take.
 
-And the ways of scaling that a GPU's FP8 and FP4 tensor cores take, and the sizes of their products.
-
-Inductor lowers torch's own operator to its first version, whose scales of 1x128 lie in another order, and refuses
-swizzled ones. Scales lie as tensor cores read them: in their order in memory, with strides and padding.
+The matmul is `torch.nn.functional.scaled_mm`, one opaque operator in a graph. Inductor lowers torch's own operator to
+its first version, whose scales of 1x128 lie in another order, and refuses swizzled ones. Scales lie as tensor cores
+read them: in their order in memory, with strides and padding.
 
 Source: the checks of PyTorch's ScaledBlas.cpp; the order of blocks of 128x4 scales is cuBLASLt's for one-dimensional
 block scaling ("32_4_4").
@@ -19,6 +18,9 @@ from halfstep import formats
 from halfstep.kernels.operator import Operator
 from halfstep.quant import Quantizer
 from halfstep.quant.tile import ROW, TENSOR, Tile, block, pad, square
+
+
+# ---- ways of scaling -------------------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -124,6 +126,8 @@ def kind_of(quantizer: Quantizer) -> Kind | None:
     return None if lacking else kind
 
 
+# ---- layouts of scales -----------------------------------------------------------------------------------------------
+
 SHORT = {MX: torch.float8_e8m0fnu, NV: torch.float8_e4m3fn}
 """The kinds whose tiles' scales are `swizzled`, and the dtype of these."""
 _NUMBERS = {kind.recipe: dtype for kind, dtype in SHORT.items()}
@@ -156,6 +160,9 @@ def swizzled(scales: Tensor) -> Tensor:
 def swizzled_size(rows: int, across: int) -> int:
     """How many scales `swizzled` gives."""
     return -(-rows // 128) * -(-across // 4) * 512
+
+
+# ---- the matmul ------------------------------------------------------------------------------------------------------
 
 
 class Side(NamedTuple):

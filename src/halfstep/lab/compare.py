@@ -1,6 +1,6 @@
 """Train one model under several recipes, side by side, and judge each against fp32.
 
-And runs, of a sweep too, side by side in processes: a small model gains little from a second thread.
+Runs, of a sweep too, are trained in processes: a small model gains little from a second thread.
 
 A run's numbers depend on (experiment, recipe, seed) and on how many threads add up, not on what runs beside it.
 """
@@ -39,6 +39,8 @@ from halfstep.nn.schedule import Schedule
 from halfstep.optim import check_optimizer
 from halfstep.recipe import Recipe, from_data, get_recipe, is_chain, is_reference, list_recipes, to_data
 
+
+# ---- runs in processes -----------------------------------------------------------------------------------------------
 
 R = TypeVar("R", bound=tuple[Hashable, ...])
 Lost = Callable[[R, str], None]
@@ -157,6 +159,8 @@ def _work(connection: Connection, train: Callable[..., None], threads: int) -> N
                 connection.send(error)
 
 
+# ---- checks before training ------------------------------------------------------------------------------------------
+
 _BASELINE = "fp32"
 
 
@@ -264,6 +268,9 @@ def _as_data(recipe: Recipe) -> dict[str, Any] | None:
         return json.loads(json.dumps(to_data(recipe)))  # type: ignore[no-any-return]
     except RecipeError:
         return None
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ from typing import Any, TextIO
 from halfstep.errors import RunError, unknown
 
 
+# ---- tasks and metrics -----------------------------------------------------------------------------------------------
+
+
 def list_tasks() -> list[str]:
     """The names of the tasks, read off their files: `halfstep compare --help` shows them without importing torch."""
     package = find_spec("halfstep.lab.tasks")
@@ -105,6 +108,8 @@ class Facts:
         except (TypeError, KeyError) as error:
             raise RunError(f"experiment.json: 'task' is not what halfstep writes ({error}); it was edited") from error
 
+
+# ---- the experiment --------------------------------------------------------------------------------------------------
 
 _LATER: dict[str, Any] = {"optimizer": "adamw", "recipe_lr": {}, "sharpness": 0.0, "tensors": 0}
 """Fields that older experiments lack. Data leave them out at these values, so that older runs keep their names."""
@@ -238,6 +243,8 @@ class Experiment:
         return hashlib.sha256(json.dumps([data, *more], sort_keys=True).encode()).hexdigest()[:16]
 
 
+# ---- metrics files ---------------------------------------------------------------------------------------------------
+
 Row = dict[str, Any]
 TIMINGS = frozenset({"seconds"})
 """The keys whose values depend on the machine's mood; all others are equal in a resumed run."""
@@ -298,6 +305,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return {key: _finite(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+# ---- the run folder --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -408,6 +418,9 @@ class RunFolder:
             return Experiment.from_data(read_json(self.experiment_file).get("experiment"))  # type: ignore[arg-type]
         except (AttributeError, TypeError) as error:
             raise RunError(f"{self.experiment_file} holds another experiment than halfstep writes ({error})") from error
+
+
+# ---- reading and writing files ---------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""What is trained: batches, a loss, a metric, and how to check that the data is sound.
+"""What is trained: data, batches, a loss, a metric, and how to check that the data is sound.
 
-And data of tasks: byte-level text with its held-out part, and real handwritten digits.
+The data here are byte-level text with its held-out part, and real handwritten digits.
 """
 
 import glob
@@ -24,6 +24,8 @@ from halfstep.errors import DataError, ModelError
 from halfstep.lab.experiment import Experiment, Facts, Metric
 from halfstep.quant import derive_seed
 
+
+# ---- byte-level text -------------------------------------------------------------------------------------------------
 
 VOCABULARY = 256
 _HELD_OUT = 20  # every twentieth document is held out; of a single one, its last twentieth
@@ -114,6 +116,9 @@ def _read(paths: Iterable[Path], where: str) -> list[bytes]:
     return documents
 
 
+# ---- handwritten digits ----------------------------------------------------------------------------------------------
+
+
 def part(batch: dict[str, Tensor], which: Tensor | slice) -> dict[str, Tensor]:
     """Some of a batch's examples."""
     return {name: tensor[which] for name, tensor in batch.items()}
@@ -140,6 +145,8 @@ def load_digits() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     fifth = torch.arange(len(table), dtype=torch.int64, device="cpu") % 5 == 4
     return part(every, ~fifth), part(every, fifth)
 
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 __all__ = [
     "END", "PAD", "START", "Batch", "ByHeart", "Facts", "Metric", "Spelling", "Task", "TaskSpec", "TextTask",
@@ -291,6 +298,9 @@ class TaskSpec:
     """Read or make the data of an experiment."""
     options: Collection[str] = ()
     """The fields of an experiment, among those that not every task has, that this one reads."""
+
+
+# ---- functions that tasks share --------------------------------------------------------------------------------------
 
 
 def logits_of(output: Any, tokens: Tensor, count: int, each: str) -> Tensor:

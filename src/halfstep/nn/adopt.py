@@ -1,6 +1,6 @@
-"""Give a module another forward, or other methods, without making it another module.
+"""Give a module another forward, or other methods, without making it another module; what `apply` leaves on a model.
 
-And what `apply` leaves on a model's root, for its forward, for `advance` and for `revert`.
+This is kept on the model's root, for its forward, for `advance` and for `revert`.
 """
 
 import abc
@@ -21,6 +21,8 @@ from halfstep.nn.schedule import Clock, Schedule
 from halfstep.ops.part import part_of
 from halfstep.recipe import Recipe
 
+
+# ---- adopting and releasing a module ---------------------------------------------------------------------------------
 
 Forward = Callable[..., Any]
 """forward(stock_forward, module, *args, **kwargs) -> what the module returns"""
@@ -89,6 +91,9 @@ def release(module: nn.Module, beneath: bool = False) -> None:
         module.__class__ = made.stock
 
 
+# ---- stock classes and their forwards --------------------------------------------------------------------------------
+
+
 def beneath(module: nn.Module) -> type[nn.Module]:
     """The module's class without what unit scaling put over it: its forward is the class's own, or a
     recipe's."""
@@ -142,6 +147,9 @@ def twin(module: nn.Module, kind: type[nn.Module], **others: Any) -> nn.Module:
 def is_covered(module: nn.Module) -> bool:
     """Whether an adopted module was given another class on top, which hides ours from `release`."""
     return _MADE not in vars(type(module)) and any(_MADE in vars(kind) for kind in type(module).__mro__)
+
+
+# ---- members of a subclass -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -258,6 +266,9 @@ class _Patchable:
             raise AttributeError("forward")
 
 
+# ---- making and copying a subclass -----------------------------------------------------------------------------------
+
+
 @cache
 def _subclass(stock: type[nn.Module], members: Members) -> type[nn.Module]:
     # One class for each pair, so that modules of a kind stay of one kind (torch.compile guards on it).
@@ -322,6 +333,9 @@ def _remake(stock: type[nn.Module], extensions: tuple[Members, ...], *args: Any)
     kind: Any = reduce(_subclass, extensions, stock)  # type: ignore[arg-type]
     made: nn.Module = kind.__new__(kind, *args)
     return made
+
+
+# ---- what `apply` leaves on a model ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ from halfstep.recipe import LinearSpec
 from halfstep.unit import multipliers_of
 
 
+# ---- cached weights --------------------------------------------------------------------------------------------------
+
+
 class _Entry(NamedTuple):
     """A weight as it was rounded."""
 
@@ -213,6 +216,9 @@ def _bits(weight: Tensor) -> Tensor:
     return found[begin:end].view(torch.int64).sum() + found[:begin].sum() + found[end:].sum()
 
 
+# ---- products of layers ----------------------------------------------------------------------------------------------
+
+
 def product(
     module: Any,
     x: Tensor,
@@ -309,6 +315,9 @@ def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
 
 def _decoded(weight: Operand | StoredWeight) -> Operand:
     return weight.operand() if isinstance(weight, StoredWeight) else weight
+
+
+# ---- frozen weights of codes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

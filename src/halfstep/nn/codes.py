@@ -1,6 +1,6 @@
-"""Store a model's parameters in another dtype, in place, or as codes, and their gradients with them.
+"""Store a model's parameters and their gradients in another dtype, in place, or as codes; and check its buffers.
 
-And what casts to 16 bits left in its buffers.
+Buffers that a cast to 16 bits rounded are found by their values.
 """
 
 from collections import Counter
@@ -21,6 +21,9 @@ from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, roun
 from halfstep.ops.snapshot import snapshot
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import DTYPES, Codes, Recipe
+
+
+# ---- parameters as codes ---------------------------------------------------------------------------------------------
 
 
 def hold(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
@@ -91,6 +94,9 @@ def _refuse(grads: Any) -> NoReturn:
     )
 
 
+# ---- state dicts and conversions -------------------------------------------------------------------------------------
+
+
 def _members(stock: type[nn.Module]) -> dict[str, Any]:
     """State dicts of values, as a stock model's; and conversions that know codes."""
 
@@ -157,6 +163,9 @@ def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
     weight.grad = grad
     if quantizer is not None:
         round_gradients(weight, quantizer)
+
+
+# ---- parameters in another dtype -------------------------------------------------------------------------------------
 
 
 def storable(
@@ -252,6 +261,8 @@ def count(model: nn.Module, others: Mapping[int, torch.dtype] | None = None) -> 
         counts[str((others or {}).get(id(weight), weight.dtype)).removeprefix("torch.")] += weight.numel()
     return dict(counts.most_common())
 
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
 
 RECOMPUTE = (
     "compute them again in float32 (transformers' rotary embeddings: m.inv_freq = type(m)(m.config).inv_freq, and so "

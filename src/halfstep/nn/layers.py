@@ -1,6 +1,6 @@
-"""Which layers of a model may round the operands of their products, and what a recipe's rules say about each.
+"""Which layers of a model may round the operands of their products, what a recipe says of each, and what it projects.
 
-And which parameters of a model it projects: the matrices of its linear layers, by their paths.
+It projects the matrices of linear layers, by their paths.
 """
 
 import warnings
@@ -38,6 +38,9 @@ _BY_OWNER = {owner_of(owner): kind for kind in KINDS for owner in kind.forward_o
 _FEW = 0.1
 _NO_MATRIX = ("embed", "pos", "table", "token", "bias", "A_log")  # the last is Mamba's decay of each state
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
+
+
+# ---- matching a recipe's rules ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,9 @@ def _has_role(recipe: Recipe, role: str, module: nn.Module, weights: tuple[Weigh
     return any(tag.ends_branch if role == BRANCH_END else tag.kind == role for tag in tags)
 
 
+# ---- layers that can round -------------------------------------------------------------------------------------------
+
+
 def kind_of(module: nn.Module) -> Kind | None:
     """The adapter whose `forward` may stand in for the module's own; None where there is none."""
     kind = _BY_OWNER.get(forward_owner(module))
@@ -252,6 +258,9 @@ def _refusal(module: nn.Module) -> str | None:
     return f"its own code uses {', '.join(own)}, where no adapter sees it" if own else None
 
 
+# ---- attention and gated MLPs ----------------------------------------------------------------------------------------
+
+
 def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     """The modules whose attention a recipe rounds."""
     if recipe.attention is None:
@@ -295,6 +304,9 @@ def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) ->
         )
     rounds = (path for path in found if path not in refused and f"{path}.down_proj".lstrip(".") in specs)
     return tuple(rounds), refused
+
+
+# ---- projected parameters --------------------------------------------------------------------------------------------
 
 
 def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projection]:

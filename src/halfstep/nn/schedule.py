@@ -1,6 +1,6 @@
-"""What has happened since the last optimizer step, as far as scaling states and stages depend on it.
+"""What has happened since the last optimizer step, and where a run stands in the stages of its recipe.
 
-And where a run stands in the stages of its recipe.
+What is noted of a step is what scaling states and stages depend on.
 """
 
 import threading
@@ -17,6 +17,8 @@ from halfstep.errors import RecipeError
 from halfstep.recipe import Recipe
 from halfstep.recipe.stages import starts
 
+
+# ---- optimizer steps -------------------------------------------------------------------------------------------------
 
 _SAMPLES = 16  # values of a weight that are compared where torch's count of writes says nothing
 
@@ -177,6 +179,9 @@ def _some(weight: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].contiguous().clone().view(torch.uint8)
 
 
+# ---- stages of a recipe ----------------------------------------------------------------------------------------------
+
+
 class Schedule:
     """How many steps a model has made under a recipe with stages, and which stage is in force.
 
@@ -271,6 +276,9 @@ def unknown_length(recipe: Recipe) -> RecipeError:
         "total_steps, the number of calls of scaler.update(), to halfstep.prepare or halfstep.optimize; or name a step "
         "(until step 900)"
     )
+
+
+# ---- recomputation in the backward pass ------------------------------------------------------------------------------
 
 
 class Recomputation:

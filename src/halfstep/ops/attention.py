@@ -1,6 +1,6 @@
-"""Scaled dot-product attention on the best path that this machine has for its dtype.
+"""Scaled dot-product attention on the best path that this machine has for its dtype, or with quantised operands.
 
-And its products, of stacks of matrices, whose operands are quantised.
+Its products with quantised operands are of stacks of matrices.
 """
 
 from typing import Any
@@ -21,6 +21,9 @@ from halfstep.recipe import AttentionSpec, LinearSpec, Matmul
 
 
 _ONE: Factors = (1.0, 1.0, 1.0, 1.0)
+
+
+# ---- unrounded attention ---------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -87,6 +90,9 @@ def _multiplied(
     return query, key, scaled(value, mix[0], mix[2]), query.shape[-1] ** -0.5 * scores[0]
 
 
+# ---- attention with rounded products ---------------------------------------------------------------------------------
+
+
 def rounded_attention(
     query: Tensor,
     key: Tensor,
@@ -106,6 +112,9 @@ def rounded_attention(
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
     weights = F.dropout(F.softmax(scores, dim=-1), dropout, training=dropout > 0)
     return stacked_linear(weights, value.mT, spec.mix, dtype, noise), weights
+
+
+# ---- products of stacks of matrices ----------------------------------------------------------------------------------
 
 
 def stacked_linear(

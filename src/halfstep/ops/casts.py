@@ -1,6 +1,6 @@
-"""Rounding, codes and scales: a kernel where one supports the call, else the reference in `quant`.
+"""Rounding, codes and scales; and the dtype that holds rounded values exactly, for products on matrix units for it.
 
-And the dtype that holds rounded values exactly, for products on matrix units for it.
+A kernel does it where one supports the call, else the reference in `quant`.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,9 @@ from halfstep.ops.function import Unkept, apart
 from halfstep.quant import TENSOR, Quantizer, Scaling, draw_seed, layout
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.rounding import Seed
+
+
+# ---- rounding and quantizing -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +223,9 @@ def seed_of(rounding: str, generator: torch.Generator | Seed | None, device: tor
     return draw_seed(generator, device)
 
 
+# ---- codes and scaled rounding in scalar formats ---------------------------------------------------------------------
+
+
 def encode(
     x: Tensor,
     format: str | Format | torch.dtype,
@@ -309,6 +315,9 @@ def round_scaled(
     return out
 
 
+# ---- straight-through estimator --------------------------------------------------------------------------------------
+
+
 class _StraightThrough(Unkept):
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer) -> Tensor:
@@ -335,6 +344,8 @@ def fake_quantize(x: Tensor, quantizer: Quantizer) -> Tensor:
     """
     return _StraightThrough.apply(x, quantizer)  # type: ignore[no-any-return,no-untyped-call]
 
+
+# ---- dtypes that hold rounded values ---------------------------------------------------------------------------------
 
 E4M3_BITS = 4
 """The significant bits of a block's scale, of two levels."""

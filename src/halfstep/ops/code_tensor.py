@@ -17,6 +17,9 @@ from halfstep.quant import Quantizer
 from halfstep.recipe.storage import scaled_dtype
 
 
+# ---- arguments of torch's functions ----------------------------------------------------------------------------------
+
+
 def check(func: Any) -> None:
     """Refuse what would go wrong in silence, or change what a wrapper cannot."""
     if getattr(func, "namespace", "") == "c10d":  # what these write to, their schemas do not say
@@ -54,6 +57,8 @@ def as_bytes(part: Tensor) -> Tensor:
     """Torch's 8-bit floats as what every function of torch takes, and pickle reads; other tensors as they are."""
     return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
 
+
+# ---- the tensor ------------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
 _FACTORS: dict[Any, Any] = {
@@ -328,6 +333,9 @@ class CodeTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind = "Parameter of codes" if isinstance(self, nn.Parameter) else "CodeTensor"
         return f"{kind} in {self.quantizer.format.name}, {self.quantizer.scales}:\n{self.values()!r}"
+
+
+# ---- parameters and gradients ----------------------------------------------------------------------------------------
 
 
 def parameter(tensor: CodeTensor, requires_grad: bool = True, grads: Quantizer | None = None) -> CodeTensor:

@@ -1,6 +1,7 @@
-"""Tensors as codes and scales: under one power of two, as a quantizer lays them out, and as a storage names them.
+"""Tensors as codes and scales, and what autograd saves for the backward pass in few bits.
 
-And what autograd keeps for the backward pass, in few bits: one copy of what several operations save.
+Codes are under one power of two, as a quantizer lays them out, or as a storage names them. Of what several operations
+save one copy is kept.
 
 torch calls the hooks of the innermost `torch.autograd.graph.saved_tensors_hooks` alone, so these are entered around
 single modules, and give what they make of a tensor to the hooks that were there before: offload and activation
@@ -38,6 +39,9 @@ from halfstep.recipe.storage import scaled_dtype
 
 
 _FEW = 8  # numbers, whose codes fill whole bytes
+
+
+# ---- codes and scales ------------------------------------------------------------------------------------------------
 
 
 def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -151,6 +155,8 @@ def _number(storage: Storage, number: str, tensors: Mapping[str, Tensor], shape:
     parts = {part: tensors[own] for part, own in storage.names(number).items()}
     return decode_parts(parts, storage.quantizer, storage.matrix(shape), torch.float32).view(shape)
 
+
+# ---- tensors saved for the backward pass -----------------------------------------------------------------------------
 
 _ROOM = 256  # entries before those that are no longer alive are looked for
 _hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]

@@ -1,7 +1,4 @@
-"""A convolution as three products of quantised operands.
-
-And how its filters move over its input; and one with factors on its three products.
-"""
+"""A convolution as three products of quantised operands, or with factors, and how its filters move over its input."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,6 +22,9 @@ from halfstep.ops.plain import Factors
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain
 from halfstep.recipe import LinearSpec, Matmul
+
+
+# ---- the window ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ class Window:
         return self.output_padding or (0,) * len(self.stride)
 
 
+# ---- convolution with multipliers ------------------------------------------------------------------------------------
+
+
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, spec: LinearSpec) -> Tensor:
     """torch's convolution of operands of one dtype, with the multipliers of a spec that rounds nothing.
 
@@ -165,6 +168,9 @@ class _Multiplied(torch.autograd.Function):
         terms += [] if dweight is None else [window.apply(x, dweight * ctx.factors[0])]
         total: Tensor = sum(terms[1:], terms[0]) if terms else torch.zeros_like(window.apply(x, weight))
         return total if dbias is None else total + dbias.view(-1, *[1] * (x.dim() - 2))
+
+
+# ---- convolution of rounded operands ---------------------------------------------------------------------------------
 
 
 def convolution(

@@ -1,8 +1,8 @@
-"""Autograd functions in torch's two parts, `forward` and `setup_context`, called at the price of those in one.
+"""Autograd functions in two parts, those of rounded operands, and inputs that several layers read.
 
-And functions whose operands are rounded: one derivative, and that of the whole batch.
-
-And an input that several layers read (attention's q, k and v; an MLP's gate and up): rounded or cast, and kept, once.
+Functions in torch's two parts, `forward` and `setup_context`, are called at the price of those in one. Those whose
+operands are rounded have one derivative, and that of the whole batch. An input that several layers read (attention's q,
+k and v; an MLP's gate and up) is rounded or cast, and kept, once.
 """
 
 import weakref
@@ -20,6 +20,9 @@ from halfstep.quant.tracing import has_memory
 
 _NOTHING = nullcontext()
 _LOSES = torch.__version__.startswith("2.11.")
+
+
+# ---- autograd functions ----------------------------------------------------------------------------------------------
 
 
 def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
@@ -87,6 +90,8 @@ def _refused(*_: Any) -> Any:
     )
 
 
+# ---- functions with one derivative -----------------------------------------------------------------------------------
+
 _REMEDY = (
     "keep these layers unrounded by module_filter or by a rule of the recipe, or take a recipe without rules, such as "
     "bf16-mixed"
@@ -152,6 +157,9 @@ class _Gradients(Once, Unkept):
             "a second derivative (a gradient penalty, a Hessian) goes through a product whose operands are rounded, "
             f"and it has none: {_REMEDY}"
         )
+
+
+# ---- inputs of several layers ----------------------------------------------------------------------------------------
 
 
 class LastInput:

@@ -31,6 +31,9 @@ from halfstep.recipe import LinearSpec, Matmul, linear_text
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+# ---- one linear layer ------------------------------------------------------------------------------------------------
+
+
 def linear(
     x: Tensor,
     weight: Tensor | Operand | StoredWeight | RoundedWeight,
@@ -197,6 +200,8 @@ def _infer(
         y = forward_product(lhs, weight, bias, dtype, product, rows.shape[1], evaluates)
     return unflatten(y, x)
 
+
+# ---- linear layers of several experts --------------------------------------------------------------------------------
 
 _GROUPED = "grouped"  # where a spec keeps whether it is
 

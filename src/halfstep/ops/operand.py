@@ -1,7 +1,7 @@
 """One side of a product: rounded values in a dtype that matrix units take, and the scale of the whole tensor.
 
-What all of a tensor is multiplied by before it is rounded, and the state that it may follow. And matrices stored in
-codes, of which products make such operands again.
+What all of a tensor is multiplied by before it is rounded may follow a state. Products make such operands again of
+matrices that are stored in codes.
 """
 
 from dataclasses import dataclass, replace
@@ -36,6 +36,9 @@ from halfstep.quant.rounding import Seed, number
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.quant.tracing import has_memory
 from halfstep.recipe import Matmul
+
+
+# ---- the scale of the whole tensor -----------------------------------------------------------------------------------
 
 
 def factor_of(
@@ -103,6 +106,9 @@ def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -
     if state is None and quantizer is not None and quantizer.stateful is not None:
         return quantizer.stateful.after(amax_of(x), quantizer.format)
     return state
+
+
+# ---- operands --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,6 +377,9 @@ def is_whole(quantizer: Quantizer) -> bool:
     return scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), quantizer.format) is not None
 
 
+# ---- matrices stored in codes ----------------------------------------------------------------------------------------
+
+
 def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
     """The codes and scales of a matrix, from which `decoded` makes what `operand` makes of the matrix itself.
 
@@ -451,6 +460,9 @@ def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
     format = quantized.quantizer.format
     multiplier = rule.multiplier(quantized.tensors, format)
     return not bool((multiplier * format.smallest >= torch.finfo(torch.bfloat16).smallest_normal).all())
+
+
+# ---- matrices rounded row by row -------------------------------------------------------------------------------------
 
 
 def rounded_rows(

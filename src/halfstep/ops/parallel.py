@@ -1,6 +1,6 @@
 """A linear layer whose weight is spread over ranks by columns or rows (tensor parallel), with rounded operands.
 
-And the tokens of its input, where they are spread too (sequence parallel), which ranks send as codes.
+Where the tokens of its input are spread too (sequence parallel), ranks send them as codes.
 
 Each rank multiplies its part. Operands have the codes that they have in one process: where a scale's tile goes on on
 other ranks, each of them takes in the largest magnitude of all. What ranks add up is a sum of rounded products.
@@ -24,6 +24,9 @@ from halfstep.ops.sides import product_of
 from halfstep.ops.subclasses import arrived
 from halfstep.quant import TENSOR, Quantizer
 from halfstep.recipe import LinearSpec, Matmul, linear_text
+
+
+# ---- sequence parallel -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ def tokens_of(x: Any, mesh: Any) -> Tokens:
             "codes of as many tokens each: pad it to a multiple, or take ColwiseParallel, which gathers what there is"
         )
     return Tokens(mesh, x.shape, dim)
+
+
+# ---- tensor parallel -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -228,6 +234,9 @@ def _gradients(
         if needs[2]:
             grad_bias = bias_gradient(rows, None).to(bias)
     return grad_x, grad_weight, grad_bias
+
+
+# ---- operands of a rank's part ---------------------------------------------------------------------------------------
 
 
 def _input(

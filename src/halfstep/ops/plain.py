@@ -1,9 +1,7 @@
-"""Products and sums of operands that nothing rounds, with derivatives of any order.
+"""Products and sums of operands that nothing rounds, with derivatives of any order; a matmul; unit scaling's factors.
 
-And one product of two matrices, on the best path that this machine has for their dtype; and the two verbs of unit
-scaling, a factor on the values alone or on the gradient alone.
-
-Their gradients are such products too; vmap and forward mode go through them.
+Gradients of the products are such products too; vmap and forward mode go through them. The matmul takes the best path
+that this machine has for its dtype. A factor of unit scaling is on the values alone or on the gradient alone.
 
 Source: Blake, Orr and Luschi 2023 (Unit Scaling), section 4: a scaled operation multiplies its output by one constant,
 and the gradient of each of its inputs by another.
@@ -20,6 +18,9 @@ from halfstep.kernels import carried, operators
 from halfstep.ops.function import apart, is_derived, no_autocast, run
 from halfstep.quant import Accumulator
 from halfstep.recipe import LinearSpec
+
+
+# ---- a matmul --------------------------------------------------------------------------------------------------------
 
 
 def matmul(
@@ -71,6 +72,8 @@ def accumulated(lhs: Tensor, rhs: Tensor, accumulate: Accumulator) -> Tensor:
     operators.ACCUMULATE(lhs, rhs, out, accumulate)
     return out
 
+
+# ---- products with derivatives ---------------------------------------------------------------------------------------
 
 Factors = tuple[float, float, float, float]
 """What y, and the gradients of x, of the weight and of the bias, are multiplied by."""
@@ -198,6 +201,9 @@ class _Stacked(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = plain_stacked(grads[0].mT, x.mT, ctx.dtype, second).to(weight.dtype)
         return grad_x, grad_weight, None, None
+
+
+# ---- unit scaling ----------------------------------------------------------------------------------------------------
 
 
 def scale_forward(x: Tensor, factor: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""The operands of a linear layer's products in codes, as a GPU's tensor cores take them: laid out for each product.
+"""The operands of a linear layer's products in codes, as a GPU's tensor cores take them, and the product of two.
 
-And the product of two operands, on the best path that this machine has for them; and operands with a scale for each
-number that it sums over.
+The product takes the best path that this machine has for them. An operand may have a scale for each number that the
+product sums over.
 
 Tensor cores multiply rows by rows: a product's two sides lie one after another along the dimension that it sums over. A
 tensor enters two products, along its columns and along its rows. So it is rounded once for both, and the second copy,
@@ -33,6 +33,8 @@ from halfstep.quant.tile import block
 from halfstep.quant.tracing import has_memory
 from halfstep.recipe import LinearSpec, Matmul
 
+
+# ---- scales along the shared dimension, and remainders ---------------------------------------------------------------
 
 Rest = tuple[Tensor | None, Tensor | None, Tensor | None]
 """The parts of a remainder, or None."""
@@ -99,6 +101,9 @@ def _outer(scale: Tensor | None, shared: int) -> bool:
     return scale is None or not scale.dim() or scale.shape[shared] == 1
 
 
+# ---- matrices in codes -----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class Coded:
     """A matrix in codes whose tiles share a scale: what was made of its rows, or `turned`, of its columns."""
@@ -134,6 +139,9 @@ class Coded:
 Side = Operand | Coded
 Kept = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Values or codes, scale, and the scale of the whole tensor beside scales of tiles."""
+
+
+# ---- products on tensor cores ----------------------------------------------------------------------------------------
 
 
 class Units(NamedTuple):
@@ -189,6 +197,9 @@ def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.
         return False
     sizes, multiplied = (rows, shared, across), product.multiplier is not None
     return scaled_mm.takes(product.lhs, product.rhs, sizes, dtype, device, multiplied)
+
+
+# ---- sides of a product ----------------------------------------------------------------------------------------------
 
 
 def side(
@@ -324,6 +335,9 @@ def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -
     shape = (codes.shape[0], codes.shape[1] * 8 // quantizer.format.bits)
     tensors = {"codes": codes, "scale": scale} | ({} if whole is None else {"tensor_scale": whole})
     return Coded(Tiles(quantizer, shape, dtype, tensors), dtype, turned=True)
+
+
+# ---- the product -----------------------------------------------------------------------------------------------------
 
 
 def forward_product(

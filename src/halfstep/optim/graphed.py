@@ -1,6 +1,6 @@
-"""A whole training step as one CUDA graph, of which the host launches one thing.
+"""A whole training step as one CUDA graph, and updates in the backward pass.
 
-And updates in the backward pass, where each parameter steps as soon as its gradient is there.
+The host launches one thing, the graph. In the backward pass each parameter steps as soon as its gradient is there.
 """
 
 import weakref
@@ -15,6 +15,9 @@ from halfstep.errors import ModelError, OptimizerError
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.shards import is_spread
 from halfstep.quant import CUDAGraph
+
+
+# ---- a training step as a CUDA graph ---------------------------------------------------------------------------------
 
 
 class GraphedStep:
@@ -147,6 +150,9 @@ _OTHER = (
     "this call has {}, expected {}, as the step was captured. Drop the last, smaller batch (drop_last=True), or take "
     "its step without the graph: GraphedStep(...).step(...)"
 )
+
+
+# ---- updates in the backward pass ------------------------------------------------------------------------------------
 
 
 class PerLayer:

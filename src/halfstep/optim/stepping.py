@@ -1,6 +1,6 @@
 """How parameters are stepped: decided once for as long as their tensors stay where they are, then taken every step.
 
-And an optimizer's tensors on a GPU stepped together, by a few launches: which they are, and whether all is as before.
+An optimizer's tensors on a GPU are stepped together, by a few launches.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,6 +29,9 @@ from halfstep.optim.update import CodedWeight, Update, move
 from halfstep.quant import derive_seed
 from halfstep.quant.masters import Master, Own
 from halfstep.recipe import MASTER
+
+
+# ---- parameters in batches, or one after the other -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +204,8 @@ def _gradient(parameter: Tensor, rule: UpdateRule, master: Master, grad: Tensor)
     grad = like(parameter, master.gradient(grad))
     return local(grad) if rule.elementwise else grad
 
+
+# ---- parameters on a GPU, together -----------------------------------------------------------------------------------
 
 Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
 """A parameter, its gradient, its group and its number."""

@@ -40,6 +40,9 @@ _BLOCKS = (256, 2048)
 """The blocks of bitsandbytes' versions, which every tensor of at least 4096 elements tells apart."""
 
 
+# ---- states of another recipe ----------------------------------------------------------------------------------------
+
+
 class Changed:
     """Takes the states of one recipe's optimizer to another's: moments by value, masters where both keep them alike."""
 
@@ -97,6 +100,9 @@ class Changed:
             f"the optimizer's state was saved under {self._other}, and goes on under {self._recipe.name!r}, as "
             f"recipe_change='allow' asks: {'; '.join(told) or 'all of it is taken as it is'}"
         )
+
+
+# ---- states of other libraries ---------------------------------------------------------------------------------------
 
 
 def as_ours(
@@ -183,6 +189,8 @@ def _coded(name: str, codes: Tensor, entries: Tensor, largest: Tensor, size: int
     scales_of_codes = largest.detach().float().flatten().repeat_interleave(size)[: codes.numel()]
     return {name: (values[flat[0].long()] * scales_of_codes).view(codes.shape)}, {}
 
+
+# ---- the states of an optimizer --------------------------------------------------------------------------------------
 
 SEED = "rounding_seed"
 """The option of a parameter group by which a state that was saved here is known from torch's."""

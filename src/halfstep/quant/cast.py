@@ -1,6 +1,6 @@
-"""Round tensors onto scalar formats, and turn values into codes and back: the reference for everything faster.
+"""Round tensors onto scalar formats, turn values into codes and back, and pack 4- and 6-bit codes in bytes.
 
-And 4- and 6-bit codes in bytes and back; each row of a tensor packs on its own.
+It is the reference for everything faster. Each row of a tensor packs on its own.
 """
 
 from functools import cache
@@ -20,6 +20,9 @@ from halfstep.quant.tile import pad
 CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
 """The dtype of unpacked codes, by `Format.storage_bits`."""
 _CHUNK = 1 << 20  # elements rounded at a time: bounds the float64 temporaries at 8 MB each
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
 
 
 def round_to(
@@ -66,6 +69,9 @@ def round_values(
     if overflow == "saturate":
         values = values.clamp(*shared_range(format, dtype))
     return values.to(dtype)
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
 
 
 def encode(
@@ -134,6 +140,9 @@ def no_such_code(codes: Tensor, format: Format) -> QuantizationError:
     return QuantizationError(f"code {int(codes.long().max()):#x} found; {format.name} has {format.bits} bits")
 
 
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
 def check_input(verb: str, x: Tensor, rounding: str, overflow: str) -> None:
     """Raise QuantizationError unless x can be rounded so."""
     check_rounding(rounding)
@@ -192,6 +201,9 @@ def _held(format: Format, dtype: torch.dtype, end: float) -> float:
         value = family.of(format).rounded(narrow.double(), format, "toward_zero", "saturate", None)
         if value.item() == narrow.double().item():
             return value.item()
+
+
+# ---- packing of 4- and 6-bit codes -----------------------------------------------------------------------------------
 
 
 def packed_columns(columns: int, bits: int) -> int:

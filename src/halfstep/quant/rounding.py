@@ -1,8 +1,8 @@
-"""Rounding to whole numbers: the modes, on magnitudes measured in steps of the format.
+"""Rounding to whole numbers: the modes, on magnitudes measured in steps of the format; draws for CUDA graphs.
 
-And what is drawn for CUDA graphs: a captured step reads it from the GPU's memory, where each replay puts its own.
+A captured step reads what is drawn from the GPU's memory, where each replay puts its own.
 
-Each takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The
+Each mode takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The
 sign is put back by the caller, so `toward_zero` is a floor here.
 """
 
@@ -27,6 +27,9 @@ NOISE_CHUNK = 1 << 14
 """Elements that share a pair of noise keys; see `noise_bits`."""
 
 
+# ---- rounding to nearest, and in a direction -------------------------------------------------------------------------
+
+
 def nearest_away(r: Tensor, negative: Tensor) -> Tensor:
     """Round to the nearest whole number, ties to the larger magnitude (IEEE 754 roundTiesToAway)."""
     down = torch.floor(r)
@@ -49,6 +52,9 @@ _MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "up": lambda r, negative: torch.where(negative, torch.floor(r), torch.ceil(r)),  # IEEE 754 roundTowardPositive
     "down": lambda r, negative: torch.where(negative, torch.ceil(r), torch.floor(r)),  # IEEE 754 roundTowardNegative
 }
+
+
+# ---- stochastic rounding ---------------------------------------------------------------------------------------------
 
 
 def stochastic(r: Tensor, noise: Tensor) -> Tensor:
@@ -106,6 +112,9 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
 def derive_seed(seed: int, *keys: int) -> int:
     """A 64-bit seed for (seed, key, key ...): what a step and a tensor's number make of a run's one seed.
 
@@ -142,6 +151,9 @@ def number(seed: Seed | None) -> int | None:
     return seed
 
 
+# ---- rounding modes by name ------------------------------------------------------------------------------------------
+
+
 def round_steps(r: Tensor, negative: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
     """`r` rounded by the mode of that name; noise, where there is some, makes it stochastic."""
     return _MODES[rounding](r, negative) if noise is None else stochastic(r, noise)
@@ -158,6 +170,8 @@ def check_rounding(name: str) -> None:
     """Raise QuantizationError, with the nearest names, unless `name` is a rounding mode."""
     one_of("rounding", name, ROUNDINGS, QuantizationError)
 
+
+# ---- draws in CUDA graphs --------------------------------------------------------------------------------------------
 
 Draw = Callable[[], Sequence[int]]
 """Takes whole numbers of at most 64 bits from a generator."""

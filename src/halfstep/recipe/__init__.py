@@ -1,6 +1,6 @@
-"""Recipes: which format each part of training lives in.
+"""Recipes, which format each part of training lives in; and under which of them a state was saved.
 
-And under which recipe a state was saved, and whether it goes on under another: the one rule of all state dicts.
+Whether a state goes on under another recipe is one rule of all state dicts.
 """
 
 import hashlib
@@ -99,6 +99,9 @@ __all__ = [
     "to_data",
 ]
 
+
+# ---- recipes by name -------------------------------------------------------------------------------------------------
+
 _MEANT = {
     **dict.fromkeys(("bf16", "bfloat16", "amp"), "bf16-mixed"),
     **dict.fromkeys(("fp16", "float16", "half"), "fp16-mixed"),
@@ -172,6 +175,8 @@ def _find(name: str) -> Recipe:
         raise RecipeError(unknown("recipe", name, [*list_recipes(), *_aliases()], _MEANT.get(name.lower())))
     return _named()[own]
 
+
+# ---- recipes of saved states -----------------------------------------------------------------------------------------
 
 RECIPE = "recipe"
 """The key by which a state dict names the recipe that it was saved under: `Origin.mark`."""

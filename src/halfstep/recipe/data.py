@@ -242,6 +242,9 @@ def _multiplier(data: Any, *path: str | int) -> Multiplier:
         raise At(str(error), *path) from error
 
 
+# ---- recipes in files ------------------------------------------------------------------------------------------------
+
+
 def is_reference(name: str) -> bool:
     """Whether that names a file or module rather than a recipe: `my.toml`, `package.module:name`, `path.py:name`."""
     return name.endswith(".toml") or ":" in name
@@ -345,6 +348,9 @@ def _from_python(path: str, name: str) -> Recipe:
     return value
 
 
+# ---- chains of recipes -----------------------------------------------------------------------------------------------
+
+
 def is_chain(text: str) -> bool:
     """Whether that is recipes one after another, in words or as `chain` calls them, rather than the name of one."""
     return re.search(r"\suntil\s", _in_words(text)) is not None
@@ -395,6 +401,8 @@ def chain(first: Recipe, *stages: Stage[Recipe]) -> Recipe:
         stages=stages,
     )  # fmt: skip
 
+
+# ---- recipes with a number in their name -----------------------------------------------------------------------------
 
 _NAME = re.compile(r"bits-e(\d+)m(\d+)(-nearest)?")
 _WEIGHTS = re.compile(r"weights-int(\d+)")

@@ -1,6 +1,6 @@
-"""Operands and storages of a recipe as plain data, and back.
+"""Rules, operands and storages of a recipe, and these as plain data, and back.
 
-And a rule of a recipe: which layers it means, by path and depth, and how they round; the layers left out.
+A rule says which layers it means, by path and depth, and how they round; some layers are left out.
 """
 
 import re
@@ -32,6 +32,8 @@ from halfstep.quant.scaling import named
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.storage import Storage, get_storage
 
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
 
 _PART = re.compile(r"(first|last) (\d+(?:\.\d+)?)(%?)")
 
@@ -133,6 +135,8 @@ def _over_rows(quantizer: Quantizer) -> str | None:
         return f"{scales.rule.name}, with a scale over all rows"
     return f"{scales.rule.name} scales of {scales.tile}" if scales.tile.rows != 1 else None
 
+
+# ---- layers that are left out ----------------------------------------------------------------------------------------
 
 HEADS = (
     "lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*", "head", "*.head", "head.fc", "*.head.fc",
@@ -386,6 +390,8 @@ def _is_named(quantizer: Quantizer) -> bool:
     block = formats.get_block(name)
     return (block.element, block.outliers) == (quantizer.format, quantizer.outliers) and quantizer.scales is not None
 
+
+# ---- a recipe to data ------------------------------------------------------------------------------------------------
 
 _TABLES = ("loss_scale", "attention", "codes", "moments", "projection", "saved", "communication")
 """The fields of a recipe that are records of their own, beside its rules and stages; they come last."""

@@ -1,6 +1,7 @@
-"""What is measured: factors that an operation's algebra would give, and the size of what softmax's weights mix.
+"""Which factors of an operation are tied, and what is measured: factors, and the size of what softmax's weights mix.
 
-And which of an operation's factors are tied: rules on the factors of the output and of its inputs' gradients.
+Rules tie the factors of the output and of its inputs' gradients. The factors that are measured are those that an
+operation's algebra would give.
 
 An edge of the graph that is no cut-edge (its removal leaves the graph whole) takes the same constant forward and
 backward; else gradients would be no multiple of the true ones. The rules differ in which constant that is.
@@ -21,6 +22,8 @@ from halfstep.errors import ModelError, one_of
 from halfstep.ops.plain import scale_backward, scale_forward
 from halfstep.quant.tracing import has_memory
 
+
+# ---- constraints -----------------------------------------------------------------------------------------------------
 
 Constraint = Callable[..., tuple[float, ...]]
 """(output, *grad_inputs) to as many factors."""
@@ -110,6 +113,9 @@ def tied(
             shape, copies = tuple(operand.shape), root**-2
             warnings.warn(_TIED.format(name, shape, copies, given / wanted, ideal[2 - i] / wanted), stacklevel=3)
     return output, grads[0], grads[1]
+
+
+# ---- factors of an operation -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,9 @@ def _squares(
             "does not use, or that have no gradient, as tensors"
         )
     return found
+
+
+# ---- attention's mix of values ---------------------------------------------------------------------------------------
 
 
 class Attended:

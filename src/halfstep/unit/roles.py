@@ -1,8 +1,8 @@
-"""What a parameter is to its model: its role, which decides its scale at initialisation and its learning rate.
+"""What a parameter is to its model, what unit scaling made of a module, and how an optimizer follows a gradient.
 
-And what unit scaling made of a module: one record, an attribute of the module.
-
-And what a learning-rate rule has to know of an optimizer; weight decay that does not follow the learning rate.
+A parameter's role decides its scale at initialisation and its learning rate. What unit scaling made is one record, an
+attribute of the module. How an optimizer follows a gradient is for learning-rate rules; weight decay may be held apart
+from the learning rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, OptimizerError, one_of, some, unknown
 from halfstep.recipe import LinearSpec
 
+
+# ---- records of modules ----------------------------------------------------------------------------------------------
 
 _NAME = "_halfstep_unit"
 
@@ -58,6 +60,8 @@ def set_unit_part(module: Any, **changes: Any) -> None:
     if changed == NONE:
         del module.__dict__[_NAME]
 
+
+# ---- roles of parameters ---------------------------------------------------------------------------------------------
 
 KINDS = {
     "embedding": "a table of rows that are looked up",
@@ -218,6 +222,9 @@ def _depth(model: nn.Module, path: str) -> int | None:
             "takes one: make the inner one an nn.Sequential, and give the outer one all blocks (unit.Stack(depth=...))"
         )
     return next(iter(depths.values()), None)
+
+
+# ---- optimizers and weight decay -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ MODES = {
 TIES = {"even": "the even code", "lower": "the lower value", "upper": "the upper value"}
 
 
+# ---- a format --------------------------------------------------------------------------------------------------------
+
+
 def find(name: str) -> tuple[Format | None, BlockFormat | None]:
     """The scalar format and the block format of a name; a codebook's name may be both.
 
@@ -160,6 +163,9 @@ def _describe_block(block: BlockFormat) -> str:
     return labelled(rows)
 
 
+# ---- rounding a number -----------------------------------------------------------------------------------------------
+
+
 def _describe_rounding(format: Format, rounded: Rounded, rounding: str) -> str:
     rows = [("number", exact_text(rounded.x))]
     turn = rounded.boundary
@@ -232,6 +238,9 @@ def rounding_data(format: Format, rounded: Rounded) -> dict[str, Any]:
         "overflow": rounded.overflow,
         "underflow": rounded.underflow,
     }
+
+
+# ---- an addition -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

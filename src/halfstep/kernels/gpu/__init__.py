@@ -33,6 +33,9 @@ KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 """Dtypes of numbers, as kernels are told them: what they load are bits."""
 
 
+# ---- availability ----------------------------------------------------------------------------------------------------
+
+
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
@@ -56,6 +59,9 @@ def missing() -> str | None:
 def here(tensor: Tensor) -> bool:
     """Whether Triton kernels run where this tensor is, and can read it."""
     return tensor.is_cuda and has_memory(tensor) and missing() is None
+
+
+# ---- tensors that kernels take ---------------------------------------------------------------------------------------
 
 
 def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
@@ -90,6 +96,9 @@ def halves(seed: Seed | None) -> tuple[int, int, int]:
     number = seed.data_ptr() if isinstance(seed, Tensor) else seed
     low, high = (number >> shift & 0xFFFFFFFF for shift in (0, 32))
     return low - (low >> 31 << 32), high - (high >> 31 << 32), int(isinstance(seed, Tensor))
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Train what is left of a sweep: check everything first, then hand the cells to an executor.
+"""Train what is left of a sweep, and take the data of scaling laws from what was trained.
 
-And scaling laws from what was trained.
+Everything is checked first; then the cells are handed to an executor.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from halfstep.law import Cell as LawCell, Damage
 from halfstep.nn import quantize_model
 from halfstep.recipe import Recipe, from_data, get_recipe, integer_weights
 
+
+# ---- executors -------------------------------------------------------------------------------------------------------
 
 Beat = Progress | Cell
 """What comes back from a cell while it trains: a step, and in the end the cell itself."""
@@ -105,6 +107,9 @@ def quietly(cells: Cells, cell: Cell) -> None:
     cells(*cell, lambda said: None)
 
 
+# ---- the sweep -------------------------------------------------------------------------------------------------------
+
+
 def open_sweep(sweep: Sweep, path: Path, resume: bool) -> Cells:
     """Check the sweep at every point, and make its folders; or, with `resume`, take up the one that is there.
 
@@ -161,6 +166,9 @@ def run_sweep(cells: Cells, executor: Executor, watch: Callable[[Beat], None], r
             watch(cell)
 
         executor.run(cells, left, watch, lost)
+
+
+# ---- data of scaling laws --------------------------------------------------------------------------------------------
 
 
 def finished(folder: SweepFolder) -> list[Outcome]:
@@ -232,6 +240,9 @@ def recipe_of(folder: SweepFolder, cell: Outcome) -> Recipe:
     """The recipe that a cell was trained under."""
     recorded = folder.point(cell.point).recipes().get(cell.recipe)
     return from_data(recorded, get_recipe) if recorded else get_recipe(cell.recipe)
+
+
+# ---- the loss after weights are rounded ------------------------------------------------------------------------------
 
 
 def measure_damage(path: Path, bits: Sequence[int], watch: Callable[[Cell], None] = lambda cell: None) -> int:

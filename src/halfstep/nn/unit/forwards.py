@@ -28,6 +28,8 @@ from halfstep.unit.activations import IN_PLACE, times, value
 from halfstep.unit.roles import unit_part
 
 
+# ---- modules that are one operation ----------------------------------------------------------------------------------
+
 PRODUCTS = linear.LINEAR, linear.CONV1D, convolution.CONVOLUTION
 NORMS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm",
@@ -157,6 +159,8 @@ def measured(function: Any, size: float) -> tuple[float, float, float]:
     deviation = math.sqrt(max(float(square - mean.square()), 0.0))
     return deviation, float(slope.double().square().mean().sqrt()), float(square)
 
+
+# ---- modules whose own code computes ---------------------------------------------------------------------------------
 
 PASSIVE = "passive"
 
@@ -328,6 +332,9 @@ _RUN: dict[str, Callable[..., Any]] = {
     "reduction": _reduction,
     "gradients": _gradients,
 }
+
+
+# ---- forwards of modules ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from halfstep.recipe import Storage
 from halfstep.registry import collect
 
 
+# ---- a step and its parts --------------------------------------------------------------------------------------------
+
 Group = Mapping[str, Any]
 """A parameter group's options, as torch.optim names them."""
 
@@ -92,6 +94,8 @@ def never(step: Step) -> Fused | None:
 def _as_given(number: int, group: Group, grad_scale: float) -> Any:
     return number, group, grad_scale
 
+
+# ---- update rules ----------------------------------------------------------------------------------------------------
 
 Look = Callable[[Step, Callable[[], str]], None]
 """What a rule does with a gradient before any weight moves, given what to call the parameter in an error."""
@@ -233,6 +237,9 @@ def stored_names() -> frozenset[str]:
     rules = update_rules().values()
     found = {rule.kept_as(name, group) for rule in rules for name in rule.moments(every) for group in (every, none)}
     return frozenset(name for name in found if name is not None)
+
+
+# ---- rules of torch's optimizers -------------------------------------------------------------------------------------
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
