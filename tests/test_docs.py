@@ -192,6 +192,16 @@ def test_commands_are_found_in_pages_and_wrong_ones_are_refused():
             parsed(wrong.split())
 
 
+def test_functions_lie_in_the_files_that_the_page_on_the_design_names():
+    page, package = (DOCS / "design.md").read_text(), Path(halfstep.__file__).parent
+    files = set(re.findall(r"`(\w+/[\w/]+\.py)`", page))
+    assert len(files) > 20
+    assert not [file for file in files if not (package / file).exists() and not (ROOT / file).exists()]
+    named = re.findall(r"`([\w/]+\.py)`, `(\w+)`", page)
+    assert len(named) > 10
+    assert not [(file, name) for file, name in named if f"def {name}(" not in (package / file).read_text()]
+
+
 def test_the_index_names_every_page_once():
     outside = ["../CHANGELOG.md", "../CONTRIBUTING.md", "../README.md"]
     pages = [page.name for page in DOCS.glob("*.md") if page.name != "README.md"]

@@ -62,6 +62,16 @@ def sound(kernels):
     assert not [kernel for kernel in kernels if any(kernel.get(key) for key in bad)]
 
 
+def change(right, wrong, folder):
+    """Copy the sources, with that text of the kernels changed."""
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    kernels = folder / "src" / "halfstep" / "kernels" / "gpu" / "jit"
+    texts = {file: file.read_text() for file in kernels.glob("*.py")}
+    assert any(right in text for text in texts.values())
+    for file, text in texts.items():
+        file.write_text(text.replace(right, wrong))
+
+
 def test_every_kernel_equals_the_reference_in_the_interpreter():
     equal(told("interpreted.py", PINNED, "--core", TRITON_INTERPRET="1"), PINNED)
 
@@ -73,20 +83,22 @@ def test_no_program_leaves_its_tensors_or_meets_another_one():
     assert not [one for one in found if one["faults"] or not one["compared"]]
 
 
+FAULTS = [
+    ('tl.atomic_max(found, top, sem="relaxed")', "tl.store(found, top)", "two programs store to one address"),
+    ("tl.load(x + start + part + index, mask=inside, other=0)", "tl.load(x + start + part + index)", "outside of"),
+]
+OFFSETS = [("(row.to(tl.int64) * columns)", "rows"), ("tl.program_id(0).to(tl.int64) * B", "casts")]
+
+
+def test_what_tests_change_is_in_the_kernels():
+    texts = "".join(file.read_text() for file in (KERNELS / "jit").glob("*.py"))
+    assert not [right for right, *_ in (*FAULTS, *OFFSETS) if right not in texts]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("right", "wrong", "fault"),
-    [
-        ('tl.atomic_max(found, top, sem="relaxed")', "tl.store(found, top)", "two programs store to one address"),
-        ("tl.load(x + start + part + index, mask=inside, other=0)", "tl.load(x + start + part + index)", "outside of"),
-    ],
-)
+@pytest.mark.parametrize(("right", "wrong", "fault"), FAULTS)
 def test_a_lost_atomic_and_a_lost_mask_are_seen(right, wrong, fault, tmp_path):
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    kernel = tmp_path / "src" / "halfstep" / "kernels" / "gpu" / "jit" / "largest.py"
-    text = kernel.read_text()
-    assert right in text
-    kernel.write_text(text.replace(right, wrong))
+    change(right, wrong, tmp_path)
     found = told("watched.py", PINNED, "amax", TRITON_INTERPRET="1", sources=tmp_path / "src")
     assert any(fault in said for one in found for said in one["faults"])
 
@@ -99,17 +111,10 @@ def test_kernels_are_right_beyond_2_to_the_31_elements():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "offset", "test"),
-    [("maxima", "(row.to(tl.int64) * columns)", "rows"), ("cast", "tl.program_id(0).to(tl.int64) * B", "casts")],
-)
-def test_an_offset_of_32_bits_is_seen(file, offset, test, tmp_path):
+@pytest.mark.parametrize(("offset", "test"), OFFSETS)
+def test_an_offset_of_32_bits_is_seen(offset, test, tmp_path):
     """The interpreter reads where it points to: another number, or outside of every tensor, which ends its process."""
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    kernel = tmp_path / "src" / "halfstep" / "kernels" / "gpu" / "jit" / f"{file}.py"
-    text = kernel.read_text()
-    assert offset in text
-    kernel.write_text(text.replace(offset, offset.replace(".to(tl.int64)", "")))
+    change(offset, offset.replace(".to(tl.int64)", ""), tmp_path)
     run = process("far.py", PINNED, test, sources=tmp_path / "src", TRITON_INTERPRET="1")
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert run.returncode < 0 or any(not line["equal"] for line in lines), run.stderr[-3000:]

@@ -166,7 +166,7 @@ def test_a_saved_state_goes_on(unread):
 PROJECTED = ("galore", "galore-8bit", "galore-bf16")
 WAIT = ("lowbit.py step",)
 """What their steps wait for: whether to skip, and the gradients' scale."""
-SOMETIMES = {"projected.py": "GaLore: whether gradients are finite where they choose a subspace, every 200 steps"}
+SOMETIMES = {"states.py look": "GaLore: whether gradients are finite where they choose a subspace, every 200 steps"}
 
 
 @pytest.fixture
