@@ -328,6 +328,8 @@ def test_scripts_read_their_options_before_they_start():
 @pytest.mark.parametrize("script", scripts(), ids=lambda path: path.name)
 def test_a_script_shows_its_help_and_refuses_what_it_does_not_know(script, monkeypatch, capsys):
     monkeypatch.syspath_prepend(script.parent)
+    for beside in script.parent.glob("*.py"):  # a test's module may have the name of one that the script imports
+        monkeypatch.delitem(sys.modules, beside.stem, raising=False)
     for argument, code in (("--help", 0), ("--halp", 2)):
         monkeypatch.setattr("sys.argv", [str(script), argument])
         with pytest.raises(SystemExit) as ended:
