@@ -11,7 +11,7 @@ from families import for_each
 
 ROOT = Path(halfstep.__file__).parent
 FLOORS = {
-    "constant": 0, "drawing": 0, "errors": 0, "registry": 0, "formats": 0,
+    "constant": 0, "drawing": 0, "errors": 0, "registry": 0, "text": 0, "formats": 0,
     "quant": 1,
     "recipe": 2, "kernels": 2,
     "ops": 3, "bits": 3, "memory": 3, "kb": 3, "law": 3,
@@ -22,7 +22,7 @@ FLOORS = {
     "cli": 8, "__main__": 8, "ui": 8, "site": 8, "integrations": 8, "__init__": 8,
 }  # fmt: skip
 # Floor 0 is one room: plain data and its errors.
-SHARED = {"constant", "drawing", "errors", "registry", "formats"}
+SHARED = {"constant", "drawing", "errors", "registry", "text", "formats"}
 LAZY = {"__init__"}  # whose __getattr__ imports, beside the commands in cli
 FILES = sorted(ROOT.rglob("*.py"))
 every_file = for_each("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))

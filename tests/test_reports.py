@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import halfstep
-from halfstep.errors import shortened
 from halfstep.recipe import list_recipes
+from halfstep.text import shortened
 
 
 LAYERS = 80

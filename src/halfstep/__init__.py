@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
     from halfstep.nn.apply import advance, apply, plan_of, revert
-    from halfstep.nn.cached import cached_weights
     from halfstep.nn.following import following
     from halfstep.nn.plan import Plan
+    from halfstep.nn.product import cached_weights
     from halfstep.nn.quantized import dequantize_model, quantize_model
     from halfstep.nn.unit import UnitReport, unit_scale
     from halfstep.ops import (

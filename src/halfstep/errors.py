@@ -1,6 +1,4 @@
-"""Every error that halfstep raises on purpose, in one tree; and functions for the text of reports.
-
-These make text from untrusted files safe to print, write numbers and names, and group values by key. The errors:
+"""Every error that halfstep raises on purpose, in one tree.
 
     HalfstepError
     ├── FormatError         (ValueError)    a number format that is unknown or cannot do what was asked
@@ -22,14 +20,9 @@ These make text from untrusted files safe to print, write numbers and names, and
 Each message says what was found, what was expected, and what to do next.
 """
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TypeVar
-
-
-# ---- error classes ---------------------------------------------------------------------------------------------------
 
 
 class HalfstepError(Exception):
@@ -106,9 +99,6 @@ class MissingLibraryError(HalfstepError, ImportError):
             raise cls(f"{error.name} is not installed; {brings}", name=error.name) from None
 
 
-# ---- unknown names ---------------------------------------------------------------------------------------------------
-
-
 def one_of(kind: str, name: str, known: Collection[str], error: type[HalfstepError]) -> str:
     """The name, one of those known.
 
@@ -134,86 +124,3 @@ def unknown(kind: str, name: object, known: Iterable[str], meant: str | None = N
     near = [meant, *near[:2]] if meant else near
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return f"unknown {kind} {name!r}{hint}. Known: {', '.join(names)}"
-
-
-# ---- text of reports -------------------------------------------------------------------------------------------------
-
-# Control characters move the cursor and change colours; direction marks make text read otherwise than it is.
-_HOSTILE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-
-
-def printable(text: str) -> str:
-    r"""Text with control characters and invisible direction marks written out.
-
-    >>> printable("red \x1b[31m")
-    'red \\x1b[31m'
-    """
-    return _HOSTILE.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def shortened(lines: Sequence[str], most: int = 60) -> str:
-    """Lines of a report joined for `print`, at most `most` of them: in the place of the others, before the last, stands
-    how many they are.
-
-    >>> shortened(["a", "b", "c", "d"], most=3)
-    'a\\n(2 more lines)\\nd'
-    """
-    lines = "\n".join(lines).split("\n")
-    more = len(lines) - most + 1
-    return "\n".join(lines if more < 2 else [*lines[: most - 2], f"({more} more lines)", lines[-1]])
-
-
-def some(names: Sequence[str], shown: int = 3) -> str:
-    """The first names of many, and how many more there are.
-
-    >>> some(["a", "b", "c"], 1)
-    'a and 2 more'
-    """
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
-
-
-def percent(share: float) -> str:
-    """A share in percent, never rounded to none or all.
-
-    >>> percent(0.9999999), percent(0.00001), percent(0.5)
-    ('>99.99%', '<0.01%', '50%')
-    """
-    if share in (0, 1):
-        return f"{share:.0%}"
-    return "<0.01%" if share < 0.0001 else ">99.99%" if share > 0.9999 else f"{100 * share:.3g}%"
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown, of cells that are Markdown already.
-
-    >>> markdown_table(["a", "b"], [["1", "2"]])
-    ['| a | b |', '| --- | --- |', '| 1 | 2 |']
-    """
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-def holding(said: Mapping[str, object]) -> list[str]:
-    """The lines of a report that hold: those whose value is true, in their order.
-
-    >>> holding({"in codes: 2 layers": 2, "tokenizer: ": ""})
-    ['in codes: 2 layers']
-    """
-    return [line for line, holds in said.items() if holds]
-
-
-# ---- grouping by keys ------------------------------------------------------------------------------------------------
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values by their keys, both in the order in which they come.
-
-    >>> grouped((len(word), word) for word in ("a", "bc", "d"))
-    {1: ['a', 'd'], 2: ['bc']}
-    """
-    found: dict[Key, list[Value]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, OptimizerError, RecipeError, some
+from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import noise
 from halfstep.nn.adopt import applied_to
 from halfstep.nn.apply import decide, keep_grads
@@ -32,6 +32,7 @@ from halfstep.optim.rules import UpdateRule
 from halfstep.optim.shards import are_several, first_ranks
 from halfstep.quant import draw_seed
 from halfstep.recipe import DTYPES, Origin, Projection, Recipe, check_change, get_recipe
+from halfstep.text import some
 
 
 _LOGGER = logging.getLogger("halfstep")

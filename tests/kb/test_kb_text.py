@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from halfstep.errors import printable
 from halfstep.kb import KnowledgeBase
 from halfstep.kb.resolve import find
 from halfstep.kb.verdict import describe_answer, describe_entry, describe_verdict, judge
+from halfstep.text import printable
 
 
 HOSTILE = [

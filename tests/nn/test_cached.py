@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import formats, ops
 from halfstep.errors import ModelError, RecipeError
-from halfstep.nn.cached import CachedWeights, _bits
+from halfstep.nn.product import CachedWeights, _bits
 from halfstep.quant import Hadamard
 from halfstep.recipe import LinearSpec
 from tiny import assert_same, batch, grads, prepared

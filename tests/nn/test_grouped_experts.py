@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import halfstep
 from families import for_each
-from halfstep.nn.cached import spec_of
+from halfstep.nn.product import spec_of
 from halfstep.ops.linear import supports_grouped
 from oracles.numbers import identical
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import ops
-from halfstep.nn.cached import part_of
+from halfstep.nn.product import part_of
 from halfstep.ops.function import LastInput
 from halfstep.recipe import get_recipe
 from tiny import RECIPES, fast_and_every, train

@@ -23,10 +23,11 @@ from torch.utils.flop_counter import flop_registry
 
 from halfstep import formats
 from halfstep.accounting.subject import Subject, blank, sequence_of
-from halfstep.errors import AccountError, grouped
+from halfstep.errors import AccountError
 from halfstep.nn.adapters import wide
 from halfstep.nn.layers import Matched, match
 from halfstep.recipe import HEADS, LinearSpec, Matmul, Recipe, get_recipe, starts
+from halfstep.text import grouped
 
 
 _aten = torch.ops.aten

@@ -15,11 +15,11 @@ from halfstep.auditing.setup import Setup, kept_as, leaves, name_of, place, roun
 from halfstep.bits.origin import narrowed, origin, progression, stored_format
 from halfstep.bits.scan import Scan
 from halfstep.bits.table import Table
-from halfstep.errors import grouped, percent
 from halfstep.nn.codes import RECOMPUTE
 from halfstep.nn.stages import applied_in
 from halfstep.ops import CodeTensor
 from halfstep.recipe import PROJECTOR
+from halfstep.text import grouped, percent
 
 
 class HasScale(Protocol):

@@ -7,8 +7,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal
 
-from halfstep.errors import CheckpointError, grouped, holding, shortened, some
+from halfstep.errors import CheckpointError
 from halfstep.inspection.files import parse_object
+from halfstep.text import grouped, holding, shortened, some
 
 
 SCHEMA = 1

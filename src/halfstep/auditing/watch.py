@@ -15,10 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from halfstep.auditing.audit import audit
 from halfstep.auditing.report import COLUMNS, SCHEMA, Audit, folded
 from halfstep.auditing.setup import Setup, kept_as, leaves, name_of, set_up
-from halfstep.errors import OptimizerError, RunError, grouped, percent
+from halfstep.errors import OptimizerError, RunError
 from halfstep.ops import CodeTensor
 from halfstep.optim import rule_of
 from halfstep.recipe import get_recipe, is_master
+from halfstep.text import grouped, percent
 
 
 SAMPLE = 1 << 16

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from halfstep.bits.grids import CHOSEN
 from halfstep.bits.origin import MOST, STEPS, Origin, bounded
-from halfstep.errors import grouped, percent
+from halfstep.text import grouped, percent
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from halfstep.bits.scan import Progress, Scan, decoded, told
 from halfstep.bits.values import Values, as_float32, even
-from halfstep.errors import QuantizationError, percent, unknown
+from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Float, Format
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
 from halfstep.kernels.cpu.comparison import Errors, compare, unit
 from halfstep.quant import ROW, TENSOR, Quantizer, Scales, get_quantizer, get_scaling, layout, round_to
+from halfstep.text import percent
 
 
 # ---- limits of a format ----------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from halfstep.errors import ClaimError, grouped, markdown_table, one_of
+from halfstep.errors import ClaimError, one_of
+from halfstep.text import grouped, markdown_table
 
 
 VERDICTS = {

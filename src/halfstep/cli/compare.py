@@ -17,9 +17,10 @@ from rich.live import Live as RichLive
 from rich.table import Table
 
 from halfstep.cli.terminal import answer, line_width, number, table_text
-from halfstep.errors import RunError, printable
+from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment, Facts, Metric, RunFolder, list_tasks, read_json
 from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
+from halfstep.text import printable
 
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 
 from halfstep.cli.terminal import Json, alarm, answer, reading, table_text
-from halfstep.errors import CheckpointError, KnowledgeBaseError, grouped, percent, printable
+from halfstep.errors import CheckpointError, KnowledgeBaseError
+from halfstep.text import grouped, percent, printable
 
 
 if TYPE_CHECKING:

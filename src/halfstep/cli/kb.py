@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from halfstep.cli.terminal import Json, answer, fail, table_text, write_text
-from halfstep.errors import KnowledgeBaseError, printable, some, unknown
+from halfstep.errors import KnowledgeBaseError, unknown
 from halfstep.kb import (
     DEFAULT_OVERLAY,
     Entry,
@@ -23,6 +23,7 @@ from halfstep.kb.add import add_entry, slug
 from halfstep.kb.reader import data_files, package_folder, read, words
 from halfstep.kb.resolve import find
 from halfstep.kb.verdict import describe_answer, describe_verdict, judge
+from halfstep.text import printable, some
 
 
 kb = typer.Typer(no_args_is_help=True)

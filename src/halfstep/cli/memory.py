@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.terminal import answer, save_figure, stages, table_text
-from halfstep.errors import AccountError, printable
+from halfstep.errors import AccountError
+from halfstep.text import printable
 
 
 if TYPE_CHECKING:

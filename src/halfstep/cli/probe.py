@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.terminal import answer, stages, table_text
-from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError, printable
+from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
 from halfstep.kb import Verdict, check
 from halfstep.kb.verdict import because
+from halfstep.text import printable
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.terminal import answer, save_figure, stages, table_text
-from halfstep.errors import DataError, ModelError, printable
+from halfstep.errors import DataError, ModelError
+from halfstep.text import printable
 
 
 if TYPE_CHECKING:

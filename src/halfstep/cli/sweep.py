@@ -28,9 +28,10 @@ from halfstep.cli.compare import (
     resumable,
 )
 from halfstep.cli.terminal import answer, line_width, number, table_text
-from halfstep.errors import RunError, printable
+from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.sweep.folder import FAILED, Sweep, SweepFolder, counts, read_grid, seconds_left
+from halfstep.text import printable
 
 
 if TYPE_CHECKING:

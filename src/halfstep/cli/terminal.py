@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from halfstep.errors import HalfstepError, printable
+from halfstep.errors import HalfstepError
+from halfstep.text import printable
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

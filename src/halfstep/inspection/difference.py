@@ -15,7 +15,6 @@ from halfstep.bits.pair import RUN, Change, Pair, as_numbers, comparable, same_b
 from halfstep.bits.relation import Relation, nearest, relation
 from halfstep.bits.scan import Progress
 from halfstep.bits.values import Values, even
-from halfstep.errors import grouped, percent, printable, shortened, some
 from halfstep.formats import Float
 from halfstep.inspection.difference_text import Single, TensorDifference, count, sentence, values
 from halfstep.inspection.files import Checkpoint
@@ -23,6 +22,7 @@ from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.inspector import open_checkpoint
 from halfstep.inspection.layers import HELD, First, Held, Weight, weights
 from halfstep.inspection.roles import role_of
+from halfstep.text import grouped, percent, printable, shortened, some
 
 
 SCHEMA = 1

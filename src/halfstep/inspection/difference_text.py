@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from halfstep.bits.pair import Change
 from halfstep.bits.relation import NEAREST, Relation
-from halfstep.errors import percent, some
 from halfstep.inspection.schemes import written
+from halfstep.text import percent, some
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from halfstep.bits.sentences import Evidence, summed, verdict, whole
 from halfstep.bits.table import EMPTY, Table, total
 from halfstep.bits.values import Values
 from halfstep.bits.what_if import Trials
-from halfstep.errors import CheckpointError, grouped
+from halfstep.errors import CheckpointError
 from halfstep.inspection.files import (
     REPEATS,
     SMALL,
@@ -46,6 +46,7 @@ from halfstep.inspection.report import Inspection, Known, RoleReport, TensorRepo
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
 from halfstep.kernels.cpu import bits as kernel
 from halfstep.registry import family
+from halfstep.text import grouped
 
 
 _HALF = re.compile(r"[\ud800-\udfff]")  # a lone surrogate, which cannot be written as UTF-8

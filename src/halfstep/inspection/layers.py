@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from halfstep.bits.pair import as_numbers
 from halfstep.bits.sentences import Layer
 from halfstep.bits.values import TYPES, Decoded, InMemory, Shaped, Values, even
-from halfstep.errors import CheckpointError, printable
+from halfstep.errors import CheckpointError
 from halfstep.inspection.files import Checkpoint, StoredTensor, parse_object
 from halfstep.inspection.gguf_blocks import BLOCKS, UNREAD
 from halfstep.inspection.schemes import SCHEMES, Scheme, Shape, block_of, tile_of, written
 from halfstep.quant import Quantized, Quantizer, layout
 from halfstep.quant.description import KEY, MALFORMED, from_label, restore
 from halfstep.quant.quantizer import matrix_shape
+from halfstep.text import printable
 
 
 @dataclass(frozen=True)

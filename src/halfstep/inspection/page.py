@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from halfstep.errors import CheckpointError, percent, printable
+from halfstep.errors import CheckpointError
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
+from halfstep.text import percent, printable
 
 
 try:

@@ -9,8 +9,8 @@ from halfstep.bits.origin import Origin
 from halfstep.bits.scan import Statistics
 from halfstep.bits.sentences import Evidence, Layer, PrecisionVerdict, SchemeReport
 from halfstep.bits.what_if import WhatIf
-from halfstep.errors import grouped, percent, printable, shortened
 from halfstep.inspection.schemes import SCHEMES, written
+from halfstep.text import grouped, percent, printable, shortened
 
 
 SCHEMA = 1

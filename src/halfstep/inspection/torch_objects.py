@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.bits.values import TYPES
-from halfstep.errors import CheckpointError, some
+from halfstep.errors import CheckpointError
 from halfstep.inspection.files import DIMENSIONS, TEXT
 from halfstep.inspection.pickles import Allowed, Name, Pairs, Record
+from halfstep.text import some
 
 
 _STORAGES = {

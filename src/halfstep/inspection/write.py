@@ -16,7 +16,7 @@ from halfstep import formats
 from halfstep.bits.scan import CHUNK, Progress
 from halfstep.bits.values import TYPES, as_float32
 from halfstep.bits.what_if import CANDIDATES, castable, needs_largest, pieces, with_largest
-from halfstep.errors import CheckpointError, QuantizationError, grouped, one_of, some
+from halfstep.errors import CheckpointError, QuantizationError, one_of
 from halfstep.inspection.files import Checkpoint, StoredTensor
 from halfstep.inspection.gguf_blocks import DECODED
 from halfstep.inspection.readers.safetensors import DTYPES
@@ -24,6 +24,7 @@ from halfstep.inspection.report import TensorReport
 from halfstep.kernels import operators
 from halfstep.ops.files import metadata
 from halfstep.quant import TENSOR, Quantizer, layout
+from halfstep.text import grouped, some
 
 
 CODES = {name: code for code, name in DTYPES.items()}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.auditing import Audit, Running, Watch, audit, running
-from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError, some
+from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError
 from halfstep.nn.following import following, root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.paths import adapters_of
@@ -28,6 +28,7 @@ from halfstep.ops.part import part_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import prepare
 from halfstep.recipe import Origin, Recipe, check_change, get_recipe
+from halfstep.text import some
 
 
 with MissingLibraryError.of("trainer"):

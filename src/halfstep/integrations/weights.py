@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from halfstep.errors import MissingLibraryError
-from halfstep.nn.cached import CachedWeights, cached_weights
+from halfstep.nn.product import CachedWeights, cached_weights
 
 
 with MissingLibraryError.of("trainer"):

@@ -7,10 +7,11 @@ import re
 from dataclasses import asdict, fields
 from typing import Any
 
-from halfstep.errors import KnowledgeBaseError, markdown_table
+from halfstep.errors import KnowledgeBaseError
 from halfstep.kb.reader import Entry, KnowledgeBase
 from halfstep.kb.resolve import Answer
 from halfstep.kb.verdict import casts
+from halfstep.text import markdown_table
 
 
 _COLUMNS = [*(each.name for each in fields(Entry) if each.name not in ("origin", "overlay")), "compute", "regime"]

@@ -8,10 +8,11 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from halfstep.errors import FormatError, KnowledgeBaseError, holding, printable, unknown
+from halfstep.errors import FormatError, KnowledgeBaseError, unknown
 from halfstep.formats import get
 from halfstep.kb.reader import DEFAULT_OVERLAY, Entry, FailureReport, KnowledgeBase, Reference, compute, load, uses
 from halfstep.kb.resolve import Answer, find
+from halfstep.text import holding, printable
 
 
 _VERDICTS = {"none": "safe", "low": "safe", "medium": "risky", "high": "risky", "unknown": "unknown"}

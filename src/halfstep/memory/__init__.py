@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.errors import AccountError, grouped, one_of
+from halfstep.errors import AccountError, one_of
 from halfstep.kernels.operator import FOLLOW
 from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import BytesPerParameter, is_master
+from halfstep.text import grouped
 
 
 __all__ = [

@@ -3,9 +3,9 @@
 from halfstep.nn.adapters.gated import measure_smooth_scales, merge_smooth_scales
 from halfstep.nn.apply import advance, apply, plan_of, revert
 from halfstep.nn.attention import DotProductAttention
-from halfstep.nn.cached import cached_weights
 from halfstep.nn.following import following
 from halfstep.nn.plan import Plan
+from halfstep.nn.product import cached_weights
 from halfstep.nn.quantized import dequantize_model, quantize_model
 from halfstep.nn.unit import UnitReport, unit_scale
 

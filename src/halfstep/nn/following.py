@@ -52,7 +52,7 @@ class Following:
     copied = Copied(lambda: None)
     """Of a copy: of which model."""
     cached: Any = None
-    """Within `nn.cached.cached_weights`: the rounded weights."""
+    """Within `nn.product.cached_weights`: the rounded weights."""
     watch: RemovableHandle | None = None
     """The hook that looks at optimizers' first steps (`nn.watched`); copies have none."""
     states: Any = None

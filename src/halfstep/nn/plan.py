@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from halfstep import errors
 from halfstep.ops.native import matmuls_text
 from halfstep.recipe import DTYPES, BytesPerParameter, LinearSpec, Recipe, matmul_texts
+from halfstep.text import grouped as by_key, shortened
 
 
 _COLUMNS = 80
@@ -144,7 +144,7 @@ class Plan:
         if self.optimizer is not None and any(layer.computed.startswith("native") for layer in self.layers.values()):
             lines += _filled(_HOST)
         lines += _filled("not seen: functional calls in the model's own code; they follow torch.autocast's lists")
-        return errors.shortened(lines)
+        return shortened(lines)
 
     def _storage(self) -> Iterator[str]:
         yield from _filled(f"parameters: {', '.join(f'{count:,} in {dtype}' for dtype, count in self.stored.items())}")
@@ -157,7 +157,7 @@ class Plan:
     @cached_property
     def _ways(self) -> list[tuple[tuple[tuple[str, ...], str], list[str]]]:
         """How matmuls round their operands and what computes them, with the layers that do so."""
-        alike = errors.grouped((replace(layer, kind="", experts=0), path) for path, layer in self.layers.items())
+        alike = by_key((replace(layer, kind="", experts=0), path) for path, layer in self.layers.items())
         return [((layer.matmuls, layer.computed), paths) for layer, paths in alike.items()]
 
     def _modules(self) -> Iterator[str]:
@@ -182,7 +182,7 @@ class Plan:
                 yield from _listed(these)
         for what, globs in self.sought.items():
             yield from _filled(f"no layer is matched as {what}, by {globs}: later rules apply")
-        for reason, paths in errors.grouped((reason, path) for path, reason in self.kept.items()).items():
+        for reason, paths in by_key((reason, path) for path, reason in self.kept.items()).items():
             yield from _filled(f"kept as it was: {reason}")
             yield from _listed(paths)
 
@@ -202,7 +202,7 @@ def grouped(paths: Iterable[str]) -> dict[str, int]:
     >>> grouped(["h.0.q_proj", "h.0.k_proj", "h.1.q_proj", "h.1.k_proj", "head"])
     {'h.0-1.{q,k}_proj': 4, 'head': 1}
     """
-    numbered = errors.grouped(
+    numbered = by_key(
         (tuple("#" if part.isdecimal() else part for part in parts), tuple(map(int, filter(str.isdecimal, parts))))
         for parts in (path.split(".") for path in paths)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, RecipeError, grouped
+from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adapters.gated import merge_smooth_scales
 from halfstep.nn.adopt import adopt, applied_to, extend
 from halfstep.nn.apply import apply, revert
@@ -26,6 +26,7 @@ from halfstep.ops import Quantized
 from halfstep.ops.part import own_part, part_of
 from halfstep.ops.subclasses import check_initialized
 from halfstep.recipe import Recipe, get_recipe, list_recipes
+from halfstep.text import grouped
 
 
 _Given = Mapping[str, Sequence[Quantized]]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep.errors import LossScaleError, RecipeError, some
+from halfstep.errors import LossScaleError, RecipeError
 from halfstep.kernels.operators import Histories, history_kernel
 from halfstep.nn.adopt import Applied, extend
 from halfstep.nn.ranks import check_states
@@ -24,6 +24,7 @@ from halfstep.quant.rounding import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.quant.scaling.base import STATES
 from halfstep.recipe import LinearSpec
+from halfstep.text import some
 
 
 PREFIX = STATES

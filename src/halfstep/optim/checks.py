@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from halfstep.errors import OptimizerError, some, unknown
+from halfstep.errors import OptimizerError, unknown
 from halfstep.optim.rules import UpdateRule, rule_of, stored_names
 from halfstep.optim.states import projected
 from halfstep.recipe import DTYPES, PROJECTOR, Projection, Recipe, Storage
+from halfstep.text import some
 
 
 _WHY = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep import formats
 from halfstep.bits.what_if import Limits, limits_of
-from halfstep.errors import FormatError, ModelError, grouped
+from halfstep.errors import FormatError, ModelError
 from halfstep.formats import Format
 from halfstep.nn.adapters import wide
 from halfstep.probe.batch import Batch, call, moved
@@ -19,6 +19,7 @@ from halfstep.probe.observe import Site, observed
 from halfstep.probe.trial import Failure, Outputs, Ran, Reference, Trial, crash, finite
 from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling
 from halfstep.recipe import DTYPES, KEEP, LossScale, Recipe, Rule, get_recipe, linear_spec
+from halfstep.text import grouped
 
 
 _STORED = {

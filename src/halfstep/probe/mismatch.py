@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import DataError, ModelError, RecipeError, holding
+from halfstep.errors import DataError, ModelError, RecipeError
 from halfstep.nn import apply
 from halfstep.nn.layers import ModuleFilter
 from halfstep.probe.batch import Batch, call, copied, described, unchanged_generators
 from halfstep.recipe import Recipe, get_recipe
+from halfstep.text import holding
 from halfstep.tracking.nonfinite import outputs_seen
 
 

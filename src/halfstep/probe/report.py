@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.errors import holding, some
 from halfstep.probe.cast import NONE, Buffers, CastTrial, Target
 from halfstep.probe.observe import Range, Window, number
 from halfstep.probe.trial import FLOAT32, OUTPUT_ERROR, Sensitivity, Trial
 from halfstep.recipe import to_data
+from halfstep.text import holding, some
 
 
 LOST = 0.01

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from halfstep import formats
-from halfstep.errors import RecipeError, shortened, unknown
+from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.operands import Rule, shared_in_a_call, to_data
@@ -19,6 +19,7 @@ from halfstep.recipe.products import AttentionSpec, linear_text
 from halfstep.recipe.projection import LARGEST, PROJECTOR, SMALLEST, Projection, Shape
 from halfstep.recipe.stages import Stage, check_stages
 from halfstep.recipe.storage import DTYPES, Codes, Communication, Saved, Storage, get_storage
+from halfstep.text import shortened
 
 
 MASTER = "master"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import halfstep
-from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, holding, unknown
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, unknown
 from halfstep.inspection.write import refuse_existing
 from halfstep.layouts import Layout, fitting, get_layout, list_layouts
 from halfstep.layouts.folder import check_new_folder, dtype_of
@@ -17,6 +17,7 @@ from halfstep.nn.adopt import Applied
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
 from halfstep.ops.part import part_of
 from halfstep.recipe import Recipe, get_recipe, list_recipes
+from halfstep.text import holding
 
 
 GGUF = {

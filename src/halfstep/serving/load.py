@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import formats
-from halfstep.errors import CheckpointError, HalfstepError, MissingLibraryError, grouped
+from halfstep.errors import CheckpointError, HalfstepError, MissingLibraryError
 from halfstep.inspection import Checkpoint, StoredTensor, open_checkpoint
 from halfstep.inspection.files import parse_object
 from halfstep.inspection.schemes import tile_of
@@ -22,6 +22,7 @@ from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer, get_scaling
 from halfstep.quant.description import DTYPES, MALFORMED, restore
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, from_data, get_recipe
+from halfstep.text import grouped
 
 
 TAKEN = (

@@ -12,8 +12,9 @@ from importlib.resources import files
 from typing import Any
 
 from halfstep.accounting import account, architectures, named
-from halfstep.errors import AccountError, HalfstepError, printable
+from halfstep.errors import AccountError, HalfstepError
 from halfstep.recipe import get_recipe, list_recipes
+from halfstep.text import printable
 
 
 ROLES = "weights", "buffers", "gradients", "master", "states", "scales", "state_scales"

@@ -10,13 +10,14 @@ from typing import Any
 
 from halfstep import __version__, formats
 from halfstep.cli.formats.table import bits_per_value, kind, layout, tile_text
-from halfstep.errors import MissingLibraryError, grouped, printable
+from halfstep.errors import MissingLibraryError
 from halfstep.formats import Codebook, Float, Format, Integer, Posit
 from halfstep.formats.exact import ROUNDINGS
 from halfstep.kb import KnowledgeBase, Verdict
 from halfstep.kb.reader import uses
 from halfstep.kb.verdict import because, casts, judge, most_careful
 from halfstep.site import memory
+from halfstep.text import grouped, printable
 
 
 with MissingLibraryError.of("lab"):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.errors import grouped
 from halfstep.ops.codes import Alone
+from halfstep.text import grouped
 
 
 _CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, OptimizerError, grouped, one_of
+from halfstep.errors import ModelError, OptimizerError, one_of
+from halfstep.text import grouped
 from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization
 from halfstep.unit.roles import OptimizerKind, Role, known_roles, no_role, optimizer_kind, unit_part
 

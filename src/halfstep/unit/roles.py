@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, OptimizerError, one_of, some, unknown
+from halfstep.errors import ModelError, OptimizerError, one_of, unknown
 from halfstep.recipe import LinearSpec
+from halfstep.text import some
 
 
 # ---- records of modules ----------------------------------------------------------------------------------------------

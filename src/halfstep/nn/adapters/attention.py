@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.nn.adapters import linear
 from halfstep.nn.adopt import has_forward_of, is_stock, twin
-from halfstep.nn.cached import product, weight_of
+from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.part import key_of, part_of
 

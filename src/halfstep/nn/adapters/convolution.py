@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from halfstep import ops, unit
 from halfstep.nn.adopt import beneath
-from halfstep.nn.cached import records, spec_of, weight_of
 from halfstep.nn.noise import states_and_key
+from halfstep.nn.product import records, spec_of, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.places import filters
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.nn.cached import grouped_product, product, weights_of
+from halfstep.nn.product import grouped_product, product, weights_of
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.function import no_autocast
 from halfstep.quant.tracing import untraced

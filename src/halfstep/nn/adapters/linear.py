@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from halfstep import unit
-from halfstep.nn.cached import product, weight_of
+from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.function import cast_once
 from halfstep.ops.part import part_of

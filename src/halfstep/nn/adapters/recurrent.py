@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from halfstep.errors import ModelError
 from halfstep.nn.adopt import is_stock, twin
-from halfstep.nn.cached import product, repeated_weight, spec_of, weight_of
+from halfstep.nn.product import product, repeated_weight, spec_of, weight_of
 from halfstep.nn.quantized_weights import Kind, Weight
 from halfstep.ops.linear_passes import product_dtype
 

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from halfstep.errors import ModelError, grouped
+from halfstep.errors import ModelError
 from halfstep.nn.unit.forwards import measured
 from halfstep.nn.unit.graph import Edge, Graph, Node, Value
+from halfstep.text import grouped
 from halfstep.unit import factors, get_constraint
 from halfstep.unit.calibration import Attended, Constraint
 
