@@ -1,7 +1,7 @@
-"""The product of a layer that follows a recipe, and weights that are rounded once for several forwards.
+"""The matmul of a layer that follows a recipe, and `cached_weights`, which rounds weights once for several forwards.
 
-These are the micro-batches of a step, an evaluation, generation. With frozen weights of codes, gradients go to a
-product's input alone.
+Such forwards are the micro-batches of a step, an evaluation, generation. Frozen weights stored as codes pass gradients
+to the input and the bias alone.
 """
 
 import warnings
@@ -40,30 +40,31 @@ from halfstep.unit import multipliers_of
 
 
 class _Entry(NamedTuple):
-    """A weight as it was rounded."""
+    """A rounded weight of the cache, and what it was rounded for."""
 
     spec: LinearSpec
-    """What it was rounded for, in products of `dtype`, when torch had counted so many writes."""
     dtype: torch.dtype
+    """The dtype of the matmuls."""
     written: int
+    """The parameter's version (torch's count of writes in place) when it was rounded."""
     made: RoundedSides
     sample: Tensor
-    """A few of its values where they are, as integers."""
+    """A view of a few of the parameter's values, as integers."""
     then: Tensor
-    """What these were."""
+    """A copy of `sample` from when the weight was rounded."""
 
 
 class CachedWeights:
-    """The rounded weights of a model, for as long as they are valid, and how often they were used."""
+    """A cache of a model's rounded weights, which counts how often they were used."""
 
     def __init__(self) -> None:
         self.rounded = 0
         """How many times a weight was rounded."""
         self.used = 0
-        """How many products took one."""
+        """How many matmuls took a rounded weight from here."""
         self._most = 0
         self._entries: dict[Hashable, _Entry] = {}
-        # Also keeps the memory that entries were made of, so that nothing else comes to its address.
+        # Holds the parameters' storages, too, so that no other tensor is allocated at their addresses.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._changed: list[Tensor] = []
 
@@ -73,25 +74,25 @@ class CachedWeights:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that rounded weights took, beside the weights."""
+        """The most bytes that the rounded weights took so far, not counting the weights themselves."""
         tensors = [tensor for entry in self._entries.values() for tensor in entry.made.tensors()]
         return max(self._most, sum({t.data_ptr(): t.nbytes for t in tensors}.values()))
 
     def clear(self) -> None:
-        """Round weights again when they are next used."""
+        """Drop the rounded weights: they are rounded again when next used."""
         self._most = self.nbytes
         self._entries.clear()
         self._seen.clear()
         self._changed.clear()
 
     def weight(self, key: Hashable, weight: Any, x: Tensor, spec: LinearSpec, states: States, record: bool) -> Any:
-        """The weight (out, in) for a product with x, rounded before or now; as it is where it is no parameter nor a
-        view of one, or is to be rounded with noise of each product.
+        """The weight (out, in) for a matmul with x: a `RoundedWeight`, from the cache or rounded now. The weight itself
+        if it is neither a parameter nor a view of one, or if each matmul rounds it with noise of its own.
 
         Args:
-            key: of the layer and its product.
+            key: identifies the layer and which of its matmuls this is.
         """
-        if not has_memory(x) or not spec.rounds_weight_once:  # Dynamo traces the first alone
+        if not has_memory(x) or not spec.rounds_weight_once:  # Dynamo evaluates only the first
             return weight
         parameter = weight if type(weight) is nn.Parameter else weight._base if type(weight) is Tensor else None
         if type(parameter) is not nn.Parameter or parameter.is_inference():
@@ -113,8 +114,8 @@ class CachedWeights:
         return ops.RoundedWeight(weight, found.made)
 
     def _stays(self, entry: _Entry) -> bool:
-        """Whether a few of the weight's values are what they were: nothing else would see an average that is put in its
-        place through `.data`, and taken out again. A GPU is not waited for: there `check` finds out."""
+        """Whether a sample of the weight's values is unchanged: this catches weights that are swapped through `.data`
+        for an average and back. On a GPU the host does not wait: True, and `check` compares later."""
         if entry.sample.is_cpu:
             return torch.equal(entry.sample, entry.then)
         if entry.sample.device.type != "meta":
@@ -122,12 +123,12 @@ class CachedWeights:
         return True
 
     def check(self) -> None:
-        """Find out whether a weight was written to where torch counts no write, and its products took older values.
+        """Check that no weight was written to without a change of its version, which left matmuls with older values.
 
         Raises:
-            ModelError: one was.
+            ModelError: a weight was.
         """
-        if capturing():  # which a host cannot wait for
+        if capturing():  # the host cannot wait for a CUDA graph's capture
             return
         weights = [(t, before) for (_, version), (t, before) in self._seen.items() if t._version == version]
         changed = [before != _bits(t) for t, before in weights]
@@ -143,30 +144,30 @@ class CachedWeights:
 
 @contextmanager
 def cached_weights(model: nn.Module) -> Iterator[CachedWeights]:
-    """Within it layers round their weights once for all forwards, until an optimizer steps or a weight changes.
+    """A context in which layers round weights once for all forwards, until an optimizer steps or a weight changes.
 
-    For forwards between which weights stay as they are: the micro-batches of a step (gradient accumulation), an
-    evaluation, generation. Results are the same to the last bit, and the rounded weights stay in memory meanwhile.
+    For forwards between which weights do not change: the micro-batches of a step (gradient accumulation), an
+    evaluation, generation. Results are equal bit for bit; the rounded weights stay in memory until the context ends.
 
         with halfstep.cached_weights(model) as cached:
             for x, y in micro_batches:
                 loss_fn(model(x), y).backward()
         print(cached)
 
-    It holds for layers whose weight is a matrix (nn.Linear, Conv1D, attention's projections), in modules as they run
-    eagerly. Weights that are rounded with noise are rounded for each product, as without it.
+    It covers layers whose weight is a matrix (nn.Linear, Conv1D, attention's projections) in modules that run eagerly.
+    Weights that are rounded with noise are rounded for each matmul, as outside of it.
 
     Args:
-        model: the model that `apply` or `prepare` was called on, or what wraps it.
+        model: the model that `apply` or `prepare` was called on, or a wrapper of it.
 
     Raises:
-        RecipeError: it follows no recipe.
-        ModelError: the model is sharded by `fully_shard`. At its end, or when an optimizer steps: a weight was written
-            to where torch counts no write (through `.data`), so that products took older values.
+        RecipeError: the model follows no recipe.
+        ModelError: the model is sharded by `fully_shard`. When the context ends, or an optimizer steps: a weight was
+            written to where torch counts no write (through `.data`), so that matmuls took older values.
 
     Warns:
-        UserWarning: the recipe rounds weights, and none was: torch.compile traced the model, or weights are computed in
-            each forward.
+        UserWarning: the recipe rounds weights, but none was rounded: torch.compile traced the model, or weights are
+            computed in each forward.
     """
     root = root_of(model)
     applied_to(root)
@@ -202,14 +203,14 @@ def cached_weights(model: nn.Module) -> Iterator[CachedWeights]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """A few of a weight's values, spread over it, as integers: a view."""
+    """A view of a few values, spread over the weight, as integers."""
     some = weight.detach()[tuple(slice(None, None, max(1, size // 4)) for size in weight.shape)]
     return some.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[some.itemsize])
 
 
 @torch.no_grad()
 def _bits(weight: Tensor) -> Tensor:
-    """The sum of a weight's bits, taken as integers, which nearly every write changes."""
+    """A checksum: the sum of a weight's bits, read as integers. Nearly every write changes it."""
     found = weight.detach().reshape(-1).view(torch.uint8)
     begin = min(-found.storage_offset() % 8, len(found))
     end = len(found) - (len(found) - begin) % 8
@@ -227,11 +228,11 @@ def product(
     part: str = "",
     channels: Tensor | None = None,
 ) -> Tensor:
-    """x w^T + b as the layer's spec says; only calls that train the model move scaling states.
+    """x w^T + b, rounded by the layer's spec (`ops.linear`); only calls that train the model record amaxes.
 
     Args:
-        part: of the layer's products, where it has several.
-        channels: as `ops.linear` takes them.
+        part: which of the layer's matmuls this is, if it has several.
+        channels: as for `ops.linear`.
     """
     if isinstance(weight, FrozenWeight):
 
@@ -254,8 +255,12 @@ def product(
 def grouped_product(
     module: Any, name: str, x: Tensor, bias: Tensor | None, counts: Sequence[int], transposed: bool
 ) -> Tensor | None:
-    """The products of experts, whose matrices that parameter holds, each with its own rows of x, where one call forms
-    all of them (`ops.linear.grouped_linear`); None elsewhere."""
+    """`ops.linear.grouped_linear` of x with the experts' matrices in the parameter `name`; None if it does not apply.
+
+    Args:
+        counts: the number of rows of x of each expert.
+        transposed: the parameter is (experts, in, out), not (experts, out, in).
+    """
     own, spec = part_of(module), spec_of(module)
     if own.stored or own.keeping is not None or not supports_grouped(spec, x):
         return None
@@ -267,19 +272,19 @@ def grouped_product(
 
 
 def spec_of(module: Any) -> LinearSpec:
-    """How the layer's products round their operands, and what they are multiplied by."""
+    """The layer's spec: how its matmuls round their operands, and their multipliers."""
     return part_of(module).linear or multipliers_of(module)
 
 
 def records(module: Any) -> bool:
-    """Whether this call trains the model, so that scaling states take in what they see."""
+    """Whether this call trains the model, so that scaling states record amaxes."""
     following = part_of(module).following
     return following is not None and following.modes(module)[0]
 
 
 def weight_of(module: Any, name: str, x: Tensor) -> Any:
-    """The layer's parameter of that name for a product with x; rounded already (an `Operand`, or a `StoredWeight`)
-    where the layer is quantised for inference."""
+    """The layer's parameter `name` for a matmul with x; an `Operand`, a `StoredWeight` or a `FrozenWeight` if the layer
+    is quantized for inference."""
     if part_of(module).stored:
         return _stored(module, name, x)
     weight = getattr(module, name)
@@ -287,7 +292,7 @@ def weight_of(module: Any, name: str, x: Tensor) -> Any:
 
 
 def weights_of(module: Any, name: str, x: Tensor, experts: int) -> Sequence[Callable[[], Any]]:
-    """`weight_of` for each of several experts, whose matrices the parameter holds: made when they are called for."""
+    """For each expert, a function that returns `weight_of` of its matrix in the parameter `name`."""
     if part_of(module).stored:
         return [partial(_stored, module, name, x, expert) for expert in range(experts)]
     return [partial(ops.values_of, matrix) for matrix in ops.values_of(getattr(module, name)).unbind()]
@@ -301,13 +306,13 @@ def _stored(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any
 
 
 def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
-    """`weight_of` for products of that part with several tensors, of which x is one: rounded once for all of them, and
-    with a gradient that adds up in float32."""
+    """`weight_of` for matmuls of `part` with several tensors, x being one of them: rounded once for all, and with a
+    gradient that is accumulated in float32."""
     weight = weight_of(module, name, x)
     if isinstance(weight, (Operand, StoredWeight, FrozenWeight)):
         return weight if isinstance(weight, FrozenWeight) else _decoded(weight)
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    if not has_memory(x, or_fake=True):  # a graph finds by itself what it computes twice
+    if not has_memory(x, or_fake=True):  # a compiled graph removes what it would compute twice
         return weight
     states, dtype = states_and_key(module, part), product_dtype(x)
     return ops.rounded_weight(weight, spec_of(module), dtype, states, records(module), x)
@@ -322,27 +327,27 @@ def _decoded(weight: Operand | StoredWeight) -> Operand:
 
 @dataclass(frozen=True, eq=False)
 class FrozenWeight:
-    """A matrix (out, in) of a quantised layer, decoded whenever a product takes it: no pass keeps its values."""
+    """A matrix (out, in) of a quantized layer, decoded whenever a matmul takes it: no decoded values are saved for
+    backward."""
 
     operand: Callable[[], Operand]
     rows: int
 
     def t(self) -> "FrozenWeight":
-        """The transposed matrix, of as many rows as columns it had."""
+        """The transposed matrix. It has no row count, so it cannot be sliced or split."""
         return FrozenWeight(lambda: self.operand().t(), 0)
 
     def __getitem__(self, rows: slice) -> "FrozenWeight":
         return FrozenWeight(lambda: self.operand()[rows], len(range(self.rows)[rows]))
 
     def split(self, rows: int) -> "tuple[FrozenWeight, ...]":
-        """The matrix in pieces of so many rows."""
+        """The matrix in pieces of `rows` rows each."""
         return tuple(self[start : start + rows] for start in range(0, self.rows, rows))
 
 
 class _Frozen(torch.autograd.Function):
-    """What `forward(x, operand, bias)` makes, with gradients of x and bias, formed as the spec says of the input
-    gradient's product: the gradient that arrives is rounded, and the weight once more where that product rounds it
-    otherwise than the forward one."""
+    """`forward(x, operand, bias)`, with gradients of x and bias. The input gradient's matmul follows the spec: it
+    rounds the output's gradient, and the weight again if it rounds it otherwise than the forward matmul."""
 
     @staticmethod
     def forward(

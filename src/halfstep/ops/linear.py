@@ -1,4 +1,4 @@
-"""A linear layer as three products of quantised operands; and those of several experts, each for its own rows."""
+"""A linear layer as three matmuls with quantized operands, and a grouped linear layer (one matrix an expert)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,28 +46,30 @@ def linear(
     evaluates: bool = False,
     last: LastInput | None = None,
 ) -> Tensor:
-    """y = x w^T + b, whose forward product and whose two backward products round their operands as `spec` says.
+    """y = x w^T + b, where the forward matmul and both backward matmuls round their operands as `spec` says.
 
-    x is (..., in), weight (out, in), bias (out), y (..., out). Operands are rounded from the dtype they arrive in;
-    the products run in autocast's dtype where autocast is on. An empty spec equals `torch.nn.functional.linear`.
-    An operand that both of its products round alike, with one scale or square tiles, is rounded once.
+    x is (..., in), weight (out, in), bias (out), y (..., out). Operands are rounded from the dtype in which they are
+    passed; the matmuls run in autocast's dtype if autocast is on. An empty spec equals `torch.nn.functional.linear`.
+    An operand that both of its matmuls round alike, with one scale or square tiles, is rounded once.
 
     Args:
-        weight: an `Operand` or a `StoredWeight` is one that is rounded already, for inference: its layer has no
-            gradients. What `rounded_weight` made is rounded already too, and has them.
-        states: where the spec has stateful scalings, their states; and the key that noise and signs follow from, in
-            the place of torch's default generator. `nn.apply` keeps them beside the module.
-        record: raise this step's amaxes in the states. False for evaluation, which must not move them.
-        channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it, which
-            is exact, and the weight is rounded as it is.
-        keeping: where the recipe keeps `operands` in few bits: x is kept as its codes, and the weight is rounded again.
-        evaluates: the model is in evaluation, whose products of few rows have an order of their own (`ops.few_rows`).
-        last: of the model: an input that its last layer rounded alike is taken from there.
+        weight: an `Operand` or a `StoredWeight` is rounded already, for inference: the layer then has no gradients. A
+            `RoundedWeight` (of `rounded_weight`) is rounded already too, and has gradients.
+        states: the states of the spec's stateful scalings, by operand, and the key from which the seeds of noise and
+            signs are hashed, instead of torch's default generator. `nn.apply` keeps them beside the module.
+        record: raise the amaxes of this step in the states. False in evaluation, which must not change them.
+        channels: powers of two (in), by which x was multiplied channel by channel. The rounded x is divided by them,
+            which is exact; the weight is rounded as it is.
+        keeping: set where the recipe saves `operands` in few bits: the codes of x are saved for backward, and the
+            weight is rounded again.
+        evaluates: the model is in evaluation mode, where matmuls of few rows sum in an order of their own
+            (`ops.few_rows`).
+        last: the model's `LastInput`: if the layer before rounded the same x alike, its operand is used again.
 
     Raises:
         ModelError: the weight is an `Operand` or a `StoredWeight` and x requires a gradient; a weight that is to be
             rounded is a shard, or another library's tensor.
-        RecipeError: `channels` beside a Hadamard transform of the forward product, which mixes them.
+        RecipeError: `channels` together with a Hadamard transform of the forward matmul, which mixes channels.
     """
     if channels is not None and spec.output.hadamard is not None:
         raise RecipeError(
@@ -96,13 +98,13 @@ def linear(
         if type(x) is not Tensor:
             x = arrived(x)
         if keeping is not None:
-            held = has_memory(x, or_fake=True)  # a compiler, and torch.func, keep what they will
+            held = has_memory(x, or_fake=True)  # torch.compile and torch.func choose the saved tensors themselves
             keeping = keeping if held and keeping.saved.operands and torch.is_grad_enabled() else None
         alike = keeping is None and spec.rounds_input_alike
         last = last if alike and has_memory(x, or_fake=True) and not x.is_leaf else None
         dtype = product_dtype(x)
         units = units_of(spec, x, weight, dtype) if scaled_mm.is_there(x.device) else NO_UNITS
-        if channels is not None:  # whose powers of two no unit multiplies by
+        if channels is not None:  # no tensor core divides by powers of two channel by channel
             units = Units(there=units.there)
         elif not torch.is_grad_enabled():
             units = Units(units.output, there=units.there)
@@ -122,7 +124,7 @@ def linear(
                 f"({linear_text(spec)}): its product has no place for them. Scale the model without that library's "
                 "weights, or leave this layer unscaled"
             )
-        return F.linear(x, weight, bias)  # which its library has a way for
+        return F.linear(x, weight, bias)  # the weight's library overrides it
     dtype = product_dtype(x)
     factors = factors_of(spec, x.numel() // max(x.shape[-1], 1), *weight.shape) if spec.multiplies else None
     x = x if last is None else cast_once(x, last)
@@ -140,11 +142,12 @@ def rounded_weight(
     like: Tensor | None = None,
     backward: bool = True,
 ) -> RoundedWeight:
-    """A weight (out, in) for several calls of `linear` whose products run in `dtype`, rounded once for all of them.
+    """A weight (out, in), rounded once for several calls of `linear` whose matmuls run in `dtype`.
 
     Args:
-        like: what its noise follows from beside the states' key: an input of the layer, other in each micro-batch.
-        backward: False for calls without a backward pass, for which the forward product's side is enough.
+        like: a tensor hashed into the seed of noise, beside the states' key: an input of the layer, which differs from
+            micro-batch to micro-batch. None: the weight itself.
+        backward: False for calls without a backward pass: only the operand of the forward matmul is made.
     """
     check_plain(weight)
     seeds, later_seeds = seeds_of(states, weight if like is None else like, spec.output, spec.grad_input)
@@ -203,11 +206,11 @@ def _infer(
 
 # ---- linear layers of several experts --------------------------------------------------------------------------------
 
-_GROUPED = "grouped"  # where a spec keeps whether it is
+_GROUPED = "grouped"  # the key in `LinearSpec.known` of the answer of `_rounds_rows_alone`
 
 
 def supports_grouped(spec: LinearSpec, x: Tensor) -> bool:
-    """Whether `grouped_linear` takes such rows under the spec, which is decided once."""
+    """Whether `grouped_linear` computes this spec for an x like this one; the spec's part is decided once."""
     if not x.is_cpu or not has_memory(x):
         return False
     if _GROUPED not in spec.known:
@@ -216,8 +219,8 @@ def supports_grouped(spec: LinearSpec, x: Tensor) -> bool:
 
 
 def _rounds_rows_alone(spec: LinearSpec) -> bool:
-    """Whether no scale of the spec, but of its weights, is shared by several rows, and nothing else is asked of them:
-    states, noise, rotations, multipliers, accumulators, clamps."""
+    """Whether each row of x and of the output's gradient is rounded with scales of its own, and the spec has no states,
+    noise, rotations, multipliers, accumulators, estimators or clamps."""
     if not spec.rounds or "input" not in spec.rerounded:
         return False
     if spec.states or spec.draws or spec.rotates or spec.multiplies or spec.accumulates or spec.estimates:
@@ -228,7 +231,7 @@ def _rounds_rows_alone(spec: LinearSpec) -> bool:
 
 
 def _is_tiled(q: Quantizer) -> bool:
-    """Whether `ops.operand` makes of a matrix nothing but values times the scales of tiles."""
+    """Whether `ops.operand` of a matrix is values with the scales of their tiles multiplied in, and nothing else."""
     if q.scales is None or q.clamp is not None or q.outliers is not None or q.inner is not None:
         return False
     return not q.by_rows and not q.scales.rule.two_level and q.scales.tile != TENSOR
@@ -237,29 +240,29 @@ def _is_tiled(q: Quantizer) -> bool:
 def grouped_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int], spec: LinearSpec, evaluates: bool = False
 ) -> Tensor:
-    """`ops.linear` of each expert's rows of x by its own matrix, one expert's after another's, bit for bit.
+    """`ops.linear` of each expert's rows of x with that expert's matrix, concatenated, (rows, out): equal bit for bit.
 
     Args:
         x: (rows, in), sorted by expert.
         weight: (experts, out, in).
         bias: (experts, out).
-        counts: how many rows each expert has; it may have none.
-        spec: one that `supports_grouped` takes.
-        evaluates: as `ops.linear`.
+        counts: the number of rows of each expert; may be 0.
+        spec: one for which `supports_grouped` is True.
+        evaluates: as for `ops.linear`.
     """
     call = _Call(tuple(counts), spec, product_dtype(x), x.dtype, evaluates)
     return _Grouped.apply(x, weight, bias, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Call(NamedTuple):
-    """What is known of a call beside tensors."""
+    """The arguments of one call of `grouped_linear` that are no tensors."""
 
     counts: tuple[int, ...]
     spec: LinearSpec
     dtype: torch.dtype
-    """Of the products."""
+    """The dtype of the matmuls."""
     arrived: torch.dtype
-    """Of x."""
+    """The dtype of x."""
     evaluates: bool
 
     @property
@@ -284,7 +287,7 @@ class _Grouped(Once):
                     forward_product(lhs[expert], rhs[expert], own, call.dtype, product, x.shape[1], call.evaluates)
                 )
             later = None
-            if weight.requires_grad:  # whose gradient alone takes x
+            if weight.requires_grad:  # only the weight's gradient reads x
                 later = x if call.spec.grad_weight.rhs is not None else x.to(call.dtype)
         kept = [] if "weight" in call.spec.rerounded else [rhs[expert].values for expert in call.hit]
         ctx.call, ctx.bias = call, None if bias is None else bias.dtype
@@ -305,8 +308,11 @@ def _form(
     weight: Tensor,
     *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight and bias, as far as they are needed. `kept`: the rounded weights of those experts that
-    have rows, where they are not rounded again."""
+    """The gradients of x, weight and bias; None for those that `needs` leaves out.
+
+    Args:
+        kept: the rounded weights of the experts that have rows; empty if the backward rounds them again.
+    """
     counts, spec, dtype, arrived, _ = call
     first, second, again = spec.grad_input, spec.grad_weight, "grad_output" in spec.rerounded
     grad_x = grad_weight = grad_bias = None
@@ -336,15 +342,15 @@ def _form(
 
 
 def _rows(x: Tensor, quantizer: Quantizer | None, call: _Call) -> Sequence[Operand]:
-    """The operand of each expert's rows of x, whose tiles are pieces of rows."""
+    """One operand for each expert's rows of x; every tile lies within one row."""
     return _parts(x, quantizer, call.dtype, call.counts)
 
 
 def _matrices(weight: Tensor, quantizer: Quantizer | None, call: _Call) -> dict[int, Operand]:
-    """The operands of the matrices of those experts that have rows."""
+    """The operands of the experts' matrices, by expert, for at least the experts that have rows."""
     hit, (experts, out, _) = call.hit, weight.shape
     if 2 * len(hit) >= experts:
-        hit = [*range(experts)]  # some are rounded for nothing, and none is copied
+        hit = [*range(experts)]  # rounds some matrices in vain, but copies none
     if quantizer is None or quantizer.scales is None or out % quantizer.scales.tile.rows == 0:
         chosen = weight if len(hit) == experts else weight[hit]
         made = _parts(chosen.reshape(-1, chosen.shape[2]), quantizer, call.dtype, [out] * len(hit))
@@ -353,15 +359,15 @@ def _matrices(weight: Tensor, quantizer: Quantizer | None, call: _Call) -> dict[
 
 
 def _parts(x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, sizes: Sequence[int]) -> list[Operand]:
-    """What `ops.operand` makes of so many rows of x each, of which none shares a tile with another's."""
+    """`ops.operand` of each of the pieces of x that have `sizes` rows; no tile of x crosses a piece's border."""
     made = operand(x, quantizer, dtype).values
     if made.dtype == operand_dtype(quantizer, dtype, x.device):
         return [Operand(part) for part in made.split_with_sizes(sizes)]
     return [
         operand(part, quantizer, dtype) for part in x.split_with_sizes(sizes)
-    ]  # some have no numbers that want a wider dtype
+    ]  # x as a whole needed a wider dtype; some pieces alone do not
 
 
 def _down(x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype) -> Operand:
-    """The operand of a matrix whose first dimension is the one that the product sums over."""
+    """The operand of a matrix whose first dimension is the shared one, which the matmul sums over."""
     return operand(x, None if quantizer is None else quantizer.down, dtype, dim=0)

@@ -38,13 +38,14 @@ from halfstep.recipe import LinearSpec, Multiplier
 _NO_SEEDS = (Seeds(),)
 _NOTHING_LEFT = ((None, None, None), (None, None, None))
 States = Mapping[str, Tensor]
-"""States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`); and the
-key of what is drawn (`ops.part`)."""
+"""States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`); and,
+under "noise", the key from which the seeds of noise and signs are hashed (`ops.part`)."""
 
 
 class RoundedSides:
-    """What a weight is rounded to in the two products that take it, for layers that call them several times: formed
-    when it is first asked for, by the products or, on a GPU, by the native layer that stands for all of them."""
+    """The two operands of a weight, for the forward matmul and for the input gradient's, shared by several calls.
+
+    They are made when first read: by `form`, or on a GPU by the native layer (`ops.native`)."""
 
     def __init__(self, form: Callable[[], tuple[Side, Side, tuple[Tensor | None, Tensor | None]]]) -> None:
         self._form = form
@@ -56,27 +57,27 @@ class RoundedSides:
 
     @property
     def output(self) -> Side:
-        """For the forward product."""
+        """The operand of the forward matmul."""
         return self._formed[0]
 
     @property
     def grad_input(self) -> Side:
-        """For the product that gives the gradient of the input."""
+        """The operand of the matmul that computes the gradient of the input."""
         return self._formed[1]
 
     @property
     def signs(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of the rotations of the two products."""
+        """The signs of the Hadamard transforms of the two matmuls."""
         return self._formed[2]
 
     def native(self, form: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        """For a native layer (`ops.native`), which `form` makes."""
+        """Both operands for a native layer (`ops.native`), made by `form` at the first call."""
         if self._native is None:
             self._native = form()
         return self._native
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those of what has been formed so far."""
+        """The tensors of the operands that have been made so far."""
         for made in (*(self._native or ()), *vars(self).get("_formed", ())[:2]):
             parts = made.made.tensors if isinstance(made, Coded) else vars(made) if isinstance(made, Operand) else made
             parts = parts.values() if isinstance(parts, Mapping) else parts
@@ -84,23 +85,23 @@ class RoundedSides:
 
 
 class RoundedWeight(NamedTuple):
-    """A weight (out, in), which gradients are of, and what it is rounded to."""
+    """A weight (out, in) that receives gradients, and the operands that it was rounded to."""
 
     weight: Tensor
     sides: RoundedSides
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a product of x: autocast's where it is on, else x's own."""
+    """The dtype of a matmul with x: autocast's if autocast is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Rounded(Once):
-    """The layer with rounded operands: y, an anchor, and what the backward takes of the operands.
+    """The autograd Function of a linear layer with rounded operands: y, an anchor, and the tensors saved for backward.
 
-    The anchor is a number, whatever its value, that depends on whatever y does, so that a second derivative through the
-    gradients, which do not say so themselves, finds its way to the error.
+    The anchor is a scalar of any value that depends on all that y depends on. It is saved, so that the gradients depend
+    on it and a second derivative reaches the error of `once`: the saved operands are marked non-differentiable.
     """
 
     outputs = 2
@@ -171,9 +172,9 @@ class Rounded(Once):
                 if evaluates
                 else product_of(over, rhs.t(), bias, dtype, *sizes)
             )
-            # What a backward product takes as the forward did is kept so; what it rounds again, as it came.
+            # Save the forward's operand if a backward matmul takes the same one, else the unrounded tensor.
             x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.rerounded, dtype)
-            alone = isinstance(rhs, Coded) and weight_later is None  # codes that no backward product takes
+            alone = isinstance(rhs, Coded) and weight_later is None  # codes that no backward matmul takes
             again = rounded is not None or ((alone or keeping is not None) and _rounds_again(weight, spec))
             weight_kept: Kept = (None, None, None)
             if not again:
@@ -202,12 +203,12 @@ class Rounded(Once):
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save what the backward takes."""
+        """Save the tensors and options that the backward reads."""
         x, weight, bias, spec, states, record, channels, rounded, keeping, _, units, dtype, _ = inputs
         anchor, *kept = output[1:]
         kept[0], kept[3] = x if kept[0] is None else kept[0], weight if kept[3] is None else kept[3]
         again = (keeping is not None or units.output) and kept[3] is weight
-        if not weight.requires_grad:  # whose gradient alone takes x
+        if not weight.requires_grad:  # only the weight's gradient reads x
             kept[:3], kept[6:9] = _NOTHING_LEFT
         if not x.requires_grad:
             kept[3:6], kept[9:] = _NOTHING_LEFT
@@ -223,20 +224,20 @@ class Rounded(Once):
 
 
 class _Layer(NamedTuple):
-    """What the backward pass knows of the layer, beside tensors."""
+    """The options that the backward pass needs beside the saved tensors."""
 
     spec: LinearSpec
     states: States
     record: bool
     dtype: torch.dtype
-    """Of the products."""
+    """The dtype of the matmuls."""
     shape: torch.Size
-    """Of x."""
+    """The shape of x."""
     dtypes: tuple[torch.dtype | None, ...]
-    """Of x, weight and bias."""
+    """The dtypes of x, weight and bias."""
     rounded: RoundedSides | None
     again: bool
-    """The weight is rounded a second time."""
+    """Whether the backward rounds the weight again."""
     units: Units
 
 
@@ -249,8 +250,12 @@ def _form(
     estimated: Tensor | None,
     *kept: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight and bias, as far as they are needed. `kept`: of x and then of the weight, values or
-    codes with their scales; and then the parts of their remainders."""
+    """The gradients of x, weight and bias; None for those that `needs` leaves out.
+
+    Args:
+        kept: values or codes with their scales (`sides.Kept`) of x, then of the weight; then the parts of their
+            remainders (`sides.Rest`), in the same order.
+    """
     spec, states, record, dtype, shape, dtypes, rounded, again, units = layer
     of_x, of_weight, x_rest, weight_rest = kept[:3], kept[3:6], kept[6:9], kept[9:]
     rows = grad if grad.dim() == 2 else matrix(grad)
@@ -322,7 +327,7 @@ def _input(
     x: Tensor, of_x: tuple[Tensor | None, ...], rest: Rest, spec: LinearSpec, dtype: torch.dtype,
     signs: Tensor | None, units: Units, seed: Seed | None,
 ) -> Side:  # fmt: skip
-    """The layer's input as the weight's gradient takes it, from what was kept: codes of it all, values, or x itself."""
+    """The input's operand for the weight gradient's matmul, from what was saved: its codes, rounded values, or x."""
     x = x if x.dim() == 2 else matrix(x)
     if x.dtype == torch.uint8:
         assert spec.input_codes is not None
@@ -333,7 +338,7 @@ def _input(
 
 
 def bias_gradient(rows: Tensor, multiplier: Multiplier | None) -> Tensor:
-    """The sum of the rows of dy (rows, out): the weight's product with one column of ones, and so its multiplier."""
+    """The sum of the rows of dy (rows, out), times the multiplier of the matmul dy^T 1 with one column of ones."""
     if multiplier is None:
         return rows.sum(0)
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -341,7 +346,8 @@ def bias_gradient(rows: Tensor, multiplier: Multiplier | None) -> Tensor:
 
 
 def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, again: bool, dtype: torch.dtype) -> Kept:
-    """What a backward product takes of x: what was made for it, what the forward used, or x as it came."""
+    """The parts of x to save for its backward matmul: of `second` if it was made, else of the operand `used` in the
+    forward, or of x itself where the backward rounds it `again`. None for values that are x: x is saved instead."""
     if second is not None:
         return kept_parts(second)
     if not again and isinstance(used, Operand):
@@ -352,7 +358,8 @@ def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, a
 
 
 def _rounds_again(weight: Tensor, spec: LinearSpec) -> bool:
-    """Whether rounding a weight a second time gives what the first time gave, from memory that is there anyway."""
+    """Whether rounding the weight again in the backward gives the same values, and saving the weight costs no memory,
+    since it is a parameter or a view of one."""
     quantizer = spec.output.rhs
     if quantizer is None or quantizer.stateful or quantizer.rounding == "stochastic":
         return False

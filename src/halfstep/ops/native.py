@@ -1,7 +1,7 @@
-"""Products on tensor cores for their own format: whether a recipe's run there, and a linear layer of three such.
+"""Native FP8 and FP4 matmuls: whether tensor cores compute those of a recipe, and a linear layer of three such matmuls.
 
-That layer is `ops.linear_passes.Rounded` where nothing else is asked of it, with operands rounded once for both of
-their products and all decided once for its sizes: what is left of a pass are allocations, launches and products.
+That layer equals `ops.linear_passes.Rounded` for the specs that it takes. It rounds each operand once for both of its
+matmuls and decides everything else once for a layer's sizes, so that a pass is allocations, kernel launches and GEMMs.
 """
 
 from collections.abc import Sequence
@@ -53,14 +53,14 @@ def is_native_available(
 def is_native_available(
     recipe: str | Recipe, device: str | torch.device = "cuda", *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether every product of rounded operands in the recipe is formed by a GPU's FP8 or FP4 tensor cores there; else
-    those that are not are carried in 16 or 32 bits.
+    """Whether the device's FP8 or FP4 tensor cores compute every matmul whose operands the recipe rounds. The rest is
+    emulated in 16 or 32 bits.
 
-    Products whose sides are not multiples of 16 are always carried (tiles of 1x32 and 1x16: the shared side, of 32;
-    tiles of 128: the shared side and a side of squares, of 128, rows, of 4).
+    Matmuls whose sizes are not multiples of 16 are always emulated (with tiles of 1x32 and 1x16, the shared dimension
+    must be a multiple of 32; with tiles of 128, the shared dimension and a side in square tiles of 128, rows of 4).
 
     Args:
-        return_reason: return (available, reason), the reason empty where it is.
+        return_reason: return (available, reason); the reason is empty if it is available.
 
     >>> is_native_available("bf16-mixed", "cpu", return_reason=True)
     (False, 'bf16-mixed rounds no operand')
@@ -96,39 +96,41 @@ def matmuls_text(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _refusal(product: Matmul, device: torch.device) -> str | None:
-    """Why tensor cores there do not compute a product; None where they do."""
+    """Why the device's tensor cores do not compute a matmul; None if they do."""
     if product.accumulate is not None:
         return str(product.accumulate)
     return scaled_mm.product_refusal(product.lhs, product.rhs, device)
 
 
 def gemm_dtype(product: Matmul, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the GEMM that emulates a product whose result comes in `dtype`: int8 of integers, whose sums are
-    exact; float32 where an operand does not fit `dtype` exactly, or the device has no matrix units for that."""
+    """The dtype of the GEMM that emulates a matmul with a result in `dtype`: int8 if both operands are integers, whose
+    sums are exact; float32 if an operand does not fit `dtype` exactly, or the device has no matrix units for `dtype`;
+    else `dtype`."""
     if product.accumulate is not None:
         return torch.float32
     found = {operand_dtype(quantizer, dtype, device) for quantizer in (product.lhs, product.rhs)}
     if found == {torch.int8}:
         return torch.int8
-    if product.folds:  # integers of one side, whose scales the other one takes in
+    if product.folds:  # the integers of rhs; its scales are multiplied into lhs
         found.discard(torch.int8)
     return dtype if found == {dtype} and not carried.supports(dtype, device) else torch.float32
 
 
 _ALIGNED = 4
-"""Numbers of 4 bytes in the 16 that kernels read at a time."""
+"""Words of 4 bytes in the 16 bytes that kernels read at a time."""
 
 
 class Scaled:
-    """Memory for the scales of matrices of one shape and of their transposes, as tensor cores read them: float32
-    numbers by rows or columns, or swizzled, filled up with zeros."""
+    """Allocates the scales of matrices of one shape and of their transposes, in the layout that tensor cores read:
+    float32 in row or column order, or swizzled and padded with zeros."""
 
     def __init__(self, kind: Kind, tile: Tile, shape: tuple[int, int], device: torch.device) -> None:
         self._device, self._dtype, self._sizes = device, SHORT.get(kind, torch.float32), list[int]()
         shapes = shape, shape[::-1]
         grids: list[tuple[int, ...]] = [tile.grid(*each) for each in shapes]
         self.form, self.zeros, self.strides = "number", 0, [(across, 1) for _, across in grids]
-        """How kernels write them, how many zeros (of 4 bytes) a call needs, and the strides of both."""
+        """`form`: the layout that kernels write; `zeros`: how many zeroed words of 4 bytes a call needs; `strides`: of
+        the scales of the matrix, and of its transpose."""
         if kind is ROWS_OF_128:
             self.strides = [(1, down) for down, _ in grids]
         self._laid: list[Any] = list(zip(grids, self.strides, strict=True))
@@ -140,15 +142,15 @@ class Scaled:
                 self.zeros = sum(self._sizes) // 4
 
     def __call__(self, zeros: Tensor | None) -> Sequence[Tensor]:
-        """Those of both; `zeros` where it needs some."""
+        """The scales of the matrix and of its transpose, uninitialized, or views of `zeros` where padding is needed."""
         if zeros is not None and self.zeros:
             return torch.split(zeros.view(self._dtype), self._sizes)
         return [torch.empty_strided(*laid, dtype=self._dtype, device=self._device) for laid in self._laid]
 
 
 class Rounding:
-    """Rounds matrices of one shape and dtype for the two products that take them: codes and scales as they lie, and
-    transposed, where there are `signs` rotated before."""
+    """Rounds matrices of one shape and dtype for both of their matmuls: the codes and scales of the matrix, and those
+    of its transpose, which a Hadamard transform with `signs`, if given, rotates first."""
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ class Rounding:
                 needed = self._largest.zeros
         self._found = -(-needed // _ALIGNED) * _ALIGNED
         self.zeros = self._found + self._scales.zeros
-        """How many zeros a call may be given, for the largest magnitudes and for what fills scales up."""
+        """How many zeroed int32 a call takes in `zeros`: for the amaxes, and for the padding of scales."""
 
     def __call__(
         self,
@@ -212,25 +214,25 @@ class Rounding:
 
 
 class NativeLayer(NamedTuple):
-    """What is decided for a layer of one size."""
+    """The prepared kernels of a linear layer for one (rows, in, out) shape."""
 
     input: Rounding
     weight: Rounding
     grad_output: Rounding
     dtype: torch.dtype
-    """Of the products."""
+    """The dtype of the matmuls' results."""
     draws: tuple[Matmul, Matmul] | None = None
-    """The backward's products, where the gradient is rounded stochastically."""
+    """The two backward matmuls if the gradient is rounded stochastically, else None."""
 
     def seeds(self, states: States, grad: Tensor) -> tuple[Seed | None, Seed | None]:
-        """Those of the gradient's two roundings."""
+        """The seeds of the gradient's two stochastic roundings; None each where it is not rounded so."""
         if self.draws is None:
             return None, None
         one, other = (seed_of("stochastic", seeds.lhs, grad.device) for seeds in seeds_of(states, grad, *self.draws))
         return one, other
 
     def zeros(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the input and of the weight, by one launch."""
+        """The zeros that the roundings of input and weight take, allocated by one kernel launch; None if none."""
         count, more = self.input.zeros, self.weight.zeros
         if not count + more:
             return None, None
@@ -239,10 +241,12 @@ class NativeLayer(NamedTuple):
 
 
 def native_layer(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> NativeLayer | None:
-    """A layer whose three products, in `dtype`, tensor cores compute of operands that are rounded once for two of them
-    (`Units.both`). None where there is no kernel for x or the weight as it lies, or the recipe asks for more than
-    rounding, noise in the gradient's and a rotation of the weight gradient's operands; or sizes or devices do not fit
-    each other, of which the usual path tells."""
+    """The prepared kernels of a layer whose three matmuls, with results in `dtype`, run on tensor cores, each operand
+    rounded once for both of its matmuls (`Units.both`).
+
+    None if no kernel takes x or the weight with its strides; if the spec has more than rounding, a stochastic gradient
+    and a rotation of the weight gradient's operands; or if shapes or devices do not match: the usual path reports that.
+    """
     if not (plain(x) and plain(weight)) or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         return None
     rows, sizes = x.numel() // x.shape[-1], tuple(weight.shape)
@@ -272,7 +276,7 @@ def _decided(
         told = layouts.told(x, quantizer, given=whole) if spun is None else turned.told(x, quantizer, spun)
         if told is None:
             return None
-        place = shape, dtype, device, quantizer, spun is None  # one for an input of several layers
+        place = shape, dtype, device, quantizer, spun is None  # layers that share an input share its `Rounding`
         if place not in spec.known:
             spec.known[place] = Rounding(quantizer, kind, shape, dtype, device, spun)
         made.append(spec.known[place])
@@ -281,7 +285,7 @@ def _decided(
 
 
 class Native(Once):
-    """y, a number that depends on whatever y does (`Rounded`), and what the backward takes."""
+    """The autograd Function of a native layer: y, an anchor (see `Rounded`), and the tensors saved for backward."""
 
     outputs = 2
 
@@ -311,7 +315,7 @@ class Native(Once):
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save what the backward takes."""
+        """Save the tensors and options that the backward reads."""
         x, weight, bias, layer, states, record, *_ = inputs
         ctx.set_materialize_grads(False)
         ctx.layer = layer, states, record, x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -327,7 +331,7 @@ def _kept(side: Side) -> tuple[Tensor | None, ...]:
 
 
 def _form(grad: Tensor, needs: tuple[bool, ...], given: tuple[Any, ...], _: Tensor, *kept: Any) -> Any:
-    """The gradients of x, weight and bias, as far as they are needed."""
+    """The gradients of x, weight and bias; None for those that `needs` leaves out."""
     layer, states, record, shape, dtypes = given
     rows = (grad if grad.dim() == 2 else matrix(grad)).contiguous().resolve_neg()
     grad_x = grad_weight = grad_bias = None
