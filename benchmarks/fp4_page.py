@@ -25,16 +25,23 @@ Row = dict[str, Any]
 
 PAGE = """# FP4 training
 
-`python benchmarks/fp4.py --keep` trains these models and writes this page; `--page` writes it from
-[what was kept](../benchmarks/results/fp4.json). The recipes themselves are described in [recipes.md](recipes.md).
+Does FP4 training reach fp32's loss? The list under [The runs](#the-runs) answers for each recipe, on a small Llama. To
+train in FP4:
+
+```
+model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe="fp4-wang")
+```
+
+[recipes.md](recipes.md) describes the recipes. `python benchmarks/fp4.py --keep` trains these models and writes this
+page; `--page` writes it from [the saved results](../benchmarks/results/fp4.json).
 
 ## The runs
 
 A Llama of {layers} layers of width {width}, {parameters:.1f} million parameters, on the text of Python's own library:
-{steps:,} steps of AdamW on {batch} x {context} bytes, at a peak learning rate of {lr:g}: of 0.0005, 0.001, 0.002 and
-0.004 the best for fp32 after 300 steps of one seed, and the same for all. It is reached after {warmup} steps, and a
-cosine takes it to zero; in the cases of "constant lr" it stays, as it does for the fp32 that they are compared with.
-`lr x 2` is trained at twice that rate: what fits a recipe may be another rate than what fits fp32.
+{steps:,} steps of AdamW on {batch} x {context} bytes. All cases have a peak learning rate of {lr:g}, the best of 0.0005,
+0.001, 0.002 and 0.004 for fp32 after 300 steps of one seed. It is reached after {warmup} steps and then falls to zero
+along a cosine. In the cases of "constant lr" it stays constant, and so it does in the fp32 run that they are compared
+with. `lr x 2` trains at twice that rate, since the best rate of a recipe may differ from fp32's.
 
 {hours}
 
@@ -54,12 +61,12 @@ cosine takes it to zero; in the cases of "constant lr" it stays, as it does for 
 
 ## Which parts pay, at this size
 
-Each of these cases lacks one part of a recipe, or has it changed. The difference is to the whole recipe with the same
-seeds, and positive where the recipe is better as it is. A part pays where the whole interval lies above zero, and costs
-where all of it lies below; of the others these seeds cannot tell. `direct` is rounding alone, without estimator and
-clamp, of weights and inputs in FP4, or of one of them in E4M3 (W8A4, W4A8); `nvfp4-plain` rounds all operands to the
-nearest in blocks of 16, and does nothing else; `until 80%` is bf16-mixed from there on. What a last stage can gain
-depends on the learning rate that is left to it, of the peak: {left}.
+Each of these cases removes or changes one part of a recipe. The difference is relative to the whole recipe with the
+same seeds; it is positive where the whole recipe is better. A part helps if the whole interval lies above zero, and
+hurts if all of it lies below; otherwise these seeds cannot tell. `direct` only rounds, without estimator and
+clamp: weights and inputs in FP4, or one of them in E4M3 (W8A4, W4A8). `nvfp4-plain` rounds all operands to
+nearest in blocks of 16, and does nothing else. `until 80%` is bf16-mixed from there on. What a last stage can gain
+depends on the learning rate that is left, as a share of the peak: {left}.
 
 {parts}
 
@@ -67,20 +74,20 @@ depends on the learning rate that is left to it, of the peak: {left}.
 | --- | --- | --- | --- |
 {part_rows}
 
-What these runs cannot say: {steps:,} steps of so small a model show what breaks at once. Outliers that grow over
-billions of tokens, which clamps and Hadamard transforms are for, have no time to grow here. FP4 is emulated: no figure
-here is a time on hardware that has it.
+Limits: {steps:,} steps of so small a model show only what breaks early. Clamps and Hadamard transforms are for outliers
+that grow over billions of tokens; these runs are too short for them. FP4 is emulated, so no figure is a time on
+hardware with FP4.
 
 ## What they would save
 
-On {model} at {tokens:,} tokens, with 8 bits twice and 4 bits four times as fast as 16, the matmuls take these shares
-of their time in 16 bits, by theory alone, without the output head ([cost.md](cost.md)):
+In theory, if 8 bits are twice and 4 bits four times as fast as 16, the matmuls of {model} at {tokens:,} tokens, without
+the output head, take these shares of their time in 16 bits ([cost.md](cost.md)):
 
 | recipe | share of the time in 16 bits |
 | --- | --- |
 {costs}
 
-A last stage in bf16 gives some of that back: a tenth of the run at full price makes of a share s one of 0.9 s + 0.1.
+A last stage in bf16 reduces the saving: with a tenth of the run in bf16, a share s becomes 0.9 s + 0.1.
 
 {machine}
 """
@@ -124,15 +131,15 @@ def _hours(data: Data) -> str:
     seconds = [run["seconds"] for run in runs]
     planned = ENOUGH * len(data["cases"])
     return (
-        f"Runs that have ended: {len(runs)} of {planned}, in {sum(seconds) / 3600:.1f} hours in all, "
-        f"{max(seconds) / 60:.0f} minutes the longest, on a machine with neighbours."
+        f"Finished runs: {len(runs)} of {planned}, in {sum(seconds) / 3600:.1f} hours in all, "
+        f"{max(seconds) / 60:.0f} minutes the longest, on a machine shared with other processes."
     )
 
 
 def _band(data: Data) -> str:
     found = band(list(finals(data["cases"]["fp32"]).values()))
     if found is None:
-        return "fp32 has no band yet: it takes two seeds."
+        return "fp32 has no band yet: that needs two seeds."
     width = found.half_width / found.mean
     return f"fp32's band, two standard deviations over {found.seeds} seeds: {found.mean:.4f} ± {width:.2%}."
 

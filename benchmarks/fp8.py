@@ -40,22 +40,27 @@ WATCHED = ("fp8-delayed", "fp8-current", "mxfp8", "fp8-block")
 HISTORIES = ("bf16-mixed", "fp8-delayed", "fp8-delayed-megatron")
 WATCH_AT, JUMP, JUMPS_FROM, JUMPS_EVERY, WINDOW, MADS = 100, 64.0, 60, 12, 50, 5.0
 OLDER = (
-    " These verdicts are by the rule before 22 November 2026, inside that band or below it, since of these runs, one "
-    "seed a recipe, no final loss by seed is kept."
+    " These verdicts follow the rule from before 22 November 2026 (a loss inside that band or below it matches): these "
+    "runs have one seed a recipe, and their final losses by seed were not saved."
 )
 PAGE = RESULTS.parent.parent / "docs" / "fp8.md"
 
 PAGE_TEXT = """# FP8 training on any machine
 
-`make bench-fp8` writes this page. An FP8 recipe rounds the operands of a layer's three matmuls (linear,
-convolutional or recurrent) to 8 bits, with the scales of its source (Transformer Engine, torchao, Graphcore,
-FP8-LM, Smooth-SwiGLU). Without FP8 tensor cores the matmul is emulated: exactly, in bf16 or float32, with one rounding
-at the end.
+Does FP8 training reach fp32's loss? On a small GPT and a small Llama, every FP8 recipe below does. To train in FP8:
 
-Scales that follow earlier steps are kept out of the model's state dict. They move once an optimizer step, agree over
-ranks, and are saved in `scaler.state_dict()`. Heads, routers, embeddings and norms stay in high precision by rule:
-[recipes.md](recipes.md) names them. `halfstep.quantize_model(model, "mxfp8")` keeps a byte a weight for
-[inference](inference.md).
+```
+model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe="fp8-current")
+```
+
+An FP8 recipe rounds the operands of a layer's three matmuls (linear, convolutional or recurrent) to 8 bits, with the
+scales of its source (Transformer Engine, torchao, Graphcore, FP8-LM, Smooth-SwiGLU). Without FP8 tensor cores the
+matmul is emulated exactly, in bf16 or float32, with one rounding at the end.
+
+The state of delayed scales is not in the model's state dict. It is updated once an optimizer step, agrees over
+ranks, and is saved in `scaler.state_dict()`. Heads, routers, embeddings and norms stay in high precision by rule:
+[recipes.md](recipes.md) names them. `halfstep.quantize_model(model, "mxfp8")` stores one byte a weight for
+[inference](inference.md). `make bench-fp8` writes this page.
 
 ## On real text
 
@@ -67,8 +72,8 @@ Smooth-SwiGLU needs a gated MLP. The GPT above has none, so these runs train a s
 
 ## What each operand loses
 
-The table is of one step of the same model, after {watch_at} steps under each recipe. It shows the relative error of
-what is multiplied (Euclidean norms), the share of elements beyond the format's largest value, and the share of
+The table measures one step of the same model, after {watch_at} steps under each recipe: the relative error of the
+quantized operand (Euclidean norms), the share of elements beyond the format's largest value, and the share of
 non-zero elements that became zero. Each figure is the mean over all layers, with the worst layer in brackets.
 `halfstep.tracking.operand_errors` gives every row.
 
@@ -79,9 +84,9 @@ non-zero elements that became zero. Each figure is the mean over all layers, wit
 ## A history, and jumps
 
 Fujii et al. 2024 (arXiv 2411.08719) see loss spikes in FP8 that bf16 does not have; their scripts use Megatron-LM's
-history of 1 as well as Transformer Engine's of 1024. Here the input of each MLP's second layer is multiplied by
-{jump:g}, and its output divided by as much, in one step of {every} from step {start} on. The function stays what it
-is, but the amax jumps. A spike is a loss above the median of the {window} steps before it plus {mads:g} median
+amax history of 1 as well as Transformer Engine's of 1024. Here the input of each MLP's second layer is multiplied by
+{jump:g}, and its output divided by {jump:g}, in one step of {every} from step {start} on. The function does not change,
+but the amax jumps. A spike is a loss above the median of the {window} steps before it plus {mads:g} median
 absolute deviations.
 
 | recipe | spikes, {jumps} steps that jump | spikes, {others} others | mean rise in steps that jump | final loss |
@@ -232,8 +237,8 @@ def judgement(losses: dict[str, list[float]]) -> str:
     inside = {name: sum(jumps(n) for n in spikes(found)) for name, found in losses.items()}
     short, long = inside["fp8-delayed-megatron"], inside["fp8-delayed"]
     if short > long:
-        return f"The history of 1 spikes {short} times where 1024 steps and their maximum spike {long} times."
-    return f"At this size the history makes no difference that can be counted: {short} spikes against {long}."
+        return f"With an amax history of 1 step the loss spikes {short} times; with the maximum of 1024 steps, {long} times."
+    return f"At this size the length of the amax history makes no difference: {short} spikes against {long}."
 
 
 def operand_lines(operands: dict[str, list[dict[str, Any]]]) -> Iterator[str]:

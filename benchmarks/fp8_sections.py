@@ -16,8 +16,8 @@ WITHIN = 0.005
 
 WINDOW = """## One scale for all
 
-Perez et al. 2023 (arXiv 2309.17224) give every weight, activation and gradient the same constant 2^c, and find a window
-of c that closes as models grow. `python benchmarks/ledger.py window` trains two GPTs, of 1 layer of width 32 and of 3
+Perez et al. 2023 (arXiv 2309.17224) scale every weight, activation and gradient by the same constant 2^c. They find that
+the window of c that works narrows as models grow. `python benchmarks/ledger.py window` trains two GPTs, of 1 layer of width 32 and of 3
 layers of width 128, under `fp8-amax` and under `fp8-cscale` with c swept; the baseline is the same recipe in fp16,
 without FP8.
 
@@ -26,10 +26,10 @@ without FP8.
 OUTLIERS = """## Outliers of a gated product, with Smooth-SwiGLU and without
 
 Fishman et al. 2025 (arXiv 2409.12517) find that SwiGLU's outliers grow over hundreds of billions of tokens until FP8
-with delayed scales diverges, and that Smooth-SwiGLU mends it. Nothing here trains for so long, so
-`python benchmarks/outliers.py` starts where the growth ends: a small gated MLP learns from one whose two input weights
-are aligned, on tokens of log-normal sizes. Its down-projection alone is in FP8, as `fp8-smooth-swiglu` has it, scaled
-by the amax of the step before.
+with delayed scales diverges, and that Smooth-SwiGLU prevents this. These runs are too short for such growth, so
+`python benchmarks/outliers.py` starts with the outliers: a small gated MLP learns from one whose two input weights
+are aligned, on tokens of log-normal sizes. Only its down-projection is in FP8, as in `fp8-smooth-swiglu`, scaled
+by the amax of the previous step.
 
 | tail of the tokens' sizes | weight decay | outlier | jump | loss over bf16's, without | with Smooth-SwiGLU |
 | --- | --- | --- | --- | --- | --- |"""
@@ -56,9 +56,9 @@ def constants(data: dict[str, Any]) -> Iterator[str]:
     )
     experiment = next(iter(data["comparisons"].values()))["experiment"]
     yield from _wrapped(
-        f"A figure is the loss to fp16's with the same seed, the mean over {experiment['seeds']} seeds, after "
+        f"A figure is the loss relative to fp16's with the same seed, the mean over {experiment['seeds']} seeds, after "
         f"{experiment['steps']} steps. A constant is in the window where no seed is more than {WITHIN:.1%} above fp16. "
-        f"A window that closes costs more at its ends: {ends}."
+        f"A narrower window has larger losses at its ends: {ends}."
     )
 
 
@@ -79,9 +79,9 @@ def smooth(data: dict[str, Any]) -> Iterator[str]:
     better = sum(smoothed < plain for plain, smoothed in pairs)
     diverged = sum(not math.isfinite(loss) for pair in pairs for loss in pair)
     yield from _wrapped(
-        f"Means over {data['seeds']} seeds of {data['steps']} steps, with the least and the most. An outlier is the "
-        "product's largest value over its root mean square, a jump its largest value over that of the step before, in "
-        f"the second half; both are the largest of bf16's runs. In {better} of {len(pairs)} pairs of runs with the "
+        f"Means over {data['seeds']} seeds of {data['steps']} steps, with the minimum and the maximum. An outlier is the largest "
+        "value of the gated product over its root mean square; a jump is its largest value over that of the previous "
+        f"step. Both are maxima over the second half of bf16's runs. In {better} of {len(pairs)} pairs of runs with the "
         f"same setting and seed Smooth-SwiGLU has the lower loss. {diverged} of the {2 * len(pairs)} runs diverged."
     )
 

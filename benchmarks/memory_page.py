@@ -14,9 +14,9 @@ SHOWN = ("8", "32", "64")
 HEADING = "## Measured"
 OPENING = """`python benchmarks/memory.py` trains two models of {gpt:.1f} (a GPT) and {llama:.1f} million parameters (a
 Llama), {layers} layers of width {width}, on sequences of {context} tokens, on one thread of a CPU ({cpu}, torch
-{torch}). Each figure comes from a process of its own. *Counted* are weights, gradients, masters, optimizer
-states and what autograd keeps at the end of a forward pass, on live tensors. *Resident* is the process's
-largest resident set during a step, above that of a process that trains a model of a few kilobytes under the
+{torch}). Each figure comes from a separate process. *Counted* are the bytes of live tensors at the end of a forward pass:
+weights, gradients, masters, optimizer states and tensors saved for backward. *Resident* is the process's
+largest resident set during a step, minus that of a process that trains a model of a few kilobytes under the
 same recipe. A ratio is the memory of `bf16-mixed` (fp32 weights, gradients and moments, autocast in bf16) over
 that of the recipe, at the same batch; for `bf16-mixed` itself the table has MiB."""
 
@@ -61,8 +61,8 @@ def sizes(data: dict[str, Any]) -> Iterator[str]:
         crossing = {recipe: found[recipe]["tokens_where_activations_exceed_states"] for recipe in (BASELINE, "coat")}
         largest = found["largest_batch"]
         yield from _wrapped(
-            f"The {NAMES[model]}'s activations are more than its optimizer states from {crossing[BASELINE]} tokens a "
-            f"batch on under `{BASELINE}`, from {crossing['coat']} under `coat`, whose states are smaller too. In the "
+            f"The {NAMES[model]}'s activations exceed its optimizer states from {crossing[BASELINE]} tokens a "
+            f"batch on under `{BASELINE}`, and from {crossing['coat']} under `coat`, whose states are smaller too. In the "
             f"memory that `{BASELINE}` takes for a batch of {largest[BASELINE]}, `coat` trains a batch of "
             f"{largest['coat']}."
         )
@@ -71,16 +71,16 @@ def sizes(data: dict[str, Any]) -> Iterator[str]:
         found["fp8lm-o2"]["batches"][batch]["counted_ratio"] for found in data["memory"].values() for batch in SHOWN
     ]
     yield from _wrapped(
-        f"`fp8lm-o2` takes {1 - 1 / min(ratios):.0%} to {1 - 1 / max(ratios):.0%} less by what is counted. FP8-LM's "
-        "authors say 39 to 42%. The larger the batch, the less is saved, since activations stay as bf16 training keeps "
-        "them."
+        f"`fp8lm-o2` takes {1 - 1 / min(ratios):.0%} to {1 - 1 / max(ratios):.0%} less memory, as counted. FP8-LM's "
+        "authors say 39 to 42%. The larger the batch, the smaller the saving, since activations are stored as in bf16 "
+        "training."
     )
     yield ""
     steps = {NAMES[model]: {row["name"]: row for row in rows}["coat"]["ratio"] for model, rows in data["speed"].items()}
     yield from _wrapped(
         "A step under `coat` takes "
         + ", ".join(f"{ratio:.2f} (the {model})" for model, ratio in steps.items())
-        + " of the time of one under `fp8-current`: a machine without other work, two threads. The bar is 1.3."
+        + " of the time of one under `fp8-current`, on an idle machine with two threads. The target is at most 1.3."
     )
     yield ""
 
@@ -90,12 +90,12 @@ def losses(data: dict[str, Any]) -> Iterator[str]:
     tuned, captions = data["fine-tuning"], data["captions"]
     told = tuned["experiment"]
     yield from _wrapped(
-        "What that does to losses: `python benchmarks/finetune.py` pre-trains a GPT of half a million parameters in "
+        "Losses: `python benchmarks/finetune.py` pre-trains a GPT of half a million parameters in "
         f"bf16 on Python's sources, and fine-tunes it for {told['steps']} steps on {tuned['bytes'] / 1e6:.1f} MB of "
-        f"READMEs, with {told['seeds']} seeds a recipe. Its loss there is {tuned['before']:.3f} at first. A small "
-        f"vision-language model is trained for {captions['experiment']['steps']} steps: 16 patches of a digit's image "
-        "stand before the letters of a decoder that spells its name. Differences are those to fp32 with the same seed, "
-        "with 95% intervals, and the margin of a verdict is 1%."
+        f"READMEs, with {told['seeds']} seeds a recipe. Its loss there starts at {tuned['before']:.3f}. A small "
+        f"vision-language model is trained for {captions['experiment']['steps']} steps: a decoder reads 16 "
+        "patches of a digit's image and spells its name. Differences are relative to fp32 with the same seed, "
+        "with 95% intervals; the margin of a verdict is 1%."
     )
     yield ""
     yield "| task | recipe | final loss | to fp32, same seed | verdict |"
@@ -109,7 +109,7 @@ def losses(data: dict[str, Any]) -> Iterator[str]:
         f"`{recipe}` {_against(row).replace(' | ', ', ')}" for recipe, row in captions["accuracy_to_fp32"].items()
     )
     yield from _wrapped(
-        f"Names spelled right, of the held-out images: {shown}. To fp32's accuracy, where plus is worse: {apart}."
+        f"Held-out images whose name is spelled right: {shown}. Relative to fp32's accuracy, where plus is worse: {apart}."
     )
 
 

@@ -29,7 +29,7 @@ def whole(model, optimizer, scaler, times=3):
 
 @way()
 def test_accumulation(name):
-    """Gradient accumulation: divide each micro-batch's loss by their number; step, update and zero once a step."""
+    """Gradient accumulation: divide each micro-batch's loss by their count; step, update and zero_grad once a step."""
     start, found, expected = both(name, accumulated)
     assert_like_fp32(name, start, found, expected, slack=2)  # gradients are rounded once a micro-batch
     _, one, _ = both(name, whole)
@@ -38,7 +38,7 @@ def test_accumulation(name):
 
 @way()
 def test_an_evaluation_between_micro_batches(name):
-    """Evaluation in between: call the model under no_grad or in eval() mode between any two steps; it moves nothing."""
+    """Evaluation in between: call the model under no_grad or in eval() mode between any two steps; no state changes."""
     runs = []
     for evaluates in (True, False):
         model, optimizer, scaler = prepare(name, start_of(name))

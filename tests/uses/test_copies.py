@@ -62,7 +62,7 @@ def test_save_of_a_model(name):
 
 @way()
 def test_resume(name):
-    """Save and resume: the state dicts of model, optimizer and scaler, loaded after `prepare`, go on bit for bit."""
+    """Save and resume: the state dicts of model, optimizer and scaler, loaded after `prepare`, resume bit for bit."""
     trained, file = run(name), io.BytesIO()
     torch.save([part.state_dict() for part in trained], file)
     file.seek(0)

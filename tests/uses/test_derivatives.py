@@ -50,7 +50,7 @@ def test_input_gradients(name):
 
 @way(may_refuse=ROUNDING)
 def test_double_backward(name):
-    """Double backward: `create_graph=True` and a second derivative, where no product is rounded."""
+    """Double backward: `create_graph=True` and a second derivative, where no matmul is rounded."""
     found = []
     for model in pair(name):
         x = batch()[0].requires_grad_()

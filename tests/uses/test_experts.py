@@ -31,7 +31,7 @@ class Mixture(nn.Module):
 
 @way(core=("bf16-mixed", "fp16-master", "fp8-delayed", "fp8-rowwise"))
 def test_experts(name):
-    """Experts stacked in one parameter, as transformers has them: as always; rules round each expert's products."""
+    """Experts stacked in one parameter, as transformers has them: as always; rules round each expert's matmuls."""
     states = both(name, steps, lambda: Mixture(name))
     assert_like_fp32(name, *states, slack=3)  # 16-bit weights without a master are far from small steps
     for key in ("experts.gate_up_proj", "experts.down_proj", "inner.weight"):

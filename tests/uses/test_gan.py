@@ -80,7 +80,7 @@ def test_gan(name):
 @way(may_refuse=ROUNDING)
 def test_gradient_penalty(name):
     """Gradient penalty: `torch.autograd.grad(scaler.scale(critic(x).sum()), x, create_graph=True)`, then divide by
-    `scaler.get_scale()`. A rounded product has no second derivative."""
+    `scaler.get_scale()`. A rounded matmul has no second derivative."""
     game(name, slack=2, regularizer=penalty)
 
 

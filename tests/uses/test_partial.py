@@ -104,7 +104,7 @@ def test_added_later(name):
 
 @way()
 def test_frozen_backbone(name):
-    """A frozen backbone in eval(): freeze it and call its `eval()`; even the smallest inputs are not lost."""
+    """A frozen backbone in eval(): freeze it and call its `eval()`; the smallest inputs do not underflow."""
     torch.manual_seed(3)
     make = nn.Sequential(model_for(name).requires_grad_(False), nn.Linear(4, 8), model_for(name))
     with torch.no_grad():
@@ -138,7 +138,7 @@ def in_eval(model, optimizer, scaler):
 
 @way()
 def test_several_optimizers(name):
-    """Several optimizers: `halfstep.apply`, then `halfstep.optimize` for each; one of the scalers for all of them."""
+    """Several optimizers: `halfstep.apply`, then `halfstep.optimize` for each; one scaler for all of them."""
 
     def both_steps(model, optimizers, scaler):
         for seed in range(4):

@@ -102,7 +102,7 @@ def test_methods(name):
 
 @way()
 def test_parts(name):
-    """Parts: call a container's `model.D(x)` as always; a part computes as the recipe says."""
+    """Parts: call a container's `model.D(x)` as always; it follows the recipe."""
     compared(name, by_parts)
 
 
@@ -120,7 +120,7 @@ def test_forward_itself(name):
 
 @way()
 def test_following(name):
-    """Around a whole step: `with halfstep.following(model):`, what functional calls compute between parts included."""
+    """Around a whole step: `with halfstep.following(model):`; functional calls between parts follow the recipe too."""
     for loss_of in (by_methods, by_parts):
         assert_same(compared(name, following(loss_of)), compared(name, by_forward))
 
@@ -162,7 +162,7 @@ class Doubled(Coder):
 
 @way()
 def test_patched_forward(name):
-    """A forward replaced on the instance, as TRL does, before `prepare` or after: it runs as the recipe says."""
+    """A forward replaced on the instance, as TRL does, before `prepare` or after: it follows the recipe."""
     model = Doubled(name)
     expected = autocast_of_layers(model)
     weights = run(*prepare(name, model), by_forward)

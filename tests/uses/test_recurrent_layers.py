@@ -71,20 +71,20 @@ def compared(name, kind, model=Recurrent):
 
 @way()
 def test_lstm(name):
-    """LSTM: nn.LSTM and nn.LSTMCell, as always; rules round the products of their inputs and states."""
+    """LSTM: nn.LSTM and nn.LSTMCell, as always; rules round the matmuls of inputs and states."""
     compared(name, nn.LSTM)
     compared(name, lstm_cell, Cells)
 
 
 @way()
 def test_gru(name):
-    """GRU: nn.GRU and nn.GRUCell, as always; rules round the products of their inputs and states."""
+    """GRU: nn.GRU and nn.GRUCell, as always; rules round the matmuls of inputs and states."""
     compared(name, nn.GRU)
     compared(name, gru_cell, Cells)
 
 
 @way()
 def test_rnn(name):
-    """RNN: nn.RNN and nn.RNNCell, as always; rules round the products of their inputs and states."""
+    """RNN: nn.RNN and nn.RNNCell, as always; rules round the matmuls of inputs and states."""
     compared(name, nn.RNN)
     compared(name, rnn_cell, Cells)
