@@ -72,11 +72,11 @@ def test_an_operation_is_traced_once():
 @pytest.mark.parametrize(
     ("formula", "words"),
     [
-        (lambda w, g, m, o: (w if o["a"] > 0 else g, {}), "branches on a number.*Expected `where`"),
-        (lambda w, g, m, o: (w * float(o["a"]), {}), "for Python's own. Expected options as floats"),
+        (lambda w, g, m, o: (w if o["a"] > 0 else g, {}), "branches on a value.*Expected `where`"),
+        (lambda w, g, m, o: (w * float(o["a"]), {}), "to a Python float. Expected floats"),
         (lambda w, g, m, o: (single(double(w) * 2), {}), "takes an element to float64. Expected float32"),
-        (lambda w, g, m, o: (single(o["a"]), {}), "no element has a part in. Expected a weight"),
-        (lambda w, g, m, o: (0.0, {}), "no element has a part in. Expected a weight"),
+        (lambda w, g, m, o: (single(o["a"]), {}), "scalars that all elements share. Expected a weight"),
+        (lambda w, g, m, o: (0.0, {}), "scalars that all elements share. Expected a weight"),
         (lambda w, g, m, o: (where(g == 0, w, g), {}), "uses __eq__. Expected .*x == 0 is abs"),
         (lambda w, g, m, o: (w - g**2, {}), r"uses __pow__. Expected .*x\*\*2 is x \* x"),
         (lambda w, g, m, o: (w - 2**g, {}), "uses __rpow__. Expected"),
@@ -226,8 +226,8 @@ def test_a_rule_with_norms_is_fused_and_says_that_it_needs_the_whole():
 @pytest.mark.parametrize(
     ("formula", "words"),
     [
-        (lambda w, g, m, o: (w - norm(g / norm(g)), {}), "takes a norm, .* of what is found later. Expected norms of"),
-        (lambda w, g, m, o: (w - g * norm(o.lr), {}), "norm of a number that no element has a part in. Expected"),
+        (lambda w, g, m, o: (w - norm(g / norm(g)), {}), "takes a norm of a norm, .* Expected norms of"),
+        (lambda w, g, m, o: (w - g * norm(o.lr), {}), "norm of a scalar that all elements share. Expected"),
     ],
 )
 def test_what_is_no_norm_is_said(formula, words):

@@ -1,4 +1,5 @@
-"""Fast paths: functions equal bit for bit to the reference they replace, `run(...)` of a file each.
+"""Fast paths: each file's `run(...)` gives the same bits as the reference that it replaces.
 
-Where one does not apply it returns False or None, and so does what gives the numbers that it is compiled for.
+A `run` that does not support the call returns False or None, and so does the function that computes the constants that
+its kernel is compiled for.
 """

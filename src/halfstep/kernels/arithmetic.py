@@ -1,9 +1,9 @@
-"""Arithmetic of one element, written once: on torch tensors, and traced into the programs that kernels are made of.
+"""Formulas of one element: evaluated on torch tensors, or traced into programs that kernels are generated from.
 
 A formula is a Python function that adds, multiplies, divides and compares, with the functions below. Called with
-tensors it is the reference. Called with `Traced` numbers it gives a `Program`, which `kernels.cpu` emits as LLVM
-instructions and `kernels.gpu` as Triton source. What all elements of a tensor share (a learning rate, a correction of
-bias) is float64, as Python's numbers are, and rounded to float32 where it meets an element, as torch does with those.
+tensors it is the reference. Called with `Traced` values it gives a `Program`, which `kernels.cpu` emits as LLVM
+instructions and `kernels.gpu` as Triton source. Scalars that all elements of a tensor share (a learning rate, a bias
+correction) are float64, as Python floats are, and are rounded to float32 where they meet an element, as in torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 
 
 def root(x: Any) -> Any:
-    """The square root, rounded once."""
+    """The square root of x, correctly rounded."""
     if isinstance(x, Traced):
         return x.trace.operation("sqrt", x)
-    # By way of float64: torch's float32 square root on CPUs is off by an ulp in 0.6 % of the elements of long tensors.
+    # Through float64: torch's float32 square root on CPUs is off by an ulp in 0.6 % of the elements of long tensors.
     return torch.sqrt(x.double()).to(x.dtype) if isinstance(x, Tensor) else math.sqrt(x)
 
 
 def where(condition: Any, one: Any, other: Any) -> Any:
-    """`one` where the condition holds, else `other`; of two Python numbers only one."""
+    """`one` where the condition holds, else `other`, elementwise; a Python condition selects one of the two."""
     if isinstance(condition, Traced):
         return condition.trace.operation("where", condition, one, other)
     if isinstance(condition, Tensor):
@@ -40,22 +40,23 @@ def where(condition: Any, one: Any, other: Any) -> Any:
 
 
 def is_nan(x: Any) -> Any:
-    """Whether a number is NaN."""
+    """Whether x is NaN, elementwise."""
     return x.trace.operation("is_nan", x) if isinstance(x, Traced) else x != x
 
 
 def maximum(one: Any, other: Any) -> Any:
-    """The larger; NaN where either is."""
+    """The larger of two values, elementwise; NaN where either is NaN."""
     return where(is_nan(one), one, where(one > other, one, other))
 
 
 def norm(x: Any) -> Any:
-    """The Euclidean norm of a whole tensor, in float32: the root of the float64 sum of its elements' squares.
+    """The Euclidean norm of the whole tensor x, in float32: the square root of the float64 sum of its elements'
+    squares.
 
-    The order of the sum follows from the number of elements alone. Squares are summed in blocks of `SQUARES`, the last
-    one filled up with zeros: a block's second half is added to its first until one number is left. The blocks' sums lie
-    in rows as long, filled up alike: each row is added to the sum of those before it, and that sum halved as a block
-    is. Of a tensor that ranks hold parts of, each sums its own, in torch's order.
+    The order of summation depends on the number of elements alone. Squares are summed in blocks of `SQUARES`, the last
+    one padded with zeros: the second half of a block is added to its first half until one value is left. The sums of
+    the blocks are arranged in rows of `SQUARES`, padded alike: the rows are added up one after another, and the
+    resulting row is halved as a block is. For a DTensor each rank sums its own shard, in torch's order.
     """
     if isinstance(x, Traced):
         return x.trace.norm(x)
@@ -68,7 +69,7 @@ def norm(x: Any) -> Any:
 
 
 SQUARES = 1024
-"""How many squares `norm` sums apart from others: a power of two."""
+"""The size of a block of squares that `norm` sums by itself: a power of two."""
 
 
 def _in_blocks(numbers: Tensor) -> Tensor:
@@ -78,21 +79,21 @@ def _in_blocks(numbers: Tensor) -> Tensor:
 
 
 def _halved(numbers: Tensor) -> Tensor:
-    """The sums of rows."""
+    """The sum of each row, whose length is a power of two."""
     while (half := numbers.shape[-1] // 2) > 0:
         numbers = numbers[..., :half] + numbers[..., half:]
     return numbers[..., 0]
 
 
 def double(x: Any) -> Any:
-    """A number that all elements share, in float64."""
+    """x, a scalar that all elements share, in float64."""
     if isinstance(x, Traced):
         return x.trace.converted(x, "double")
     return x.double() if isinstance(x, Tensor) else float(x)
 
 
 def single(x: Any) -> Any:
-    """A number in float32."""
+    """x in float32."""
     if isinstance(x, Traced):
         return x.trace.converted(x, "single")
     return x.float() if isinstance(x, Tensor) else float(np.float32(x))
@@ -102,17 +103,17 @@ def single(x: Any) -> Any:
 
 
 class Operation(NamedTuple):
-    """One operation: of places, or of constants."""
+    """One operation of a `Part`."""
 
     name: str
     kind: str
-    """Of the result: double, single or truth."""
+    """The kind of the result: double, single or truth (a boolean)."""
     operands: tuple[int, ...]
-    """The places of earlier values."""
+    """Indices of inputs, constants or results of earlier operations."""
 
 
 class Part(NamedTuple):
-    """Operations. The first places are those of inputs, the next of constants; each operation has one more."""
+    """A list of operations. Values are indexed: first the inputs, then the constants, then one result per operation."""
 
     inputs: int
     constants: tuple[float, ...]
@@ -121,32 +122,33 @@ class Part(NamedTuple):
 
 
 NOTHING = Part(0, (), (), ())
-"""No operations."""
+"""A part without operations."""
 
 
 class Program(NamedTuple):
-    """A formula, in two parts: what all elements share, once a step and tensor; and one element."""
+    """A formula in parts: `scalars`, computed once per step and tensor, and `element`, computed for each element."""
 
     names: tuple[str, ...]
-    """The float64 numbers that it is given."""
+    """The names of the float64 scalars that `scalars` takes."""
     shared: tuple[str, ...]
-    """Moments that are one number a tensor, float32."""
+    """Moments that are one float32 scalar per tensor."""
     moments: tuple[str, ...]
-    """Moments of every element."""
+    """Moments with one value per element."""
     scalars: Part
-    """From `names` and `shared` to the float32 numbers that elements take, and what `shared` becomes."""
+    """From `names` and `shared` to the float32 scalars that `element` takes, then the new values of `shared`."""
     element: Part
-    """From those numbers, norms, weight, gradient and `moments` to the new weight and moments, in float32."""
+    """From those scalars, norms, weight, gradient and `moments` to the new weight and moments, in float32."""
     normed: Part = NOTHING
-    """From those numbers, weight, gradient and `moments` to what `element` takes norms of."""
+    """From those scalars, weight, gradient and `moments` to the values whose norms `element` takes."""
 
     @property
     def taken(self) -> int:
-        """How many numbers elements take, beside norms."""
+        """How many scalars `element` takes, without the norms."""
         return len(self.scalars.results) - len(self.shared)
 
     def numbers(self, given: Sequence[float], shared: Sequence[float] = ()) -> tuple[tuple[Any, ...], ...]:
-        """The numbers that elements take of a step, as float32, and what `shared` becomes."""
+        """Evaluate `scalars` on the host: the float32 scalars that `element` takes in a step, and the new values of
+        `shared`."""
         values: list[Any] = [*map(np.float64, given), *map(np.float32, shared), *self.scalars.constants]
         with np.errstate(all="ignore"):
             for name, _, places in self.scalars.operations:
@@ -167,20 +169,20 @@ _ON_HOST: Mapping[str, Callable[..., Any]] = {
 
 
 class Traced:
-    """A number of a formula that is being traced."""
+    """A symbolic value of a formula that is being traced."""
 
     def __init__(self, trace: Trace, place: int, kind: str, shared: bool) -> None:
         self.trace, self.place, self.kind, self.shared = trace, place, kind, shared
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a formula branches on a number, which is not known when kernels are compiled. Expected `where` of "
+            "a formula branches on a value that is not known when kernels are compiled. Expected `where` of "
             "halfstep.kernels.arithmetic, or an option that is None, True or False"
         )
 
     def __float__(self) -> float:
         raise TypeError(
-            "a formula takes a number for Python's own. Expected options as floats already: convert them in `options`"
+            "a formula converts a traced value to a Python float. Expected floats: convert options in `options`"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -230,22 +232,23 @@ _TRUTHS = {"lt", "le", "gt", "ge", "is_nan"}
 
 
 class Trace:
-    """Operations as a formula asks for them, each once."""
+    """The operations of a formula, recorded once each."""
 
     def __init__(self) -> None:
         self.values: list[tuple[Operation | float | None, bool]] = []
-        """None of an input, a float of a constant; and whether all elements share it."""
+        """For each value: None for an input, a float for a constant, else its operation; and whether all elements share
+        it."""
         self._made: dict[Any, int] = {}
         self.norms: dict[int, Traced] = {}
-        """By the place of what each is the norm of."""
+        """Norms by the index of the value that each is the norm of."""
 
     def given(self, kind: str, shared: bool) -> Traced:
-        """An input."""
+        """A new input."""
         self.values.append((None, shared))
         return Traced(self, len(self.values) - 1, kind, shared)
 
     def operation(self, name: str, *operands: Any) -> Traced:
-        """One operation more, of numbers brought to one kind: float32 where any is."""
+        """Record an operation, its operands converted to one kind: double if all are shared and double, else single."""
         traced = [o for o in operands if isinstance(o, Traced)]
         shared = all(o.shared for o in traced)
         numbers = [o for o in traced if o.kind != "truth"]
@@ -255,17 +258,18 @@ class Trace:
         return self._new(Operation(name, "truth" if name in _TRUTHS else kind, tuple(places)), shared)
 
     def norm(self, x: Traced) -> Traced:
-        """A number that elements take once all of a tensor was gone over."""
+        """The norm over the whole tensor of x, a value of elements: an input that is known only after a pass over the
+        tensor."""
         if x.shared or x.kind != "single":
-            raise TypeError("a formula takes the norm of a number that no element has a part in. Expected an element's")
+            raise TypeError("a formula takes the norm of a scalar that all elements share. Expected one per element")
         if x.place not in self.norms:
             self.norms[x.place] = self.given("single", False)
         return self.norms[x.place]
 
     def converted(self, x: Traced, kind: str) -> Traced:
-        """A number in another kind."""
+        """x converted to another kind."""
         if not x.shared and kind == "double":
-            raise TypeError("a formula takes an element to float64. Expected float32: only what all elements share is")
+            raise TypeError("a formula takes an element to float64. Expected float32: only shared scalars are float64")
         return x if x.kind == kind else self._new(Operation(kind, kind, (x.place,)), x.shared)
 
     def _place(self, operand: Traced | float, kind: str, shared: bool) -> int:
@@ -273,14 +277,14 @@ class Trace:
             return self.constant(float(operand) if kind == "double" else float(np.float32(operand))).place
         if operand.kind != "truth":
             return self.converted(operand, kind).place
-        if operand.shared and not shared:  # elements take numbers alone
+        if operand.shared and not shared:  # `element` takes shared values as float32 scalars, so as 1.0 or 0.0
             one, zero, half = (self.constant(number).place for number in (1.0, 0.0, 0.5))
             number = self._new(Operation("where", "single", (operand.place, one, zero)), True)
             return self._new(Operation("gt", "truth", (number.place, half)), False).place
         return operand.place
 
     def constant(self, number: float) -> Traced:
-        """A number that is known, of either kind."""
+        """A constant; the same value for double and single."""
         return self._once((number, math.copysign(1.0, number)), number, "single", True)
 
     def _new(self, operation: Operation, shared: bool) -> Traced:
@@ -294,7 +298,8 @@ class Trace:
         return Traced(self, place, kind, shared)
 
     def part(self, inputs: Sequence[int], results: Sequence[int]) -> Part:
-        """The operations between inputs and results."""
+        """The operations that compute the values `results` from the values `inputs`, both as indices, without unused
+        ones."""
         needed = set(results)
         for place in range(len(self.values) - 1, -1, -1):
             operation = self.values[place][0]
@@ -303,8 +308,8 @@ class Trace:
         between = [(place, self.values[place][0]) for place in sorted(needed - set(inputs))]
         if any(value is None for _, value in between):
             raise TypeError(
-                "a formula takes a norm, or makes a moment of one number, of what is found later. Expected norms of "
-                "what weight, gradient and moments give, and such moments of options and one another"
+                "a formula takes a norm of a norm, or computes a scalar moment from elements. Expected norms of "
+                "values of weight, gradient and moments, and scalar moments computed from options and scalar moments"
             )
         known = {place: value for place, value in between if isinstance(value, float)}
         made = {place: value for place, value in between if isinstance(value, Operation)}
@@ -321,12 +326,12 @@ def traced(
     moments: Sequence[str],
     options: Mapping[str, Any],
 ) -> Program:
-    """The program of a formula of weight, gradient, moments and options, which gives the new weight and moments.
+    """The program of a formula of weight, gradient, moments and options that returns the new weight and moments.
 
     Args:
-        names: the options that are numbers, float64.
-        shared: the moments that are one number a tensor.
-        options: the others, which are known when kernels are compiled.
+        names: the options that are float64 scalars, not known when kernels are compiled.
+        shared: the moments that are one scalar per tensor.
+        options: the other options, constants of the compiled kernel.
     """
     trace = Trace()
     scalars = {name: trace.given("double", True) for name in names}
@@ -339,7 +344,7 @@ def traced(
     results = [moved, *(new[name] for name in moments)]
     if any(not isinstance(one, Traced) or one.shared or one.kind != "single" for one in results):
         raise TypeError(
-            "a formula gives numbers that no element has a part in. Expected a weight and moments of elements"
+            "a formula returns scalars that all elements share. Expected a weight and moments with a value per element"
         )
     after = [trace.converted(new[name], "single") for name in shared]
     inputs = [one.place for one in (weight, grad, *each.values())]
@@ -355,7 +360,7 @@ def traced(
 
 
 def _met(trace: Trace, results: Sequence[int]) -> list[int]:
-    """The places of what all elements share that their operations take."""
+    """The indices of the shared values that per-element operations of `results` read."""
     needed, found = set(results), []
     for place in range(len(trace.values) - 1, -1, -1):
         operation, shared = trace.values[place]

@@ -1,8 +1,8 @@
-"""Products of 16-bit operands carried in float32, for CPUs that have no 16-bit matrix units.
+"""16-bit matmuls carried in float32, for CPUs without 16-bit matrix units.
 
-A product of two fp16 or two bf16 values is exact in float32, so widening the operands, multiplying in float32 and
+The product of two fp16 or two bf16 values is exact in float32, so widening the operands, multiplying in float32 and
 rounding the result once is what 16-bit matrix units do: exact products, float32 accumulation, one rounding. On a CPU
-without such units torch's own 16-bit products are slower than float32's, up to a hundred times for fp16.
+without such units torch's own 16-bit matmuls are slower than its float32 ones, up to a hundred times for fp16.
 """
 
 from typing import Any
@@ -19,22 +19,22 @@ _ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldn
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of that dtype are better carried here: an x86 CPU without matrix units for it."""
+    """Whether matmuls of that dtype should run in float32 here: on an x86 CPU without matrix units for it."""
     return device.type == "cpu" and dtype in CARRIED
 
 
 def _lacks_units(dtype: torch.dtype) -> bool:
-    """Whether an x86 CPU has no matrix units for the dtype, or oneDNN, by which torch multiplies, was told to use
-    none."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.13 does not tell
+    """Whether this is an x86 CPU without matrix units for the dtype, or oneDNN, torch's backend, is set not to use
+    them."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch before 2.13
     if capabilities.get("architecture") != "x86_64":
         return False
     used = getattr(torch.ops.mkldnn, _ASKED[dtype], bool)()
     return not used or not any(capabilities.get(unit) for unit in _UNITS[dtype])
 
 
-CARRIED = frozenset(filter(_lacks_units, _UNITS))  # asked once, here: torch.compile cannot trace the question
-"""The dtypes whose products are carried on this machine's CPU. Tests replace it, to be on another."""
+CARRIED = frozenset(filter(_lacks_units, _UNITS))  # evaluated once, at import: torch.compile cannot trace it
+"""The dtypes whose matmuls run in float32 on this machine's CPU. Tests replace it to simulate another CPU."""
 
 
 def run(
@@ -45,8 +45,8 @@ def run(
     dtype: torch.dtype | None = None,
     multiplier: float | None = None,
 ) -> Tensor:
-    """lhs (rows, shared) times rhs (shared, columns), times scale and multiplier, plus bias, in float32, then rounded
-    to dtype."""
+    """lhs (rows, shared) @ rhs (shared, columns), times scale and multiplier, plus bias, in float32, then rounded to
+    dtype."""
     dtype = dtype or lhs.dtype
     wide = torch.promote_types(torch.promote_types(lhs.dtype, rhs.dtype), torch.float32)
     lhs, rhs = lhs.to(wide), rhs.to(wide)
@@ -64,11 +64,11 @@ def run(
 def run_native(
     lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor | None, multiplier: float | None = None
 ) -> Tensor:
-    """The product on matrix units for lhs's dtype: scale and multiplier enter as the product's alpha, before its one
-    rounding.
+    """The matmul on matrix units for lhs's dtype: scale and multiplier are its alpha, applied before its one rounding.
 
-    Where the scale is a tensor, a GPU, which would have to wait for the number, takes the product in float32 first. A
-    traced graph has an operator that waits, so that it sums as an eager call does.
+    For a scale that is a tensor, alpha would make a GPU synchronize, so there the result is float32 first and is scaled
+    and rounded afterwards. On a CPU a traced graph has an opaque operator that reads the scale, so that it sums as an
+    eager call does.
     """
     if scale is None:
         return _multiplied(lhs, rhs, bias, 1.0 if multiplier is None else multiplier)
@@ -88,12 +88,12 @@ def run_native(
 def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
     if bias is not None:
         return torch.addmm(bias.to(lhs.dtype), lhs, rhs, alpha=alpha)
-    # Times 0 it is not read, but for compilers, to whom that is a product.
+    # With beta=0 the addend is not read, except by compilers, which multiply by 0: so it holds zeros.
     return torch.addmm(lhs.new_zeros(()), lhs, rhs, beta=0, alpha=alpha)
 
 
 def _native_mm(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    into = lhs.new_empty(()) if bias is None else bias.to(lhs.dtype)  # times 0 it is not read
+    into = lhs.new_empty(()) if bias is None else bias.to(lhs.dtype)  # with beta=0 it is not read
     return torch.addmm(into, lhs, rhs, beta=0 if bias is None else 1, alpha=float(scale))
 
 
@@ -105,8 +105,8 @@ _NATIVE_MM = Operator(
 
 
 def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Tensor:
-    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), times multiplier, in float32
-    (float64 where an operand is) and left so."""
+    """Batched matmul, (..., rows, shared) @ (..., shared, columns), times multiplier, in float32 (float64 where an
+    operand is), not rounded further."""
     if lhs.device.type == "cuda" and lhs.dtype == rhs.dtype and lhs.dtype in _UNITS and lhs.dim() > 2:
         flat = torch.bmm(lhs.flatten(0, -3), rhs.flatten(0, -3), out_dtype=torch.float32)
         flat = flat if multiplier is None else times(flat, multiplier)

@@ -1,13 +1,14 @@
-"""Functions of tensors that torch.compile leaves whole, among them the largest magnitude of a tensor, and seeds.
+"""Custom operators, opaque nodes under torch.compile; the amax of a tensor; and seeds for stochastic rounding.
 
-Traced, a call is one node of the graph. Modes that watch operators are told of tensors without values, such as torch's
-FakeTensors, where no kernel can run.
+Traced, a call is one node of the graph. Dispatch modes that watch operators see calls on tensors without values too
+(torch's FakeTensors), for which no kernel can run.
 
-Making the operands of a product writes in place, to scaling states too, so that is not seen, and done again in a
-backward pass whatever the policy says; the product itself is seen, and kept where the policy says so.
+Quantizing the operands of a matmul writes in place, to scaling states too. So it is hidden from selective activation
+checkpointing and repeated in the backward pass whatever the policy says. The matmul itself is visible, and its output
+is cached where the policy says so.
 
-The largest magnitude of a tensor, and seeds that follow from a key and from its numbers, come from a kernel where one
-supports the call, else from torch; and from an operator under torch.compile.
+The amax of a tensor, and seeds hashed from a key and the tensor's values, come from a kernel where one supports the
+call, else from torch; and from an operator under torch.compile.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +32,14 @@ _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
 
 
 class Operator:
-    """`eager`, and under torch.compile the operator `halfstep::NAME`, which runs `inside` when the graph runs.
+    """Calls `eager`; under torch.compile, the operator `halfstep::NAME`, which runs `inside` when the graph runs.
 
     Args:
-        schema: torch's, such as `round(Tensor x, Tensor(a!) out, str key) -> ()`. Formats and rules travel as text.
-        eager: what is called where nothing is traced.
-        inside: what the operator runs; `eager` where it takes the same arguments.
-        terms: makes the operator's arguments of `eager`'s.
-        like: of an operator with a result, makes a tensor of the result's shape and dtype without values.
+        schema: torch's, such as `round(Tensor x, Tensor(a!) out, str key) -> ()`. Formats and rules are passed as text.
+        eager: the function called outside of tracing.
+        inside: the operator's implementation; `eager` where it takes the same arguments.
+        terms: converts the arguments of `eager` to those of the operator.
+        like: for an operator with a result, makes an empty tensor of the result's shape and dtype (the Meta kernel).
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class Operator:
         return self.traced(*arguments) if torch.compiler.is_compiling() else self._eager(*arguments)
 
     def traced(self, *arguments: Any) -> Any:
-        """The operator, whether torch says that it traces or not."""
+        """Call the operator, whether or not torch is tracing."""
         return self._node(*(arguments if self._terms is None else self._terms(*arguments)))
 
 
 def _nothing(*arguments: Any) -> None:
-    """An operator that writes to what it was given has no result."""
+    """The Meta kernel of an operator that writes in place and has no result."""
 
 
 # ---- tensors without values ------------------------------------------------------------------------------------------
@@ -73,12 +74,12 @@ def _nothing(*arguments: Any) -> None:
 _LIBRARY.define("follow(Tensor x, Tensor(a!) out) -> Tensor(a!)")
 _LIBRARY.impl("follow", lambda x, out: out, "CompositeExplicitAutograd")
 FOLLOW = torch.ops.halfstep.follow.default
-"""The operator by which `blank` says what follows from what."""
+"""The operator by which `blank` records that one tensor is computed from another."""
 
 
 def blank(x: Tensor, *outs: Tensor) -> bool:
-    """Whether x has no values: then there is nothing to compute, and modes that watch operators see that `outs`
-    follow from x."""
+    """Whether x has no values (a FakeTensor), so that nothing is computed; then records for dispatch modes that watch
+    operators that `outs` are computed from x."""
     if not hasattr(x, "fake_mode"):
         return False
     for out in outs:
@@ -93,26 +94,28 @@ _NOTHING = nullcontext()
 
 
 def _keepers() -> Sequence[Any]:
-    """The modes that may keep the operators that run now: none while a graph is traced."""
+    """The active dispatch modes of selective checkpointing, which may cache operators' outputs: none while a graph is
+    traced."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
         return ()
     return [mode for mode in dispatch._get_current_dispatch_mode_stack() if isinstance(mode, _KEEPERS)]
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Within it no operator is kept."""
+    """A context in which selective activation checkpointing caches no operator's output."""
     keepers = _keepers()
     seen = keepers and keepers[-1] is dispatch._get_current_dispatch_mode()
     return dispatch._pop_mode_temporarily() if seen else _NOTHING
 
 
 def times(x: Tensor, factor: Tensor | float) -> Tensor:
-    """x, to which nothing else refers, times a factor: in its own memory, unless what gave it is kept."""
+    """x * factor, in place (x must have no other reference), or out of place while selective checkpointing may cache
+    x."""
     return x * factor if _keepers() else x.mul_(factor)
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
-    """The same of a sum."""
+    """x + y, in place or not, as `times`."""
     return x + y if _keepers() else x.add_(y)
 
 
@@ -120,11 +123,11 @@ def plus(x: Tensor, y: Tensor) -> Tensor:
 
 
 def amax_of(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None) -> Tensor:
-    """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one.
+    """max |x|, a float32 scalar: 0 for an empty tensor, NaN where x has a NaN.
 
     Args:
-        unless: where that float32 scalar is not 0, max |x| is not needed: a GPU, and a traced graph, read no x for it.
-        found: as `kernels.gpu.amax.run` takes it, which is all that does.
+        unless: a float32 scalar; where it is not 0, max |x| is not needed, and a GPU or a traced graph does not read x.
+        found: see `kernels.gpu.amax.run`, the only path that uses it.
     """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
@@ -140,12 +143,12 @@ def amax_of(x: Tensor, unless: Tensor | None = None, found: Tensor | None = None
 
 
 def _by_torch(x: Tensor) -> Tensor:
-    low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
+    low, high = torch.aminmax(x.detach())  # one pass, bound by memory bandwidth; abs().amax() would be two
     return torch.maximum(-low, high).float()
 
 
 def _amax(x: Tensor, unless: Tensor, out: Tensor) -> None:
-    asked = x.is_cuda or bool(unless == 0)  # a GPU tells its kernel alone
+    asked = x.is_cuda or bool(unless == 0)  # on a GPU only the kernel reads it
     out.copy_(amax_of(x.contiguous(), unless) if asked else torch.zeros((), dtype=torch.float32, device="cpu"))
 
 
@@ -158,17 +161,17 @@ _AMAX = Operator(
 
 _SAMPLES = 1024
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_GOLDEN, _STEP, _PLACE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # odd, and else at random
+_GOLDEN, _STEP, _PLACE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # odd, otherwise random
 _MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 
 
 def seeds(x: Tensor, key: Tensor, count: int) -> Sequence[Seed]:
-    """`count` seeds of 64 bits for what is drawn of a tensor: a hash of the key and of a sample of its numbers.
+    """`count` 64-bit seeds for the noise of a tensor: a hash of the key and of a sample of the tensor's values.
 
-    In a GPU's memory for a tensor there: the host waits for nothing, and the replays of a CUDA graph have their own.
+    For a CUDA tensor they stay on the GPU: the host does not synchronize, and each replay of a CUDA graph has its own.
 
     Args:
-        key: two int64: the seed of the run and the layer, and how many steps were made.
+        key: two int64: the seed of the run and the layer, and the number of steps done.
     """
     made = _OPERATOR(x, key, count)
     return made if isinstance(made, list) else made.unbind()
@@ -179,14 +182,14 @@ def _eager(x: Tensor, key: Tensor, count: int) -> list[int] | Tensor:
         return found
     if x.is_cuda:
         return by_torch(x, key, count)
-    if hasattr(x, "fake_mode"):  # which has no values
+    if hasattr(x, "fake_mode"):  # no values to hash
         return [1] * count
     return [number & (1 << 64) - 1 for number in by_torch(x, key, count).tolist()]
 
 
 @torch.no_grad()
 def by_torch(x: Tensor, key: Tensor, count: int) -> Tensor:
-    """int64 (count). The numbers of the generator SplitMix64 from a state that is a sum over the sample's bits.
+    """`seeds` as int64 (count): SplitMix64's outputs from a state that is a sum over the sample's bits.
 
     Source: Steele, Lea and Flood 2014, as `quant.derive_seed`.
     """
@@ -201,19 +204,20 @@ def by_torch(x: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _sample(x: Tensor) -> Tensor:
-    """About a thousand numbers from all over a tensor, of any strides: along each dimension every n-th one; n is odd
-    and no simple part of the dimension, so that they lie at many places of the sequences that a batch is made of."""
+    """About a thousand elements from all over a tensor of any strides: every n-th along each dimension. n is odd and
+    near 0.618 times the even spacing, no simple fraction of the size, so that they fall at different positions of the
+    sequences of a batch."""
     return x[tuple(slice(None, None, step) for step in steps(x))]
 
 
 def steps(x: Tensor) -> list[int]:
-    """Which of the numbers along each dimension are taken."""
+    """The step along each dimension at which `_sample` takes elements."""
     most = _SAMPLES ** (1 / max(x.dim(), 1))
     return [max(1, int(0.618 * size / most) | 1) for size in x.shape]
 
 
 def _shifted(numbers: Tensor, by: int) -> Tensor:
-    """Shifted right as unsigned numbers."""
+    """`numbers` shifted right as unsigned integers."""
     return numbers >> by & (1 << 64 - by) - 1
 
 
@@ -222,7 +226,8 @@ def _signed(number: int) -> int:
 
 
 def seed_in(rounding: str, seed: Tensor | None, device: torch.device) -> Seed | None:
-    """A graph's seed as a kernel there takes it; drawn here where none was given, which a traced graph cannot do."""
+    """The seed of a graph's operator as a kernel on `device` takes it; drawn here where it is None, as a traced graph
+    cannot."""
     if seed is None:
         return draw_seed(None, device) if rounding == "stochastic" else None
     return seed if seed.is_cuda else int(seed) & (1 << 64) - 1

@@ -1,8 +1,9 @@
-"""A kernel where one supports the call, else the reference; and the same as torch operators.
+"""Rounding, quantizing and decoding by a kernel where one supports the call, else by the reference; also as operators.
 
-Under `torch.compile` an operator is one opaque node: formats travel by their keys, and what is asked of the tensors'
-memory is asked when it runs, not while it is traced. Where several layers round a tensor alike a graph has one call of
-an operator that gives back its result (ROUNDED_SCALED, QUANTIZED): it is for roundings that draw no seed themselves.
+Under `torch.compile` an operator is one opaque node: formats are passed by their keys, and tensors' strides and
+addresses are inspected when it runs, not while it is traced. Where several layers round one tensor alike, a graph calls
+an operator that returns its result (ROUNDED_SCALED, QUANTIZED), so that the calls are one: for roundings that draw no
+seed themselves.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from halfstep.quant.scaling.delayed import Delayed
 
 
 def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
-    """`quant.round_to` into `out`."""
+    """`quant.round_to`, written to `out`."""
     if not (
         (isinstance(format, Posit) and posit.run(x, out, format, rounding))
         or cast.run(x, out, format, rounding, overflow, seed)
@@ -65,9 +66,10 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
 def round_scaled_into(
     x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: Seed | None, amax: Tensor | None = None
 ) -> None:
-    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|.
+    """x * factor in float32 (float64 for float64), rounded and saturated, written to `out`; `amax` is raised to max
+    |x|.
 
-    An `out` of one byte a number is of torch's dtype of the format: its codes.
+    An `out` of one byte per element has torch's dtype of the format, and gets its codes.
     """
     if cast.run(x, out, format, rounding, "saturate", seed, factor, amax):
         return
@@ -92,7 +94,7 @@ def round_scaled_into(
 
 
 def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
-    """`quant.encode` into `out`."""
+    """`quant.encode`, written to `out`."""
     if not (
         (isinstance(format, Posit) and posit.run(x, out, format, rounding))
         or (here(x) and isinstance(format, Posit) and gpu_cast.run_posit(x, out, format, rounding))
@@ -105,7 +107,7 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
 def _codes_into(
     x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None, packed: bool = False
 ) -> bool:
-    """Whether a kernel wrote the codes."""
+    """Write the codes of x to `out` by a kernel. False where none supports it."""
     coded = codes.run(x, out, format, rounding, overflow, seed, packed)
     if coded is None and here(x):
         coded = gpu_cast.run_codes(x, out, format, rounding, overflow, seed, packed=packed)
@@ -115,13 +117,13 @@ def _codes_into(
 
 
 def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
-    """`quant.decode` into `out`."""
+    """`quant.decode`, written to `out`."""
     if not _values_into(stored, out, format) and not blank(stored, out):
         out.copy_(quant.decode(stored, format, out.dtype))
 
 
 def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
-    """Whether a kernel wrote the values of codes."""
+    """Write the values of the codes `stored` to `out` by a kernel. False where none supports it."""
     known = codes.run_decode(stored, out, format, packed)
     if known is None and here(out):
         known = gpu_cast.run_decode(stored, out, format, packed)
@@ -133,11 +135,11 @@ def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = Fal
 def round_tiles_into(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
 ) -> bool:
-    """The values that `quantizer.quantize(x)` stands for, into `out`.
+    """`quantizer.quantize(x).dequantize()`, written to `out`.
 
-    Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
-    Returns whether some may be below 2^-126, bfloat16's smallest normal number, but not 0: True where that was not
-    checked.
+    With two levels of scales, if `tensor_scale` is given the tensor's scale is written to it and not applied to the
+    values. Returns whether nonzero values below 2^-126, bfloat16's smallest normal number, may occur: True where that
+    was not checked.
     """
     if quantizer.scales is not None:
         if not x.is_contiguous() and (small := panels.run_view(x, out, quantizer)) is not None:
@@ -162,7 +164,7 @@ def round_tiles_into(
 
 
 def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> None:
-    """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
+    """The tensors of `quantizer.quantize(x)`, written to `tensors`, which have its layout."""
     format, stored = quantizer.format, tensors["codes"]
     if quantizer.scales is None:
         if _codes_into(x, stored, format, quantizer.rounding, quantizer.overflow, seed, packed=True):
@@ -183,7 +185,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
 
 
 def dequantize_into(quantized: Quantized, out: Tensor) -> None:
-    """`quantized.dequantize` into `out`."""
+    """`quantized.dequantize()`, written to `out`."""
     format, scales = quantized.quantizer.format, quantized.quantizer.scales
     if scales is None and _values_into(quantized.codes, out, format, packed=True):
         return
@@ -201,12 +203,12 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
 
 
 def without_tensor_scale(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is stored of two levels of scales, with 1 for the tensor's."""
+    """The stored tensors of two levels of scales, with 1 for the tensor's scale."""
     return tensors | {"tensor_scale": torch.ones_like(tensors["tensor_scale"])}
 
 
 def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> None:
-    """`quant.accumulator.accumulate` into `out`, of zeros."""
+    """`quant.accumulator.accumulate`, written to `out`, which holds zeros."""
     if not accumulate.run(lhs, rhs, out, accumulator) and not blank(lhs, out):
         out.copy_(quant.accumulator.accumulate(lhs, rhs, accumulator))
 
@@ -275,7 +277,7 @@ def _quantized(
 
 
 def _parts(x: Tensor, key: str, rows: int, columns: int, rule: str) -> dict[str, Tensor]:
-    """Memory for what is made of x."""
+    """Empty tensors in the layout of x quantized."""
     sizes: Any = layout(Quantizer(formats.from_key(key), scales=_scales(rows, columns, rule)), tuple(x.shape), x.dtype)
     return {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
 
@@ -307,7 +309,7 @@ ROUNDED_SCALED = Operator(
     lambda x, factor, out, format, rounding, seed: (x, factor, out.dtype, format.key, rounding, seed),
     lambda x, factor, dtype, *_: torch.empty(x.shape, dtype=dtype, device=x.device),
 )
-"""Under torch.compile it gives back its result, and leaves `out` as it is."""
+"""Under torch.compile it returns its result, and does not write to `out`."""
 ROUND_TILES = Operator(
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
     "Tensor? seed, Tensor(b!)? tensor_scale) -> ()",
@@ -333,7 +335,7 @@ QUANTIZED = Operator(
     lambda x, tensors, q, seed: (x, q.format.key, *_terms(q.scales), q.rounding, seed),
     lambda x, *terms: [*_parts(x, *terms[:4]).values()],
 )
-"""Under torch.compile it gives back its results, and leaves `tensors` as they are."""
+"""Under torch.compile it returns its results, and does not write to `tensors`."""
 DEQUANTIZE = Operator(
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()",
@@ -356,7 +358,7 @@ ACCUMULATE = Operator(
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
-    """`quant.rotate`."""
+    """`quant.rotate` by a kernel, else by the reference."""
     return _ROTATE(x, signs, dim)  # type: ignore[no-any-return]
 
 
@@ -367,15 +369,16 @@ def _rotate(x: Tensor, signs: Tensor, dim: int) -> Tensor:
 
 
 def _rotated_like(x: Tensor, signs: Tensor, dim: int) -> Tensor:
-    """A tensor of the result's shape and dtype: a graph's sizes are unknowns, and Dynamo may not compute with them."""
+    """An empty tensor of the result's shape and dtype: a graph's sizes are symbolic, and Dynamo may not compute with
+    them."""
     shape = list(x.shape)
     shape[dim] = -(-shape[dim] // len(signs)) * len(signs)
     return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
-    """Signs of a Hadamard transform for a product of these two: so a graph draws them in the product's pass, and not
-    once for two products."""
+    """Draw signs of a Hadamard transform into `out`. Its arguments lhs and rhs tie it to one matmul, so that a graph
+    draws them in that matmul's pass, and not once for two matmuls."""
     out.copy_(quant.Hadamard(len(out), "random").signs(out.device))
 
 
@@ -387,12 +390,13 @@ draw_signs = Operator("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()"
 
 _LONGEST = 1 << 13
 Group = tuple[Sequence[Tensor], StatefulScaling, Format]
-"""States that are alike, their rule, and the format of their operands."""
+"""States with one layout, their rule, and the format of their operands."""
 
 
 def history_kernel(groups: Sequence[Group]) -> Histories | None:
-    """What moves all of these on; None where one of them is not a dense tensor of a CPU or a GPU, or of a rule that
-    needs more than amaxes; and in a CUDA graph that is being captured, which takes no copy from the host."""
+    """The `Histories` that advances the states of all groups in place. None where a state is not a dense float32 tensor
+    of a CPU or a GPU, where a rule needs more than amaxes, and on a GPU during CUDA graph capture, since it copies from
+    the host."""
     kinds = set()
     for states, rule, _ in groups:
         if type(rule) is not Delayed or rule.first is None or rule.history > _LONGEST:
@@ -406,7 +410,7 @@ def history_kernel(groups: Sequence[Group]) -> Histories | None:
 
 
 class Histories:
-    """States of delayed scaling that one call moves on for each group of them."""
+    """States of delayed scaling, advanced by one kernel call per group."""
 
     def __init__(self, groups: Sequence[Group], kernel: Any) -> None:
         self._groups, self._kernel = groups, kernel
@@ -414,7 +418,7 @@ class Histories:
         self._device, self._addresses = self._states[0].device, [0]
 
     def advance(self, skipped: bool | Tensor) -> None:
-        """End an optimizer step for all of them: of a `skipped` one only the amaxes are forgotten."""
+        """End an optimizer step for all states; after a `skipped` step they only drop the amaxes of that step."""
         now = list(map(Tensor.data_ptr, self._states))
         if now != self._addresses:
             places, start, self._places, self._addresses = self._kernel.places(now, self._device), 0, [], now

@@ -1,7 +1,7 @@
-"""How a matmul sums: probes of any function that multiplies two matrices, such as tensor cores through `scaled_mm`.
+"""Probes of how a matmul accumulates, for any function that multiplies two matrices, such as `scaled_mm`.
 
-A probe gives the function float32 matrices whose numbers E4M3 holds, lhs (rows, shared) and rhs (shared, columns), and
-reads its float32 result. What it finds is a property of the machine: store it beside the machine's name.
+A probe calls the function with float32 matrices of values exact in E4M3, lhs (rows, shared) and rhs (shared, columns),
+and reads its float32 result. The outcome depends on the machine: store it beside the machine's name.
 """
 
 from collections.abc import Callable
@@ -12,27 +12,27 @@ import torch
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """lhs (rows, shared), rhs (shared, columns) -> (rows, columns), all float32."""
-_SIDE = 16  # what tensor cores take at least
+_SIDE = 16  # the smallest matrix that tensor cores take
 _GROUP = 32  # products that one instruction of Hopper's FP8 tensor cores adds at a time
 
 
 class Swamping(NamedTuple):
-    """What becomes of small terms beside a large one."""
+    """How many of many small terms vanish when they are added to a large one."""
 
     terms: int
-    """How many small terms there were."""
+    """The number of small terms."""
     lost: int
-    """How many were lost."""
+    """The number of small terms missing from the sum."""
 
     @property
     def promoted(self) -> int | None:
-        """After how many terms a sum goes on in float32; None where none was lost, or all were."""
+        """The number of terms after which the sum goes on in float32; None where no term or every term was lost."""
         return None if self.lost in (0, self.terms) else self.lost + 1
 
 
 def fraction_bits(product: Product, shared: int = 128) -> int:
-    """The largest j, of at most 24, for which 2^8 + 2^(8 - j) is more than 2^8: 13 on Hopper's FP8 tensor cores, 23 of
-    a sum in float32. Both terms are of one instruction."""
+    """The largest j up to 24 for which the matmul sums 2^8 + 2^(8 - j) to more than 2^8: 13 on Hopper's FP8 tensor
+    cores, 23 for float32 accumulation. One instruction adds both terms."""
     lhs, rhs = (
         torch.zeros(_SIDE, shared, dtype=torch.float32, device="cpu"),
         torch.zeros(shared, _SIDE, dtype=torch.float32, device="cpu"),
@@ -48,8 +48,8 @@ def fraction_bits(product: Product, shared: int = 128) -> int:
 
 
 def swamping(product: Product, shared: int = 4096) -> Swamping:
-    """One term of 2^8, then 2^-6 in all others, whose exact sum is 2^8 + (shared - 1) 2^-6: in 13 fraction bits each of
-    them is lost beside the first, until the sum goes on in float32."""
+    """How many small terms are lost when 2^-6 is added `shared - 1` times to 2^8, whose exact sum is 2^8 + (shared - 1)
+    2^-6: with 13 fraction bits each one is lost, until the sum goes on in float32."""
     lhs, rhs = (
         torch.full((_SIDE, shared), 2.0**-3, dtype=torch.float32, device="cpu"),
         torch.full((shared, _SIDE), 2.0**-3, dtype=torch.float32, device="cpu"),
@@ -60,9 +60,9 @@ def swamping(product: Product, shared: int = 4096) -> Swamping:
 
 
 def order(product: Product, shared: int = 1024, groups: tuple[int, ...] = (_GROUP, 128, 256)) -> dict[int, int]:
-    """For each size of a group of neighbouring terms: how many of 256 results change when whole groups are permuted.
+    """For each group size: how many of 256 results change when whole groups of neighbouring terms are permuted.
 
-    0 says that groups of that size are added up exactly, or by themselves and in no order.
+    0 means that groups of that size are summed exactly, or separately and in no order.
     """
     generator = torch.Generator().manual_seed(1)
     lhs, rhs = (
