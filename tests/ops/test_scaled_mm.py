@@ -197,7 +197,7 @@ def test_two_e5m2_operands_are_carried(units):
     ((8, 9), get_quantizer("fp8_1x128"), "tiles of 1x128 need compute capability 9.x alone; 8.9 found"),
     ((10, 0), get_quantizer("fp8_128x128"), "tiles of 128x128 need compute capability 9.x alone; 10.0 found"),
     ((9, 0), scaled(E4, scaling="absmax"), "tiles of whole tensor (absmax)"),
-    ((9, 0), replace(scaled(E4), outliers=6.0), "numbers kept apart"),
+    ((9, 0), replace(scaled(E4), outliers=6.0), "outliers kept apart"),
     ((9, 0), Quantizer(formats.get(E4)), "one scale a tensor or a row"),
 ])  # fmt: skip
 def test_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatch):

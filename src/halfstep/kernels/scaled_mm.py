@@ -1,4 +1,4 @@
-"""Products on a GPU's FP8 and FP4 tensor cores, through torch.nn.functional.scaled_mm."""
+"""Matmuls on a GPU's FP8 and FP4 tensor cores, through torch.nn.functional.scaled_mm."""
 
 from typing import NamedTuple, Protocol
 
@@ -29,7 +29,7 @@ from halfstep.quant import Quantized, Quantizer
 
 
 class Operand(Protocol):
-    """A matrix of FP8 numbers, `values` times `scale`: a float32 scalar, or one number a row or column."""
+    """An FP8 matrix, `values` times `scale`: a float32 scalar, or one per row or column."""
 
     @property
     def values(self) -> Tensor: ...
@@ -39,13 +39,13 @@ class Operand(Protocol):
 
 
 class Tiles(NamedTuple):
-    """Codes and scales of a matrix as `Quantized` has them, but that the scales of tensor cores that read numbers may
-    be what elements are multiplied by, in float32."""
+    """Codes and scales of a matrix, as in `Quantized`, except that for tensor cores that take float32 scales `scale`
+    may be the float32 multiplier of each tile's elements."""
 
     quantizer: Quantizer
     matrix_shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the matrix."""
+    """The dtype of the matrix."""
     tensors: dict[str, Tensor]
 
     @property
@@ -58,19 +58,19 @@ class Tiles(NamedTuple):
 
 
 def outer_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
-    """The dtype in which tensor cores there take operands of that quantizer, with one scale a tensor or a row, which
-    multiplies the sum; None where they do not, where there are none, and for smaller tiles."""
+    """The dtype of operands that tensor cores there take for that quantizer, with one scale per tensor or row applied
+    after the sum. None where they do not take them, where there are no tensor cores, and for smaller tiles."""
     native = is_there(device) and not is_tiled(quantizer) and refusal(quantizer, device) is None
     return dtype_of(quantizer.format) if native else None
 
 
 def is_there(device: torch.device) -> bool:
-    """Whether there may be such tensor cores."""
+    """Whether the device may have FP8 or FP4 tensor cores."""
     return capability(device) != (0, 0)
 
 
 def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
-    """Why operands of that quantizer are not multiplied by tensor cores for their format there; None where they are."""
+    """Why tensor cores there do not multiply operands of that quantizer natively; None where they do."""
     if (why := _lacks_units(device)) is not None:
         return why
     format, kind = quantizer.format, kind_of(quantizer)
@@ -81,7 +81,7 @@ def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
     apart = quantizer.clamp is not None or quantizer.outliers is not None
     if apart or (quantizer.scales is not None and quantizer.scales.rule.inner is not None):
         return (
-            f"{quantizer.scales} with numbers kept apart, or by a rule of several steps: tensor cores take codes and "
+            f"{quantizer.scales} with outliers kept apart, or a rule of several steps: tensor cores take codes and "
             "scales"
         )
     if kind is None:
@@ -100,8 +100,8 @@ def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
 
 
 def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.device) -> str | None:
-    """Why a product of operands of those quantizers is not computed by tensor cores there, whatever its sizes; None
-    where it is. Tiles lie as `recipe.Matmul` has them: along the shared dimension."""
+    """Why tensor cores there do not compute a matmul of operands of those quantizers, whatever its sizes; None where
+    they do. Tiles lie along the shared dimension, as in `recipe.Matmul`."""
     for quantizer in (lhs, rhs):
         if quantizer is not None and (why := refusal(quantizer, device)) is not None:
             return why
@@ -120,7 +120,8 @@ def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.
 
 
 def misfit(lhs: Quantizer, rhs: Quantizer, sizes: tuple[int, int, int]) -> str | None:
-    """Why tensor cores do not take sizes (rows, shared, columns) of a product of those operands; None where they do."""
+    """Why tensor cores do not take the sizes (rows, shared, columns) of a matmul of those operands; None where they
+    do."""
     one, other = kind_of(lhs), kind_of(rhs)
     assert one is not None
     assert other is not None
@@ -135,16 +136,16 @@ def takes(
     device: torch.device,
     multiplied: bool = False,
 ) -> bool:
-    """Whether tensor cores there compute a product (rows, shared, columns) of operands of those quantizers, in `dtype`;
-    `multiplied`, times a number that is no power of two."""
+    """Whether tensor cores there compute a matmul (rows, shared, columns) of operands of those quantizers, in `dtype`;
+    with `multiplied`, times a scalar that is no power of two."""
     if not is_there(device) or lhs is None or rhs is None or product_refusal(lhs, rhs, device) is not None:
         return False
     whole, taken = kind_of(lhs) is TENSORS and kind_of(rhs) is TENSORS, not (multiplied and kind_of(lhs) is MX)
-    return taken and dtype in _results(whole) and misfit(lhs, rhs, sizes) is None  # no scale of MX takes the number
+    return taken and dtype in _results(whole) and misfit(lhs, rhs, sizes) is None  # MX scales are powers of two
 
 
 def _on_the_right(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The dtypes on the right of a product with a scale a row: but on 9.x E4M3 alone (CUTLASS)."""
+    """The dtypes that rhs may have in a matmul with a scale per row: E4M3 alone, except on 9.x (CUTLASS)."""
     return (torch.float8_e4m3fn, torch.float8_e5m2) if _found(device)[0] == 9 else (torch.float8_e4m3fn,)
 
 
@@ -167,22 +168,22 @@ def _text(version: tuple[int, int]) -> str:
 
 
 capability = gpu.capability
-"""Of a GPU that may have such tensor cores. Tests replace it, to be on another."""
+"""The compute capability of a GPU. Tests replace it to simulate another GPU."""
 
 
 def _found(device: torch.device) -> tuple[int, int]:
-    """`capability`, where a graph may be traced."""
+    """`capability`, callable where a graph may be traced."""
     return capability(device)
 
 
-# A traced graph takes their answers. Of two tuples, one an answer, torch 2.8 traces no comparison.
+# A traced graph takes their results as constants. torch 2.8 does not trace comparing such a tuple with another.
 is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _found._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @constant
 def _toolkit() -> tuple[int, int]:
-    """The CUDA that torch is built with; a newer one than any that is asked for where torch does not tell."""
+    """The CUDA version that torch is built with; newer than any required one where torch does not say."""
     major, minor = (int(part) for part in (torch.version.cuda or "99.0").split(".")[:2])
     return major, minor
 
@@ -196,11 +197,11 @@ def _torch() -> tuple[int, int]:
 def run(
     lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None
 ) -> Tensor | None:
-    """lhs (rows, shared) times rhs (shared, columns), each times its scale, times multiplier, plus bias, rounded to
-    dtype. None where there is no native product: it takes FP8 tensor cores' dtypes, not both E5M2, and aligned sides.
+    """lhs (rows, shared) @ rhs (shared, columns), each times its scale, times multiplier, plus bias, rounded to dtype.
+    None where no FP8 tensor cores do it: they take their own dtypes, not both E5M2, and aligned sizes.
 
-    Tensor cores want the rows of lhs and the columns of rhs one after another in memory; what does not lie so is
-    copied. They sum with an accuracy of their own; torch is asked for the accurate accumulation, not for the fast one.
+    Tensor cores need lhs with contiguous rows and rhs with contiguous columns; other layouts are copied. They
+    accumulate with an accuracy of their own; torch is asked for the accurate accumulation, not the fast one.
     """
     dtypes = {lhs.values.dtype, rhs.values.dtype}
     if not dtypes <= set(FP8.values()) or dtypes == {torch.float8_e5m2}:
@@ -231,9 +232,9 @@ def run_tiled(
     dtype: torch.dtype,
     multiplier: float | None = None,
 ) -> Tensor | None:
-    """lhs (rows, shared) times the transpose of rhs (columns, shared), both in codes with tiles along the shared
-    dimension, times multiplier, plus bias, rounded to dtype. Nothing is copied but scales that do not lie as units
-    read them. None where tensor cores do not compute it (`takes`)."""
+    """lhs (rows, shared) @ the transpose of rhs (columns, shared), both codes with tiles along the shared dimension,
+    times multiplier, plus bias, rounded to dtype. None where tensor cores do not compute it (`takes`). Nothing is
+    copied but scales that are not in the layout of tensor cores."""
     sizes = (lhs.matrix_shape[0], lhs.matrix_shape[1], rhs.matrix_shape[0])
     if not takes(lhs.quantizer, rhs.quantizer, sizes, dtype, lhs.codes.device, multiplier is not None):
         return None
@@ -248,7 +249,7 @@ def run_tiled(
 
 
 def multiplier(side: Quantized | Tiles) -> Tensor:
-    """What the elements of each tile are multiplied by, in float32: the scales themselves where they are numbers."""
+    """The float32 factor on the elements of each tile: the scales themselves where they are float32."""
     if side.scale.dtype == torch.float32:
         return side.scale
     return side.quantizer.tiling.rule.multiplier(side.tensors, side.quantizer.format).float()

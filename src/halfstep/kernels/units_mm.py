@@ -1,8 +1,8 @@
-"""A matmul of two sides in codes on FP8 and FP4 tensor cores, and the ways of scaling and the sizes that they take.
+"""A matmul of codes on FP8 and FP4 tensor cores: the scalings and sizes that they take, and the layouts of scales.
 
-The matmul is `torch.nn.functional.scaled_mm`, one opaque operator in a graph. Inductor lowers torch's own operator to
-its first version, whose scales of 1x128 lie in another order, and refuses swizzled ones. Scales lie as tensor cores
-read them: in their order in memory, with strides and padding.
+The matmul is `torch.nn.functional.scaled_mm`, wrapped as one opaque operator of a graph. Inductor lowers torch's own
+operator to its first version, which expects the scales of 1x128 tiles in another order, and refuses swizzled ones. The
+scales given here have the layout that tensor cores read: order, strides and padding.
 
 Source: the checks of PyTorch's ScaledBlas.cpp; the order of blocks of 128x4 scales is cuBLASLt's for one-dimensional
 block scaling ("32_4_4").
@@ -24,33 +24,34 @@ from halfstep.quant.tile import ROW, TENSOR, Tile, block, pad, square
 
 
 class Kind(NamedTuple):
-    """A way of sharing scales that tensor cores take, and where."""
+    """A granularity of scales that tensor cores take, and on which hardware and software."""
 
     recipe: str
-    """The name of `torch.nn.functional.ScalingType`."""
+    """The name in `torch.nn.functional.ScalingType`."""
     words: str
     tiles: tuple[Tile, ...]
     since: tuple[int, int]
-    """The compute capability that it came with."""
+    """The first compute capability that has it."""
     majors: tuple[int, ...] = ()
-    """The generations whose tensor cores take it; none named: all since then."""
+    """The major compute capabilities that take it; empty: all since then."""
     shared: int = 16
-    """What the shared dimension is a multiple of."""
+    """The divisor that the shared dimension must have."""
     wants: tuple[tuple[int, str, tuple[int, int]], ...] = ()
-    """What a generation takes it from on: a version of torch, or of the CUDA that torch is built with."""
+    """For a major compute capability, the first version of torch, or of the CUDA that torch is built with, that
+    supports it."""
 
 
-_ALIGNED = 16  # the columns of a product, and its shared dimension at least, are multiples of it
+_ALIGNED = 16  # the columns of a result must be a multiple of it, the shared dimension too or of more
 TENSORS = Kind("TensorWise", "one scale a tensor", (TENSOR,), (8, 9))
-# Below 2.12 torch launches the kernel of 8.9 on another stream than the current one (pytorch/pytorch#177651), and 2.10
-# gave an error on 12.x (pytorch/pytorch#192707).
+# Before 2.12 torch launches the kernel for 8.9 on another stream than the current one (pytorch/pytorch#177651), and
+# 2.10 raised an error on 12.x (pytorch/pytorch#192707).
 ROWS = Kind(
     "RowWise", "a scale a row", (ROW, ROW.transposed), (8, 9), wants=((8, "torch", (2, 12)), (12, "torch", (2, 12)))
 )
-_BLOCK = (9, 0), (9,), 128, ((9, "CUDA", (12, 9)),)  # whose cuBLASLt was the first to take them
+_BLOCK = (9, 0), (9,), 128, ((9, "CUDA", (12, 9)),)  # the first cuBLASLt that takes them
 ROWS_OF_128 = Kind("BlockWise1x128", "tiles of 1x128", (block(128), block(128).transposed), *_BLOCK)
 SQUARES_OF_128 = Kind("BlockWise128x128", "tiles of 128x128", (square(128),), *_BLOCK)
-# On 12.x seen with CUDA 13 (pytorch/pytorch#198126), in the one layout that is ever asked for here: rows by rows.
+# On 12.x reported to work with CUDA 13 (pytorch/pytorch#198126), in the only layout used here: rows by rows.
 MX = Kind(
     "BlockWise1x32", "tiles of 1x32", (block(32), block(32).transposed, square(32)), (10, 0), (10, 12), 32,
     ((12, "CUDA", (13, 0)),),
@@ -59,47 +60,47 @@ NV = Kind("BlockWise1x16", "tiles of 1x16", (block(16), block(16).transposed, sq
 KINDS = (TENSORS, ROWS, ROWS_OF_128, SQUARES_OF_128, MX, NV)
 BLOCKS = (ROWS_OF_128, SQUARES_OF_128)
 NUMBERS = (ROWS, *BLOCKS)
-"""Kinds whose scales are float32 numbers, whatever the quantizer keeps."""
+"""Kinds whose scales are float32, whatever the quantizer stores."""
 PAIRS = {(kind, kind) for kind in KINDS} - {(SQUARES_OF_128, SQUARES_OF_128)}
 PAIRS |= {(TENSORS, ROWS), (ROWS, TENSORS), BLOCKS, BLOCKS[::-1]}
 
 FP8 = {formats.get(dtype).key: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 FP4 = {formats.get("e2m1fn").key: torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
 DTYPES = frozenset({*FP8.values(), torch.uint8})
-"""The dtypes of codes that are made for units: FP8 numbers, or bytes of two FP4 numbers, for which Inductor has no
-dtype on a CPU."""
+"""The dtypes of codes made for tensor cores: FP8, or bytes of two FP4 codes, for which Inductor has no dtype on a
+CPU."""
 
 PAYS = 1 / 600
-"""See `pays`."""
+"""The threshold of `pays`."""
 
 
 def pays(rows: int, shared: int, across: int) -> bool:
-    """Whether the forward and backward of a layer of those sizes should take less time with FP8 products, rounding
-    included, than in bf16: where 1/rows + 1/shared + 1/across < `PAYS`.
+    """Whether forward and backward of a layer of those sizes should take less time with FP8 matmuls, rounding included,
+    than in bf16: where 1/rows + 1/shared + 1/across < `PAYS`.
 
-    Derived, not measured, for an H100: the three products save 6 rows shared across (1/790 - 1/1400) TFLOP/s^-1, and
-    rounding moves 6 bytes for each number of the three matrices at 3 TB/s. No path depends on it.
+    Derived, not measured, for an H100: the three matmuls save 6 rows shared across (1/790 - 1/1400) TFLOP/s^-1, and
+    rounding moves 6 bytes per element of the three matrices at 3 TB/s. No path depends on it.
     """
     return 1 / rows + 1 / shared + 1 / across < PAYS
 
 
 def dtype_of(format: formats.Format) -> torch.dtype | None:
-    """torch's dtype of a format that tensor cores take; that of FP4 holds two numbers."""
+    """torch's dtype of a format that tensor cores take; one element of FP4's dtype holds two values."""
     return FP8.get(format.key) or FP4.get(format.key)
 
 
 def in_dtype(codes: Tensor, format: formats.Format) -> Tensor:
-    """Codes of a byte each as numbers of torch's dtype of their format; two in a byte as they are."""
+    """One-byte codes viewed in torch's dtype of their format; packed FP4 codes unchanged."""
     return codes.view(FP8[format.key]) if format.key in FP8 else codes
 
 
 def is_tiled(quantizer: Quantizer) -> bool:
-    """Whether tensor cores take scales of the quantizer that are of less than a row."""
+    """Whether tensor cores take the quantizer's scales, and these are of tiles smaller than a row."""
     return kind_of(quantizer) not in (None, TENSORS, ROWS)
 
 
 def unfit(one: Kind, other: Kind, rows: int, shared: int, across: int) -> str | None:
-    """Why tensor cores do not take a product (rows, shared, across) of sides of those kinds; None where they do."""
+    """Why tensor cores do not take a matmul (rows, shared, across) with sides of those kinds; None where they do."""
     found = f"a product {rows}x{shared} times {shared}x{across}"
     if not (rows and shared and across):
         return f"{found} is empty"
@@ -113,7 +114,7 @@ def unfit(one: Kind, other: Kind, rows: int, shared: int, across: int) -> str | 
 
 
 def kind_of(quantizer: Quantizer) -> Kind | None:
-    """How the quantizer's scales reach units; None where they cannot."""
+    """The kind in which tensor cores take the quantizer's scales; None where they do not."""
     scales = quantizer.scales
     if scales is None or not scales.rule.linear or "zero_point" in scales.rule.layout((1, 1)):
         return None
@@ -129,25 +130,25 @@ def kind_of(quantizer: Quantizer) -> Kind | None:
 # ---- layouts of scales -----------------------------------------------------------------------------------------------
 
 SHORT = {MX: torch.float8_e8m0fnu, NV: torch.float8_e4m3fn}
-"""The kinds whose tiles' scales are `swizzled`, and the dtype of these."""
+"""The kinds whose scales are `swizzled`, and the dtype of these scales."""
 _NUMBERS = {kind.recipe: dtype for kind, dtype in SHORT.items()}
 
 
 def outer(scales: Tensor) -> Tensor:
-    """The scales of tiles of 1x128, (rows, tiles across), with strides (1, rows): itself where it lies so. One tile
-    across may have another second stride, which is not supported."""
+    """The scales of 1x128 tiles, (rows, tiles across), with strides (1, rows): no copy where they are so already. With
+    one tile across the second stride may differ, which is not supported."""
     return scales.t().contiguous().t()
 
 
 def padded(scales: Tensor) -> Tensor:
-    """The scales of tiles of 128x128, (tiles down, tiles across), transposed and with zeros to a multiple of 4: (across
-    in fours, down) with strides (1, across in fours)."""
+    """The scales of 128x128 tiles, (tiles down, tiles across), zero-padded to a multiple of 4 across and transposed:
+    (across in fours, down) with strides (1, across in fours)."""
     return pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """The scales of short tiles along rows, (rows, tiles across), in one dimension: blocks of 128 rows and 4 tiles,
-    filled up with zeros, one after another along the rows; in a block the rows 32 apart side by side.
+    """The scales of short tiles along rows, (rows, tiles across), as one dimension: blocks of 128 rows and 4 tiles,
+    zero-padded, ordered along the rows; within a block, rows 32 apart are adjacent.
 
     Entry (r, c) goes to ((r // 128) * ceil(tiles / 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4.
     """
@@ -158,7 +159,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def swizzled_size(rows: int, across: int) -> int:
-    """How many scales `swizzled` gives."""
+    """The number of scales that `swizzled` returns."""
     return -(-rows // 128) * -(-across // 4) * 512
 
 
@@ -166,18 +167,18 @@ def swizzled_size(rows: int, across: int) -> int:
 
 
 class Side(NamedTuple):
-    """One side of a product: codes (rows, shared), FP8 numbers or bytes of two FP4 numbers, and scales (rows, tiles
-    across), as many as its tiles have; a tensor's is a scalar. Those of short tiles may be `swizzled` already."""
+    """One operand of a matmul: codes (rows, shared), FP8 or bytes of two FP4 codes, and scales (rows, tiles across) of
+    its tiles; a tensor's is a scalar. Those of short tiles may be `swizzled` already."""
 
     codes: Tensor
     kind: Kind
     scale: Tensor
     whole: Tensor | None = None
-    """Of two levels of scales, the tensor's."""
+    """The tensor's scale, with two levels of scales."""
 
 
 def units_mm(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """lhs (rows, shared) times the transpose of rhs (columns, shared), plus bias, rounded to dtype."""
+    """lhs (rows, shared) @ the transpose of rhs (columns, shared), plus bias, rounded to dtype."""
     sides = lhs.codes, rhs.codes, lhs.scale, rhs.scale, lhs.whole, rhs.whole, lhs.kind.recipe, rhs.kind.recipe
     return _OPERATOR(*sides, bias, dtype)  # type: ignore[no-any-return]
 
@@ -197,7 +198,7 @@ def _units_mm(
 
 
 def _laid(kind: str, scale: Tensor, whole: Tensor | None, rows: int) -> tuple[Any, Any, Any]:
-    """What a side's scales are of, the scales in the order that units read them in, and that order's name."""
+    """The `ScalingType` of a side's scales, the scales in the layout of tensor cores, and their `SwizzleType`."""
     name, order = getattr(F.ScalingType, kind), F.SwizzleType
     if kind in _NUMBERS:
         laid = scale if scale.dim() == 1 else swizzled(scale).view(_NUMBERS[kind])

@@ -1,6 +1,6 @@
-"""Fast paths for CUDA tensors, in Triton: `run` of a file each, as in `kernels.cpu`.
+"""Triton kernels for CUDA tensors: each file has a `run`, as in `kernels.cpu`.
 
-Here: which tensors they take, and how they are launched.
+This file decides which tensors they support and launches them.
 """
 
 from contextlib import nullcontext
@@ -19,18 +19,19 @@ from halfstep.quant.tracing import has_memory
 
 
 OLDEST = (3, 6)
-"""The oldest Triton that the kernels were proven with."""
+"""The oldest Triton version with which the kernels were tested against the reference."""
 BLOCK = 2048
-"""Elements of a program, where a kernel goes over a tensor element by element."""
+"""Elements per program of an elementwise kernel."""
 UNIT = 16
-"""Rows of a multiple of so many elements start where 16 bytes do: with any number, registers would spill."""
+"""Rows whose length is a multiple of this start at multiples of 16 bytes, which kernels rely on; for rows of any length
+registers would spill."""
 
 _BITS = {
     torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16,
     torch.uint16: torch.int16, torch.uint32: torch.int32,
 }  # fmt: skip
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-"""Dtypes of numbers, as kernels are told them: what they load are bits."""
+"""Floating dtypes by the names that kernels take: they load tensors as integers."""
 
 
 # ---- availability ----------------------------------------------------------------------------------------------------
@@ -38,14 +39,14 @@ KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
+    """The compute capability of an NVIDIA GPU; (0, 0) for other devices."""
     there = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return torch.cuda.get_device_capability(device) if there else (0, 0)
 
 
 @cache
 def missing() -> str | None:
-    """Why no Triton kernels run here; None where they do."""
+    """Why Triton kernels cannot run on this machine; None where they can."""
     if torch.version.hip is not None:
         return "ROCm: the Triton kernels are proven for NVIDIA's GPUs alone"
     if find_spec("triton") is None:
@@ -57,7 +58,7 @@ def missing() -> str | None:
 
 
 def here(tensor: Tensor) -> bool:
-    """Whether Triton kernels run where this tensor is, and can read it."""
+    """Whether Triton kernels run on this tensor's device and can read its storage."""
     return tensor.is_cuda and has_memory(tensor) and missing() is None
 
 
@@ -65,13 +66,13 @@ def here(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether this is a dense contiguous tensor of one of the dtypes (fp32, bf16 and fp16 where none is named) where
-    Triton kernels run."""
+    """Whether this is a dense contiguous CUDA tensor of one of the dtypes (default: fp32, bf16 and fp16), and Triton
+    kernels run here."""
     return here(tensor) and lies_plain(tensor, *dtypes)
 
 
 def lies_plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """The same but for where the tensor is."""
+    """Whether this is a dense contiguous tensor of one of the dtypes (default: fp32, bf16 and fp16), on any device."""
     return (
         tensor.dtype in (dtypes or KINDS)
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -82,14 +83,14 @@ def lies_plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """A tensor as the integers that kernels load and store; integers and bytes as they are."""
+    """A view of the tensor as the integers that kernels load and store; integer and byte tensors as they are."""
     tensor = tensor.detach()
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
 
 
 def halves(seed: Seed | None) -> tuple[int, int, int]:
-    """A seed as kernels take it: two 32-bit halves, lower first, as signed numbers (a kernel's integers are signed),
-    and 0; of one in the GPU's memory the halves of its address, and 1. Either way it is the same kernel, so that eager
+    """A seed as the three ints that kernels take: (low, high, 0), its 32-bit halves as signed ints, since kernel
+    arguments are signed; for a seed on the GPU the halves of its address, and 1. Both use one kernel, so that eager
     steps compile what a CUDA graph captures."""
     if seed is None:
         return 0, 0, 0
@@ -103,23 +104,23 @@ def halves(seed: Seed | None) -> tuple[int, int, int]:
 
 @cache
 def functions(name: str) -> ModuleType:
-    """The module of `kernels.gpu.jit` of that name."""
+    """The module of `kernels.gpu.jit` with that name."""
     return import_module(f"halfstep.kernels.gpu.jit.{name}")
 
 
 class Launch:
-    """Runs programs of a kernel on a device's current stream, by constants that are given once.
+    """Launches a Triton kernel with fixed constants on a device's current stream.
 
-    Triton asks at each launch what its arguments are, for every constant of a kernel too: that takes longer than the
-    launch. So what it compiled is kept by which arguments are there and begin at a multiple of 16 bytes: the dtypes of
-    tensors do not change from call to call, nor whether whole numbers fit 32 bits.
+    Triton inspects all arguments and constants at each launch, which takes longer than the launch itself. So compiled
+    kernels are cached here by which arguments are tensors and which of these are 16-byte aligned. The dtypes of
+    tensors, and whether ints fit 32 bits, must not change between calls.
 
-    Multiplications and additions are never contracted, which would round once where the reference rounds twice.
+    FMA contraction is off: it would round once where the reference rounds twice.
 
     Args:
-        as_bits: the kernel takes all tensors as integers (`bits`): calls need not.
-        varying: the places of the arguments that are not alike in all calls: a tensor or None, or one that may begin
-            elsewhere. None: all are asked.
+        as_bits: convert tensor arguments to integers (`bits`) on the first launch, so that callers need not.
+        varying: the indices of arguments that may be a tensor or None, or of another alignment, from call to call.
+            None: all are checked.
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class Launch:
                 self._first(grid, key, arguments)
 
     def _first(self, grid: int, key: tuple[bool | None, ...], arguments: tuple[Any, ...]) -> None:
-        """A call that Triton makes: it compiles, where it has not; its interpreter never does."""
+        """Launch through Triton, which compiles the kernel if needed; in Triton's interpreter nothing is compiled or
+        cached."""
         if self._as_bits:
             arguments = tuple([bits(a) if isinstance(a, Tensor) else a for a in arguments])
         compiled = self._kernel[(grid,)](*arguments, **self._options)
@@ -156,13 +158,13 @@ class Launch:
 
 
 def launch(kernel: Any, grid: int, *arguments: Any, device: torch.device, warps: int = 4, **constants: Any) -> None:
-    """Run `grid` programs of a kernel: by a `Launch` that is made once of these constants and kinds of arguments."""
+    """Launch `grid` programs of a kernel through a cached `Launch` for these constants and kinds of arguments."""
     kinds = tuple([_kind(argument) for argument in arguments])
     prepared(kernel, device, warps, kinds=kinds, **constants)(grid, *arguments)
 
 
 def _kind(argument: Any) -> Any:
-    """The dtype of a tensor, and whether a whole number has more than 32 bits."""
+    """The dtype of a tensor; of an int, whether it needs more than 32 bits."""
     return argument.dtype if isinstance(argument, Tensor) else argument and argument.bit_length() > 31
 
 
@@ -176,5 +178,5 @@ def prepared(
     kinds: object = None,
     **constants: Any,
 ) -> Launch:
-    """The `Launch` of a kernel and constants, for arguments of those `kinds`: the same one for the same."""
+    """The cached `Launch` of a kernel with these constants; a different `kinds` gives another `Launch`."""
     return Launch(kernel, device, warps, as_bits, varying, **constants)

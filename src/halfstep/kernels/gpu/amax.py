@@ -1,4 +1,4 @@
-"""The largest magnitude of a CUDA tensor: read once, nothing widened, NaN kept."""
+"""The amax of a CUDA tensor in one pass, without widening it; NaN where an element is NaN."""
 
 from functools import cache
 
@@ -7,15 +7,16 @@ import torch
 from halfstep.kernels.gpu import BLOCK, KINDS, Launch, functions
 
 
-_BLOCK = 4 * BLOCK  # few programs, since all raise one number
+_BLOCK = 4 * BLOCK  # few programs, since each does an atomic max on one address
 
 
 def run(x: torch.Tensor, unless: torch.Tensor | None = None, found: torch.Tensor | None = None) -> torch.Tensor:
-    """max |x| of a tensor that `lies_plain`, as a float32 scalar: 0 of an empty tensor, NaN where there is one.
-    0 too, and x is not read, where `unless`, another, is not 0.
+    """max |x| of a tensor that `lies_plain`, as a float32 scalar: 0 for an empty tensor, NaN where an element is NaN.
+    Where `unless`, a float32 scalar, is not 0, x is not read and the result is 0.
 
     Args:
-        found: zeros there, 4 bytes or more, the first of which become its bits: given back as they are.
+        found: a tensor of zeros on x's device, at least 4 bytes; the result's bits are written to its start, and it is
+            returned.
     """
     if found is None:
         found = torch.zeros((), dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
-"""Tiles that share a scale, on a GPU: `quant.Quantizer` of CUDA tensors, and `Quantized.dequantize`, bit for bit.
+"""Quantization in tiles on a GPU: `Quantizer.quantize` of CUDA tensors, and `Quantized.dequantize`, bit for bit.
 
-One pass: a program reads a block of whole tiles, finds their largest magnitudes, forms the scales, and rounds. The
-scale of a tensor, of a row or a column of it, and the tensor's of two levels take a pass before it.
+One pass: a program reads a block of whole tiles, finds each tile's amax, computes the scales, and rounds. One scale per
+tensor, row or column, and the tensor's scale of two-level scaling, need a pass before it.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ _STORED = {"codes", "scale", "tensor_scale", "scale_scale", "scale_offset"}
 
 
 class Cut(NamedTuple):
-    """How a matrix is cut into blocks."""
+    """How a matrix is cut into blocks for kernels."""
 
     rows: int
     columns: int
@@ -40,26 +40,27 @@ class Cut(NamedTuple):
     """Rows and columns of a tile; 0 for a whole dimension."""
     block: tuple[int, int]
     unit: int
-    """What the number of columns is known to be a multiple of; the block's columns where it is those."""
+    """A divisor of the number of columns that the kernel may assume; `columns` itself where a block spans the
+    columns."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return -(-self.rows // self.block[0]) * -(-self.columns // self.block[1])
 
     @property
     def programs(self) -> int:
-        """A program for each block, or for those that tall tiles lie in."""
+        """The number of programs: one per block, or one per tile where tiles are taller than a block."""
         return -(-self.rows // max(self.block[0], self.tile[0])) * -(-self.columns // self.block[1])
 
 
 def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
-    """The blocks of a tensor of that shape in such tiles, of elements of so many bits; None where no kernel does it:
-    tiles of another size than a power of two, or more than a block, and rows whose codes leave bits of a byte over."""
+    """The blocks of a tensor of that shape in such tiles, with elements of `bits` bits. None where no kernel supports
+    them: tile sizes that are no power of two or too large, and rows whose codes do not fill their last byte."""
     rows, columns = matrix_shape(shape)
     high, wide = tile.rows, tile.columns
     if (
-        (0 in (high, wide) and high + wide > 1)  # of a whole dimension, only single rows or columns
+        (0 in (high, wide) and high + wide > 1)  # a tile that spans one dimension is one row or one column
         or not shape
         or any(size & (size - 1) for size in (high, wide))
         or high * wide > _LARGEST
@@ -75,8 +76,8 @@ def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
 
 
 def cut_of(x: Tensor, quantizer: Quantizer) -> Cut | None:
-    """How kernels cut `x`, wherever it is, to quantise it; None where they do not: it is dense and contiguous, fp32,
-    bf16 or fp16."""
+    """The blocks in which kernels quantize x, on any device. None where they do not support it: x must be dense,
+    contiguous, and fp32, bf16 or fp16."""
     if not lies_plain(x) or not x.numel() or quantizer.scales is None:
         return None
     single = _single(quantizer)
@@ -89,13 +90,13 @@ def cut_of(x: Tensor, quantizer: Quantizer) -> Cut | None:
     if told is None or made is None:
         return None
     if told[0].second is not None and made.tile[0] > made.block[0]:
-        return None  # of a tile that is read strip by strip, no sum is formed
+        return None  # the errors of a tile that is read in several strips are not summed
     return made if told[0].kind != "two_level" or all(made.tile) else None
 
 
 def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> bool:
-    """Write what `quantizer.quantize(x)` keeps to `tensors` (`codes`, `scale` ...), of its layout. False where that is
-    not done here."""
+    """Write the tensors of `quantizer.quantize(x)` to `tensors` (`codes`, `scale` ...), which have its layout. False
+    where no kernel supports it."""
     made = cut_of(x, quantizer) if all(tensor.is_contiguous() for tensor in tensors.values()) else None
     if made is None:
         return False
@@ -110,10 +111,11 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
 def run_values(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
 ) -> bool:
-    """Write what x, rounded in these tiles, stands for to `out`. False where that is not done here: it takes tensors of
-    one shape, apart in memory.
+    """Write x, quantized and dequantized, to `out`. False where no kernel supports it: x and out must have one shape
+    and not overlap.
 
-    Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
+    With two levels of scales, if `tensor_scale` is given the tensor's scale is written to it and not applied to the
+    values.
     """
     if not lies_plain(out) or x.shape != out.shape or x.data_ptr() == out.data_ptr() or not separate(x, out):
         return False
@@ -128,12 +130,15 @@ def run_values(
 
 
 class Largest:
-    """The launch that finds, in tensors of one shape and dtype, the bits of the largest magnitudes that scales need
-    before the pass that rounds: of the whole tensor, of each row or each column; of two levels, of the finite tiles. It
-    gives those of the tensor, and those of its transpose; None where none are needed.
+    """The launch that finds the amaxes which scales need before the rounding pass, as int32 bits, for one shape and
+    dtype.
+
+    They are those of the whole tensor, or of each row or column; for two levels of scales, the largest over tiles
+    without infinity or NaN. A call returns those for the tensor and those for its transpose; None where none are
+    needed.
 
     Args:
-        both: those of the transpose too.
+        both: find those for the transpose too.
     """
 
     def __init__(
@@ -141,7 +146,7 @@ class Largest:
     ) -> None:
         told, tile = quantizers.known(quantizer), quantizer.tiling.tile
         assert told is not None
-        made = cut(shape, tile, 8)  # no code is packed
+        made = cut(shape, tile, 8)  # with `bits` 8: only maxima are found, no codes packed
         assert made is not None
         self._shared = both and tile.rows == tile.columns
         self._turned = None
@@ -149,7 +154,7 @@ class Largest:
             self._turned = Largest(quantizer.down, shape, dtype, device)
         two_level = told[0].kind == "two_level"
         self.zeros = 0
-        """How many zeros a call may be given to raise."""
+        """The size of the zeros that a call may pass, to be raised by atomic max."""
         self._needed, self._whole = two_level or not all(made.tile), not any(made.tile)
         if not self._needed or self._whole:
             return
@@ -177,7 +182,8 @@ class Largest:
 
 
 def _single(quantizer: Quantizer) -> Quantizer | None:
-    """Of scales that have scales, the quantizer that leaves them as they are; None of others."""
+    """For a rule that quantizes its scales (`DoubleAbsmax`), the quantizer with unquantized scales; None for other
+    rules."""
     scales = quantizer.scales
     if scales is None or not isinstance(scales.rule, DoubleAbsmax):
         return None
@@ -187,7 +193,8 @@ def _single(quantizer: Quantizer) -> Quantizer | None:
 def _run_twice(
     x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, single: Quantizer, seed: Seed | None, made: Cut
 ) -> None:
-    """Codes and scales, as of a `single` quantisation; and then these scales. A tile is lost with its group."""
+    """Write the codes of the `single` quantizer, then quantize its scales. Tiles whose stored scale is NaN get codes of
+    0: one that is not finite makes all scales of its group NaN."""
     scales: Any = quantizer.scales
     exact = torch.empty(tensors["scale"].shape, device=x.device, dtype=torch.float32)
     _launch(x, tensors["codes"], exact, None, single, seed, made)
@@ -200,7 +207,7 @@ def _run_twice(
 
 @cache
 def _zeros(format: Format) -> int:
-    """A byte of codes of 0."""
+    """The byte whose codes all decode to 0."""
     zero = int(encode(torch.zeros((), dtype=torch.float32, device="cpu"), format))
     return zero | zero << 4 if format.bits == 4 else zero
 
@@ -210,7 +217,8 @@ def _launch(
     made: Cut,
 ) -> None:  # fmt: skip
     values: Any = None if scale is not None else out.dtype
-    # By the GPU's own instructions registers would spill of rows that start anywhere, and of values in float32.
+    # With the GPU's conversion instructions registers would spill for unaligned rows, and for values of a float32
+    # input.
     plainly = made.unit == 1 or (values is not None and x.dtype == torch.float32)
     given = quantizers.known(quantizer) if plainly else quantizers.told(quantizer, x.device, x.dtype)
     assert given is not None
@@ -232,7 +240,7 @@ def _launch(
 def restored(
     tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer
 ) -> tuple[Cut, quantizers.Rule, quantizers.Meaning] | None:
-    """What the kernel is compiled for; None where `run` does not write these values, wherever they are."""
+    """The constants of the dequantizing kernel. None where it does not support these tensors, on any device."""
     scales, format = quantizer.scales, quantizer.format
     if scales is None or tensors.keys() - _STORED or not lies_plain(out) or not out.numel():
         return None
@@ -244,8 +252,8 @@ def restored(
 
 
 def run_dequantize(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
-    """Write the values of `tensors` (`codes`, `scale` ...) to `out`. False where that is not done here: it takes dense
-    contiguous tensors, values in fp32, bf16 or fp16."""
+    """Write the values of `tensors` (`codes`, `scale` ...) to `out`. False where no kernel supports it: all must be
+    dense and contiguous, and `out` fp32, bf16 or fp16."""
     found, format = restored(tensors, out, quantizer), quantizer.format
     if found is None:
         return False

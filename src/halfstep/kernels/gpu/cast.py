@@ -1,4 +1,4 @@
-"""What goes over a CUDA tensor element by element, in one pass: roundings, codes and their values, products, seeds."""
+"""Elementwise kernels on CUDA tensors: rounding, encoding, decoding, scaling a matmul's result, seeds."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,9 +18,9 @@ from halfstep.quant.rounding import Seed
 
 
 CONVERTED = {formats.get("float8_e4m3fn").key: "e4m3", formats.get("float8_e5m2").key: "e5m2"}
-"""Formats whose codes an instruction makes, by their keys."""
+"""The formats that a GPU instruction converts to, by key."""
 ADA = (8, 9)
-"""The compute capability from which on GPUs have it."""
+"""The first compute capability with that instruction."""
 
 
 def run(
@@ -33,8 +33,8 @@ def run(
     factor: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> bool:
-    """Write `x`, rounded, to `out`: as `kernels.cpu.cast.run`, of which every bit is equal. False where that is not
-    done here: it takes dense contiguous tensors of one shape, the same one or apart in memory."""
+    """Write x * factor, rounded, to `out`, with the bits of `kernels.cpu.cast.run`. False where no kernel supports it:
+    both must be dense and contiguous, of one shape, and either the same tensor or not overlapping."""
     known = elements.scalars(format, rounding, overflow, out.dtype, x.dtype if factor is None else torch.float32)
     if known is None or not (lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out)):
         return False
@@ -55,12 +55,12 @@ def run_codes(
     packed: bool = False,
     by_integers: bool = False,
 ) -> bool | None:
-    """Write the codes of `x`, times a factor, to `out`. False: there is NaN in x, and the format has no code for it;
-    this is asked of such formats alone, and the host waits for the answer. None where that is not done here: it takes
-    dense contiguous tensors, and a code of one or two bytes.
+    """Write the codes of x * factor to `out`. False: x has a NaN and the format has no code for it; checked for such
+    formats alone, and the host synchronizes for it. None where no kernel supports it: the tensors must be dense and
+    contiguous, with codes of one or two bytes.
 
-    `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
-    by_integers: also where the GPU has a conversion of its own to these codes (`instruction`).
+    `packed`: 4- and 6-bit codes are packed along the rows of `out`, which they fill, as by `quant.pack`. by_integers:
+    do not use the GPU's own conversion to these codes (`instruction`).
     """
     known = element_codes.scalars(format, rounding, overflow) if lies_plain(x) and lies_plain(out, out.dtype) else None
     if known is None or not lie_in(out, x, format, packed):
@@ -79,8 +79,8 @@ def run_codes(
 
 
 def instruction(format: formats.Format, rounding: str, overflow: str, device: torch.device) -> str | None:
-    """The conversion of that GPU that gives the format's codes: of E4M3 and E5M2 to nearest, saturating, from compute
-    capability 8.9 on; all 2^32 float32 numbers were compared on an H100. None where there is none."""
+    """The name of the GPU's own conversion to the format's codes, or None: for E4M3 and E5M2, to nearest, saturating,
+    from compute capability 8.9 on. It was compared with the reference for all 2^32 float32 inputs on an H100."""
     known = rounding == "nearest_even" and overflow == "saturate"
     return CONVERTED.get(format.key) if known and capability(device) >= ADA else None
 
@@ -108,8 +108,9 @@ def _launch(
 
 
 def run_posit(x: Tensor, out: Tensor, format: formats.Posit, rounding: str) -> bool:
-    """Write `x`, rounded to the nearest posit, to `out`: its value, or its code where these are integers. False where
-    that is not done here: it takes dense contiguous tensors of one shape, the same one or apart in memory."""
+    """Write x, rounded to the nearest posit, to `out`: values, or codes if `out` is an integer tensor. False where no
+    kernel supports it: both must be dense and contiguous, of one shape, and either the same tensor or not
+    overlapping."""
     numbers = (
         posit.scalars(format, rounding, x.dtype, out.dtype) if lies_plain(x) and lies_plain(out, out.dtype) else None
     )
@@ -125,9 +126,9 @@ def run_posit(x: Tensor, out: Tensor, format: formats.Posit, rounding: str) -> b
 
 
 def run_decode(codes: Tensor, out: Tensor, format: formats.Format, packed: bool = False) -> bool | None:
-    """Write the values of `codes` to `out`. False: there is a code with more bits than the format has; this is asked
-    where a container has such bits, and the host waits for the answer. None where that is not done here: it takes dense
-    contiguous tensors, values in fp32, bf16 or fp16."""
+    """Write the values of `codes` to `out`. False: a code has more bits than the format; checked where codes are stored
+    in wider integers, and the host synchronizes for it. None where no kernel supports it: the tensors must be dense and
+    contiguous, and `out` fp32, bf16 or fp16."""
     known = format.bits <= 16 and lies_plain(out) and lies_plain(codes, codes.dtype)
     if not known or not lie_in(codes, out, format, packed):
         return None
@@ -147,7 +148,7 @@ def run_decode(codes: Tensor, out: Tensor, format: formats.Format, packed: bool 
 
 @cache
 def _numbers(format: formats.Format, dtype: torch.dtype) -> Any:
-    """What decodes a code by arithmetic; None where its value needs a table, or rounding onto the dtype."""
+    """The constants for decoding by arithmetic; None where values come from a table, or need rounding to the dtype."""
     found = element_codes.decoding_scalars(format, dtype)
     if found is None:
         return None
@@ -165,12 +166,13 @@ def _table(format: formats.Format, dtype: torch.dtype, device: torch.device) -> 
 
 @cache
 def half() -> elements.Rounding:
-    """float16's rounding as torch's conversions do it."""
+    """The rounding of float32 to float16 as torch does it."""
     return elements.Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
 
 
 def run_finish(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`(product * scale + bias).to(dtype)`, each operation rounded to float32: 6 bytes an element instead of 18.
+    """`(product * scale + bias).to(dtype)`, with each operation rounded to float32: 6 bytes of traffic an element, not
+    18.
 
     Args:
         product: (rows, columns), float32, that `lies_plain`.
@@ -192,8 +194,9 @@ _SAMPLE = 1024
 
 
 def run_seeds(x: Tensor, key: Tensor, count: int, steps: Sequence[int]) -> Tensor | None:
-    """`kernels.operator.seeds` of a sample of x with these steps along its dimensions: int64 (count). None where
-    that is not done here: it takes fp32, bf16 and fp16 of at most four dimensions, of any strides, and a key there."""
+    """`kernels.operator.seeds` of a sample of x with these steps along its dimensions: int64 (count). None where no
+    kernel supports it: x must be fp32, bf16 or fp16 with at most four dimensions, of any strides, and `key` on its
+    device."""
     if x.dtype not in KINDS or x.dim() > 4 or x.is_neg() or key.device != x.device:
         return None
     counts = [-(-size // step) for size, step in zip(x.shape, steps, strict=True)]

@@ -1,4 +1,4 @@
-"""States of delayed scaling on a GPU, moved on by one launch for all that are alike."""
+"""The states of delayed scaling on a GPU, advanced in place by one launch per group with one layout."""
 
 from functools import cache
 
@@ -11,14 +11,14 @@ from halfstep.quant.scaling.delayed import Delayed
 
 
 def places(addresses: list[int], device: torch.device) -> torch.Tensor:
-    """Where states are: what `run` takes."""
+    """The addresses of states, as a tensor on the device, for `run`."""
     cells = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     return cells if device.type == "cpu" else cells.pin_memory().to(device, non_blocking=True)
 
 
 def run(places: torch.Tensor, scaling: Delayed, element: Format, skipped: torch.Tensor | None) -> None:
-    """`scaling.advance` of the states at these places, which are of one format; where `skipped`, a float32 scalar, is
-    above 0 their amaxes are forgotten, and nothing else changes."""
+    """`scaling.advance` of the states at these addresses, whose operands have one format. Where `skipped`, a float32
+    scalar, is above 0 they only drop the amax of that step."""
     _launch(scaling, element, places.device)(len(places), places, None if skipped is None else bits(skipped))
 
 

@@ -1,4 +1,4 @@
-"""Which tensors the kernels of optimizers take, and what each kind of them is compiled for."""
+"""Which tensors the optimizer kernels support, and the constants that each kind of update is compiled for."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,30 +21,33 @@ from halfstep.quant.tile import TENSOR
 
 
 LONGEST = 1 << 20
-"""Steps after which what follows from their number must stay: bias corrections of a beta of 0.99996 do."""
+"""The step after which scalars that depend on the step number must be constant: bias corrections of a beta of 0.99996
+are."""
 
 _BYTES = "uint8"
 _KEPT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16", torch.int8: _BYTES}
 _TILES = (32, 64, 128, 256, 512, 1024)
 _SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-"""Of codes that lie as numbers of a dtype, under the smallest power of two that brings all of them in range."""
+"""Dtypes of codes that hold elements under one power-of-two scale: the smallest that brings all elements in range."""
 
 
 class Options(NamedTuple):
-    """What a formula is given of a group; all numbers are float64's."""
+    """The options of a parameter group that a formula takes; all numbers are float64."""
 
     program: Program
     sign: float
-    """What gradients are multiplied by: -1 to maximize."""
+    """The factor on gradients: -1 to maximize."""
     numbers: tuple[float | Tensor, ...]
-    """The last of `program.names`; a tensor is on the GPU."""
+    """The values of the last of `program.names`; a tensor must be on the GPU."""
     by_step: Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-    """The numbers of a step by its number and `settings`: the names after `step`. Beyond some step they stay."""
+    """From a step number and `settings` to the scalars whose names follow `step`. From some step on they are
+    constant."""
     settings: tuple[tuple[str, Any], ...]
 
     @property
     def rows(self) -> tuple[tuple[float, ...], ...] | None:
-        """What `by_step` gives from the first step on, until it stays; None where that takes too long."""
+        """The values of `by_step` from step 1 to the first from which they are constant; None if they are not by step
+        `LONGEST`."""
         return _rows(self.by_step, self.settings)
 
 
@@ -63,42 +66,42 @@ def _rows(by_step: Any, settings: tuple[tuple[str, Any], ...]) -> tuple[tuple[fl
 
 
 class Tensors(NamedTuple):
-    """What one update takes: a weight, what its master keeps, its gradient and its moments; each numbers or codes."""
+    """The tensors of one parameter's update: weight, master, gradient and moments, each a tensor or codes (`Coded`)."""
 
     weight: Tensor | Coded
     grad: Tensor | Coded
     step: Tensor
-    """How many steps it has taken, a float32 scalar that the step counts on."""
+    """The number of steps done, a float32 scalar that the kernel increments."""
     master: str
     kept: Mapping[str, Tensor | Coded]
     moments: Sequence[Tensor | Coded]
-    """At most two."""
+    """Zero to two."""
     residual: Tensor | None
-    """What the second moment, of 16 bits, leaves over."""
+    """The rounding error of the second moment in 16 bits, kept beside it."""
     rounding: str
     place: tuple[int, int, int] | None
-    """Where a part of a tensor lies in the whole: START, RUN and STRIDE of `table`; None: this is all of it."""
+    """For a shard, its START, RUN and STRIDE in the whole tensor (see `table`); None for a whole tensor."""
     seed: int
-    """The run's one seed, of which each step makes its own for tensor number `number`."""
+    """The run's seed, from which each step derives its own for tensor number `number`."""
     number: int
     group: int
     shared: Sequence[Tensor] = ()
-    """Moments that are one number of the tensor."""
+    """Moments that are one scalar per tensor."""
 
     @property
     def all(self) -> tuple[Tensor, ...]:
-        """Every tensor of the weight's size, codes among them."""
+        """Every tensor with as many elements as the weight, codes among them."""
         residual = [] if self.residual is None else [self.residual]
         return *map(codes_of, (self.weight, self.grad, *self.kept.values(), *self.moments)), *residual
 
 
 def codes_of(numbers: Tensor | Coded) -> Tensor:
-    """The tensor of a weight's size: the numbers themselves, or their codes."""
+    """The tensor with as many elements as the weight: the tensor itself, or its codes."""
     return numbers.parts["codes"] if isinstance(numbers, Coded) else numbers
 
 
 class Kind(NamedTuple):
-    """What one function is compiled for, beside how codes are read and written."""
+    """The constants of a compiled update, besides how codes are read and written."""
 
     weight: str
     grad: str
@@ -108,35 +111,36 @@ class Kind(NamedTuple):
     noisy: bool
     spread: bool
     aligned: bool
-    """Whether all tensors begin at multiples of 16 bytes."""
+    """Whether all tensors are 16-byte aligned."""
 
 
 class Form(NamedTuple):
-    """How numbers are kept: in a dtype; as codes of a byte with a scale for each `tile` of them; or as codes of a byte
-    or a dtype under one scale of the tensor, which follows from its largest magnitude by a `rule`."""
+    """How a tensor is stored: in a dtype; as one-byte codes with a scale per `tile` elements; or as codes (bytes or a
+    dtype) under one scale of the tensor, computed from its amax by `rule`."""
 
     kind: str
     tile: int = 0
     quotient: quantizers.Rule | None = None
-    """Of tiles under their largest magnitude over the largest element."""
+    """The rule of tiles whose scale is their amax over the format's largest value."""
     range: int = 0
-    """Of an expanded range the bits of its log2, and of the largest value's log2."""
+    """For range expansion, the float32 bits of the log2 of the format's range; `top`: of the log2 of its largest
+    value."""
     top: int = 0
     sixteenths: bool = False
-    """Whether exponents are whole sixteenths."""
+    """Whether exponents are multiples of 1/16."""
     rule: quantizers.Rule | None = None
     element: quantizers.Element | None = None
     decoding: element_codes.Decoding | None = None
-    """Of floats of a byte."""
+    """For one-byte float codes."""
     instruction: str | None = None
-    """The GPU's own conversion of these codes (`cast.instruction`)."""
+    """The GPU's own conversion to these codes (`cast.instruction`)."""
     container: str = "uint8"
-    """As what kernels load codes under one scale."""
+    """The type in which kernels load codes under one scale."""
 
 
 def _form_of(coded: Coded) -> Form | None:
-    """How codes are kept. None where kernels do not read and write them: under one float32 scale of the tensor, or in
-    tiles of the flat tensor, as `_form` has them."""
+    """The `Form` of codes. None where kernels do not support it: codes need one float32 scale per tensor, or tiles of
+    the flat tensor as in `_form`."""
     form, codes = _form(_kept(coded)), coded.parts["codes"]
     scales = ("scale", "exponent", "center") if form is not None and form.kind == "expanded" else ("scale",)
     if (
@@ -156,8 +160,8 @@ def _form_of(coded: Coded) -> Form | None:
 
 
 def kind_of(t: Tensors, options: Options) -> Any:
-    """The program and kind of a tensor; and how its weight, master, gradient and its two moments are coded. None where
-    `optimizer.Steps` does not move it, of dense tensors anywhere."""
+    """The key of an update's launch: its program, `Kind`, and how weight, master, gradient and two moments are coded.
+    None where `optimizer.Steps` does not support it; the tensors may be on any device."""
     program = options.program
     taken = program.taken + len(program.normed.results)
     room = taken <= table.NUMBERS - table.TAKEN and len(options.numbers) <= table.OPTIONS - table.GIVEN
@@ -175,7 +179,7 @@ def kind_of(t: Tensors, options: Options) -> Any:
 
 
 def _is_dense(t: Tensors) -> bool:
-    """Whether these are numbers and codes that kernels read and write, all of one size on one device."""
+    """Whether these are dense tensors and codes that kernels support, of one size on one device."""
     weight, grad, moments, kept = t.weight, t.grad, t.moments, t.kept.values()
     size, device = codes_of(weight).numel(), codes_of(weight).device
     forms = [_form_of(one) for one in (weight, grad, *kept) if isinstance(one, Coded)]
@@ -197,18 +201,18 @@ def _is_dense(t: Tensors) -> bool:
 
 
 def _container(numbers: Tensor | Coded) -> str:
-    """As what a kernel loads them."""
+    """The type in which a kernel loads them."""
     dtype = codes_of(numbers).dtype
     return _BYTES if dtype.itemsize == 1 else KINDS.get(dtype) or _KEPT[dtype]
 
 
 def _kept(numbers: Tensor | Coded | None) -> Any:
-    """Quantizer and container of what is codes."""
+    """The quantizer and the codes' dtype; None for a plain tensor."""
     return (numbers.quantizer, codes_of(numbers).dtype) if isinstance(numbers, Coded) else None
 
 
 def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """What a launch of that kind is given beside tables."""
+    """For a key of `kind_of`: the tables that a launch looks values up in, and its constants."""
     _, kind, *kept = key
     looked_up = tuple(quantizers.table(one[0].format, device) if isinstance(one, tuple) else None for one in kept[-2:])
     forms = {name: _told(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
@@ -216,13 +220,13 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
 
 
 def has_one_scale(constants: Mapping[str, Any]) -> bool:
-    """Whether what a launch writes must be seen as a whole first: it is codes under one scale."""
+    """Whether a launch writes codes under one scale per tensor, so that a launch before it must find the amaxes."""
     forms = (constants[name] for name in ("W", "M1", "M2"))
     return any(form is not None and form.rule is not None for form in forms)
 
 
 def _told(kept: Any, device: torch.device) -> Form | None:
-    """The `_form` of what is kept, by that GPU's own conversion to its codes where it has one."""
+    """The `_form` of `kept`, with that GPU's own conversion to its codes, where it has one."""
     form = _form(kept)
     if form is None or form.element is None:
         return form
@@ -231,16 +235,17 @@ def _told(kept: Any, device: torch.device) -> Form | None:
         quantizer, device, torch.float32, (form.quotient or quantizers.Rule("", 0), form.element)
     )
     made = element.instruction
-    if container == torch.float8_e5m2:  # whose NaN is not torch's
+    if container == torch.float8_e5m2:  # torch's code of NaN differs from the instruction's
         element = form.element
     return form._replace(quotient=form.quotient and quotient, element=element, instruction=made)
 
 
 @cache
 def _form(kept: Any) -> Form | None:
-    """None of what is no codes, and of codes that kernels do not read and write. They do those that are rounded to
-    nearest: numbers of a dtype times a power of two of the tensor, or bytes of a float under another scale of it; a
-    byte each in tiles along rows, under their largest magnitude over the largest element, or with expanded ranges."""
+    """How a tensor is stored, as a `Form`; None for codes that kernels do not support. Supported are codes rounded to
+    nearest: a dtype's values times a power of two of the tensor; one-byte floats under another scale of the tensor; and
+    one byte per element in tiles along rows, with scale amax over the format's largest value, or with expanded
+    ranges."""
     if kept is None or isinstance(kept, torch.dtype):
         return None if kept is None else Form(KINDS[kept])
     quantizer, container = kept
@@ -256,16 +261,16 @@ def _form(kept: Any) -> Form | None:
     if isinstance(format, Codebook):
         return form._replace(kind="places", element=element)
     rounding, coding = quantizers.pair(format)
-    if container == torch.uint8:  # of what is lost, 0 is rounded
+    if container == torch.uint8:  # tiles with infinity or NaN are rounded as zeros, so no NaN is encoded
         element = element._replace(rounding=rounding._replace(nan_above=None))
-    else:  # a NaN has torch's own code
+    else:  # NaN is encoded as torch does
         element = element._replace(coding=coding._replace(nan=0x7F))
     decoding = element_codes.Decoding(*map(int, element_codes.decoding_scalars(format)))
     return form._replace(element=element, decoding=decoding)
 
 
 def _under_one(format: Format, scaling: Scaling, container: torch.dtype) -> Form | None:
-    """Codes of a float under one scale of the tensor."""
+    """The `Form` of float codes under one scale of the tensor."""
     rule = quantizers.rule(format, scaling)
     if (
         rule is None
@@ -280,7 +285,7 @@ def _under_one(format: Format, scaling: Scaling, container: torch.dtype) -> Form
 
 
 def _in_tiles(format: Format, scales: Scales, container: torch.dtype) -> Form | None:
-    """A byte each, in tiles of the flat tensor."""
+    """The `Form` of one-byte codes in tiles of the flat tensor."""
     tile, rule = scales.tile, scales.rule
     if tile.rows != 1 or tile.columns not in _TILES or container != torch.uint8:
         return None

@@ -1,6 +1,6 @@
-"""A matrix in codes twice, as it lies and transposed, from one pass: `quant.Quantizer` of both, bit for bit.
+"""A matrix quantized twice in one pass, as it is and transposed: codes and scales of both, bit for bit.
 
-It is what FP8 and FP4 products take of a tensor in a forward and a backward pass.
+FP8 and FP4 matmuls need both, in the forward and in the backward pass.
 """
 
 from collections.abc import Sequence
@@ -20,35 +20,34 @@ from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import TENSOR
 
 
-_SIDE = 128  # of the square that a program takes
+_SIDE = 128  # rows and columns of the square that a program quantizes
 _STRIP = 32, 8
-"""Rows that a program holds at a time, and its warps: with more of the first, or fewer of the second, registers would
-spill."""
+"""Rows that a program holds at a time, and its warps: with more rows, or fewer warps, registers would spill."""
 _TWO_LEVELS, _CHOICE = (32, 16), (16, 8)
-"""The same of two levels of scales, and where each tile has two to choose from."""
+"""The same for two levels of scales, and for two levels where each tile has a choice of two scales."""
 _CONVERTED = {"whole": (32, 8), "square": (64, 8), "along": (32, 4)}
-"""The same where the GPU's own conversion makes the codes, of rows that begin at 16 bytes: the fastest of five on an
-H100. A strip is no lower than a tile along a row is wide, or the tile is as wide as a program's square."""
+"""The same where the GPU's own conversion makes the codes and rows are 16-byte aligned: the fastest of five on an H100.
+A strip has at least as many rows as a row tile has columns, or that tile is as wide as the program's square."""
 _PASSES = 64, 8
-"""The same of two passes (`jit.layouts`), the one along rows by strips: 64 registers a thread, for 32 warps on each of
-Hopper's multiprocessors."""
+"""The same for `jit.layouts.both_by_passes`, whose pass along rows goes by strips: 64 registers a thread, for 32 warps
+on each of Hopper's multiprocessors."""
 _BY_PASSES = ((1, 32), (1, 128), (1, 0))
-"""Tiles that these take. Squares of 128 were no faster by them on an H200."""
+"""The tiles for that kernel. For squares of 128 it was no faster on an H200."""
 _ALONG = _SQUARES = (0, 16, 32, 128)
 
 _VARYING = 0, 4, 8, 9, 10
-"""The arguments of the kernel that its callers have or have not, or took from elsewhere: `x`, `found`, `turned_found`,
-`factor` and `amax`. The memory that it writes to was made for it."""
+"""The kernel arguments that may be None, or of another alignment, from call to call: `x`, `found`, `turned_found`,
+`factor` and `amax`. Outputs are freshly allocated, so always aligned."""
 
 Tensors = dict[str, Tensor]
-"""What is kept of one copy: `codes`, `scale` ..."""
+"""The tensors of one quantized copy: `codes`, `scale` ..."""
 
 
 def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[quantizers.Rule, quantizers.Element] | None:
-    """What kernels are told of the quantizer. None where `run` does not write both copies of `x`, wherever it is: it
-    takes a dense contiguous matrix, in tiles along rows, squares, whole rows or one scale, which is `given` or not. By
-    a seed only where both copies have the same codes."""
-    every = {4: 2, 6: 4}.get(quantizer.format.bits, 1)  # codes that fill their bytes
+    """The constants with which kernels quantize x in both layouts. None where they do not support it, on any device: x
+    must be a dense contiguous matrix, in tiles along rows, squares, whole rows, or one scale per tensor, which is
+    `given` or not. Stochastic rounding only where both copies have the same codes."""
+    every = {4: 2, 6: 4}.get(quantizer.format.bits, 1)  # rows and columns must fill whole bytes
     if not lies_plain(x) or x.dim() != 2 or not x.numel() or any(size % every for size in x.shape):
         return None
     return _told(quantizer, given)
@@ -69,17 +68,18 @@ def _told(quantizer: Quantizer, given: bool) -> tuple[quantizers.Rule, quantizer
         return quantizers.Rule("reciprocal", float_bits(quantizer.format.max)), coded
     found = quantizers.known(quantizer)
     if found is None or found[1].bins is not None or (found[0].second is not None and tile.columns != _CHOICE[0]):
-        return None  # of a tile that is read strip by strip, no sum is formed
+        return None  # the errors of a tile that is read in several strips are not summed
     return found if found[0].kind != "two_level" or (tile.rows and tile.columns) else None
 
 
 def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = False) -> tuple[Tensors, Tensors]:
-    """Memory for both copies of a matrix (rows, columns), the second of which is transposed.
+    """Empty tensors for both quantized copies of a matrix (rows, columns); the second copy is transposed.
 
     Args:
-        form: `stored`, scales as the quantizer keeps them; `number`, in float32 what elements are multiplied by;
-            `swizzled`, as stored, in the order of `kernels.units_mm.swizzled`, the rest 0; one for each row of a tile.
-        outer: scales with the stride 1 from row to row: as Hopper's tensor cores take those of tiles of 1x128.
+        form: of scales: `stored`, as the quantizer keeps them; `number`, the float32 multiplier of elements;
+            `swizzled`, as stored, in the order of `kernels.units_mm.swizzled`, padded with 0, with one for each row of
+            a tile.
+        outer: scales have stride 1 from row to row, as Hopper's tensor cores take those of 1x128 tiles.
     """
     both, tile = [], quantizer.tiling.tile
     for shape in (tuple(x.shape), tuple(x.shape)[::-1]):
@@ -103,12 +103,12 @@ def codes(
     amax: Tensor | None = None,
     found: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The codes of a matrix times a factor, saturating, the same transposed, and 1 over the factor.
+    """The codes of x * factor, saturating, those of its transpose, and 1 / factor.
 
     Args:
-        factor: a float32 scalar. Where it is 0, or not given, it is max / amax (`quant.scaling.delayed.current`).
-        amax: another, which is raised to max |x|.
-        found: max |x|, for such a factor.
+        factor: a float32 scalar. Where it is 0 or None, max / amax is used (`quant.scaling.delayed.current`).
+        amax: a float32 scalar that is raised to max |x|.
+        found: max |x|, needed to compute such a factor.
     """
     both = _both(quantizer, tuple(x.shape), x.dtype, x.device, "whole", ((0, 0), (0, 0)), seed is not None)
     one, other = (torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in (x.shape, x.shape[::-1]))
@@ -118,7 +118,7 @@ def codes(
 
 
 def run(x: Tensor, quantizer: Quantizer, along: Tensors, turned: Tensors, seed: Seed | None = None) -> None:
-    """Write what `quantizer.quantize(x)` keeps to `along`, and what it makes of the transpose to `turned`: both of
+    """Write the tensors of `quantizer.quantize(x)` to `along` and those of x's transpose to `turned`: both made by
     `empty`, or with scales of any strides."""
     form, strides, one, other = laid(quantizer, along, turned)
     both = _both(quantizer, tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
@@ -127,11 +127,11 @@ def run(x: Tensor, quantizer: Quantizer, along: Tensors, turned: Tensors, seed: 
 
 
 Copy = tuple[Tensor, Tensor, Tensor | None]
-"""Codes, scales and the tensor's scale."""
+"""Codes, scales and the tensor's scale of one copy."""
 
 
 def laid(quantizer: Quantizer, along: Tensors, turned: Tensors) -> tuple[str, tuple[Any, Any], Copy, Copy]:
-    """The form of the scales of copies that `empty` made, their strides, and the copies as kernels take them."""
+    """The `form` of the scales of copies made by `empty`, their strides, and the two copies as kernels take them."""
     scale, turned_scale = along["scale"], turned["scale"]
     stored = layout(quantizer, (1, 1), torch.float32)["scale"][0]
     form = "swizzled" if scale.dim() == 1 else "stored" if scale.dtype == stored else "number"
@@ -141,12 +141,12 @@ def laid(quantizer: Quantizer, along: Tensors, turned: Tensors) -> tuple[str, tu
 
 
 class Both:
-    """The launch that writes both copies of matrices of one shape and dtype, with all decided that is alike for them.
+    """The launch that writes both quantized copies of matrices of one shape and dtype.
 
     Args:
-        form: of scales, as `empty` has them; `whole`: one scale of the tensor, 1 over its factor.
+        form: of scales, as in `empty`; `whole`: one scale per tensor, 1 / factor.
         strides: those of the scales of both copies.
-        noisy: rounded by a seed.
+        noisy: rounded stochastically.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Both:
         amax: Tensor | None = None,
         seed: Seed | None = None,
     ) -> None:
-        """Write both copies. `found`: what `blocks.Largest` gives, or of the form `whole` max |x|."""
+        """Write both copies. `found`: the result of `blocks.Largest`, or max |x| for the form `whole`."""
         self._launch(
             self._grid, x, *along, found, *turned, turned_found, factor, amax, *self._sizes, *halves(seed),
             *self._strides,

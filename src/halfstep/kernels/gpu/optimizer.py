@@ -1,4 +1,4 @@
-"""The steps of an optimizer's tensors on a GPU: a launch finds the numbers of each, one more a kind moves them all."""
+"""Optimizer steps on a GPU: one launch computes each tensor's scalars, then one per kind of tensor updates them all."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +15,23 @@ from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of,
 
 
 BLOCK = SQUARES
-"""Elements of a program: as many as a norm sums first."""
+"""Elements per program: one block of `arithmetic.norm`."""
 EACH, MANY = 4, 1 << 14
-"""Blocks that a program moves one after another, so that it finds their addresses in the nearest cache, where there are
-that many. On an H200 one at a time takes 1.05 of the time, but of moments in codebooks, which are looked up, 0.84."""
+"""Blocks that a program updates one after another, so that their addresses stay in the L1 cache, for at least MANY
+blocks. On an H200 one block per program takes 1.05 of the time, but 0.84 for moments in codebooks, which are looked
+up."""
 TENSORS = 128
-"""Tensors of a program that finds numbers."""
+"""Tensors per program of the launch that computes scalars."""
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 class Steps:
-    """The launches that step these tensors, for as long as they stay where they are.
+    """The launches that step these tensors, valid while their addresses do not change.
 
-    All that changes from step to step is in the GPU's memory: counts of steps, learning rates, what gradients are
-    divided by, and whether one of them overflowed. Nothing waits for the GPU, and a CUDA graph may hold the launches.
+    All that changes from step to step is on the GPU: step counts, learning rates, the divisor of gradients, and whether
+    one of them overflowed. So the host never synchronizes, and a CUDA graph may capture the launches.
     """
 
     def __init__(self, tensors: Sequence[Tensors], options: Sequence[Options]) -> None:
@@ -46,13 +47,13 @@ class Steps:
         self._scales = [rows[number][table.GRAD_SCALE] for number in self._coded]
         self._rows = self._sent(self._host)
         self._numbers = torch.empty(len(tensors), table.NUMBERS, device=self._device, dtype=torch.float32)
-        # A graph that is captured while gradients are elsewhere takes these for its own.
+        # For a graph that is captured when gradients have moved: it gets a table of addresses of its own.
         self._spare = self._pair() if self._device.type == "cuda" else None
         self._kept: list[Tensor] = []
         self._captured = False
-        """Whether a CUDA graph reads the rows that steps take."""
+        """Whether a captured CUDA graph reads the current table of addresses."""
         self.held = False
-        """Whether one reads any of this."""
+        """Whether a captured CUDA graph reads any of these tensors."""
         kinds: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         programs: dict[Program, list[int]] = {}
         for number, t in enumerate(tensors):
@@ -73,7 +74,7 @@ class Steps:
         for program, places, elements, constants in made:
             moved = functions("generated").made(source.moving, program)
             blocks = self._sent(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2))
-            # One scale for a tensor follows from all of what is to be written.
+            # One scale per tensor needs the amax of all new values, so a first launch computes them without writing.
             twice = has_one_scale(constants)
             arguments = (blocks, self._numbers, self._most if twice else None, *elements, len(places))
             each = EACH if len(places) >= MANY and elements == (None, None) else 1
@@ -88,7 +89,7 @@ class Steps:
     def _norms(
         self, program: Program, places: list[tuple[int, int]], blocks: Tensor, elements: Any, constants: Any
     ) -> list[tuple[Launch, int, tuple[Any, ...]]]:
-        """The launches that find the norms of the tensors that have these blocks."""
+        """The launches that compute the norms of the tensors of these blocks."""
         made, count = functions("optimizer"), len(program.normed.results)
         sums = torch.empty(len(places), count, dtype=torch.float64, device=self._device)
         begin = [(number, place) for place, (number, block) in enumerate(places) if not block]
@@ -102,7 +103,7 @@ class Steps:
         ]
 
     def set(self, options: Sequence[Options]) -> None:
-        """Take the options of groups as they are now: of the same `kind` as before."""
+        """Set the options of the parameter groups; their `kind_of` must not have changed."""
         if not all(map(_same, options, self._options)):
             self._check_capture("its options have changed")
             settings = [(own.by_step, own.settings) for own in options]
@@ -119,15 +120,16 @@ class Steps:
                     self._table[group, table.GIVEN + place].copy_(number)
 
     def takes(self, options: Sequence[Options]) -> bool:
-        """Whether a CUDA graph of these launches would step by such options, once they are `set`."""
+        """Whether a CUDA graph that captured these launches would follow these options, once they are `set`."""
         return [(own.program, own.rows) for own in options] == self._captures
 
     def find(self, grads: list[int], scales: list[int]) -> None:
-        """Take gradients of the same kinds from these addresses; those that are codes with scales from these."""
+        """Set the addresses of the gradients, of the same kinds as before, and of the scales of those that are
+        codes."""
         if grads == self._grads and scales == self._scales:
             return
         self._grads, self._scales = grads, scales
-        # By way of numpy: from a list of integers torch takes three times as long.
+        # Through numpy: torch takes three times as long to convert a list of ints.
         self._host[:, table.GRAD] = torch.tensor(np.array(grads), dtype=torch.int64, device="cpu")
         if scales:
             self._host[self._coded, table.GRAD_SCALE] = torch.tensor(np.array(scales), dtype=torch.int64, device="cpu")
@@ -138,14 +140,15 @@ class Steps:
             pinned.copy_(self._host)
             self._rows.copy_(pinned, non_blocking=True)
             self._kept.append(pinned)
-        elif self._captured:  # a graph reads the rows that there were
+        elif self._captured:  # a graph reads the old table, which must not change
             self._rows, self._spare = self._sent(self._host), self._spare or self._pair()
             self._captured = False
         else:
             self._rows.copy_(self._pinned(self._host), non_blocking=True)
 
     def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Take a step by gradients divided by `grad_scale`, unless `found_inf` is not 0: float32 scalars there."""
+        """Take a step with gradients divided by `grad_scale`, unless `found_inf` is not 0: float32 scalars on the
+        device."""
         if self._capturing:
             self.held = self._captured = True
             self._kept += [self._rows, self._by_step]
@@ -165,12 +168,12 @@ class Steps:
         return host.clone() if self._device.type == "cpu" else self._pinned(host).to(self._device, non_blocking=True)
 
     def _pinned(self, host: Tensor) -> Tensor:
-        """A copy of its own, which torch keeps until the GPU has read it."""
+        """A pinned copy, which torch keeps until the GPU has read it; on a CPU `host` itself."""
         return host if self._device.type == "cpu" else host.pin_memory()
 
     @property
     def _capturing(self) -> bool:
-        """Whether launches are written down in a CUDA graph."""
+        """Whether a CUDA graph is being captured."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _check_capture(self, what: str) -> None:
@@ -185,7 +188,7 @@ _CAPTURE = (
 
 
 def _same(one: Options, other: Options | None) -> bool:
-    """Whether options are the same numbers; which tensor has one does not matter."""
+    """Whether two options are equal, apart from the values of those that are tensors."""
     return other is not None and _without_tensors(one) == _without_tensors(other)
 
 
@@ -194,7 +197,8 @@ def _without_tensors(own: Options) -> Options:
 
 
 def _by_step(options: Sequence[Options]) -> tuple[list[tuple[float, float]], list[float]]:
-    """For each group where its rows of what follows from a step's number stand, and how many there are; and all."""
+    """For each group, the offset of its first value in a flat list of all `Options.rows` and its number of rows; and
+    that list."""
     places, all_ = [], [0.0]
     for own in options:
         rows = own.rows or ((),)
@@ -204,13 +208,13 @@ def _by_step(options: Sequence[Options]) -> tuple[list[tuple[float, float]], lis
 
 
 def _given(own: Options, place: tuple[float, float]) -> list[Any]:
-    """A group's row."""
+    """A group's row of the table of options."""
     numbers = _without_tensors(own).numbers
     return [own.sign, *place, *numbers, *[0.0] * (table.OPTIONS - table.GIVEN - len(numbers))]
 
 
 def _row(t: Tensors) -> list[int]:
-    """A tensor's row."""
+    """A tensor's row of the table of addresses and sizes (`table`)."""
     row = [0] * table.COLUMNS
     kept = next(iter(t.kept.values()), None)
     for numbers, place, scale in (

@@ -1,4 +1,4 @@
-"""What was shown of the Triton kernels without a GPU, kept by `make gpu-proofs`: `halfstep doctor` says it."""
+"""The results of `make gpu-proofs`, which tests the Triton kernels without a GPU; `halfstep doctor` prints them."""
 
 import json
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class Proof:
-    """One kernel: compiled for a GPU that was not there, and equal to the reference in Triton's interpreter."""
+    """One kernel: compiled for a GPU without having one, and equal to the reference in Triton's interpreter."""
 
     kernel: str
     formats: int
-    """On how many formats."""
+    """The number of formats."""
     launches: int
-    """Kinds of launch that were compiled: dtypes, roundings, scales."""
+    """The number of launch variants compiled: dtypes, roundings, scales."""
     instructions: float
-    """An element of a full block, at most."""
+    """The largest number of instructions an element of a full block."""
     triton: str
     capability: str
 
@@ -28,7 +28,7 @@ class Proof:
 
 
 def proofs() -> list[Proof]:
-    """Every kernel's."""
+    """The results for every kernel."""
     kept = json.loads((files("halfstep.kernels.gpu") / "proofs.json").read_text())
     found = []
     for kernel, formats in kept["kernels"].items():

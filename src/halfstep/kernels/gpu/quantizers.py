@@ -1,4 +1,4 @@
-"""What kernels are told of a quantizer: its rule for scales, and how elements are rounded, coded and packed."""
+"""The constants with which kernels quantize: the rule for scales, and how elements are rounded, encoded and packed."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ from halfstep.quant.scaling.two_level import FourOverSix
 
 
 class Rule(NamedTuple):
-    """The numbers of one rule for one element format; float32s as their bits."""
+    """The constants of a scaling rule for one element format; float32 values as their bits."""
 
     kind: str
-    """`power`, `reciprocal`, `quotient`, `narrow` or `two_level`: what a `Scaling` calls these; `double`: scales that
-    have scales, to be read."""
+    """`power`, `reciprocal`, `quotient`, `narrow` or `two_level`, as a `Scaling` names these; `double`: scales that are
+    quantized themselves, for decoding only."""
     largest: int
     """The element format's largest value."""
     added: int = 0
-    """Of powers: what carries into the exponent of the largest magnitude, and what is taken off it."""
+    """For powers: added to amax's bits, so that it may carry into the exponent; `exponent` is subtracted from the
+    exponent."""
     exponent: int = 0
     part: int | None = None
-    """The part of the numbers that the power is for, where it is not all of them."""
+    """The share of the amax for which the power is chosen, where it is not 1."""
     tensor_largest: int = 0
-    """Of two levels: E4M3's largest value times the element format's; and whether scales go up."""
+    """For two levels: E4M3's largest value times the element format's; `up`: whether scales are rounded up."""
     up: bool = False
     second: Rule | None = None
-    """Of two levels with a choice: the rule that a tile takes where it leaves the smaller sum of errors."""
+    """For two levels with a choice: another rule, which a tile takes where its sum of errors is smaller."""
     nearest: elements.Rounding | None = None
-    """How elements are rounded for these sums."""
+    """How elements are rounded to compute these errors."""
     group: int = 0
-    """How many scales have a scale."""
+    """For `double`: how many scales share a scale."""
     corrections: int = 0
-    """How often the quotient of an element and its scale is corrected, where it is formed by the scale's reciprocal: a
-    GPU rounds `fma` once. 0: it is divided."""
+    """How many times the quotient of an element and its scale is corrected by `fma`, where it is computed with the
+    scale's reciprocal. 0: a division."""
 
 
 class Pair(NamedTuple):
-    """How numbers are rounded, and coded."""
+    """How elements are rounded and encoded."""
 
     rounding: elements.Rounding
     coding: element_codes.Coding
 
 
 class Bins(NamedTuple):
-    """A number's bin is its magnitude's bits, shifted to the right: the `most` of them from `first` on; those of
-    negative numbers come after."""
+    """Bins of float32 values: bin = (bits of the magnitude >> shift) - first, clamped to `most` bins; the bins of
+    negative values follow those of positive ones."""
 
     shift: int
     first: int
@@ -64,7 +65,7 @@ class Bins(NamedTuple):
 
 
 class Element(NamedTuple):
-    """How elements are rounded and coded: a float or an integer by a `Pair`'s numbers, a codebook by its cut points."""
+    """How elements are rounded and encoded: floats and integers by a `Pair`, codebooks by their cut points."""
 
     rounding: elements.Rounding | None
     coding: element_codes.Coding | None
@@ -72,25 +73,25 @@ class Element(NamedTuple):
     high_first: bool
     cuts: tuple[float, ...] | None = None
     values: tuple[int, ...] | None = None
-    """Their values, as float32 bits."""
+    """The codebook's values, as float32 bits."""
     order: tuple[int, int] | None = None
-    """The codes by place, 4 bits each; None where they count up."""
+    """The codes in order of value, 4 bits each, in two words; None where codes count up."""
     bins: Bins | None = None
-    """Of a codebook of 8 bits, which is looked up in its `table`."""
+    """For an 8-bit codebook, which is looked up in its `table`."""
     instruction: str | None = None
     """The GPU's own conversion to these codes (`cast.instruction`)."""
 
 
 class Meaning(NamedTuple):
-    """What packed codes mean: one of the last three says it."""
+    """How packed codes are decoded: by one of the last three fields."""
 
     bits: int
     high_first: bool
     decoding: element_codes.Decoding | None = None
     whole: tuple[int, int] | None = None
-    """An integer's: the bits above its sign, and its step's bits."""
+    """For an integer format: the number of bits above its sign, and the float32 bits of its step."""
     looked_up: bool = False
-    """In a `table`: a codebook's."""
+    """For a codebook: its values are in a `table`."""
 
 
 ROUNDINGS = ("nearest_even", "stochastic")
@@ -98,7 +99,7 @@ ROUNDINGS = ("nearest_even", "stochastic")
 
 @cache
 def rule(format: Format, scaling: Scaling) -> Rule | None:
-    """None for a rule that kernels do not know."""
+    """The constants of a scaling rule; None where kernels do not support it."""
     largest = elements.float_bits(format.max)
     inner = scaling if scaling.inner is None else scaling.inner
     if inner.exact and inner.reads:
@@ -128,7 +129,7 @@ def rule(format: Format, scaling: Scaling) -> Rule | None:
 
 @cache
 def element(format: Format, rounding: str) -> Element | None:
-    """None for a format that kernels do not encode in a byte, or not by that rounding."""
+    """The constants for encoding; None for a format that kernels do not encode in a byte, or not with that rounding."""
     first = format.high_nibble_first
     if isinstance(format, Codebook):
         if rounding != "nearest_even" or format.ties != "lower":
@@ -146,14 +147,14 @@ def element(format: Format, rounding: str) -> Element | None:
 
 @cache
 def pair(format: Format, rounding: str = "nearest_even") -> Pair:
-    """The numbers of a float or an integer format, saturating."""
+    """The constants for rounding and encoding in a float or integer format, saturating."""
     numbers, codes = element_codes.scalars(format, rounding, "saturate")
     return Pair(elements.Rounding(*map(int, numbers)), element_codes.Coding(*map(int, codes)))
 
 
 @cache
 def meaning(format: Format) -> Meaning | None:
-    """None for a format whose codes kernels do not read from a byte."""
+    """The constants for decoding; None for a format whose codes kernels do not read from a byte."""
     made = Meaning(format.bits, format.high_nibble_first)
     if isinstance(format, Codebook):
         return made._replace(looked_up=True) if format.bits in (4, 8) else None
@@ -167,8 +168,8 @@ def meaning(format: Format) -> Meaning | None:
 
 @cache
 def table(format: Format, device: torch.device) -> torch.Tensor | None:
-    """What kernels look up of a codebook, as int32: its values by their codes; and of 8 bits, of every bin its cut and
-    how many cuts lie below the bin. None for other formats."""
+    """A codebook's lookup table, as int32: its values by code; with 8 bits also, for each bin, its cut point and how
+    many cut points lie below the bin. None for other formats."""
     if not isinstance(format, Codebook):
         return None
     values = element_codes.table(format, torch.float32).view(torch.int32)
@@ -180,18 +181,18 @@ def table(format: Format, device: torch.device) -> torch.Tensor | None:
 
 
 def _bits(values: Sequence[float]) -> tuple[int, ...]:
-    """As float32's."""
+    """Values as float32 bits."""
     return tuple(int(bits) for bits in np.array(values, np.float32).view(np.uint32))
 
 
 def e4m3() -> Pair:
-    """Those of the scales of two levels."""
+    """The constants for the E4M3 scales of two levels."""
     return pair(ocp.float8_e4m3fn)
 
 
 @cache
 def written(dtype: torch.dtype) -> elements.Rounding:
-    """How products are rounded to a dtype of 16 bits, saturating."""
+    """The rounding to a 16-bit dtype, saturating, of an element times its scale."""
     return elements.Rounding(*map(int, elements.scalars(formats.get(dtype), "nearest_even", "saturate")))
 
 
@@ -199,19 +200,19 @@ def written(dtype: torch.dtype) -> elements.Rounding:
 def told(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, given: tuple[Rule, Element] | None = None
 ) -> tuple[Rule, Element]:
-    """What kernels are told of a quantizer, which is `given` or `known`, of tensors of that dtype there: by the
-    instructions of that GPU, which give the same bits."""
+    """The constants with which kernels quantize tensors of that dtype on that device: `given`, or `known(quantizer)`,
+    changed to use the GPU's own instructions, which give the same bits."""
     found = given or known(quantizer)
     assert found is not None
     rule, element = found
     made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
-    divides = rule.kind == "quotient" and made is not None  # what is rounded otherwise takes every bit of a quotient
+    divides = rule.kind == "quotient" and made is not None  # without the instruction, rounding needs an exact quotient
     corrections = (2 if dtype == torch.float32 else 1) if divides else 0
     return rule._replace(corrections=corrections), element._replace(instruction=made)
 
 
 def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
-    """What kernels are told of a quantizer; None where they do not do what it does."""
+    """The constants with which kernels quantize, on any device; None where they do not support the quantizer."""
     scales = quantizer.scales
     if scales is None or quantizer.outliers is not None or quantizer.clamp is not None:
         return None
@@ -221,12 +222,12 @@ def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
     return ruled, coded
 
 
-# ---- codebooks of 8 bits: where a number's place among 256 rising values is looked up --------------------------------
+# ---- codebooks of 8 bits: the index of a value among 256 increasing ones, by a lookup table --------------------------
 
 
 @cache
 def bins(format: Codebook) -> Bins | None:
-    """How the numbers between its values are laid in bins; None where kernels do not read and write its codes."""
+    """The bins of an 8-bit codebook's cut points; None where kernels do not support it."""
     values = format.values()
     rising = all(format.decode(code) == value for code, value in enumerate(values))
     found = _found(format) if len(values) == 256 and rising and format.ties == "lower" else None
@@ -234,7 +235,7 @@ def bins(format: Codebook) -> Bins | None:
 
 
 _SHIFTS = range(18, 12, -1)
-"""Bits of a significand that make no difference to bins: fewer and fewer, while some bin has two cuts."""
+"""Numbers of low bits of the float32 that bins ignore: tried in this order until no bin holds two cut points."""
 
 
 @cache
@@ -246,7 +247,7 @@ def _found(format: Codebook) -> tuple[Bins, np.ndarray] | None:
         ends = np.arange(first, last + 2, dtype=np.uint32) << shift
         smallest, largest = ends[:-1].copy(), ends[1:] - 1
         smallest[0], largest[-1] = 0, np.float32(np.inf).view(np.uint32)
-        # Of positive numbers from the smallest magnitude to the largest, of negative ones the other way.
+        # In increasing order of value: positive bins from their smallest magnitude, negative ones from their largest.
         low = np.concatenate([smallest.view(np.float32), -largest.view(np.float32)])
         high = np.concatenate([largest.view(np.float32), -smallest.view(np.float32)])
         below, above = np.searchsorted(cuts, low), np.searchsorted(cuts, high)

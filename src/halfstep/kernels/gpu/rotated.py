@@ -1,7 +1,7 @@
-"""Random Hadamard transforms on a GPU (`quant.rotate`), and the rounding to tiles in the same pass, bit for bit.
+"""Random Hadamard transforms on a GPU (`quant.rotate`), and quantization in tiles in the same pass, bit for bit.
 
-A matrix is rotated along its rows or down its columns, and so its tiles lie.
-With two levels of scales everything is rotated twice, since the largest number of all comes first.
+A matrix is rotated along its rows or its columns, and its tiles run in the same direction. With two levels of scales
+the transform is computed twice, since the amax of the whole result is needed first.
 """
 
 import math
@@ -22,19 +22,20 @@ from halfstep.quant.rounding import Seed
 
 _SIZES = (8, 16, 32, 64)
 _BLOCK = 1 << 12  # elements of a program along rows
-_STRIP, _WIDE = 1 << 12, 64  # bytes and columns of one down columns at most: a warp, which waits for no other
-_CHOICE = 32  # columns where it forms two scales a tile: with more, registers would spill
+_STRIP, _WIDE = 1 << 12, 64  # most bytes and columns of a program along columns: one warp, so it never synchronizes
+_CHOICE = 32  # most columns where each tile has a choice of two scales: with more, registers would spill
 
 
 Told = tuple[quantizers.Rule | None, quantizers.Element | None]
 
 
 def told(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> Told | None:
-    """What kernels are told of the quantizer, if there is one; None where they do not rotate and round `x`.
+    """The constants with which kernels rotate x and quantize the result, if there is a quantizer; None where they do
+    not support it.
 
-    They take dense contiguous tensors (fp32, bf16, fp16), the last dimension or a matrix's first; and tiles of a row
-    that lie along the rotation and are no longer than its blocks (of a column for dimension 0; there of the transposed
-    matrix's rows, where that is `turned`).
+    They take dense contiguous tensors (fp32, bf16, fp16), rotated along the last dimension or a matrix's first; and
+    tiles of one row that run along the rotation and are no longer than its blocks. For dimension 0 tiles are of one
+    column, or, where the result is `turned` (transposed), of one row of the transpose.
     """
     size, dim = len(signs), dim % x.dim() if x.dim() else -1
     known = dim == x.dim() - 1 or (dim == 0 and x.dim() == 2)
@@ -51,15 +52,14 @@ def told(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None,
 
 
 def whole_shape(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
-    """The shape of x in whole blocks of a rotation along `dim`."""
+    """The shape of x padded to whole blocks of a rotation of that size along `dim`."""
     shape = list(x.shape)
     shape[dim] += -shape[dim] % size
     return tuple(shape)
 
 
 def run(x: Tensor, signs: Tensor, dim: int) -> Tensor | None:
-    """Every block of len(signs) numbers along `dim` through the transform: float32, in whole blocks. None where that is
-    not done here."""
+    """`quant.rotate(x, signs, dim)`: float32, padded to whole blocks. None where no kernel supports it."""
     if (given := told(x, signs, dim)) is None:
         return None
     out = torch.empty(whole_shape(x, len(signs), dim), dtype=torch.float32, device=x.device)
@@ -78,10 +78,11 @@ def run_values(
     part: float = 1.0,
     tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """The values of that `part` of the rotated matrix, rounded as kernels are `told`. Noise is that of the matrix; with
-    one level of scales and along dimension 0, of the transposed one.
+    """x times `part`, rotated, then quantized with the constants `told` and dequantized. Noise is indexed by position
+    in the matrix; with one level of scales and dimension 0, in its transpose.
 
-    Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
+    With two levels of scales, if `tensor_scale` is given the tensor's scale is written to it and not applied to the
+    values.
     """
     out = torch.empty(whole_shape(x, len(signs), dim), dtype=dtype, device=x.device)
     noise = None if seed is None else "rows" if dim or quantizer.tiling.rule.two_level else "turned"
@@ -92,8 +93,8 @@ def run_values(
 def run_codes(
     x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, told: Told, seed: Seed | None
 ) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-    """The shape of the rotated matrix, for dimension 0 of that transposed, and what `quantizer.quantize` keeps of it:
-    `codes`, `scale` ..."""
+    """The shape of the rotated matrix (for dimension 0, of its transpose) and the tensors of its quantization: `codes`,
+    `scale` ..."""
     shape = whole_shape(x, len(signs), dim)[:: 1 if dim else -1]
     sizes: Any = layout(quantizer, shape, torch.float32)
     made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
@@ -116,7 +117,7 @@ def _launch(
     scale: Tensor | None = None,
     whole: Tensor | None = None,
 ) -> None:
-    """With two levels of scales, in two passes."""
+    """Launch the kernel; twice with two levels of scales."""
     (rows, columns), size = matrix_shape(tuple(x.shape)), len(signs)
     rule, element = told
     tile = 0 if quantizer is None or quantizer.scales is None else max(astuple(quantizer.scales.tile))

@@ -1,4 +1,4 @@
-"""Triton source of an update rule, made of its program (`kernels.arithmetic`): readable, and run as it stands."""
+"""Triton source of an update rule, generated from its program (`kernels.arithmetic`) and executed as it is."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ _ROUNDED_ONCE = {
 
 
 def _lines(part: Part, inputs: list[str]) -> tuple[list[str], list[str]]:
-    """Assignments for the operations, and the names of the results."""
+    """The assignments of a part's operations, and the names of its results."""
     names = [*inputs, *map(_constant, part.constants)]
     lines: list[str] = []
     for operation in part.operations:
@@ -34,13 +34,14 @@ def _constant(number: float) -> str:
 
 
 def moving(program: Program) -> str:
-    """A function `moved(weight, grad, first, second, numbers)` of one element: the weight and both moments after a
-    step; a moment that the rule does not have comes back as it is."""
+    """The source of `moved(weight, grad, first, second, numbers)`: an element's weight and both moments after a step; a
+    moment that the rule does not have is returned unchanged."""
     return _of_an_element("moved", program, program.element, _MOMENTS[len(program.moments) :])
 
 
 def norming(program: Program) -> str:
-    """A function `normed(...)` of the same: what norms are taken of, which `moved` finds after the other numbers."""
+    """The source of `normed(...)`, with the same parameters: the values whose norms `moved` reads after the other
+    `numbers`."""
     return _of_an_element("normed", program, program.normed, [])
 
 
@@ -57,10 +58,10 @@ def _of_an_element(name: str, program: Program, part: Part, more: list[str]) -> 
 
 
 def finding(program: Program, by_step: int) -> str:
-    """A function `found(...)` that writes the numbers of a step of each tensor to `out`.
+    """The source of `found(...)`, which writes the scalars of a step for each tensor to `out`.
 
     Args:
-        by_step: how many of the program's names follow from the step's number: those after `step`.
+        by_step: how many of the program's names, those after `step`, depend on the step number.
     """
     names = [f"{name}_" for name in program.names]
     loads = [f"{names[0]} = number.to(tl.float64)"]

@@ -1,7 +1,7 @@
-"""A matrix in codes as it lies, and its rotated columns in codes as its transpose lies, from one pass.
+"""A matrix quantized as it is, and its rotated transpose quantized, in one pass.
 
-Each is what `quant.Quantizer` makes of it, and of `quant.rotate`, bit for bit: what products in FP4 take of a tensor
-whose second product is rotated. With two levels of scales there is a pass before, for the largest numbers of both.
+The first is `quantizer.quantize(x)`, the second that of the transpose of `quant.rotate(x, signs, 0)`, bit for bit: FP4
+matmuls need both of a tensor whose second matmul is rotated. Two levels of scales take a pass before, for both amaxes.
 """
 
 import math
@@ -19,15 +19,15 @@ from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
 
 
-_STRIP, _LONGEST = 1 << 10, 32  # elements of a program, a warp that waits for no other, and the most rows of it
+_STRIP, _LONGEST = 1 << 10, 32  # elements of a program (one warp, so it never synchronizes), and its most rows
 _VARYING = 0, 7, 8
 """The arguments that differ between calls or may begin elsewhere: `x`, `found` and `raised`."""
 
 
 def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[quantizers.Rule, quantizers.Element] | None:
-    """What kernels are told of the quantizer. None where `run` does not write both copies of `x`: it takes a dense
-    contiguous matrix of multiples of 16, whose rows fill blocks of the rotation, in tiles along its rows that are no
-    longer than these."""
+    """The constants with which kernels quantize x. None where `run` does not support it: x must be a dense contiguous
+    matrix with sizes that are multiples of 16 and rows that fill blocks of the rotation, in tiles along its rows that
+    are no longer than these blocks."""
     size, scales, found = len(signs), quantizer.scales, quantizers.known(quantizer)
     if not (lies_plain(x) and lies_plain(signs, torch.float32) and x.dim() == 2 and x.numel()):
         return None
@@ -48,19 +48,20 @@ def run(
     seed: Seed | None = None,
     turned_seed: Seed | None = None,
 ) -> None:
-    """Write what `quantizer.quantize(x)` keeps to `along`, and to `turned` what it makes of the transpose of
-    `quant.rotate(x, signs, 0)`, by a seed each: both of `layouts.empty`, stored or swizzled. `told`: as kernels are."""
+    """Write the tensors of `quantizer.quantize(x)` to `along`, and those of the transpose of `quant.rotate(x, signs,
+    0)` to `turned`, with a seed each: both made by `layouts.empty`, stored or swizzled. `told`: the kernels'
+    constants."""
     form, strides, one, other = layouts.laid(quantizer, along, turned)
     both = _both(quantizer, told, len(signs), tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
     both(x, signs, one, other, None, seed, turned_seed)
 
 
 class BothTurned:
-    """The launches that write both copies of matrices of one shape and dtype, with all decided that is alike for them.
+    """The launches that write both copies of matrices of one shape and dtype.
 
     Args:
-        told: what kernels are told of the quantizer (`told`).
-        size: of the rotation.
+        told: the kernels' constants for the quantizer (`told`).
+        size: of a block of the rotation.
         form, strides, noisy: as for `layouts.Both`.
     """
 
@@ -79,7 +80,7 @@ class BothTurned:
         scales, (rows, columns) = quantizer.tiling, shape
         two_level, high = told[0].kind == "two_level", max(size, UNIT)
         self._device, self.zeros = device, 2 if two_level else 0
-        """How many zeros a call may be given to raise."""
+        """The size of the zeros that a call may pass, to be raised by atomic max."""
         self._grid = -(-rows // high) * -(-columns // (_STRIP // high))
         self._sizes, self._strides = (rows // UNIT, columns // UNIT), (*strides[0], *strides[1])
         constants: dict[str, Any] = {

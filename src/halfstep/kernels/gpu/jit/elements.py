@@ -1,10 +1,9 @@
-"""An element over its tile's scale: its code, packed with its neighbours', or its value times the scale.
+"""Elements of a tile: scaled, encoded and packed, or scaled, rounded and multiplied by the scale again.
 
-And the scale from a tile's largest magnitude, and back: what is stored, and what elements meet.
+Also a tile's scale from its amax: the stored scale, the multiplier, and what elements are multiplied or divided by.
 
-`Q` is an `Element` of `kernels.gpu.quantizers`, known when a kernel is compiled.
-
-`R` is a rule (`kernels.gpu.quantizers.Rule`), `E` the rounding and the coding of E4M3, known when a kernel is compiled.
+`Q` is an `Element`, `R` a `Rule` of `kernels.gpu.quantizers`, `E` the rounding and encoding of E4M3: all constants of
+the compiled kernel.
 """
 
 import triton
@@ -25,8 +24,8 @@ from halfstep.kernels.gpu.jit.numbers import (
 
 @triton.jit
 def power_byte(amax, R: tl.constexpr):
-    """The byte k + 127 of the scale 2^k; 0 for a tile of zeros, 255 for one with an infinity or NaN."""
-    whole = as_bits(amax.to(tl.float32)) - (149 << 23)  # a subnormal's bits as if exponents went on below
+    """The byte k + 127 of the scale 2^k, from the bits of amax; 0 for a tile of zeros, 255 for infinity or NaN."""
+    whole = as_bits(amax.to(tl.float32)) - (149 << 23)  # a subnormal, normalized with an exponent below the smallest
     raised = tl.where(amax < 1 << 23, whole, amax) + R.added
     exponent = (raised.to(tl.int32, bitcast=True) >> 23) - R.exponent
     return tl.where(amax >= 0x7F800000, 255, tl.minimum(tl.maximum(exponent, 0), 254)).to(tl.uint32)
@@ -34,26 +33,26 @@ def power_byte(amax, R: tl.constexpr):
 
 @triton.jit
 def power_of(byte):
-    """The scale of a byte, a float32."""
+    """The float32 scale of a byte."""
     bits = tl.where(byte == 0, 0x400000, byte << 23)
     return as_float(tl.where(byte == 255, 0x7FC00000, bits).to(tl.uint32))
 
 
 @triton.jit
 def inverse_power_of(byte):
-    """1 / the scale of a byte; a number for 255, too."""
+    """1 / the scale of a byte; finite for 255 too."""
     return as_float(tl.where(byte >= 254, 0x400000, (254 - byte) << 23).to(tl.uint32))
 
 
 @triton.jit
 def known(amax):
-    """A largest magnitude's number, NaN for one that is not finite."""
+    """The float32 with the bits of amax; NaN where it is not finite."""
     return as_float(tl.where(amax >= 0x7F800000, 0x7FC00000, amax).to(tl.uint32))
 
 
 @triton.jit
 def tensor_scale_of(amax, R: tl.constexpr):
-    """The tensor's scale of two levels, from the largest of its finite tiles' maxima."""
+    """The tensor's scale in two-level scaling, from the largest amax of its tiles that are finite."""
     number = as_float(amax)
     scale = tl.div_rn(number, constant(R.tensor_largest))
     scale = tl.where(scale == 0.0, 1.0, scale)
@@ -66,7 +65,7 @@ def tensor_scale_of(amax, R: tl.constexpr):
 
 @triton.jit
 def tensor_scale_kept(found, tensor, R: tl.constexpr):
-    """The same of what was found, which the first program stores where there is a place for it."""
+    """`tensor_scale_of` the amax at `found`; program 0 stores it to `tensor`, if that is given."""
     scale = tensor_scale_of(tl.load(found), R)
     if tensor is not None and tl.program_id(0) == 0:
         tl.store(tensor, scale.to(tl.int32, bitcast=True))
@@ -75,7 +74,7 @@ def tensor_scale_kept(found, tensor, R: tl.constexpr):
 
 @triton.jit
 def both_scales_kept(found, tensor, turned_found, turned_tensor, R: tl.constexpr):
-    """The same of two copies of a matrix."""
+    """`tensor_scale_kept` for both copies of a matrix."""
     scale, turned_scale = tensor_scale_of(tl.load(found), R), tensor_scale_of(tl.load(turned_found), R)
     if tl.program_id(0) == 0:
         tl.store(tensor, scale.to(tl.int32, bitcast=True))
@@ -85,7 +84,8 @@ def both_scales_kept(found, tensor, turned_found, turned_tensor, R: tl.constexpr
 
 @triton.jit
 def e4m3_scale(number, quotient, tensor_scale, R: tl.constexpr, E: tl.constexpr):
-    """The code and the number of a tile's scale of two levels: the next one up where the rule wants none clipped."""
+    """The E4M3 code and value of a tile's scale in two-level scaling; with R.up the next larger one where amax would be
+    clipped. `number` is amax, `quotient` the unrounded scale."""
     P: tl.constexpr = E.rounding
     C: tl.constexpr = E.coding
     code = coded(as_bits(quotient), None, P, C)
@@ -100,10 +100,10 @@ def e4m3_scale(number, quotient, tensor_scale, R: tl.constexpr, E: tl.constexpr)
 
 @triton.jit
 def scales(amax, tensor_scale, R: tl.constexpr, E: tl.constexpr):
-    """Of tiles with these largest magnitudes: the bits that are stored, the multiplier, what elements are multiplied by
-    or divided by, and the mask that makes zeros of a lost tile's elements, or of a tile's whose scale is 0.
+    """For tiles with these amaxes: the bits to store as scale; the multiplier; what elements are multiplied or divided
+    by; and a mask that zeroes the elements of tiles whose amax is not finite, and of tiles with scale 0.
 
-    Of two levels the multiplier is without the tensor's scale.
+    With two levels, the multiplier does not include the tensor's scale.
     """
     number = known(amax)
     keep = tl.where(amax >= 0x7F800000, 0, 0xFFFFFFFF).to(tl.uint32)
@@ -137,7 +137,7 @@ def scales(amax, tensor_scale, R: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def over(bits, meets, keep, R: tl.constexpr):
-    """The bits of elements over their scale."""
+    """The bits of elements divided by their scale, or multiplied by its reciprocal."""
     number = as_float(bits) if keep is None else as_float(bits & keep)
     times: tl.constexpr = R.kind == "power" or R.kind == "reciprocal"
     return as_bits(number * meets if times else tl.div_rn(number, meets))
@@ -145,8 +145,8 @@ def over(bits, meets, keep, R: tl.constexpr):
 
 @triton.jit
 def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
-    """The codes of float32 bits that are no NaN, to nearest, of floats that saturate and whose signs are alike
-    (`kernels.cpu.element_codes.encoded_number`): two thirds of the instructions of `coded`."""
+    """The codes of float32 bits without NaN, rounded to nearest: for floats that saturate and treat both signs alike
+    (`kernels.cpu.element_codes.encoded_number`); two thirds of the instructions of `coded`."""
     magnitude = tl.minimum(bits & 0x7FFFFFFF, P.largest).to(tl.uint32)
     binade = tl.maximum(magnitude & 0x7F800000, P.min_normal).to(tl.uint32)
     below: tl.constexpr = P.magic - P.min_normal + (1 << 22) + 256 - ((P.min_normal >> P.shift) & 0xFF)
@@ -157,7 +157,7 @@ def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def code_with_nan(bits, Q: tl.constexpr):
-    """The codes of float32 bits, NaN's too, to nearest, 32 bits wide or a byte each: of a float."""
+    """The codes of float32 bits in a float format, NaN allowed, rounded to nearest: 32 bits each, or a byte each."""
     P: tl.constexpr = Q.rounding
     C: tl.constexpr = Q.coding
     OWN: tl.constexpr = Q.instruction
@@ -166,9 +166,9 @@ def code_with_nan(bits, Q: tl.constexpr):
 
 @triton.jit
 def code_of(bits, drawn, known, Q: tl.constexpr):
-    """The codes of float32 bits that are no NaN, 32 bits wide or a byte each. What is `known` of a codebook is
-    its `quantizers.table`."""
-    P: tl.constexpr = Q.rounding  # triton 3.6 passes on no tuple of a tuple that is not a constant of its own
+    """The codes of float32 bits without NaN: 32 bits each, or a byte each. `known` is a codebook's
+    `quantizers.table`."""
+    P: tl.constexpr = Q.rounding  # triton 3.6 passes a nested tuple on only as a constant of its own
     C: tl.constexpr = Q.coding
     T: tl.constexpr = Q.bins
     OWN: tl.constexpr = Q.instruction
@@ -191,13 +191,13 @@ def code_of(bits, drawn, known, Q: tl.constexpr):
 
 @triton.jit
 def element_of(code, D: tl.constexpr, OWN: tl.constexpr):
-    """The float32s of a float's codes, a byte each: by the GPU's own conversion where OWN names one."""
+    """The float32 values of one-byte float codes, by the GPU's own conversion if OWN names one."""
     return unconverted(code, OWN) if OWN is not None else as_float(decoded(code.to(tl.uint32), D))
 
 
 @triton.jit
 def kept_codes(bits, keep, Q: tl.constexpr):
-    """The codes of float32 bits in a byte each, 0 where the mask `keep` is 0: only there may be NaN."""
+    """The one-byte codes of float32 bits, 0 where the mask `keep` is 0: only there may bits be NaN."""
     OWN: tl.constexpr = Q.instruction
     by_bits: tl.constexpr = Q.instruction is None
     return (
@@ -207,7 +207,7 @@ def kept_codes(bits, keep, Q: tl.constexpr):
 
 @triton.jit
 def kept_words(a, b, c, d, keep, Q: tl.constexpr):
-    """The same of four numbers in a word, the first one's lowest."""
+    """`kept_codes` of four tensors, packed in 32-bit words with the codes of the first lowest."""
     OWN: tl.constexpr = Q.instruction
     if Q.instruction is not None:
         word = words_converted(a, b, c, d, keep, OWN)
@@ -220,7 +220,7 @@ def kept_words(a, b, c, d, keep, Q: tl.constexpr):
 
 @triton.jit
 def value_of(bits, drawn, known, Q: tl.constexpr):
-    """The values of these codes."""
+    """The float32 bits rounded: the values of the codes of `code_of`."""
     P: tl.constexpr = Q.rounding
     T: tl.constexpr = Q.bins
     if Q.bins is not None:
@@ -237,7 +237,7 @@ def value_of(bits, drawn, known, Q: tl.constexpr):
 
 @triton.jit
 def together(code, Q: tl.constexpr):
-    """Codes of a block, side by side along its rows: of 4 bits two a byte, of 6 bits four in 24 bits (`quant.pack`)."""
+    """A block's codes packed along its rows (`quant.pack`): two 4-bit codes in a byte, four 6-bit codes in 24 bits."""
     ROWS: tl.constexpr = code.shape[0]
     COLUMNS: tl.constexpr = code.shape[1]
     if Q.bits == 4:
@@ -254,28 +254,29 @@ def together(code, Q: tl.constexpr):
 
 @triton.jit
 def written(value, multiplier, R: tl.constexpr, OUT: tl.constexpr, TARGET: tl.constexpr):
-    """What is stored of values times the multiplier of their tile, within the range of the dtype."""
+    """Rounded elements times the multiplier of their tile, saturated to the finite range of TARGET, as bits to
+    store."""
     product = value * multiplier
     if R.kind != "power":
-        product = tl.where(multiplier == 0.0, 0.0, product)  # a tile without scale, whatever its codes mean
+        product = tl.where(multiplier == 0.0, 0.0, product)  # whatever the codes of a tile with scale 0 decode to
     bits = as_bits(product)
     if OUT is not None:
         return narrowed(rounded(bits, None, OUT), TARGET)
     return narrowed(tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits - 1, bits).to(tl.uint32), TARGET)
 
 
-# ---- codebooks of 256 rising values, by the table of `kernels.gpu.quantizers` ----------------------------------------
+# ---- codebooks of 256 increasing values, by the table of `kernels.gpu.quantizers` ------------------------------------
 
 
 @triton.jit
 def value_at(code, known):
-    """The float32 of a code."""
+    """The float32 values of codes, from the table `known`."""
     return as_float(tl.load(known + code.to(tl.int32)).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def placed(number, known, T: tl.constexpr):
-    """How many of 255 rising cuts a number is above; no NaN."""
+    """How many of 255 increasing cut points are below each value, which is not NaN: its code."""
     bits = as_bits(number)
     bin = ((bits & 0x7FFFFFFF) >> T.shift).to(tl.int32) - T.first
     bin = tl.minimum(tl.maximum(bin, 0), T.most - 1) + tl.where(bits > 0x7FFFFFFF, T.most, 0)

@@ -1,7 +1,7 @@
-"""Kernels that go over a tensor element by element: rounded, coded, decoded, finished, its largest magnitude, seeds.
+"""Elementwise kernels over flat tensors: rounding, encoding, decoding, scaling a matmul's result, amax, seeds.
 
-`PACKED` is None for codes in a container each, else the shifts of `kernels.cpu.codes.shifts`: the places of two
-codes in a byte, or three numbers where four codes lie in three bytes (`quant.pack`). `FULL` blocks are not masked.
+`PACKED` is None for unpacked codes, else the result of `kernels.cpu.codes.shifts`: two shifts for two codes in a byte,
+or three numbers for four codes in three bytes (`quant.pack`). A `FULL` block is stored without a mask.
 """
 
 import triton
@@ -30,7 +30,7 @@ from halfstep.kernels.gpu.jit.numbers import (
 
 @triton.jit
 def put(out, made, start, n, PACKED: tl.constexpr, FULL: tl.constexpr, B: tl.constexpr):
-    """Store B codes, or values, from the element `start` on."""
+    """Store B codes, packed, or values, from element `start` on."""
     if PACKED is None:
         put_numbers(out + start, made, n - start, FULL, B)
     elif len(PACKED) == 2:
@@ -48,14 +48,14 @@ def put(out, made, start, n, PACKED: tl.constexpr, FULL: tl.constexpr, B: tl.con
 
 @triton.jit
 def put_numbers(place, made, rest, FULL: tl.constexpr, B: tl.constexpr):
-    """Store B numbers, or the first `rest` of them."""
+    """Store B values, or only the first `rest` of them."""
     index = tl.arange(0, B)
     tl.store(place + index, made, mask=None if FULL else index < rest)
 
 
 @triton.jit
 def taken(codes, start, n, PACKED: tl.constexpr, FULL: tl.constexpr, B: tl.constexpr):
-    """B codes from the element `start` on, 32 bits wide."""
+    """Load B codes from element `start` on, unpacked to 32 bits each."""
     if PACKED is None:
         code = taken_numbers(codes + start, n - start, FULL, B)
     elif len(PACKED) == 2:
@@ -75,7 +75,7 @@ def taken(codes, start, n, PACKED: tl.constexpr, FULL: tl.constexpr, B: tl.const
 
 @triton.jit
 def taken_numbers(place, rest, FULL: tl.constexpr, B: tl.constexpr):
-    """B bytes or 16-bit integers, or the first `rest` of them and zeros, 32 bits wide."""
+    """Load B bytes or 16-bit integers as 32 bits each; zeros beyond the first `rest`."""
     index = tl.arange(0, B)
     stored = read(place + index, None if FULL else index < rest)
     if stored.dtype == tl.int16:
@@ -85,7 +85,7 @@ def taken_numbers(place, rest, FULL: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def kept_code(code, TARGET: tl.constexpr):
-    """What an integer pointer stores of a code, 32 bits wide, in so many bits."""
+    """32-bit codes converted to the type of TARGET's integer pointer."""
     if TARGET == "uint8":
         return code.to(tl.uint8)
     elif TARGET == "uint16":
@@ -94,7 +94,7 @@ def kept_code(code, TARGET: tl.constexpr):
         return code.to(tl.int32, bitcast=True)
 
 
-# ---- rounded, and coded; the largest magnitude is noted on the way ---------------------------------------------------
+# ---- rounding and encoding, which also find the amax -----------------------------------------------------------------
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def result(
     P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, NOISY: tl.constexpr,
     INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of one element; and the bits of its magnitude."""
+    """The rounded value or code to store for one element; and the bits of the input's magnitude."""
     bits = widened(stored, SOURCE)
     magnitude = bits & 0x7FFFFFFF
     if factor is not None:
@@ -124,7 +124,7 @@ def cast(
     P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, NOISY: tl.constexpr,
     INSTRUCTION: tl.constexpr, PACKED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Write what x, times a factor, is rounded to, or its code; raise `found` to the bits of max |x|."""
+    """Write x * factor, rounded, or its codes, to `out`; raise `found` to the bits of max |x|."""
     start = tl.program_id(0).to(tl.int64) * B
     index = tl.arange(0, B)
     if NOISY:
@@ -142,12 +142,12 @@ def cast(
         tl.atomic_max(found, tl.max(magnitude.to(tl.int32, bitcast=True)), sem="relaxed")
 
 
-# ---- decoded, by arithmetic or from a table; the largest code is noted on the way ------------------------------------
+# ---- decoding, by arithmetic or from a table, which also finds the largest code --------------------------------------
 
 
 @triton.jit
 def stored_value(code, table, last, D: tl.constexpr, WHOLE: tl.constexpr, TARGET: tl.constexpr):
-    """What is stored of a code, 32 bits wide: an integer format's where `WHOLE`."""
+    """The value to store for a code of 32 bits; `WHOLE`: the format is an integer format."""
     if D is None:
         made = tl.load(table + tl.minimum(code.to(tl.int32, bitcast=True), last))
     elif WHOLE:
@@ -163,7 +163,8 @@ def decode(
     codes, out, table, found, n, last,
     D: tl.constexpr, WHOLE: tl.constexpr, TARGET: tl.constexpr, PACKED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of codes; raise `found` to the largest code. The table has the values of codes up to `last`."""
+    """Write the values of codes; raise `found` to the largest code. The table holds the values of codes up to
+    `last`."""
     start = tl.program_id(0).to(tl.int64) * B
     if start + B <= n:
         code = taken(codes, start, n, PACKED, True, B)
@@ -178,13 +179,13 @@ def decode(
 # ---- posits (`kernels.cpu.posit`) ------------------------------------------------------------------------------------
 
 
-# `P` is a `Cutting`, known when a kernel is compiled. d, the exponent and significand of a float32 less the bias, is
-# signed: its upper bits are the regime.
+# `P` is a `Cutting`, a constant of the kernel. d, the exponent and significand of a float32 minus the bias, is signed:
+# its upper bits are the regime.
 
 
 @triton.jit
 def cut_at(d, P: tl.constexpr):
-    """How many bits of d are cut, and its regime, from 0 up on either side of 1."""
+    """How many low bits of d are dropped, and its regime, counted from 0 on either side of 1."""
     signed = d.to(tl.int32, bitcast=True)
     regime = ((signed >> P.regime_shift) ^ (signed >> 31)).to(tl.uint32, bitcast=True)
     return tl.minimum(regime + P.base, P.regime_shift).to(tl.uint32), regime
@@ -192,10 +193,10 @@ def cut_at(d, P: tl.constexpr):
 
 @triton.jit
 def posit_rounded(magnitude, P: tl.constexpr):
-    """The d of a magnitude, rounded, as if it were a number other than zero."""
+    """The rounded d of a magnitude, treated as if it were nonzero."""
     d = tl.maximum(tl.minimum(magnitude, P.largest), P.smallest).to(tl.uint32) - 0x3F800000
     cut, _ = cut_at(d, P)
-    # A cut at the regime: the last bit of the code is the one that ends it, 0 after ones, 1 after zeros.
+    # Where the cut is at the regime, the last bit of the code is the one that ends it: 0 after ones, 1 after zeros.
     odd = tl.where(cut < P.regime_shift, (d >> cut) & 1, d >> 31)
     one = tl.full(d.shape, 1, tl.uint32) << cut
     return (d + (one >> 1) + odd - 1) & (0 - one)
@@ -203,7 +204,7 @@ def posit_rounded(magnitude, P: tl.constexpr):
 
 @triton.jit
 def posit_value(bits, P: tl.constexpr):
-    """The float32 bits of the nearest posit; NaN of infinities."""
+    """The float32 bits of the nearest posit; NaN for infinities."""
     magnitude = bits & 0x7FFFFFFF
     value = (posit_rounded(magnitude, P) + 0x3F800000) | (bits & 0x80000000)
     value = tl.where(magnitude == 0, 0, value)
@@ -212,7 +213,7 @@ def posit_value(bits, P: tl.constexpr):
 
 @triton.jit
 def posit_code(bits, P: tl.constexpr):
-    """The code of the nearest posit, 32 bits wide."""
+    """The code of the nearest posit, 32 bits each."""
     magnitude = bits & 0x7FFFFFFF
     d = posit_rounded(magnitude, P)
     cut, regime = cut_at(d, P)
@@ -228,7 +229,7 @@ def posit_code(bits, P: tl.constexpr):
 
 @triton.jit
 def posit_of(stored, P: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr):
-    """What is stored of one element: a value in a dtype, or a code of so many bits."""
+    """The value or code to store for one element, as TARGET says."""
     bits = widened(stored, SOURCE)
     coded: tl.constexpr = TARGET == "uint8" or TARGET == "uint16" or TARGET == "uint32"
     return kept_code(posit_code(bits, P), TARGET) if coded else narrowed(posit_value(bits, P), TARGET)
@@ -236,7 +237,7 @@ def posit_of(stored, P: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr
 
 @triton.jit(do_not_specialize=["n"])
 def posit(x, out, n, P: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, B: tl.constexpr):
-    """Write the nearest posits of x, or their codes."""
+    """Write the nearest posits of x, or their codes, to `out`."""
     start = tl.program_id(0).to(tl.int64) * B
     index = tl.arange(0, B)
     if start + B <= n:
@@ -246,12 +247,13 @@ def posit(x, out, n, P: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr
         put_numbers(out + start, posit_of(stored, P, SOURCE, TARGET), n - start, False, B)
 
 
-# ---- a matmul's float32 result times a scale, plus a bias, rounded to a dtype of 16 bits -----------------------------
+# ---- a matmul's float32 result times a scale, plus a bias, rounded to a 16-bit dtype ---------------------------------
 
 
 @triton.jit(do_not_specialize=["n", "columns"])
 def finish(product, scale, bias, out, n, columns, TARGET: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr):
-    """Finish a block of the flat result; `columns` is the length of the bias."""
+    """Write `product * scale + bias`, rounded, for one block of the flat result; `columns` is the length of the
+    bias."""
     start = tl.program_id(0).to(tl.int64) * B
     if start + B <= n:
         finish_block(product + start, scale, bias, out + start, start, None, columns, TARGET, HALF, B)
@@ -264,7 +266,7 @@ def finish(product, scale, bias, out, n, columns, TARGET: tl.constexpr, HALF: tl
 def finish_block(
     product, scale, bias, out, start, inside, columns, TARGET: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """A block that starts at these addresses, at element `start`."""
+    """One block, whose pointers are at its first element, element `start` of the result."""
     index = tl.arange(0, B)
     number = as_float(read(product + index, inside).to(tl.uint32, bitcast=True)) * tl.load(scale)
     if bias is not None:
@@ -277,12 +279,12 @@ def finish_block(
     tl.store(out + index, nearest(number, TARGET, HALF), mask=inside)
 
 
-# ---- the largest magnitude, of bits as integers, so that NaN is the largest of all -----------------------------------
+# ---- amax, by comparing bits as integers, so that NaN is the largest -------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["n"])
 def largest(x, found, unless, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl.constexpr):
-    """Raise `found` to the float32 bits of max |x|; where there is a number in `unless` that is not 0, read no x."""
+    """Raise `found` to the float32 bits of max |x|; where the value at `unless` is not 0, do not read x."""
     if unless is None:
         raised(x, found, n, SOURCE, PART, B)
     else:
@@ -292,7 +294,7 @@ def largest(x, found, unless, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl
 
 @triton.jit
 def raised(x, found, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl.constexpr):
-    """A part of a block after the other."""
+    """Raise `found` by one block, read in parts of PART elements."""
     start = tl.program_id(0).to(tl.int64) * B
     index = tl.arange(0, PART)
     worst = tl.zeros((PART,), tl.int32)
@@ -311,11 +313,11 @@ def raised(x, found, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl.constexp
 
 @triton.jit
 def magnitude(stored, SOURCE: tl.constexpr):
-    """What was loaded, without its sign, as an int32."""
+    """The loaded bits without their sign, as int32."""
     return stored & 0x7FFFFFFF if SOURCE == "float32" else (stored & 0x7FFF).to(tl.int32)
 
 
-# ---- seeds that follow from a key and from a tensor's numbers: `kernels.operator`, in one program --------------------
+# ---- seeds hashed from a key and a tensor's values (`kernels.operator`), in one program ------------------------------
 
 
 @triton.jit(do_not_specialize=["taken", "c1", "c2", "c3", "s0", "s1", "s2", "s3"])
@@ -323,7 +325,8 @@ def seeds(
     x, key, out, taken, c1, c2, c3, s0, s1, s2, s3,
     COUNT: tl.constexpr, ROOM: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Write COUNT seeds, of `taken` elements that lie s0 ... s3 apart, c1 ... c3 along the last three dimensions."""
+    """Write COUNT seeds, hashed from `taken` elements: c1, c2, c3 of them along the last three dimensions, with strides
+    s0 to s3."""
     total = tl.zeros((B,), tl.uint64)
     for start in range(0, taken, B):
         place = start + tl.arange(0, B)

@@ -1,4 +1,4 @@
-"""Functions that are made of update rules' programs: Triton source (`gpu.source`), and nothing else, is executed."""
+"""Compiles generated functions: only the Triton source that `gpu.source` makes of update rules is executed."""
 
 import linecache
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import triton.language as tl
 
 @cache
 def made(source: Callable[..., str], *given: Any) -> Any:
-    """The function whose source that gives of a program, under a name of its own: Triton looks kernels up by the text,
-    which it asks Python for by the name of a file."""
+    """The function whose source `source(*given)` returns, under a unique name. Triton caches kernels by source text,
+    which it asks Python for by file name, so the text is registered in `linecache`."""
     text = source(*given)
     name = text.partition("def ")[2].partition("(")[0]
     own = f"{name}_{sha256(text.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""The states of delayed scaling at the end of an optimizer step (`quant.scaling.delayed.Delayed.advance`)."""
+"""Delayed scaling at the end of an optimizer step (`quant.scaling.delayed.Delayed.advance`)."""
 
 import triton
 import triton.language as tl
@@ -11,15 +11,15 @@ def advance(
     places, skipped, H: tl.constexpr, R: tl.constexpr, WARMUP: tl.constexpr, RECENT: tl.constexpr,
     RESTART: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Move one state on: its factor, the amax of the step that ends, and the amaxes before it, oldest first; forget
-    that amax alone where the step was `skipped`."""
+    """Advance one state in place: its factor, the amax of the step that ends, and the earlier amaxes, oldest first.
+    Where the step was `skipped`, only reset that amax."""
     state = tl.load(places + tl.program_id(0)).to(tl.pointer_type(tl.int32))
     place = tl.arange(0, B)
     inside = place < H
     factor = tl.load(state)
     latest = tl.load(state + 1)
     kept = tl.load(state + 1 + place, mask=inside, other=0)
-    # What takes the place of each: its neighbour; of the last, the amax of this step; of the first, the next one's.
+    # Each entry is replaced by the next one; the last by this step's amax; the first, the amax of the next step, by 0.
     following = tl.load(state + 2 + place, mask=place < H - 1, other=0)
     tl.debug_barrier()  # before any of them is written
     left_out = False if skipped is None else tl.load(skipped).to(tl.float32, bitcast=True) > 0.0

@@ -1,14 +1,14 @@
-"""E4M3 and E5M2 codes, and back, by the instructions that Ada, Hopper and Blackwell have; no interpreter runs them.
+"""Conversion to and from E4M3 and E5M2 by PTX instructions of Ada, Hopper and Blackwell; no interpreter runs them.
 
-To codes it rounds to nearest, ties to even, and saturates, infinities too. What it makes of NaN is one code without a
-sign: the signs are put in their place here, as `quant.encode` keeps them, and E5M2's NaN is made 0x7E.
+They round to nearest even and saturate, infinities too. They give NaN one code without a sign: here the sign of the
+input is restored, as in `quant.encode`, and E5M2's NaN becomes 0x7E.
 """
 
 import triton
 import triton.language as tl
 
 
-# The sign of a code is its number's, NaN's too: of four numbers the upper bytes are gathered for it.
+# The sign of a code, NaN's too, is that of its input: the upper bytes of four inputs are gathered for it.
 _E4M3: tl.constexpr = tl.constexpr("""{
     .reg .b16 low, high;
     .reg .b32 code, sign, other;
@@ -21,7 +21,7 @@ _E4M3: tl.constexpr = tl.constexpr("""{
     lop3.b32 $0, code, sign, 0x80808080, 0xF8;
 }""")
 
-# No finite code has all five bits of its exponent set: adding 4 to a byte carries into its upper bit for NaN alone.
+# No finite code has all five exponent bits set: adding 4 to a byte carries into its upper bit for NaN alone.
 _E5M2: tl.constexpr = tl.constexpr("""{
     .reg .b16 low, high;
     .reg .b32 code, sign, other;
@@ -38,7 +38,7 @@ _E5M2: tl.constexpr = tl.constexpr("""{
     lop3.b32 $0, code, sign, 0x80808080, 0xF8;
 }""")
 
-# Every number of both formats is one of float16, exactly.
+# Both formats are exact subsets of float16.
 _VALUES: tl.constexpr = tl.constexpr("""{
     .reg .b16 low, high, one, two;
     .reg .b32 pair;
@@ -58,19 +58,19 @@ _E5M2_VALUES: tl.constexpr = tl.constexpr(_VALUES.value.replace("KIND", "e5m2"))
 
 @triton.jit
 def unconverted(code, KIND: tl.constexpr):
-    """The float32s of codes in a byte each; NaN is any NaN."""
+    """The float32 values of one-byte codes; NaN may have any payload."""
     text: tl.constexpr = _E4M3_VALUES if KIND == "e4m3" else _E5M2_VALUES
     return tl.inline_asm_elementwise(text, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
 
 
 @triton.jit
 def converted(bits, KIND: tl.constexpr):
-    """The codes of float32 bits, in a byte each: KIND is e4m3 or e5m2."""
+    """The one-byte codes of float32 bits; KIND is e4m3 or e5m2."""
     text: tl.constexpr = _E4M3 if KIND == "e4m3" else _E5M2
     return tl.inline_asm_elementwise(text, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4)
 
 
-# Of numbers that are no NaN; 0 where the mask is.
+# Without handling of NaN; 0 where the mask is 0.
 _NUMBERS: tl.constexpr = tl.constexpr("""{
     .reg .b16 low, high;
     .reg .b32 code;
@@ -85,14 +85,14 @@ _E5M2_NUMBERS: tl.constexpr = tl.constexpr(_NUMBERS.value.replace("KIND", "e5m2"
 
 @triton.jit
 def numbers_converted(bits, keep, KIND: tl.constexpr):
-    """The codes of float32 bits, in a byte each, by masks in a byte each: only where one is 0 may there be NaN."""
+    """The one-byte codes of float32 bits, ANDed with the byte mask `keep`: bits may be NaN only where it is 0."""
     text: tl.constexpr = _E4M3_NUMBERS if KIND == "e4m3" else _E5M2_NUMBERS
     return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [bits, keep], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
 def words_converted(a, b, c, d, keep, KIND: tl.constexpr):
-    """The same of four numbers and a mask of a word: a word, the first one's code lowest."""
+    """`numbers_converted` of four tensors with a 32-bit mask, as one word each, with the code of `a` lowest."""
     text: tl.constexpr = _E4M3_NUMBERS if KIND == "e4m3" else _E5M2_NUMBERS
     return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [a, b, c, d, keep], dtype=tl.uint32, is_pure=True, pack=1)
 
@@ -104,7 +104,8 @@ _LARGER_FP16: tl.constexpr = tl.constexpr(_LARGER.value.replace("KIND", "f16"))
 
 @triton.jit
 def larger(a, b, SOURCE: tl.constexpr):
-    """Of two tensors of bf16 or fp16, as int16, the numbers of larger magnitude, with any sign; NaN where one is."""
+    """Elementwise, the value of larger magnitude of two bf16 or fp16 tensors (as int16), with any sign; NaN where one
+    is NaN."""
     text: tl.constexpr = _LARGER_BF16 if SOURCE == "bfloat16" else _LARGER_FP16
     return tl.inline_asm_elementwise(text, "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2)
 
@@ -120,6 +121,6 @@ _WIDE_FP16: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def pairs_widened(stored, SOURCE: tl.constexpr):
-    """The float32 bits of bf16 or fp16, as int16; NaN is any NaN."""
+    """The float32 bits of bf16 or fp16 tensors (as int16); NaN may have any payload."""
     text: tl.constexpr = _WIDE_BF16 if SOURCE == "bfloat16" else _WIDE_FP16
     return tl.inline_asm_elementwise(text, "=r,=r,r", [stored], dtype=tl.uint32, is_pure=True, pack=2)

@@ -1,7 +1,7 @@
-"""A matrix in codes twice, as it lies and transposed: each with scales along its own rows, in one pass.
+"""A matrix quantized in two layouts in one pass: as it is and transposed, each with scales along its own rows.
 
-A program takes a square of the matrix, strip by strip: a strip is read again where it is needed again, from the nearest
-cache, so that registers hold no more than one.
+A program quantizes a square of the matrix strip by strip, so that registers hold one strip; a strip that is needed
+again is loaded again, from the L1 cache.
 """
 
 import triton
@@ -32,7 +32,7 @@ def store_both(
     code, codes, turned, first, top, left, row, column, rows, columns,
     Q: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of a strip as it lies (ALONG), and transposed (DOWN)."""
+    """Store the codes of a strip to the first copy (ALONG), and transposed to the second (DOWN)."""
     if ALONG:
         store_codes(codes, code, first, row, left, rows, columns, Q, MASKED)
     if DOWN:
@@ -42,7 +42,7 @@ def store_both(
 
 @triton.jit
 def factor_of(factor, found, R: tl.constexpr):
-    """What a tensor is multiplied by as a whole; NaN where its largest magnitude is not finite."""
+    """The factor for the whole tensor; NaN where its amax is not finite."""
     if found is not None:
         amax = tl.load(found).to(tl.uint32, bitcast=True)
         _, _, formed, _ = scales(amax, None, R, None)
@@ -64,7 +64,8 @@ def square(
     NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A square of the matrix. Square tiles and whole tensors have one code an element for both copies."""
+    """Both copies of one square of the matrix. With square tiles, or one scale per tensor, both copies have the same
+    codes."""
     column = left + tl.arange(0, COLUMNS)
     shared: tl.constexpr = H == W
     most = tl.zeros((ROWS, COLUMNS), tl.int32)
@@ -140,8 +141,9 @@ def both(
 ):  # fmt: skip
     """Write codes and scales of a matrix of row_units * ROW_UNIT rows and units * UNIT columns, and of its transpose.
 
-    FORM "whole": codes of x times the number in `factor`; where that is 0, or not there, times what the rule makes of
-    the largest magnitude that was `found`. `scale` becomes 1 over it, and `amax` is raised."""
+    FORM "whole": the codes of x times the value at `factor`; where that is 0 or None, times the rule's factor for the
+    amax at `found`. `scale` becomes 1 / factor, and `amax` is raised to max |x|.
+    """
     rows, columns = row_units * ROW_UNIT, units * UNIT
     top, left = corner(columns, TALL, COLUMNS)
     if NOISY:
@@ -168,11 +170,11 @@ def both(
         )  # fmt: skip
 
 
-# ---- codes of a byte: each copy in a pass of its own over a square ---------------------------------------------------
-# The second pass reads the square from the nearest cache. A thread holds what shares a scale: 32 rows of a few columns
-# in the one pass, 32 columns of a row in the other. So maxima take few exchanges between threads, few threads form the
-# same scale, and four codes that lie one after another come from one thread: whole words are transposed through shared
-# memory.
+# ---- one-byte codes: each copy in a pass of its own over a square ----------------------------------------------------
+# The second pass loads the square from the L1 cache. A thread holds elements that share a scale: 32 rows of a few
+# columns in one pass, 32 columns of a row in the other. So maxima need few exchanges between threads, few threads
+# compute the same scale, and four consecutive codes come from one thread, so that whole words are transposed through
+# shared memory.
 
 
 _HELD: tl.constexpr = tl.constexpr(32)
@@ -180,7 +182,7 @@ _HELD: tl.constexpr = tl.constexpr(32)
 
 @triton.jit
 def interleaved(parts):
-    """Four or eight tensors (rows, columns) as one of another dimension, the last."""
+    """Four or eight tensors (rows, columns) stacked along a new last dimension."""
     if len(parts) == 4:
         made = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
     else:
@@ -192,14 +194,14 @@ def interleaved(parts):
 
 @triton.jit
 def bits_of(stored, Q: tl.constexpr, SOURCE: tl.constexpr):
-    """The float32 bits of what was loaded."""
+    """The float32 bits of loaded values."""
     pairs: tl.constexpr = Q.instruction is not None and SOURCE != "float32"
     return pairs_widened(stored, SOURCE) if pairs else widened(stored, SOURCE)
 
 
 @triton.jit
 def largest_at(parts, Q: tl.constexpr, SOURCE: tl.constexpr):
-    """The float32 bits of the largest magnitude at each place of tensors that were loaded; NaN is above infinity."""
+    """The float32 bits of the elementwise largest magnitude of several loaded tensors; NaN is above infinity."""
     mask: tl.constexpr = 0x7FFFFFFF if SOURCE == "float32" else 0x7FFF
     if Q.instruction is not None and SOURCE != "float32":
         most = parts[0]
@@ -219,7 +221,7 @@ def down_columns(
     R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, H: tl.constexpr, TALL: tl.constexpr,
     COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the transposed copy of a square and the scales of its tiles of H rows."""
+    """Store the transposed copy of a square, and the scales of its tiles of H rows."""
     UP: tl.constexpr = TALL // _HELD
     row, column = top + _HELD * tl.arange(0, UP), left + tl.arange(0, COLUMNS)
     place = x + (row.to(tl.int64) * columns)[:, None] + column[None, :]
@@ -250,7 +252,7 @@ def along_rows(
     R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of a strip of the square as it lies, and the scales of its tiles of W columns."""
+    """Store the first copy's codes of a strip of the square, and the scales of its tiles of W columns."""
     ACROSS: tl.constexpr = COLUMNS // 4
     row = top + tl.arange(0, ROWS)
     first = (row.to(tl.int64) * columns)[:, None]
@@ -278,7 +280,7 @@ def square_by_passes(
     R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, W: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Both copies of a square: the transposed one first, for which all of it is loaded at once."""
+    """Both copies of a square: first the transposed one, for which the whole square is loaded at once."""
     down_columns(
         x, turned, turned_scale, turned_found, top, left, rows, columns, turned_strides, R, Q, SOURCE, FORM, W, TALL,
         COLUMNS, MASKED,
@@ -299,7 +301,7 @@ def both_by_passes(
     R: tl.constexpr, Q: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, W: tl.constexpr,
     ROW_UNIT: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`layouts.both` of codes of a byte to nearest in tiles of one row, of sides that are multiples of 16."""
+    """`both` for one-byte codes, rounded to nearest, in tiles of one row, and sizes that are multiples of 16."""
     rows, columns = row_units * ROW_UNIT, units * UNIT
     top, left = corner(columns, TALL, COLUMNS)
     strides, turned_strides = (down, across), (turned_down, turned_across)

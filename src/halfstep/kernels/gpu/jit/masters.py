@@ -1,4 +1,4 @@
-"""What takes an update, read and written: a weight and what its master keeps beside it (`quant.masters`)."""
+"""The weight of an update, and what its master keeps beside it (`quant.masters`): read and written."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, is_nan, narrowed
 
 @triton.jit
 def nearest(number, KIND: tl.constexpr, HALF: tl.constexpr):
-    """What an integer pointer stores of a computed float32, rounded to nearest-even; HALF are float16's numbers."""
+    """A float32 rounded to nearest even in KIND, as bits to store; HALF is the `Rounding` to float16."""
     if KIND == "float32":
         return narrowed(as_bits(number), KIND)
     if KIND == "bfloat16":
@@ -18,7 +18,7 @@ def nearest(number, KIND: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def stochastic_bf16(number, drawn):
-    """The same of a bfloat16, up with the probability of the remainder."""
+    """A float32 rounded stochastically to bfloat16, as bits to store."""
     bits = as_bits(number)
     up = tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits, bits + (drawn >> 16))
     return narrowed(tl.where(is_nan(bits), bits | 0x400000, up), "bfloat16")
@@ -26,14 +26,16 @@ def stochastic_bf16(number, drawn):
 
 @triton.jit
 def beside(weight, rest):
-    """The bits of the second number of a sum of two where it can stand beside the first (`masters.drop_strange`)."""
+    """The bits of `rest`, the second bf16 of a weight kept as a sum of two, or 0 where it is too large beside the first
+    (`masters.drop_strange`)."""
     size, part = (weight >> 16) & 0x7FFF, (rest >> 16) & 0x7FFF
     return tl.where(part > tl.where(size > 0x3C0, size, 0x3C0) - 0x380, 0, rest)
 
 
 @triton.jit
 def joined(stored, low):
-    """The bits of a rounded upper half and the signed rest, an int32; of the half alone where both together are NaN."""
+    """The float32 bits of a rounded upper half plus the signed lower part `low` (int32); of the half alone where that
+    is NaN."""
     upper = widened(stored, "bfloat16")
     both = upper + low.to(tl.uint32, bitcast=True)
     return tl.where(is_nan(both), upper, both)
@@ -41,7 +43,8 @@ def joined(stored, low):
 
 @triton.jit
 def whole(stored, kept, MASTER: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr):
-    """The float32 weight that the rule sees, what is kept following what was written to the weight."""
+    """The float32 weight that the rule updates. What the master keeps is used only as far as it fits the weight, which
+    may have been written since."""
     own = widened(stored, KIND)
     if MASTER == "fp32":
         bits = widened(kept, "float32")
@@ -58,7 +61,7 @@ def whole(stored, kept, MASTER: tl.constexpr, KIND: tl.constexpr, HALF: tl.const
 
 @triton.jit
 def sum_bf16(one, other):
-    """The sum of two bfloat16 numbers in float32, rounded to the nearest bfloat16."""
+    """The sum of two bfloat16 values, rounded to the nearest bfloat16; all in float32."""
     return as_float(nearest_bf16(one + other))
 
 
@@ -67,10 +70,10 @@ def kept_after(
     updated, full, stored, kept, drawn, MASTER: tl.constexpr, KIND: tl.constexpr, NOISY: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of the weight, and what is kept beside it, after the rule made `updated` of `full`."""
+    """The weight and the master's tensor to store, after the rule updated the float32 weight `full` to `updated`."""
     if MASTER == "split":
         bits = as_bits(updated)
-        lost = is_nan(bits)  # whose lower half is the processor's
+        lost = is_nan(bits)  # the payload of a NaN depends on the processor, so it is not kept
         upper, low = tl.where(lost, 0x7FC00000, bits + 0x8000), tl.where(lost, 0, bits)
         return narrowed(upper, "bfloat16"), low.to(tl.uint16).to(tl.int16, bitcast=True)
     elif MASTER == "residue":

@@ -1,4 +1,4 @@
-"""Moments as they are kept, read and written: numbers, or codes under a scale a tile of the flat tensor, or one scale.
+"""Moments read and written as they are stored: in a dtype, or as codes with one scale per tile or per tensor.
 
 `F` is the `Form` of `kernels.gpu.kinds`.
 """
@@ -15,12 +15,12 @@ from halfstep.kernels.gpu.jit.tiles import over_scale, tile_maxima
 INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
-# ---- codes under one scale of the whole tensor, which follows from its largest magnitude -----------------------------
+# ---- codes under one scale of the whole tensor, computed from its amax -----------------------------------------------
 
 
 @triton.jit
 def values(stored, scale, F: tl.constexpr):
-    """The float32 values of codes."""
+    """The float32 values of codes under one scale."""
     KIND: tl.constexpr = F.kind
     D: tl.constexpr = F.decoding
     OWN: tl.constexpr = F.instruction
@@ -30,7 +30,7 @@ def values(stored, scale, F: tl.constexpr):
 
 @triton.jit
 def note(most, number, inside):
-    """Raise the bits of a largest magnitude to those of a block's."""
+    """Raise the amax bits at `most` to those of a block."""
     magnitude = (as_bits(number) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
     if inside is not None:
         magnitude = tl.where(inside, magnitude, 0)
@@ -39,11 +39,12 @@ def note(most, number, inside):
 
 @triton.jit
 def new_scale(most, F: tl.constexpr):
-    """Of a tensor whose largest magnitude has these bits: the scale, and what numbers meet before they are rounded."""
+    """For a tensor with these amax bits: its scale, what elements are multiplied or divided by, and a mask on their
+    bits."""
     R: tl.constexpr = F.rule
     most = most.to(tl.uint32, bitcast=True)
     _, scale, meets, keep = scales(most, None, R, None)
-    if F.rule.kind == "power":  # the numbers of a tensor that is lost are NaN, and not 0
+    if F.rule.kind == "power":  # where amax is not finite all elements become NaN, not 0
         meets = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, as_bits(meets)).to(tl.uint32))
         keep = most | 0xFFFFFFFF
     return scale, meets, keep
@@ -51,7 +52,7 @@ def new_scale(most, F: tl.constexpr):
 
 @triton.jit
 def codes(number, meets, keep, F: tl.constexpr, HALF: tl.constexpr):
-    """What an integer pointer stores of float32 numbers."""
+    """The codes of float32 values under one scale, as bits to store."""
     KIND: tl.constexpr = F.kind
     Q: tl.constexpr = F.element
     if F.rule.kind == "power":
@@ -97,7 +98,7 @@ def power(x):
 
 @triton.jit
 def expansion_scales(tiles, F: tl.constexpr):
-    """Scale, exponent and center of each row of float32 bits; the scale of one with an infinity or NaN is NaN."""
+    """Scale, exponent and center of each row of float32 bits; the scale is NaN where the row has an infinity or NaN."""
     magnitude = (tiles & 0x7FFFFFFF).to(tl.int32, bitcast=True)
     most = tl.max(magnitude, 1)
     least = tl.min(tl.where(magnitude == 0, 0x7FFFFFFF, magnitude), 1)
@@ -119,7 +120,7 @@ def expansion_scales(tiles, F: tl.constexpr):
 
 @triton.jit
 def expanded(tiles, scale, exponent, center):
-    """The bits of what is rounded, of each row with its numbers as columns; 0 in rows that are lost."""
+    """The bits of elements with expanded range, to be rounded, one tile per row; 0 where the tile's scale is NaN."""
     size = as_float(tiles & 0x7FFFFFFF)
     ratio = tl.div_rn(size, center + size * 0.0)
     bits = as_bits(power(exponent * logarithm(ratio) - logarithm(scale)))
@@ -129,7 +130,7 @@ def expanded(tiles, scale, exponent, center):
 
 @triton.jit
 def restored(element, scale, exponent, center):
-    """The numbers that float32 elements stand for, of each row with its numbers as columns."""
+    """The values of decoded elements with their range restored, one tile per row."""
     bits = as_bits(element)
     size = as_float(bits & 0x7FFFFFFF)
     root = tl.div_rn(1.0 + exponent * 0.0, exponent)
@@ -144,17 +145,17 @@ def restored(element, scale, exponent, center):
 
 @triton.jit
 def address(row, COLUMN: tl.constexpr, start, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """The integer pointer to numbers of a dtype, or to bytes, from one of them on, of what a row of the table names."""
+    """The integer pointer to element `start` of the tensor whose address is in this column of a table's row."""
     KEPT_AS: tl.constexpr = tl.int32 if KIND == "float32" else tl.uint8 if KIND == "uint8" else tl.int16
     place = tl.load(row + COLUMN).to(tl.pointer_type(KEPT_AS)) + start
-    if ALIGNED:  # and so is the first of every block
+    if ALIGNED:  # `start` is a multiple of the block's size
         place = tl.multiple_of(place, 16)
     return place
 
 
 @triton.jit
 def beside(row, COLUMN: tl.constexpr, start, group, inside):
-    """A number of each tile from one on, as a column."""
+    """One float32 per tile, such as its scale, from tile `start` on, as a column."""
     found = read(address(row, COLUMN, start, "float32", False) + group, inside)
     return as_float(found.to(tl.uint32, bitcast=True))[:, None]
 
@@ -164,8 +165,8 @@ def opened(
     row, COLUMN: tl.constexpr, old, block, index, inside, size, known,
     F: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """The float32 values of a block: under the scale at `old` where there is one. What is `known` of a codebook is
-    its `quantizers.table`."""
+    """The float32 values of a block of a moment; `old` points to its scale if it has one scale. `known` is a codebook's
+    `quantizers.table`."""
     KIND: tl.constexpr = F.kind
     D: tl.constexpr = F.decoding
     OWN: tl.constexpr = F.instruction
@@ -192,21 +193,21 @@ def opened(
 
 @triton.jit
 def is_lost(number, F: tl.constexpr):
-    """Where a moment that is codes would be an infinity or NaN, and take others under its scale with it."""
+    """Where a moment stored as codes would be infinity or NaN, and so invalidate the others under its scale."""
     coded: tl.constexpr = F.rule is not None or F.tile != 0
     return ~(tl.abs(number) < INFINITY) if coded else tl.full(number.shape, 0, tl.int1)
 
 
 @triton.jit
 def keep_beside(row, COLUMN: tl.constexpr, start, group, inside, number):
-    """Write a number of each tile from one on."""
+    """Write one float32 per tile, from tile `start` on."""
     place = address(row, COLUMN, start, "float32", False) + group
     tl.store(place, as_bits(number).to(tl.int32, bitcast=True), mask=inside)
 
 
 @triton.jit
 def keep_scale(row, COLUMN: tl.constexpr, block, scale):
-    """Write the scale of a tensor, once."""
+    """Write the one scale of a tensor; only block 0 does."""
     place = address(row, COLUMN, 0, "float32", False)
     tl.store(place, as_bits(scale).to(tl.int32, bitcast=True), mask=block == 0)
 
@@ -216,8 +217,8 @@ def close(
     row, COLUMN: tl.constexpr, most, AT: tl.constexpr, block, index, inside, size, known, number,
     F: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of a moment; codes of tiles with an infinity or NaN are 0 and their scale is NaN. Where the tensor
-    has one scale, `most` has the bits of its largest magnitude."""
+    """Write a block of a moment. Codes of tiles with infinity or NaN are 0 and their scale is NaN. With one scale per
+    tensor, `most` holds the bits of its amax."""
     KIND: tl.constexpr = F.kind
     R: tl.constexpr = F.quotient
     Q: tl.constexpr = F.element

@@ -1,7 +1,7 @@
-"""Numbers as bits: widened to float32's, rounded, coded; and the noise of stochastic rounding.
+"""Floats as bits: widening to float32, rounding, encoding; and the noise of stochastic rounding.
 
-A number is the uint32 of its float32 bits. `P` and `C` are the numbers of a rounding and of a coding
-(`kernels.cpu.elements.Rounding`, `element_codes.Coding`), known when a kernel is compiled.
+A value is represented by its float32 bits, as uint32. `P` and `C` are `kernels.cpu.elements.Rounding` and
+`element_codes.Coding`, constants of the compiled kernel.
 """
 
 import triton
@@ -10,21 +10,21 @@ import triton.language as tl
 
 @triton.jit
 def widened(stored, KIND: tl.constexpr):
-    """The float32 bits of what an integer pointer loaded, of a number of that dtype."""
+    """The float32 bits of values that an integer pointer to dtype KIND loaded."""
     if KIND == "float32":
         bits = stored.to(tl.uint32, bitcast=True)
     else:
         bits = stored.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         if KIND == "float16":
             magnitude = (bits & 0x7FFFFFFF) >> 3
-            number = as_bits(as_float(magnitude) * 5.192296858534828e33)  # 2^112: subnormal numbers, too
+            number = as_bits(as_float(magnitude) * 5.192296858534828e33)  # 2^112; correct for subnormals too
             bits = tl.where(magnitude >= 0x0F800000, magnitude | 0x7F800000, number) | (bits & 0x80000000)
     return bits
 
 
 @triton.jit
 def narrowed(bits, KIND: tl.constexpr):
-    """What an integer pointer stores of float32 bits whose number a dtype holds: NaN stays NaN."""
+    """Float32 bits whose value is exact in dtype KIND, as bits to store; NaN stays NaN."""
     if KIND == "float32":
         stored = bits.to(tl.int32, bitcast=True)
     else:
@@ -39,7 +39,7 @@ def narrowed(bits, KIND: tl.constexpr):
 
 @triton.jit
 def as_float(bits):
-    """The float32 of these bits."""
+    """The float32 with these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -51,26 +51,26 @@ def as_bits(number):
 
 @triton.jit
 def constant(BITS: tl.constexpr):
-    """The float32 of bits that are known."""
+    """The float32 of constant bits."""
     return tl.full((), BITS, tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nearest_bf16(number):
-    """The bits of a computed float32 rounded to the nearest bfloat16. A NaN is quiet: its upper half is one, too."""
+    """The bits of a float32 rounded to the nearest bfloat16. NaN is quiet, so its upper half is NaN too."""
     bits = as_bits(number)
     return tl.where(is_nan(bits), bits, bits + ((bits >> 16) & 1) + 0x7FFF) & 0xFFFF0000
 
 
 @triton.jit
 def read(place, inside):
-    """What is there, 0 outside; all of it is inside where that is None."""
+    """Load; 0 where not `inside`, which is None for no mask."""
     return tl.load(place, mask=inside, other=None if inside is None else 0)
 
 
 @triton.jit
 def held(number):
-    """A float32 within the range of finite ones; NaN stays."""
+    """A float32 clamped to the finite range; NaN stays NaN."""
     number = tl.where(number > 3.4028234663852886e38, 3.4028234663852886e38, number)
     return tl.where(number < -3.4028234663852886e38, -3.4028234663852886e38, number)
 
@@ -86,7 +86,8 @@ def is_nan(bits):
 
 @triton.jit
 def rounded(bits, noise, P: tl.constexpr):
-    """Float32 bits rounded (`kernels.cpu.elements.rounded`): by noise, as P.add says, or to nearest, ties to even."""
+    """Float32 bits rounded (`kernels.cpu.elements.rounded`): with noise, in the direction of P.add, or to nearest
+    even."""
     magnitude = bits & 0x7FFFFFFF
     if noise is None and P.add is None:
         on_bits = magnitude + P.half + ((magnitude >> P.shift) & P.odd)
@@ -111,7 +112,7 @@ def rounded(bits, noise, P: tl.constexpr):
 
 @triton.jit
 def noisy(bits, magnitude, noise, P: tl.constexpr):
-    """The bits with the carry in them, and the number of fixed steps, as a float (`elements.noisy_both`)."""
+    """The bits with rounding's carry added, and the number of fixed steps, as a float (`elements.noisy_both`)."""
     steps = as_float(magnitude) * constant(P.scale)
     if P.zero_sign is not None:
         steps = tl.minimum(steps, 8388608.0)
@@ -128,7 +129,7 @@ def noisy(bits, magnitude, noise, P: tl.constexpr):
 
 @triton.jit
 def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
-    """The code of float32 bits rounded (`kernels.cpu.element_codes.encoded`), 32 bits wide."""
+    """The code of float32 bits after rounding (`kernels.cpu.element_codes.encoded`), 32 bits each."""
     magnitude = bits & 0x7FFFFFFF
     if noise is None and P.add is None:
         on_bits = magnitude + P.half + ((magnitude >> P.shift) & P.odd)
@@ -159,11 +160,11 @@ def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def decoded(code, D: tl.constexpr):
-    """The float32 bits of a code, given 32 bits wide (`kernels.cpu.element_codes.decoded`)."""
+    """The float32 bits of a code of 32 bits (`kernels.cpu.element_codes.decoded`)."""
     most: tl.constexpr = 0x7FFFFFFF >> D.sign_shift
     at_top = code << D.sign_shift
     if D.offset > 0 and D.offset < 0x40000000 and D.sign_shift >= D.shift:
-        # The code's bits as float32's are the number over a power of two, subnormal ones too.
+        # The code's bits shifted into a float32 are its value divided by a power of two, for subnormals too.
         apart = (at_top.to(tl.int32, bitcast=True) >> (D.sign_shift - D.shift)).to(tl.uint32, bitcast=True)
         value = as_bits(as_float(apart & (0x80000000 | most << D.shift)) * constant(D.offset + 0x3F800000))
         beyond = (value & 0x7FFFFFFF) > (D.largest << D.shift) + D.offset
@@ -188,7 +189,7 @@ def decoded(code, D: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """The mixer lowbias32."""
+    """The integer hash lowbias32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -196,7 +197,8 @@ def mix(x):
 
 @triton.jit
 def seed_of(low, high, held):
-    """The halves of a seed, of what `gpu.halves` says of it: these, or of the seed whose address they are."""
+    """The halves of a seed from `gpu.halves`: low and high themselves, or, if `held`, those of the seed at that
+    address."""
     address = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     there = held != 0
     seed = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)
@@ -205,7 +207,8 @@ def seed_of(low, high, held):
 
 @triton.jit
 def noise_keys(low, high, chunk):
-    """The two keys of a chunk's noise (`quant.rounding.noise_keys`), of a seed's signed halves and an int64."""
+    """The two keys of a chunk's noise (`quant.rounding.noise_keys`), from a seed's signed halves and the chunk as
+    int64."""
     golden = tl.full((), 0x9E3779B9, tl.uint32)
     base = mix(low.to(tl.uint32, bitcast=True) + golden)
     left = mix(base ^ (chunk & 0xFFFFFFFF).to(tl.uint32))
@@ -215,7 +218,7 @@ def noise_keys(low, high, chunk):
 
 @triton.jit
 def noise_by(one, two, index):
-    """Noise by a chunk's keys of the elements at these places in it."""
+    """32 bits of noise from a chunk's keys, for elements at these indices in it."""
     x = one + index.to(tl.uint32)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -224,22 +227,22 @@ def noise_by(one, two, index):
 
 @triton.jit
 def noise(low, high, start, index):
-    """32 bits of noise (`quant.noise_bits`) for the elements `start + index`: an int64 that is a multiple of the
-    block's size, which divides 2^14, and int32s below it."""
+    """32 bits of noise (`quant.noise_bits`) for the elements `start + index`: `start` an int64 multiple of the block's
+    size, which divides 2^14, `index` int32s below that size."""
     one, two = noise_keys(low, high, start >> 14)
     return noise_by(one, two, (start & 0x3FFF).to(tl.uint32) + index.to(tl.uint32))
 
 
 @triton.jit
 def noise_anywhere(low, high, place):
-    """The same for elements anywhere, at int64 places (`quant.rounding.noise_at`)."""
+    """The same noise for elements at any int64 indices (`quant.rounding.noise_at`)."""
     one, two = noise_keys(low, high, place >> 14)
     return noise_by(one, two, place & 0x3FFF)
 
 
 @triton.jit
 def splitmix(state, key):
-    """One key more of `quant.derive_seed`, of uint64s; the first state is 0."""
+    """One step of `quant.derive_seed`, on uint64: mix one key into the state, which starts at 0."""
     state = (state ^ key) + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB

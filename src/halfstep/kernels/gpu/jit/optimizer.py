@@ -1,6 +1,6 @@
-"""An optimizer's step over many tensors: one launch that finds each one's numbers, and one a kind that moves them.
+"""An optimizer step over many tensors: one launch computes each tensor's scalars, then one per kind updates tensors.
 
-Where elements take norms of their tensors, two launches a kind find these in between.
+For rules that take norms of whole tensors, two launches per kind compute them in between.
 """
 
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_any
 
 
 T: tl.constexpr = tl.constexpr(SimpleNamespace(**{key: at for key, at in vars(table).items() if key.isupper()}))
-"""The places of `kernels.gpu.table`: one constant, on which what Triton keeps of compiled kernels depends."""
+"""The columns of `kernels.gpu.table`, as one constant on which Triton's kernel cache depends."""
 SQUARES: tl.constexpr = tl.constexpr(arithmetic.SQUARES)
 HALVINGS: tl.constexpr = tl.constexpr(arithmetic.SQUARES.bit_length() - 1)
 
 
 @triton.jit
 def put_aside(row, COLUMN: tl.constexpr, place, inside):
-    """Write a scale as it is before the step to a place of the step's numbers; of many scales, the first."""
+    """Copy a tensor's scale as it is before the step to `place`; for a scale per tile, the first."""
     scale = tl.load(row + COLUMN, mask=inside, other=0).to(tl.pointer_type(tl.float32))
     tl.store(place, tl.load(scale, mask=inside & (tl.load(row + COLUMN, mask=inside, other=0) != 0)), mask=inside)
 
@@ -32,8 +32,8 @@ def put_aside(row, COLUMN: tl.constexpr, place, inside):
 def prepare(
     rows, which, groups, by_step, numbers, most, grad_scale, found_inf, count, FIND: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """Count a step of every tensor of one rule, those that `which` names, unless there is an infinity somewhere; and
-    find the numbers of that step. `most` is None where nothing is codes under one scale."""
+    """For the tensors of one rule, listed in `which`: count a step, unless `found_inf` says that a gradient overflowed,
+    and compute the step's scalars. `most` is None where no tensor is stored as codes under one scale."""
     place = tl.program_id(0) * B + tl.arange(0, B)
     inside = place < count
     go = inside if found_inf is None else place < tl.where(tl.load(found_inf) == 0.0, count, 0)
@@ -78,8 +78,8 @@ def update(
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Move the tensors of one kind: each program EACH blocks, of the `count` that `blocks` names. Or foresee what is
-    moved: nothing is written but the largest magnitudes of what one scale is for."""
+    """Update the tensors of one kind: each program EACH of the `count` blocks listed in `blocks`. FORESEES: write
+    nothing but the new amaxes of tensors stored under one scale."""
     for place in range(EACH):
         number = tl.program_id(0) * EACH + place
         if number < count:
@@ -95,7 +95,7 @@ def update_block(
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Move a block, or foresee it."""
+    """Update one block, or find its amaxes."""
     t, block = tl.load(which).to(tl.int64), tl.load(which + 1).to(tl.int64)
     row, step = rows + t * T.value.COLUMNS, numbers + t * T.value.NUMBERS
     if most is not None:
@@ -119,8 +119,8 @@ def load_block(
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """A block before its step: the weight and what is kept as they lie, the weight's value, gradient and moments."""
-    # Told on, what a tuple holds has to be a constant of its own (triton 3.6).
+    """A block before the step: the stored weight and master, and the float32 weight, scaled gradient and moments."""
+    # triton 3.6 passes a tuple's field on only as a constant of its own.
     KIND: tl.constexpr = K.weight
     GRAD_KIND: tl.constexpr = K.grad
     KEPT_KIND: tl.constexpr = K.kept
@@ -162,7 +162,7 @@ def advance(
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     MOVED: tl.constexpr, HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """One block, read and moved; and written, or foreseen."""
+    """Load one block, update it, and write it or its amaxes."""
     KIND: tl.constexpr = K.weight
     KEPT_KIND: tl.constexpr = K.kept
     MASTER: tl.constexpr = K.master
@@ -218,7 +218,7 @@ def advance(
         if K.residual:
             KIND2: tl.constexpr = M2.kind
             rest = address(row, T.value.RESIDUAL, block * B, KIND2, K.aligned) + index
-            # What the first number left over, of what it now is.
+            # The rounding error of the second moment, itself rounded.
             left = second - as_float(widened(nearest(second, KIND2, HALF), KIND2))
             tl.store(rest, nearest(left, KIND2, HALF), mask=inside)
 
@@ -228,11 +228,11 @@ def write_codes(
     row, most, block, index, inside, updated, weight, K: tl.constexpr, W: tl.constexpr, X: tl.constexpr,
     HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Write a weight that is codes; where a master takes the update, that, and the weight is its image."""
+    """Write a weight stored as codes; with a master, write the updated master, and the weight as its rounding."""
     KEPT_KIND: tl.constexpr = K.kept
     largest = tl.load(most + T.value.WEIGHT_MOST)
     if KEPT_KIND is not None:
-        # Rounding keeps the order of numbers, so that the largest one's image is the largest.
+        # Rounding is monotonic, so the largest value stays the largest.
         top = as_float(largest.to(tl.uint32, bitcast=True))
         if X is not None:
             scale, meets, keep = new_scale(largest, X)
@@ -256,7 +256,8 @@ def write_codes(
 
 @triton.jit
 def halved(numbers):
-    """The sum of SQUARES numbers in the order of `arithmetic.norm`: sums of two have one."""
+    """The sum of SQUARES values in the order of `arithmetic.norm`; each `tl.sum` adds two values, so its order is
+    fixed."""
     for n in tl.static_range(HALVINGS):
         numbers = tl.sum(tl.reshape(numbers, (2, SQUARES >> (n + 1))), 0)
     return tl.sum(numbers, 0)
@@ -268,7 +269,7 @@ def square(
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     NORMED: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the squares of what norms are taken of: each program those of a block."""
+    """Store the sum of squares of one block, for each value of which the rule takes the norm."""
     which = blocks + 2 * tl.program_id(0)
     t, block = tl.load(which).to(tl.int64), tl.load(which + 1).to(tl.int64)
     row, step = rows + t * T.value.COLUMNS, numbers + t * T.value.NUMBERS
@@ -290,7 +291,7 @@ def note_squares(
     K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     NORMED: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """One block's."""
+    """Store one block's sums of squares."""
     _, _, full, grad, first, second = load_block(
         row, step, block, size, inside, elements1, elements2, K, W, X, G, M1, M2, HALF, B
     )
@@ -302,13 +303,13 @@ def note_squares(
 
 @triton.jit
 def norm(rows, places, sums, numbers, FIRST_NORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr):
-    """The norms of a tensor, each program those of one: `places` says which, and where the sums of its blocks begin."""
+    """Store the norms of one tensor per program: `places` lists tensors and where the sums of their blocks begin."""
     t = tl.load(places + 2 * tl.program_id(0)).to(tl.int64)
     start = tl.load(places + 2 * tl.program_id(0) + 1).to(tl.int64)
     blocks = (tl.load(rows + t * T.value.COLUMNS + T.value.SIZE) + B - 1) // B
     for n in tl.static_range(COUNT):
         total, first = tl.zeros((B,), tl.float64), blocks * 0
-        while first < blocks:  # triton 3.6's interpreter takes no tensor for the end of a range
+        while first < blocks:  # triton 3.6's interpreter takes no tensor as the end of a range
             block = first + tl.arange(0, B)
             total += tl.load(sums + (start + block) * COUNT + n, mask=block < blocks, other=0.0)
             first += B

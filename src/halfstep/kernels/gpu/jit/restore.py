@@ -1,4 +1,4 @@
-"""Packed codes and the scales of their tiles back to values (`quant.Quantized.dequantize`)."""
+"""Dequantizes packed codes with the scales of their tiles (`quant.Quantized.dequantize`)."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,7 @@ from halfstep.kernels.gpu.jit.tiles import corner, masked, spread
 
 @triton.jit
 def meant(code, known, M: tl.constexpr):
-    """The float32 of a code, given 32 bits wide; `M` is a `Meaning` of `kernels.gpu.quantizers`, and `known` the table
-    in which it may be looked up."""
+    """The float32 values of 32-bit codes; `M` is a `Meaning` of `kernels.gpu.quantizers`, `known` its lookup table."""
     if M.looked_up:
         value = value_at(code, known)
     elif M.whole is not None:
@@ -25,7 +24,7 @@ def meant(code, known, M: tl.constexpr):
 
 @triton.jit
 def codes_apart(codes, first, row, column, left, rows, columns, M: tl.constexpr, MASKED: tl.constexpr):
-    """The codes of a block, one an entry, from the bytes they are packed in."""
+    """The unpacked codes of a block, one per element."""
     ROWS: tl.constexpr = row.shape[0]
     COLUMNS: tl.constexpr = column.shape[0]
     WIDE: tl.constexpr = 2 if M.bits == 4 else (4 if M.bits == 6 else 1)
@@ -50,7 +49,7 @@ def multipliers(
     scale, tensor, group, scale_known, row, column, top, left, rows, columns,
     R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The multiplier of each tile of a block, from what is stored."""
+    """The multiplier of each tile of a block, from the stored scales."""
     tall: tl.constexpr = row.shape[0] // H if H > 0 and row.shape[0] > H else 1  # tiles of the block
     long: tl.constexpr = column.shape[0] // W if W else 1
     high = H if H else rows
@@ -85,7 +84,7 @@ def values(
     R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The values of a block."""
+    """Write the values of a block."""
     code = codes_apart(codes, first, row, column, left, rows, columns, M, MASKED)
     multiplier = multipliers(scale, tensor, group, scale_known, row, column, top, left, rows, columns, R, E, H, W)
     made = written(meant(code, known, M), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
@@ -98,7 +97,8 @@ def restore(
     R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of a matrix of `rows` rows and units * UNIT columns; a UNIT of COLUMNS is one block a row."""
+    """Write the values of a matrix of `rows` rows and units * UNIT columns; with UNIT = COLUMNS one block spans a
+    row."""
     columns = COLUMNS if UNIT == COLUMNS else units * UNIT
     top, left = corner(columns, ROWS, COLUMNS)
     row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)

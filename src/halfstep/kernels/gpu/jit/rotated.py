@@ -1,7 +1,7 @@
-"""Matrices through random Hadamard transforms (`quant.rotate`), and rounded in tiles along them, in one pass.
+"""Random Hadamard transforms of matrices (`quant.rotate`), and quantization in tiles along them, in one pass.
 
-A program holds a matrix of which each row is a block of the rotation, and so whole tiles: numbers of a row of what is
-rotated, or of a column. What was read in rows and is summed in columns changes threads once on the way.
+A program holds a matrix whose rows are blocks of the rotation, each with whole tiles: parts of a row of the input, or
+of a column. Data loaded along rows but summed along columns is exchanged between threads once.
 """
 
 import triton
@@ -24,8 +24,8 @@ from halfstep.kernels.gpu.jit.tiles import (
 
 @triton.jit
 def step(number, H: tl.constexpr):
-    """Each pair (a, b) of numbers H places apart as (a + b, a - b), one rounding each. To know a pair's other number
-    exactly, wherever it lies, the bits of both are added up, which is the same for both."""
+    """Each pair (a, b) of values H apart replaced by (a + b, a - b), rounded once each. A pair's other value is found
+    exactly, in whichever thread it is, as the integer sum of both values' bits minus the own bits."""
     ROWS: tl.constexpr = number.shape[0]
     SIZE: tl.constexpr = number.shape[1]
     own = tl.reshape(as_bits(number), (ROWS * SIZE // (2 * H), 2, H))
@@ -36,7 +36,8 @@ def step(number, H: tl.constexpr):
 
 @triton.jit
 def rotated(number, signs, FACTOR: tl.constexpr, PART: tl.constexpr, LEVELS: tl.constexpr):
-    """The bits of blocks through the transform, times its factor, and that times the part that a rule takes."""
+    """The bits of blocks after the transform, times FACTOR, and times PART, the share of amax that a rule scales
+    for."""
     number = number * tl.load(signs + tl.arange(0, number.shape[1])).to(tl.float32, bitcast=True)[None, :]
     for level in tl.static_range(LEVELS):
         number = step(number, 1 << level)
@@ -48,7 +49,7 @@ def rotated(number, signs, FACTOR: tl.constexpr, PART: tl.constexpr, LEVELS: tl.
 
 @triton.jit
 def note(raised, maxima):
-    """Raise a number to the largest magnitude of the tiles without an infinity or NaN."""
+    """Raise the value at `raised` to the largest amax of tiles without infinity or NaN."""
     most = maxima.to(tl.int32, bitcast=True)
     tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)), sem="relaxed")
 
@@ -61,12 +62,13 @@ def block(
     LEVELS: tl.constexpr, DOWN: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS blocks of COLUMNS numbers each, from (top, left) on of a matrix (rows, columns) of whole blocks: of the
-    transposed one, where they lie DOWN, else with one block a row. `given` is the length of what blocks fill."""
+    """Rotate ROWS blocks of COLUMNS values each from (top, left) on, in a matrix (rows, columns) of whole blocks: in
+    the transpose if DOWN, else in a matrix with one block per row. `given` is the unpadded length along the
+    rotation."""
     row, place = top + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     first = (row.to(tl.int64) * columns)[:, None]
     if DOWN:
-        lies = ((left + place).to(tl.int64) * rows)[None, :] + row[:, None]  # of each number, before and after
+        lies = ((left + place).to(tl.int64) * rows)[None, :] + row[:, None]  # offsets, of input and output
         source, inside = lies, (row < rows)[:, None]
         within = inside & (left + place < given)[None, :]
     else:
@@ -111,10 +113,11 @@ def rotate(
     APART: tl.constexpr, NOISE: tl.constexpr, FACTOR: tl.constexpr, PART: tl.constexpr, LEVELS: tl.constexpr,
     DOWN: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a matrix of `rows` rows and units * UNIT columns in blocks of COLUMNS numbers of a row, or DOWN columns,
-    the last filled with zeros: to codes (TARGET None) and scales, DOWN the transposed matrix's; to values, or float32
-    (R None), that lie as the matrix does; or to raise the largest magnitude `raised` of the tiles without an infinity
-    or NaN. NOISE goes by places of the matrix (rows), or of the transposed one (turned)."""
+    """Rotate a matrix of `rows` rows and units * UNIT columns in blocks of COLUMNS values along rows, or along columns
+    if DOWN, the last block padded with zeros. The result is codes (TARGET None) and scales, of the transpose if DOWN;
+    or values, or float32 (R None), in the matrix's layout; or, if `raised` is given, only the largest amax of tiles
+    without infinity or NaN, written there. NOISE is indexed by position in the matrix (rows) or in its transpose
+    (turned)."""
     columns = units * UNIT
     if NOISE is not None:
         low, high = seed_of(low, high, held)
@@ -139,7 +142,7 @@ def rotate(
         )  # fmt: skip
 
 
-# ---- a matrix as it lies, and its columns rotated as its transpose lies ----------------------------------------------
+# ---- a matrix quantized as it is, and its rotated transpose quantized ------------------------------------------------
 
 
 @triton.jit
@@ -148,7 +151,7 @@ def copy(
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr, NOISY: tl.constexpr, W: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a block of a matrix (rows, columns), in tiles along its rows."""
+    """Store codes and scales of a block of a matrix (rows, columns), in tiles along its rows."""
     row, place = top + tl.arange(0, bits.shape[0]), tl.arange(0, bits.shape[1])
     first = (row.to(tl.int64) * columns)[:, None]
     stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
@@ -166,7 +169,7 @@ def strip(
     FACTOR: tl.constexpr, LEVELS: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Both copies of a strip; or raise the first and the second number of `raised` to what their tiles hold."""
+    """Store both copies of a strip; or raise the first and second value at `raised` to the amaxes of their tiles."""
     row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
     bits = loaded(x, (row.to(tl.int64) * columns)[:, None], row, column, rows, columns, SOURCE, MASKED)
     size: tl.constexpr = 1 << LEVELS
@@ -200,8 +203,9 @@ def both_turned(
     FACTOR: tl.constexpr, LEVELS: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write codes and scales of a matrix of row_units * UNIT rows, whole blocks of the rotation, and units * UNIT
-    columns, and of its rotated transpose; two levels have found the largest numbers, when `raised` was given."""
+    """Write codes and scales of a matrix of row_units * UNIT rows (whole blocks of the rotation) and units * UNIT
+    columns, and of its rotated transpose. With two levels of scales, a launch with `raised` has found the amaxes
+    before."""
     rows, columns = row_units * UNIT, units * UNIT
     top, left = corner(columns, ROWS, COLUMNS)
     if NOISY:

@@ -1,7 +1,7 @@
-"""Tiles that share a scale, to codes and scales or to values: a block of a matrix a program.
+"""Quantization in tiles that share a scale, to codes and scales or to values: one block of a matrix per program.
 
-A tile is `H` rows high and `W` columns wide, a power of two each, and a block holds whole tiles; 0 stands for the whole
-dimension, and then the largest magnitudes come from an earlier pass (`found`). Short tiles are filled with zeros.
+A tile has `H` rows and `W` columns, powers of two, and a block holds whole tiles. 0 stands for the whole dimension:
+then amaxes come from an earlier pass (`found`). Tiles at the matrix's edges are padded with zeros.
 """
 
 import triton
@@ -13,7 +13,7 @@ from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise_by, noise_
 
 @triton.jit
 def tile_maxima(bits, H: tl.constexpr, W: tl.constexpr):
-    """The largest magnitude of each tile of a block; NaN is above infinity."""
+    """The bits of the amax of each tile of a block; NaN is above infinity."""
     ROWS: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
     found = (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True)
@@ -30,7 +30,7 @@ def tile_maxima(bits, H: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def spread(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each tile's number at each of its elements."""
+    """One value per tile, repeated for each of its elements."""
     R: tl.constexpr = numbers.shape[0]
     C: tl.constexpr = numbers.shape[1]
     if R > 1 and R < ROWS:
@@ -43,22 +43,22 @@ def spread(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def tile_sums(numbers, H: tl.constexpr, W: tl.constexpr):
-    """The sum of each tile's float64s, which is the same in any order where it is exact."""
+    """The float64 sum of each tile; any order gives the same result where sums are exact."""
     found = tl.sum(tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // W, W)), 2)
     return tl.sum(tl.reshape(found, (found.shape[0] // H, H, found.shape[1])), 1)
 
 
 @triton.jit
 def over_scale(bits, meets, keep, R: tl.constexpr):
-    """The bits of a block's elements over the scale of their tile, by `scales.over`.
+    """The bits of a block's elements divided by the scale of their tile, by `elements.over`.
 
-    With corrections, by the reciprocal: from a quotient that is a few units off in its last place each takes the
-    remainder of the division, which `fma` forms exactly, and what is left is rounded right. One is enough for the 8 and
-    11 bits of bf16 and fp16 before codes of E4M3 and E5M2, to nearest: a quotient that one rounds wrong is none that
-    lies at the middle between two codes. Scales are multiplied into [1, 2), so that nothing overflows; quotients that
-    underflow are zeros in any code. Numbers are negated before, so that -0 stays what it is.
+    With R.corrections, the division is by the reciprocal: from a quotient that is off by a few units in the last place,
+    each correction subtracts the remainder, which `fma` computes exactly, and the result is correctly rounded. One is
+    enough for bf16 and fp16 (8 and 11 bits) before codes of E4M3 and E5M2, to nearest: the quotients that it rounds
+    wrong do not lie midway between two codes. Scales are brought into [1, 2), so that nothing overflows; quotients that
+    underflow are zeros in any code. Elements are negated first, so that -0 keeps its sign.
 
-    Without `keep`, what lies in a lost tile, or in one whose scale is 0, is any number.
+    Without `keep`, elements of tiles with scale 0, infinity or NaN become arbitrary values.
     """
     ROWS: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
@@ -83,7 +83,7 @@ def over_scale(bits, meets, keep, R: tl.constexpr):
 
 @triton.jit
 def errors(bits, meets, keep, R: tl.constexpr):
-    """How far elements are from their values by these scales: float64s."""
+    """How far a block's elements are from their rounded values with these scales: float64."""
     NEAREST: tl.constexpr = R.nearest
     scale, kept = spread(meets, bits.shape[0], bits.shape[1]), spread(keep, bits.shape[0], bits.shape[1])
     element = as_float(rounded(over(bits, scale, kept, R), None, NEAREST))
@@ -92,8 +92,8 @@ def errors(bits, meets, keep, R: tl.constexpr):
 
 @triton.jit
 def scales_of(bits, amax, tensor_scale, R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr):
-    """The `scales` of a block's tiles: of a rule with a second one, the second's where it leaves the smaller sum of
-    errors, which is exact (`quant.scaling.two_level.FourOverSix`)."""
+    """The `scales` of a block's tiles. If the rule has a second one, a tile takes that where its sum of errors, which
+    is exact, is smaller (`quant.scaling.two_level.FourOverSix`)."""
     stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
     if R.second is not None:
         SECOND: tl.constexpr = R.second
@@ -106,7 +106,7 @@ def scales_of(bits, amax, tensor_scale, R: tl.constexpr, E: tl.constexpr, H: tl.
 
 @triton.jit
 def noise_of(low, high, first, place):
-    """Noise for the elements first + place: a column of int64s, and a row of int32s that are less than 2^14."""
+    """Noise for the elements first + place: a column of int64 and a row of int32 below 2^14."""
     one, two = noise_keys(low, high, first >> 14)
     next_one, next_two = noise_keys(low, high, (first >> 14) + 1)
     index = (first & 0x3FFF).to(tl.int32) + place
@@ -116,8 +116,8 @@ def noise_of(low, high, first, place):
 
 @triton.jit
 def scale_place(row, column, across, strides, SWIZZLED: tl.constexpr):
-    """Where the scale of a tile lies, of a copy with `across` tiles a row: as strides have it, or as Blackwell's tensor
-    cores take it, in blocks of 128 rows and 4 columns (32_4_4)."""
+    """The offset of a tile's scale, in a copy with `across` tiles per row: by strides, or in the layout of Blackwell's
+    tensor cores, blocks of 128 rows and 4 columns (32_4_4)."""
     if SWIZZLED:
         block = (row >> 7).to(tl.int64) * ((across + 3) >> 2) + (column >> 2)
         place = (block << 9) + ((row & 31) << 4 | (row >> 5 & 3) << 2 | column & 3)
@@ -128,14 +128,14 @@ def scale_place(row, column, across, strides, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def corner(columns, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """Row and column of the first element of a program's block: blocks lie one beside the other along the rows."""
+    """Row and column of the first element of a program's block; blocks are numbered along rows."""
     across = (columns + WIDE - 1) // WIDE
     return tl.program_id(0) // across * TALL, tl.program_id(0) % across * WIDE
 
 
 @triton.jit
 def masked(row, column, rows, columns, MASKED: tl.constexpr):
-    """Which places of a block are in the matrix; None where all are."""
+    """The mask of the elements of a block that are inside the matrix; None without MASKED."""
     inside = None
     if MASKED:
         inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -153,7 +153,7 @@ def largest_of(
     x, top, column, rows, columns, SOURCE: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of one row of tiles that are taller than a block, read block by block: (1, tiles)."""
+    """The amaxes of one row of tiles that are taller than a block, read strip by strip: (1, tiles)."""
     found = tl.zeros((1, column.shape[0] // W), tl.int32)
     for strip in range(H // ROWS):
         row = top + strip * ROWS + tl.arange(0, ROWS)
@@ -164,7 +164,7 @@ def largest_of(
 
 @triton.jit
 def found_before(found, row, column, rows, columns, H: tl.constexpr, W: tl.constexpr):
-    """The largest magnitudes of a block's rows (W 0), of its columns (H 0) or of the tensor, from an earlier pass."""
+    """The amaxes of a block's rows (W 0), its columns (H 0), or the tensor (both), from an earlier pass."""
     if H == 0 and W == 0:
         amax = tl.full((1, 1), 0, tl.int32) + tl.load(found)
     elif H == 0:
@@ -176,7 +176,7 @@ def found_before(found, row, column, rows, columns, H: tl.constexpr, W: tl.const
 
 @triton.jit
 def largest_in(bits, found, row, column, rows, columns, H: tl.constexpr, W: tl.constexpr):
-    """The largest magnitudes of a block's tiles; of those of a whole dimension, from an earlier pass."""
+    """The amaxes of a block's tiles; from an earlier pass where tiles span a dimension."""
     return tile_maxima(bits, H, W) if H and W else found_before(found, row, column, rows, columns, H, W)
 
 
@@ -185,15 +185,15 @@ def keep_scales(
     scale, stored, multiplier, top, left, rows, columns, strides,
     R: tl.constexpr, H: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales of tiles, the first of which has the element (top, left), in a FORM: as they are `stored`,
-    `swizzled`, in each of a tile's rows, or their multiplier, a `number`. DOWN: for the transposed copy."""
+    """Store the scales of tiles, the first of which contains the element (top, left). FORM: `stored`; `swizzled`,
+    repeated for each row of a tile; or `number`, the multiplier. DOWN: for the transposed copy."""
     if FORM == "number" or R.kind == "quotient" or R.kind == "reciprocal":
         kept = multiplier.to(tl.int32, bitcast=True)
     elif R.kind == "narrow":
         kept = (stored >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
     else:
         kept = stored.to(tl.uint8)
-    # Of squares tensor cores take a scale for each row of a copy.
+    # For square tiles tensor cores take one scale for each row of a copy.
     UP: tl.constexpr = H if FORM == "swizzled" and H > 1 and not DOWN else 1
     BESIDE: tl.constexpr = W if FORM == "swizzled" and H > 1 and DOWN else 1
     HIGH: tl.constexpr = H // UP
@@ -216,8 +216,8 @@ def keep_scales(
 
 @triton.jit
 def store(out, made, first, row, left, rows, columns, WIDE: tl.constexpr, BYTES: tl.constexpr, MASKED: tl.constexpr):
-    """Store what was made of a block's rows, where they lie: an entry of WIDE elements each, BYTES one after another of
-    an entry (None: whole)."""
+    """Store a block's rows: each entry stands for WIDE elements and is stored as BYTES single bytes (None: as it
+    is)."""
     across = left // WIDE + tl.arange(0, made.shape[1])
     place = first // WIDE + across[None, :]
     inside = masked(row, across, rows, columns // WIDE, MASKED)
@@ -230,7 +230,7 @@ def store(out, made, first, row, left, rows, columns, WIDE: tl.constexpr, BYTES:
 
 @triton.jit
 def store_codes(out, code, first, row, left, rows, columns, Q: tl.constexpr, MASKED: tl.constexpr):
-    """Store the codes of a block's rows, packed, where they lie."""
+    """Store the codes of a block's rows, packed."""
     made = together(code, Q)
     wide: tl.constexpr = code.shape[1] // made.shape[1]
     store(out, made, first, row, left, rows, columns, wide, 3 if Q.bits == 6 else 1, MASKED)
@@ -241,8 +241,8 @@ def values_of(
     bits, drawn, known, multiplier, tensor_scale,
     R: tl.constexpr, Q: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of elements rounded: times their tile's multiplier, and the tensor's scale where it is not kept
-    APART."""
+    """Elements rounded and multiplied by their tile's multiplier, and by the tensor's scale unless APART, as bits to
+    store."""
     times = multiplier * tensor_scale if R.kind == "two_level" and not APART else multiplier
     return written(value_of(bits, drawn, known, Q), spread(times, bits.shape[0], bits.shape[1]), R, OUT, TARGET)
 
@@ -254,7 +254,7 @@ def block(
     OUT: tl.constexpr, APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A block of a matrix, or the blocks of tiles that are taller, to codes (TARGET None) and scales, or to values."""
+    """Quantize a block of a matrix, or all blocks of a taller tile: to codes (TARGET None) and scales, or to values."""
     column = left + tl.arange(0, COLUMNS)
     strides = ((columns + W - 1) // W if W else 1, 1)
     strips: tl.constexpr = H // ROWS if H > ROWS else 1
@@ -288,7 +288,7 @@ def quantise(
     APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Round a matrix of `rows` rows and units * UNIT columns in tiles; a UNIT of COLUMNS is one block a row."""
+    """Quantize a matrix of `rows` rows and units * UNIT columns in tiles; with UNIT = COLUMNS one block spans a row."""
     tall: tl.constexpr = H if H > ROWS else ROWS
     columns = COLUMNS if UNIT == COLUMNS else units * UNIT
     top, left = corner(columns, tall, COLUMNS)
@@ -307,7 +307,7 @@ def quantise(
         )  # fmt: skip
 
 
-# ---- largest magnitudes, before the pass that rounds -----------------------------------------------------------------
+# ---- amaxes, before the pass that rounds -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -315,7 +315,7 @@ def raised(
     x, found, across, top, left, rows, columns, SOURCE: tl.constexpr, FINITE: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Raise what was found to a block's largest magnitudes."""
+    """Raise the amaxes at `found` by one block."""
     row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
     if FINITE and H > ROWS:
         tiles = largest_of(x, top, column, rows, columns, SOURCE, H, W, ROWS, MASKED)
@@ -338,8 +338,8 @@ def maxima(
     x, found, across, rows, units, SOURCE: tl.constexpr, FINITE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Raise `found`, of zeros: a number a row (W 0) or a column (H 0), or one. FINITE: of the tiles without an infinity
-    or NaN. Beside rows, columns too where there is a place for theirs (`across`)."""
+    """Raise `found`, which holds zeros, to the amaxes of rows (W 0) or columns (H 0), or, with FINITE, to the largest
+    amax of tiles without infinity or NaN. With rows, also those of columns if `across` is given."""
     tall: tl.constexpr = H if H > ROWS else ROWS
     columns = COLUMNS if UNIT == COLUMNS else units * UNIT
     top, left = corner(columns, tall, COLUMNS)
