@@ -1,4 +1,4 @@
-"""Functions whose results are kept, and which torch.compile calls while it traces."""
+"""`constant`: cached functions whose results torch.compile treats as constants."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -10,9 +10,10 @@ T = TypeVar("T")
 
 
 def constant(function: Callable[P, T]) -> Callable[P, T]:
-    """The function with its results kept, which a traced graph takes for constants, as its arguments have to be.
+    """The function, cached, and called by torch.compile while tracing: results are constants in the graph, and so must
+    the arguments be.
 
-    `functools.cache` alone will not do: Dynamo ignores it, warns, and traces what is beneath it, marked or not.
+    `functools.cache` alone is not enough: Dynamo ignores it, warns, and traces the function beneath, marked or not.
     """
     kept: Callable[..., Any] = cache(function)
 

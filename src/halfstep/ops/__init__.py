@@ -1,4 +1,4 @@
-"""Operations on quantised tensors, and differentiable ones on quantised operands."""
+"""Quantizing, decoding and rounding; differentiable matmuls, convolutions and attention with quantized operands."""
 
 from torch import Tensor
 
@@ -29,6 +29,6 @@ __all__ = [
 
 
 def follow(master: Master, weight: Tensor, kept: Kept) -> None:
-    """`master.follow(weight, kept)`: by a kernel where one supports the call, else the reference."""
+    """`master.follow(weight, kept)`, by a kernel if one supports the call, else by the reference."""
     if not kernel.run(weight, master.name, kept):
         master.follow(weight, kept)

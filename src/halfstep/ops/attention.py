@@ -1,6 +1,6 @@
-"""Scaled dot-product attention on the best path that this machine has for its dtype, or with quantised operands.
+"""Scaled dot-product attention: torch's, in float32 where 16-bit matmuls are emulated, or with quantized operands.
 
-Its products with quantised operands are of stacks of matrices.
+Quantized operands are multiplied by `stacked_linear`, a batched matmul.
 """
 
 from typing import Any
@@ -37,20 +37,19 @@ def attention(
     factors: tuple[Factors, Factors] | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d) + mask) v for q, k, v of shape (batch, heads, time, d), in autocast's dtype where it is
-    on.
+    """softmax(q k^T / sqrt(d) + mask) v for q, k, v of shape (batch, heads, time, d), in autocast's dtype if it is on.
 
-    Where 16-bit products are carried, the whole of it runs in float32 between one rounding of its inputs and one of
-    its output, forward and backward.
+    Where 16-bit matmuls are emulated, forward and backward round the inputs once, compute in float32 and round the
+    output once.
 
     Args:
-        is_causal: a place attends to itself and those before it; without a mask.
-        mask: added to the scores, or False where a place must not attend.
+        is_causal: a position attends to itself and those before it; not together with a mask.
+        mask: added to the scores, or boolean: False where a position must not attend.
         dropout: the probability with which a weight becomes zero.
-        spec: how the operands of the two products are rounded; scores and softmax are then float32. Multipliers stand
-            beside 1 / sqrt(d).
-        factors: instead of a spec that rounds nothing, the numbers of its multipliers: of scores, and of the mix.
-        noise: as `stacked_linear`.
+        spec: how the operands of the two matmuls are rounded; scores and softmax are then float32. Its multipliers
+            apply in addition to 1 / sqrt(d).
+        factors: the values of the multipliers of the scores and of the mix, instead of a spec that rounds nothing.
+        noise: as for `stacked_linear`.
     """
     device = query.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
@@ -80,10 +79,10 @@ def attention(
 def _multiplied(
     query: Tensor, key: Tensor, value: Tensor, scores: Factors, mix: Factors
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Inputs and the scale of the scores with which torch's attention has these factors on its products.
+    """Query, key and value, and the scale of the scores, with which torch's attention applies these factors.
 
-    That of the mixed values is on the values, whence it is on all gradients as well; only what differs from it is a
-    factor on a gradient alone.
+    The factor of the mix multiplies the value, and with it all gradients; only the quotients by it are factors on
+    gradients alone.
     """
     weights = mix[1] / mix[0] / scores[0]
     query, key = scale_backward(query, weights * scores[1]), scale_backward(key, weights * scores[2])
@@ -104,7 +103,7 @@ def rounded_attention(
     dtype: torch.dtype,
     noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mixed values and the weights after dropout, in float32; operands that are not rounded are of `dtype`."""
+    """The attention output and the weights after dropout, both float32; unrounded operands are cast to `dtype`."""
     scores = stacked_linear(query, key, spec.scores, dtype, noise) * query.shape[-1] ** -0.5
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -120,15 +119,15 @@ def rounded_attention(
 def stacked_linear(
     x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dtype, noise: Tensor | None = None
 ) -> Tensor:
-    """x (..., rows, in) times weight (..., out, in) transposed: (..., rows, out) in float32.
+    """x (..., rows, in) times the transpose of weight (..., out, in): (..., rows, out) in float32.
 
-    Each matrix of the stack is a linear layer's product, and so are the two of its backward; scales of a whole tensor
-    are scales of the whole stack.
+    Each matrix is multiplied as in a linear layer, forward and backward; a scale of a whole tensor is one scale of the
+    whole stack.
 
     Args:
-        spec: how the six operands are rounded; its scalings keep no state.
-        dtype: of operands that are not rounded.
-        noise: the key that noise and signs follow from; None draws them from torch's default generator.
+        spec: how the six operands are rounded; its scalings have no state.
+        dtype: the dtype that unrounded operands are cast to.
+        noise: the key from which the seeds of noise and signs are hashed; None uses torch's default generator.
     """
     if not spec.rounds:
         return plain_stacked(x, weight, dtype, factors_of(spec, x.shape[-2], *weight.shape[-2:]))
@@ -160,7 +159,7 @@ def _form(
     dtype: torch.dtype,
     noise: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x and weight, as far as they are needed."""
+    """The gradients of x and weight; None for those that `needs` leaves out."""
     grad_x = grad_weight = None
     first, second = _seeds(noise, grad, spec.grad_input, spec.grad_weight)
     if needs[0]:
@@ -175,7 +174,7 @@ def _seeds(noise: Tensor | None, x: Tensor, *products: Matmul) -> tuple[Seeds, .
 
 
 def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype, seeds: Seeds) -> Tensor:
-    """lhs (..., rows, shared) times rhs (..., columns, shared) transposed, both rounded along the shared dimension."""
+    """lhs (..., rows, shared) times the transpose of rhs (..., columns, shared), rounded along the shared dimension."""
     with torch.autocast(lhs.device.type, enabled=False):
         times, signs = matmul.multiplier, signs_of(matmul, lhs, rhs, seeds.signs)
         multiplier = None if times is None else times.of(lhs.shape[-2], lhs.shape[-1], rhs.shape[-2])

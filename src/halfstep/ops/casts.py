@@ -1,6 +1,6 @@
-"""Rounding, codes and scales; and the dtype that holds rounded values exactly, for products on matrix units for it.
+"""Rounding, quantizing and decoding, by a kernel if one supports the call, else by the reference in `quant`.
 
-A kernel does it where one supports the call, else the reference in `quant`.
+Also the dtypes that hold rounded values exactly, for the GEMMs that emulate matmuls in few bits.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ from halfstep.quant.rounding import Seed
 
 @dataclass(frozen=True, eq=False)
 class Quantized(quant.Quantized):
-    """Packed codes and scales: `quant.Quantized`, whose `dequantize` takes a kernel where one supports it.
+    """Packed codes and scales: `quant.Quantized`, whose `dequantize` uses a kernel if one supports it.
 
-    `.codes`, `.scale` and `.tensors` are plain tensors; `save_quantized` and `load_quantized` keep them in
-    safetensors files.
+    `.codes`, `.scale` and `.tensors` are plain tensors; `save_quantized` and `load_quantized` write them to and read
+    them from safetensors files.
     """
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         codes = self.codes
         result = prepare_out(self.shape, self.dtype, codes.device, out, dtype)
-        # Of a traced tensor made of others torch 2.8 says neither that it compiles nor that it has no values.
+        # For a traced wrapper subclass, torch 2.8 reports neither that it compiles nor that the tensor has no values.
         traced = isinstance(codes, FunctionalTensor)
         (operators.DEQUANTIZE.traced if traced else operators.DEQUANTIZE)(self, result)
         return result
@@ -133,7 +133,7 @@ def quantize(
     tensor([ 6.0000,  0.5000, -3.0000,  0.0000])
     """
     if isinstance(format, Quantizer) and scale is None and rounding is None and overflow is None:
-        quantizer = format  # what a traced graph knows of it stays known
+        quantizer = format  # the same object, whose cached properties a traced graph can read
     else:
         quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
     check_input("quantize", x, quantizer.rounding, quantizer.overflow)
@@ -144,7 +144,7 @@ def quantize(
             f"{x.dtype} by {quantizer}"
         )
     if out is None and (quantizer.outliers is not None or quantizer.clamp is not None):
-        reference = quantizer.quantize(x, generator)  # how many numbers are kept apart is known afterwards
+        reference = quantizer.quantize(x, generator)  # the number of outliers depends on the values of x
         return Quantized(quantizer, shape, x.dtype, reference.tensors)
     tensors = quantize_parts(x, quantizer, generator, None if out is None else out.tensors)
     return Quantized(quantizer, shape, x.dtype, tensors) if out is None else out
@@ -156,8 +156,8 @@ def quantize_parts(
     generator: torch.Generator | Seed | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of `quantize(x, quantizer)`, of a contiguous x and a quantizer that keeps no numbers apart; written
-    to those that are given."""
+    """The tensors of `quantize(x, quantizer)`, written to `tensors` if given. x must be contiguous, and the quantizer
+    have no outliers and no clamp."""
     given, seed = tensors is not None, seed_of(quantizer.rounding, generator, x.device)
     if tensors is None:
         sizes = layout(quantizer, tuple(x.shape), x.dtype).items()
@@ -178,7 +178,7 @@ def values(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The values of x after quantising and dequantising."""
+    """x quantized and dequantized."""
     return values_noted(x, quantizer, generator, out, dtype)[0]
 
 
@@ -190,10 +190,12 @@ def values_noted(
     dtype: torch.dtype | None = None,
     tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, bool | None]:
-    """The values of x, and whether some may be below 2^-126 but not 0: True where that was not checked, None where a
-    graph is traced, which cannot ask.
+    """x quantized and dequantized, and whether values below 2^-126 other than 0 are possible: True if that was not
+    checked, None in a traced graph, which cannot check.
 
-    tensor_scale: a float32 scalar that becomes the tensor's scale of two levels, which the values are then without.
+    Args:
+        tensor_scale: a float32 scalar to which a two-level rule's scale of the whole tensor is written; the values are
+            then not multiplied by it.
     """
     if quantizer.scales is None:
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
@@ -207,13 +209,13 @@ def values_noted(
 
 @constant
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
-    """The quantizer of a name, which a traced graph takes as it is."""
+    """The quantizer of a format's name; a traced graph treats it as a constant."""
     return quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
 
 
 def seed_of(rounding: str, generator: torch.Generator | Seed | None, device: torch.device) -> Seed | None:
-    """The seed of stochastic rounding of a tensor there. A traced graph cannot draw one from the default generator: the
-    operator does."""
+    """The seed for stochastic rounding of a tensor on `device`; None for other roundings, and in a traced graph without
+    a given generator or seed, where the operator draws it from the default generator when it runs."""
     if rounding != "stochastic":
         return None
     if torch.compiler.is_compiling() and not isinstance(generator, torch.Generator):
@@ -298,12 +300,12 @@ def round_scaled(
     generator: torch.Generator | Seed | None = None,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """x * factor, formed in float32 (float64 for float64), rounded onto `format` and saturated, in `dtype`.
+    """x * factor, computed in float32 (float64 for float64), rounded to `format` and saturated, in `dtype`.
 
-    factor is a float32 scalar; one that is NaN makes everything NaN.
+    factor is a float32 scalar; if it is NaN, so are all results.
 
     Args:
-        amax: a float32 scalar that is raised to max |x|, in the same pass; NaN where there is one.
+        amax: a float32 scalar that the same pass raises to max |x|, or to NaN if x has a NaN.
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     seed = None if rounding != "stochastic" else seed_of(rounding, generator, x.device)
@@ -338,7 +340,7 @@ class _StraightThrough(Unkept):
 
 
 def fake_quantize(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """The quantizer's values of x; the gradient passes as if nothing had been rounded (straight-through).
+    """x quantized and dequantized; the gradient passes as if nothing had been rounded (straight-through estimator).
 
     Source: Bengio, Leonard and Courville 2013, arXiv 1308.3432.
     """
@@ -348,18 +350,18 @@ def fake_quantize(x: Tensor, quantizer: Quantizer) -> Tensor:
 # ---- dtypes that hold rounded values ---------------------------------------------------------------------------------
 
 E4M3_BITS = 4
-"""The significant bits of a block's scale, of two levels."""
+"""The significant bits of an E4M3 scale, a block's scale under two-level rules."""
 
 
 def tile_carrier(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """`dtype` where it is bf16 and holds elements times their tile's power of two, on matrix units for it; else a
-    wider."""
+    """`dtype` if it is bf16, holds the elements times their tile's power-of-two scale exactly, and the device has
+    matrix units for it; else float32, or float64 for float64."""
     fits = dtype == torch.bfloat16 and rule.exact and format.significant_bits <= 8
     return dtype if fits and not carried.supports(dtype, device) else torch.promote_types(dtype, torch.float32)
 
 
 def has_subnormals(carrier: Tensor) -> bool:
-    """Whether a CPU's bf16 units would treat some of these bf16 values as zeros."""
+    """Whether some of these values are bf16 subnormals on a CPU, whose bf16 matrix units treat them as zeros."""
     if carrier.device.type != "cpu" or carrier.dtype != torch.bfloat16:
         return False
     magnitude = carrier.abs()
@@ -368,8 +370,8 @@ def has_subnormals(carrier: Tensor) -> bool:
 
 @constant
 def carrier(key: str, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
-    """`dtype` if it holds the values of the format of that key, times scales of so many significant bits, exactly; else
-    float32. A traced graph takes it for a constant."""
+    """`dtype` if it holds all values of the format with that key, times scales of `scale_bits` significant bits,
+    exactly; else float32. A traced graph treats the result as a constant."""
     if dtype == torch.float64:
         return dtype
     format, info = formats.from_key(key), torch.finfo(dtype)
@@ -380,8 +382,8 @@ def carrier(key: str, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
 
 
 def operand_dtype(quantizer: Quantizer | None, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that carries one side of a matmul in `dtype`, rounded by that quantizer, where no tensor cores take it
-    in 8 bits: int8 for rows of integers, which have a scale each."""
+    """The dtype of one operand, rounded by `quantizer`, of the GEMM that emulates a matmul in `dtype`: int8 for rows of
+    integers with a scale each; `dtype` if it holds the values exactly; else float32."""
     if quantizer is None:
         return dtype
     quantizer = quantizer.plain

@@ -1,4 +1,4 @@
-"""A tensor whose memory is codes and scales and which behaves as its values: reading decodes, writing rounds."""
+"""A tensor subclass stored as codes and scales that behaves as its values: reading decodes, writing rounds."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -21,8 +21,8 @@ from halfstep.recipe.storage import scaled_dtype
 
 
 def check(func: Any) -> None:
-    """Refuse what would go wrong in silence, or change what a wrapper cannot."""
-    if getattr(func, "namespace", "") == "c10d":  # what these write to, their schemas do not say
+    """Raise for functions that a wrapper subclass cannot support: c10d's, bit views, and in-place views."""
+    if getattr(func, "namespace", "") == "c10d":  # their schemas do not say which arguments they write to
         raise QuantizationError(
             f"{func} of a tensor whose memory is codes, which do not cross the network: send tensor.detach().clone(), "
             "and copy what comes back (tensor.copy_)"
@@ -36,7 +36,7 @@ def check(func: Any) -> None:
 
 @cache
 def _writable(func: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments a function writes to, by place and by name."""
+    """The position and name of each argument that an operator writes to, by its schema."""
     arguments = func._schema.arguments if hasattr(func, "_schema") else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
@@ -48,13 +48,14 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """The array, which takes no writes from now on."""
+    """The same array, made read-only."""
     array.flags.writeable = False
     return array
 
 
 def as_bytes(part: Tensor) -> Tensor:
-    """Torch's 8-bit floats as what every function of torch takes, and pickle reads; other tensors as they are."""
+    """A uint8 view of a tensor of an 8-bit float dtype, which more of torch's functions and pickle support; other
+    tensors unchanged."""
     return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
 
 
@@ -69,25 +70,25 @@ _FACTORS: dict[Any, Any] = {
 
 
 class CodeTensor(Tensor):
-    """Codes and scales under the name of their values: a wrapper that claims the values' shape and dtype.
+    """A wrapper subclass that stores codes and scales and has the shape and dtype of their values.
 
-    What reads it, autograd included, takes its values, decoded for that one call. What writes to it (in place, by
-    `out=`, by `.data =`, through a view) changes the values, and they are all rounded again, with new scales. A view is
-    such a tensor over the same codes. Whatever else a function returns is a plain tensor, clones too.
+    Functions that read it, autograd included, get its values, decoded for that one call. A write (in place, by `out=`,
+    by `.data =`, through a view) changes the values, and all of them are rounded again with new scales. A view is a
+    CodeTensor over the same codes. All other results of functions are plain tensors, clones too.
 
-    Where one scale serves the whole tensor and torch has a dtype for the format, `codes` is of that dtype and lies in
-    memory as the values would, and `scale` is a float32 scalar. Otherwise they are laid out as in `Quantized`, and a
-    write through a view is an error, since it would round other elements of its tiles as well.
+    With one scale for the whole tensor and a format that torch has a dtype for, `codes` is of that dtype with the
+    strides of the values, and `scale` is a float32 scalar. Otherwise they are laid out as in `Quantized`, and a write
+    through a view is an error, since it would round other elements of its tiles too.
 
-    Parameters of this kind are copied and pickled with their codes; all others as plain tensors of their values.
+    Parameters of this class are copied and pickled with their codes; other tensors of it as plain tensors of values.
 
     Args:
-        parts: the plain tensors that are stored, by name: `codes`, `scale` and what else the quantizer keeps.
-        shape: of all the values that the parts hold.
-        dtype: of the values.
-        scalable: whether a multiplication by one number may go into the scale, where it loses nothing: gradients, which
-            are clipped. (Weights stay on the grid of a power of two.)
-        view: lies in the memory of `whole` as this tensor does in that of all the values. None: it is all of them.
+        parts: the plain tensors that are stored, by name: `codes`, `scale` and others of the quantizer.
+        shape: the shape of all values that the parts hold.
+        dtype: the dtype of the values.
+        scalable: whether a multiplication by a scalar may go into the scale, which loses nothing: for gradients, which
+            are clipped. (Weights keep a power of two as their scale.)
+        view: a view of `whole` with this tensor's shape, strides and offset. None: this is the whole tensor.
     """
 
     quantizer: Quantizer
@@ -96,13 +97,13 @@ class CodeTensor(Tensor):
     scale: Tensor
     _names: tuple[str, ...]
     whole: Tensor
-    """Lies in memory as all of the values would: the codes themselves, or a tensor without memory."""
+    """A tensor with the shape and strides of all values: the codes themselves, or a meta tensor."""
     is_whole: bool
-    """Whether this is all of what the codes stand for, as it lies there; no view of a part, or turned."""
+    """Whether this has the shape and strides of `whole`: it is no view of a part, and not transposed."""
     _flat: bool
-    """Whether the codes lie as the values would."""
+    """Whether the codes have the strides of the values, one element each."""
     grads: Quantizer | None
-    """Of a parameter: how its gradient is rounded once it has been accumulated."""
+    """The quantizer that a parameter's gradient is rounded by once it has been accumulated."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -131,7 +132,7 @@ class CodeTensor(Tensor):
 
     @classmethod
     def encode(cls, x: Tensor, quantizer: Quantizer, scalable: bool = False) -> "CodeTensor":
-        """A tensor of the values of x, rounded."""
+        """A CodeTensor of x, rounded by the quantizer."""
         x = x.detach()
         return cls(encode_parts(x, quantizer), quantizer, x.shape, x.dtype, scalable)
 
@@ -141,11 +142,11 @@ class CodeTensor(Tensor):
         return {name: getattr(self, name) for name in self._names}
 
     def values(self) -> Tensor:
-        """The values, a plain tensor of their own: read without dispatch and without autograd."""
+        """The decoded values, a new plain tensor, without dispatch and without autograd."""
         return self._all_values() if self.is_whole else self._part_of(self._all_values()).clone()
 
     def write(self, values: Tensor) -> None:
-        """Put rounded values in the place of the present ones, without dispatch. It counts as a write (`_version`).
+        """Overwrite this tensor with `values`, rounded, without dispatch. It increments the version.
 
         Raises:
             QuantizationError: this is a view of a tensor in tiles.
@@ -163,13 +164,13 @@ class CodeTensor(Tensor):
         for name, part in encode_parts(values.detach(), self.quantizer).items():
             own = getattr(self, name)
             (own if own.shape == part.shape else own.resize_(part.shape)).copy_(part)  # there may be more outliers
-        torch.autograd.graph.increment_version(self)  # torch counts its own functions' writes, but for foreach ones
+        torch.autograd.graph.increment_version(self)  # torch does it for its own functions, but not for foreach ones
 
     def _all_values(self) -> Tensor:
         return decode_parts(self.parts, self.quantizer, tuple(self.whole.shape), self.dtype)
 
     def _part_of(self, whole: Tensor) -> Tensor:
-        """What this is of a tensor that lies as `whole` does."""
+        """The view of a tensor, which has the strides of `self.whole`, that this tensor is of `self.whole`."""
         return whole.as_strided(self.size(), self.stride(), self.storage_offset() - self.whole.storage_offset())
 
     # ---- what torch asks ----------------------------------------------------------------------------------------
@@ -210,14 +211,15 @@ class CodeTensor(Tensor):
         return tree_map_only(Tensor, lambda out: changed.get(id(out), out), result) if changed else result
 
     def _takes_factor(self, x: Any) -> bool:
-        """Whether a multiplication by that goes into the scale."""
+        """Whether an in-place multiplication by x can multiply the scale instead of the values."""
         number = isinstance(x, (int, float)) or (
             isinstance(x, Tensor) and not x.dim() and not isinstance(x, CodeTensor)
         )
         return number and self.scalable and self.is_whole and self._flat
 
     def _stores_as(self, other: Any) -> bool:
-        """Whether both are whole, and of one kind: then the codes of the one stand for its values in the other."""
+        """Whether `copy_` from `other` can copy its parts: both are whole, with one quantizer and parts of equal
+        shapes."""
         return (
             isinstance(other, CodeTensor)
             and (self.quantizer, self.scalable) == (other.quantizer, other.scalable)
@@ -236,7 +238,7 @@ class CodeTensor(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The stored tensors by name, for torch.compile; and what else makes this one."""
+        """The names of the stored tensors, for torch.compile, and the other arguments that rebuild this tensor."""
         offset = None if self.is_whole else self.storage_offset() - self.whole.storage_offset()
         return list(self._names), (self.quantizer, tuple(self.whole.shape), self.dtype, self.scalable, offset)
 
@@ -251,7 +253,7 @@ class CodeTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same codes apart from autograd. To assign is to copy: memory that is assigned is not taken over."""
+        """The same codes, detached from autograd. Assigning copies the values: the assigned storage is not adopted."""
         return self.detach()
 
     @data.setter
@@ -271,21 +273,21 @@ class CodeTensor(Tensor):
         self.write(values.values() if isinstance(values, CodeTensor) else values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array of their own, which takes no writes.
+        """A read-only array with a copy of the values.
 
         Raises:
-            RuntimeError: it requires a gradient, and `force` is False: as torch has it.
+            RuntimeError: the tensor requires a gradient and `force` is False, as in torch.
         """
         if self.requires_grad and not force:
             raise RuntimeError("this tensor requires grad; call tensor.detach().numpy()")
         return read_only(self.values().numpy(force=force))
 
     def tolist(self) -> Any:
-        """The values as numbers."""
+        """The values as nested lists of floats."""
         return self.values().tolist()
 
     def data_ptr(self) -> int:
-        """There is no such memory.
+        """Refused: no memory holds the values.
 
         Raises:
             QuantizationError: always.
@@ -296,15 +298,15 @@ class CodeTensor(Tensor):
         )
 
     def storage(self) -> Any:
-        """As `data_ptr`."""
+        """Refused, as `data_ptr` is."""
         return self.data_ptr()
 
     def __dlpack__(self, **_: Any) -> Any:
-        """As `data_ptr`."""
+        """Refused, as `data_ptr` is."""
         return self.data_ptr()
 
     def share_memory_(self) -> "CodeTensor":
-        """The codes and scales in shared memory."""
+        """Move the codes and scales to shared memory, in place; returns this tensor."""
         for part in self.parts.values():
             part.share_memory_()  # type: ignore[no-untyped-call]
         return self
@@ -339,7 +341,7 @@ class CodeTensor(Tensor):
 
 
 def parameter(tensor: CodeTensor, requires_grad: bool = True, grads: Quantizer | None = None) -> CodeTensor:
-    """A tensor of codes as a module's parameter, whose gradients are rounded as `grads` says."""
+    """A parameter of the CodeTensor, whose gradients are rounded by `grads` if given."""
     made: Any = nn.Parameter(tensor, requires_grad)
     if grads is not None:
         round_gradients(made, grads)
@@ -347,24 +349,24 @@ def parameter(tensor: CodeTensor, requires_grad: bool = True, grads: Quantizer |
 
 
 def round_gradients(weight: CodeTensor, quantizer: Quantizer) -> None:
-    """From now on, a parameter's gradient is kept as codes once it has been accumulated: one that is there when the
-    next arrives is decoded, added to and encoded again."""
+    """Register a hook that stores the parameter's gradient as codes after each accumulation: a stored gradient is
+    decoded, added to and encoded again."""
     trained, weight.grads = weight.requires_grad, quantizer
-    weight.requires_grad_()  # or torch takes no hooks, and the caller may unfreeze it later
+    weight.requires_grad_()  # torch takes hooks only then, and the caller may unfreeze a frozen parameter later
     weight.register_post_accumulate_grad_hook(round_gradient)  # type: ignore[no-untyped-call]
     weight.requires_grad_(trained)
     round_gradient(weight)
 
 
 def round_gradient(weight: Any) -> None:
-    """Keep the gradient that a parameter has as codes; not where several processes train, since it crosses the network
-    unrounded."""
+    """Replace the parameter's gradient, if it has one, by codes; not if several processes train, since DDP reduces the
+    unrounded gradient."""
     if weight.grad is not None and not isinstance(weight.grad, CodeTensor) and ranks() == 1:
         weight.grad = CodeTensor.encode(weight.grad, weight.grads, scalable=True)
 
 
 def ranks() -> int:
-    """How many processes train together."""
+    """The world size of torch.distributed; 1 if it is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -1,11 +1,11 @@
-"""Tensors as codes and scales, and what autograd saves for the backward pass in few bits.
+"""Encoding and decoding of tensors as codes and scales, and hooks that save tensors for backward in few bits.
 
-Codes are under one power of two, as a quantizer lays them out, or as a storage names them. Of what several operations
-save one copy is kept.
+A tensor is encoded with one power-of-two scale, by a quantizer, or in the tensors that a `Storage` names. If several
+operations save the same tensor for backward, one copy of its codes is stored.
 
-torch calls the hooks of the innermost `torch.autograd.graph.saved_tensors_hooks` alone, so these are entered around
-single modules, and give what they make of a tensor to the hooks that were there before: offload and activation
-checkpointing around a model see codes, and a part that is computed again in the backward pass keeps the same numbers.
+torch calls only the innermost `torch.autograd.graph.saved_tensors_hooks`. So these hooks are entered around single
+modules and pass the codes on to the hooks that were active before: offloading and activation checkpointing around a
+model get codes, and a checkpointed part that is computed again saves the same codes.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,17 +38,17 @@ from halfstep.recipe import Saved, Storage
 from halfstep.recipe.storage import scaled_dtype
 
 
-_FEW = 8  # numbers, whose codes fill whole bytes
+_FEW = 8  # as many codes of any size fill whole bytes
 
 
 # ---- codes and scales ------------------------------------------------------------------------------------------------
 
 
 def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes in `dtype`, each rounded to nearest-even once, and their scale: x ~ codes * scale.
+    """Codes in `dtype`, each rounded once to nearest even, and their scale: x ~ codes * scale.
 
     scale, a float32 scalar, is the smallest power of two with amax / scale <= max, so amax / scale lies in
-    (max / 2, max]. An infinity or NaN makes everything NaN.
+    (max / 2, max]. If x has an infinity or NaN, all codes are NaN.
 
     Source: MS-AMP, ScalingMeta.compute_scaling_factor, whose factor is 1 / scale.
     """
@@ -58,18 +58,16 @@ def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes * scale, in float32, exactly."""
+    """codes * scale in float32, which is exact."""
     if codes.itemsize == 1 and has_memory(codes) and plain(codes, codes.dtype):
-        values = torch.empty(
-            codes.shape, dtype=torch.float32, device="cpu"
-        )  # torch's own conversion goes number by number
+        values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")  # torch converts element by element
         operators.decode_into(codes.view(torch.uint8), values, formats.get(codes.dtype))
         return times(values, scale)
     return times(codes.to(torch.float32, copy=True), scale)
 
 
 def encode_parts(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
-    """Codes and scales of x, by name: in torch's dtype under one scale where there is one (`scaled_dtype`), else as
+    """Codes and scales of x, by name: as `encode_scaled` if torch has a dtype for them (`scaled_dtype`), else as
     `quantize` lays them out."""
     dtype = scaled_dtype(quantizer)
     if dtype is None:
@@ -81,17 +79,17 @@ def encode_parts(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
 def decode_parts(
     parts: Mapping[str, Tensor], quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """The values, of that shape and dtype, of what `encode_parts` made."""
+    """The values of the tensors that `encode_parts` returned, in `shape` and `dtype`."""
     if scaled_dtype(quantizer) is not None:
         return decode_scaled(parts["codes"], parts["scale"]).to(dtype)
     return Quantized(quantizer, shape, dtype, dict(parts)).dequantize()
 
 
-# ---- tensors by name, as a storage keeps them ------------------------------------------------------------------------
+# ---- tensors of a Storage, by name -----------------------------------------------------------------------------------
 
 
 def store(storage: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
-    """The tensors that float32 values are kept in, by name."""
+    """The tensors in which the storage holds float32 values under `name`, by their own names."""
     if storage.dtype is not None:
         parts = {number: torch.empty_like(values, dtype=storage.dtype) for number in storage.numbers(name)}
     else:
@@ -102,7 +100,7 @@ def store(storage: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def store_zeros(storage: Storage, name: str, shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    """As `store`, of zeros of that shape, which have one code and one scale: those of a few of them."""
+    """`store` of zeros of that shape. All their codes and scales are equal, so a few zeros are encoded."""
     known = _zeros_of(storage, name, shape)
     if known is None:
         return store(storage, name, torch.zeros(shape, dtype=torch.float32, device=device))
@@ -113,8 +111,8 @@ def store_zeros(storage: Storage, name: str, shape: tuple[int, ...], device: tor
 def _zeros_of(
     storage: Storage, name: str, shape: tuple[int, ...]
 ) -> Sequence[tuple[str, torch.dtype, Any, Any]] | None:
-    """Name, dtype, shape and the one number of each tensor that zeros are kept in; None where they are rounded as any
-    numbers are: few ones, and rows whose last byte has bits left over."""
+    """Name, dtype, shape and fill value of each tensor that stores zeros; None where zeros are encoded as any values
+    are: few elements, and rows whose codes do not fill their last byte."""
     rows, columns = matrix_shape(storage.matrix(shape))
     if rows * columns <= _FEW or columns * storage.quantizer.format.bits % 8:
         return None
@@ -124,23 +122,23 @@ def _zeros_of(
 
 @cache
 def _zero(storage: Storage) -> Sequence[Any]:
-    """What is in each of the tensors that zeros are kept in."""
-    with _disable_current_modes(), torch.no_grad():  # a FakeTensor has no numbers
+    """The fill value of each of the tensors that store zeros."""
+    with _disable_current_modes(), torch.no_grad():  # a FakeTensor has no values
         few = store(storage, "", torch.zeros(_FEW, dtype=torch.float32, device="cpu"))
         return [part.view(-1)[0].item() for part in few.values()]
 
 
 def read(storage: Storage, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The float32 values of a tensor of that shape: in its own memory where it is stored so."""
+    """The float32 values of the tensor stored under `name`; the stored tensor itself if the storage is fp32."""
     first, *others = (_number(storage, number, tensors, shape) for number in storage.numbers(name))
     return first + others[0] if others else first
 
 
 def write(storage: Storage, name: str, tensors: Mapping[str, Tensor], values: Tensor) -> None:
-    """Round float32 values into the tensors that one is kept in."""
+    """Round float32 values into the tensors stored under `name`."""
     for number in storage.numbers(name):
         if number != name:
-            values = values - _number(storage, name, tensors, tuple(values.shape))  # what the first left over
+            values = values - _number(storage, name, tensors, tuple(values.shape))  # the first one's rounding error
         if storage.dtype is not None:
             tensors[number].copy_(values)
         else:
@@ -158,16 +156,16 @@ def _number(storage: Storage, number: str, tensors: Mapping[str, Tensor], shape:
 
 # ---- tensors saved for the backward pass -----------------------------------------------------------------------------
 
-_ROOM = 256  # entries before those that are no longer alive are looked for
+_ROOM = 256  # entries before those whose tensors are gone are dropped
 _hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Hook = Callable[[Any], Any]
 
 
 class Keeping:
-    """What one model's calls keep for their backward passes, by where it lies, as long as both are alive.
+    """A cache of the codes that one model's calls save for backward, keyed by the address of the tensor they encode.
 
-    A copy begins with nothing.
+    An entry is valid as long as the tensor's storage and the codes exist. A copy or pickle of it is empty.
     """
 
     def __init__(self, saved: Saved) -> None:
@@ -189,9 +187,9 @@ class Keeping:
         seed: Seed | None,
         units: bool,
     ) -> tuple[Operand, Tensor]:
-        """`ops.operand` of `rows`, which are x as a matrix, and the codes of its values, exactly.
+        """`ops.operand` of `rows` (x as a matrix), and the codes of its values.
 
-        Products that round the same x alike, each by itself alone, share both.
+        Matmuls that round the same x alike, with no state and no noise, share both.
         """
         place = place_of(x) if state is None and quantizer.rounding == "nearest_even" else None
         key = None if place is None else (place, quantizer, dtype)
@@ -208,7 +206,7 @@ class Keeping:
         return made, codes
 
     def around(self, x: Tensor) -> AbstractContextManager[Any]:
-        """Within it, what autograd saves of the shape of x is kept as the recipe's `nonlinear` says."""
+        """A context in which tensors of x's shape that autograd saves are stored as the recipe's `nonlinear` says."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         within = top is not None and isinstance(getattr(top[0], "__self__", None), _Hooks)
         if within or not torch.is_grad_enabled() or not _hooks_enabled():
@@ -218,12 +216,12 @@ class Keeping:
         return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
     def find(self, key: Hashable) -> dict[str, Tensor] | None:
-        """What is kept under a key; None where there is nothing, or it is gone."""
+        """The tensors cached under a key; None if there are none or they no longer exist."""
         entry = self._kept.get(key)
         return None if entry is None else entry.found()
 
     def note(self, key: Hashable, entry: "_Entry") -> None:
-        """Keep something under a key, and let go of what is gone when there is much of it."""
+        """Cache an entry under a key; when the cache is full, drop the entries whose tensors no longer exist."""
         if len(self._kept) >= self._room:
             self._kept = {key: entry for key, entry in self._kept.items() if entry.found() is not None}
             self._room = max(_ROOM, 2 * len(self._kept))
@@ -231,8 +229,8 @@ class Keeping:
 
 
 class _Entry:
-    """The codes of a saved tensor, valid while they and the tensor's memory exist: memory that is freed and allocated
-    again holds other numbers. (A weak reference to a storage also keeps its address from becoming another's.)"""
+    """Weak references to the codes of a saved tensor, valid while they and the tensor's storage exist: memory that is
+    freed and allocated again holds other values. (A weak reference to a storage also keeps its address from reuse.)"""
 
     __slots__ = ("kept", "source")
 
@@ -248,7 +246,7 @@ class _Entry:
 
 
 class _Kept:
-    """A tensor in codes, or in another dtype: what the hooks around made of its parts."""
+    """A packed tensor: its codes or its copy in another dtype, each as packed by the outer hooks."""
 
     __slots__ = ("dtype", "parts", "shape")
 
@@ -257,19 +255,19 @@ class _Kept:
 
 
 class Alone:
-    """A tensor as it is, and the version that autograd saved."""
+    """A saved tensor that is not encoded, and its version when autograd saved it."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()  # its graph would keep itself alive
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()  # else its graph is a reference cycle
         self.version = tensor._version
 
     def unpacked(self) -> Tensor:
         """The tensor.
 
         Raises:
-            RuntimeError: it was written to; torch's own check ends where hooks begin.
+            RuntimeError: it was written to since; torch does not check tensors that hooks pack.
         """
         found = self.tensor._version
         if found != self.version:
@@ -321,9 +319,9 @@ class _Hooks:
         return encode_parts(x.reshape(self._storage.matrix(tuple(x.shape))), self._storage.quantizer)
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether it is a plain floating tensor that some operation made, of the module's shape, and in another dtype
-        than it would be kept in. In a backward pass leaves are such: reentrant checkpointing detaches what it begins
-        with. The other way does not, and has hooks of its own."""
+        """Whether x is a plain floating tensor that an operation made, of the module's shape and in another dtype than
+        the storage's. In a backward pass a leaf counts too, since reentrant checkpointing detaches its inputs;
+        non-reentrant checkpointing does not detach them, and is recognized by its hooks."""
         leaf = x.is_leaf and x.requires_grad and (torch._C._current_graph_task_id() == -1 or self._checkpoints)
         made = foreign(x) is None and not isinstance(x, Parameter) and not leaf and x.layout == torch.strided
         fits = made and x.shape == self._shape and x.dtype in _FLOATS and x.dtype != self._storage.dtype
@@ -331,7 +329,8 @@ class _Hooks:
 
 
 def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype, units: bool) -> Tensor:
-    """The values of an operand with one scale, from its codes: as tensor cores take them, where there may be any."""
+    """The values of an operand with one scale, from its codes: an 8-bit view if `units` and native FP8 GEMMs take the
+    quantizer, else decoded in a dtype that holds them for a matmul in `dtype`."""
     native, format = scaled_mm.outer_dtype(quantizer, codes.device) if units else None, quantizer.format
     if native is not None:
         return codes.view(native)
@@ -341,9 +340,9 @@ def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype, units: boo
 
 
 def place_of(x: Tensor) -> Hashable | None:
-    """Where a tensor lies, how, and how often it was written to: of one that a differentiated operation made. None of
-    others, and views of others: memory that came from outside (a loader's, numpy's, what a rank receives into) is
-    written to with no version that would tell."""
+    """A key of a tensor's storage, offset, shape, strides, dtype and version, if a differentiated operation made it or
+    the tensor that it views; else None: memory from outside (a loader's, numpy's, a receive buffer) may be written to
+    without a change of the version."""
     if (x if x._base is None else x._base).grad_fn is None:
         return None
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version

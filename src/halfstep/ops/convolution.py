@@ -1,4 +1,4 @@
-"""A convolution as three products of quantised operands, or with factors, and how its filters move over its input."""
+"""Convolutions with quantized operands in the forward and both gradients, or with multipliers; and their `Window`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,51 +29,51 @@ from halfstep.recipe import LinearSpec, Matmul
 
 @dataclass(frozen=True)
 class Window:
-    """How the filters of a convolution move over their input; the tuples have an entry a dimension of space."""
+    """The stride, padding, dilation and groups of a convolution; the tuples have one entry a spatial dimension."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-    """Zeros on both sides."""
+    """Zeros added on both sides."""
     dilation: tuple[int, ...]
     groups: int = 1
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
-    """Of a transposed convolution."""
+    """The output padding of a transposed convolution."""
     margins: tuple[int, ...] = ()
-    """What else is put around the input, first of all: widths as `torch.nn.functional.pad` takes them."""
+    """Padding that is applied to the input before all else: the widths of `torch.nn.functional.pad`."""
     mode: str = "constant"
-    """What stands in the margins: `pad`'s modes."""
+    """The mode of `torch.nn.functional.pad` for `margins`."""
 
     def widened(self, x: Tensor) -> Tensor:
-        """The input with its margins."""
+        """The input padded by `margins`."""
         return F.pad(x, self.margins, self.mode) if any(self.margins) else x
 
     def is_pointwise(self, sizes: torch.Size) -> bool:
-        """Whether each place of the output is a linear function of the same place of the input alone, for filters of
-        those sizes."""
+        """Whether each output position depends on the input at the same position alone (1x1, stride 1, no padding), in
+        one group, for filters of these sizes."""
         still = all(size == 1 for size in (*sizes, *self.stride)) and not any((*self.padding, *self.output_padding))
         return still and self.groups == 1
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """torch's convolution of operands of one dtype."""
+        """torch.convolution of x, weight and bias, all of one dtype."""
         return torch.convolution(
             x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self._beyond(), self.groups
         )
 
     def grad_input(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of an input of that shape."""
+        """The gradient of the input, which has `shape`."""
         return self._backward(grad, grad.new_empty(shape), weight, 0)
 
     def grad_weight(self, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of a weight of that shape."""
+        """The gradient of the weight, which has `shape`."""
         return self._backward(grad, x, grad.new_empty(shape), 1)
 
     def multiplier(self, product: Matmul, x: torch.Size, weight: torch.Size, of: str = "output") -> float | None:
-        """The number that a product of an input and a weight of those shapes is multiplied by; None where it has none.
+        """The value of a matmul's multiplier for an input and a weight of these shapes; None if it has none.
 
-        A row is a place and a column a channel, of all images; what is shared are the terms of a sum, of which zeros of
-        the padding are some: of a place of the output in / groups times the window's places, of a place of the input
-        out / groups times those over the strides, and of a weight the places.
+        Rows are the positions of all images, columns are channels. The shared size is the number of terms in a sum,
+        zeros of the padding included: for an output position in / groups times the window's size, for an input position
+        out / groups times the window's size over the strides, for a weight the number of positions.
 
         Args:
             of: `output`, `grad_input`, `grad_weight` or `grad_bias`.
@@ -96,7 +96,7 @@ class Window:
         return product.multiplier.of(*sizes[of])
 
     def _places(self, sizes: Sequence[int], filters: Sequence[int]) -> list[int]:
-        """The places of the output along each dimension of space."""
+        """The output's size along each spatial dimension."""
         along = list(zip(sizes, filters, self.stride, self.padding, self.dilation, strict=True))
         if self.transposed:
             last = [(n - 1) * s - 2 * p + d * (k - 1) + 1 for n, k, s, p, d in along]
@@ -118,8 +118,8 @@ class Window:
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, spec: LinearSpec) -> Tensor:
     """torch's convolution of operands of one dtype, with the multipliers of a spec that rounds nothing.
 
-    The factors are on the weight, and on the gradients of weight and bias, which are small beside inputs and outputs.
-    Its derivatives are of any order.
+    The factors multiply the weight and the gradients of weight and bias, which are small compared to inputs and
+    outputs. It has derivatives of any order.
     """
     named = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     found = [window.multiplier(product, x.shape, weight.shape, name) for name, product in named.items()]
@@ -129,7 +129,7 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, s
 
 
 def bias_gradient(grad: Tensor, factor: float | None) -> Tensor:
-    """The sum of an output's gradient (batch, out, *places) over all but its channels, times the factor."""
+    """The sum of the output's gradient (batch, out, *spatial) over all but the channels, times the factor: (out)."""
     others = (0, *range(2, grad.dim()))
     if factor is None:
         return grad.sum(others)
@@ -182,34 +182,34 @@ def convolution(
     states: States | None = None,
     record: bool = False,
 ) -> Tensor:
-    """y = conv(x, w) + b, whose forward product and whose two backward products round their operands as `spec` says.
+    """y = conv(x, w) + b, where forward and both gradients round their operands as `spec` says.
 
-    x is (batch, in, *places) or (in, *places), weight (out, in / groups, *window), of a transposed convolution (in,
-    out / groups, *window), bias (out). The products run in autocast's dtype where autocast is on. Without a spec it is
-    torch's convolution; where 16-bit products are carried, in float32 between one rounding of its operands and one of
-    its result. A convolution of one place (1x1, stride 1, one group) is `ops.linear` of its channels, bit for bit.
+    x is (batch, in, *spatial) or (in, *spatial), weight (out, in / groups, *window), for a transposed convolution (in,
+    out / groups, *window), bias (out). It runs in autocast's dtype if autocast is on. Without a spec it is torch's
+    convolution; where 16-bit GEMMs are emulated, operands and result are rounded once and the rest is float32. A
+    pointwise convolution (1x1, stride 1, one group) is `ops.linear` of its channels, bit for bit.
 
-    For tiles the operands are matrices as a linear layer's are, along the shared dimension of each product:
+    To define tiles, the operands are seen as matrices, as a linear layer's are, along each matmul's shared dimension:
 
-    - forward: a row of x is the `in` channels of a place, and places follow each other image by image; a row of the
-      weight is an output channel's filter, for each place of the window its `in` channels.
-    - gradient of x: a row of dy is the `out` channels of a place; a row of the weight is an input channel's part of all
-      filters, for each place of the window the `out` channels.
-    - gradient of the weight: a row of dy, and of x, is a channel at all places of the batch.
+    - forward: a row of x is the `in` channels at one position, positions in order, image by image; a row of the weight
+      is one output channel's filter, position by position of the window, each with its `in` channels.
+    - gradient of x: a row of dy is the `out` channels at one position; a row of the weight is one input channel of all
+      filters, position by position of the window, each with the `out` channels.
+    - gradient of the weight: a row of dy, and of x, is one channel at all positions of the batch.
 
-    A tile of several channels starts again at each place of the window, and is short where the channels end: a block of
-    32 never joins two places of a window. Each group is a convolution of its own (a depthwise one has rows of one
-    channel), but for a scale of the whole tensor. Such a scale multiplies the product before its one rounding; scales
-    of smaller tiles are multiplied into the values, since a sum over a window mixes them. Padded zeros are in no tile.
+    A tile of several channels starts anew at each position of the window, and is short where the channels end: a block
+    of 32 never spans two positions of a window. Each group is tiled by itself (a depthwise convolution has rows of one
+    channel), but a scale of the whole tensor covers all groups. Such a scale multiplies the result before its one
+    rounding; scales of smaller tiles are multiplied into the values, since a sum over a window mixes them. Zeros of the
+    padding are in no tile.
 
     Args:
-        weight: an `Operand`, of the weight's shape, is one that is rounded already, for inference.
-        states, record: as in `ops.linear`.
+        weight: an `Operand` of the weight's shape is rounded already, for inference.
+        states, record: as for `ops.linear`.
 
     Raises:
-        ModelError: x has another number of dimensions or channels; as `ops.linear`.
-        RecipeError: a product of the spec has an accumulator, or a Hadamard transform where the window has several
-            places.
+        ModelError: x has another number of dimensions or channels; or as `ops.linear`.
+        RecipeError: a matmul of the spec has an accumulator, or a Hadamard transform and a window of several positions.
     """
     spec = spec or LinearSpec()
     if spec.accumulates:
@@ -252,7 +252,7 @@ def convolution(
 
 
 def _row(weight: Any, window: Window) -> Any:
-    """The weight of a convolution of one place as (out, in)."""
+    """The weight of a pointwise convolution as (out, in)."""
     if isinstance(weight, Operand):
         return Operand(_row(weight.values, window), weight.scale)
     matrix = values_of(weight).flatten(1)
@@ -274,7 +274,7 @@ def _infer(x: Tensor, weight: Operand, bias: Tensor | None, window: Window, spec
 
 
 class _Rounded(Once):
-    """The convolution with rounded operands: what `ops.linear`'s returns (see there)."""
+    """The autograd Function of a convolution with rounded operands. Outputs as of `ops.linear_passes.Rounded`."""
 
     @staticmethod
     def forward(
@@ -302,7 +302,7 @@ class _Rounded(Once):
             ctx.mark_non_differentiable(*aside)
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
-        if not weight.requires_grad:  # whose gradient alone takes x
+        if not weight.requires_grad:  # only the weight's gradient reads x
             x_kept = x_scale = None
         if not x.requires_grad:
             weight_kept = weight_scale = None
@@ -330,7 +330,7 @@ def _form(
     dtypes: tuple[torch.dtype, ...],
     shapes: tuple[torch.Size, torch.Size],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight and bias, as far as they are needed."""
+    """The gradients of x, weight and bias; None for those that `needs` leaves out."""
     grad_x = grad_weight = grad_bias = None
     first, second = spec.grad_input, spec.grad_weight
     by_place, by_filter = places(window.groups), filters(window.groups, window.transposed)
@@ -371,7 +371,7 @@ def _product(
     dtype: torch.dtype,
     multiplier: float | None = None,
 ) -> Tensor:
-    """operation(lhs, rhs) times the operands' scales, plus bias, rounded once, as `ops.matmul` forms a product."""
+    """operation(lhs, rhs) times the operands' scales and the multiplier, plus bias, rounded once as by `ops.matmul`."""
     lhs, rhs = lhs.widened(dtype), rhs.widened(dtype)
     scale: Tensor | float | None = scale_of(lhs, rhs)
     if multiplier is not None:

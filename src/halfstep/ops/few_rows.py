@@ -1,7 +1,7 @@
-"""Products of a few rows, in evaluation: of a token that a model generates, with weights in codes or rounded.
+"""Matmuls of a few rows in evaluation (of a generated token), with weights stored as codes or as rounded values.
 
-Both sum in the order of `kernels.cpu.few_rows`, whatever the weight is stored as. So a model that is quantised for
-inference computes what it computed in evaluation, bit for bit, at the speed at which its codes are read.
+Both sum in the order of `kernels.cpu.few_rows`. So a model that is quantized for inference gives the same bits as in
+evaluation before, and takes as long as reading its codes takes.
 """
 
 import weakref
@@ -22,32 +22,35 @@ from halfstep.quant.tracing import has_memory
 from halfstep.recipe import Matmul
 
 
-_USUAL = 2.0**127  # of scales' products, which are formed in double and rounded to float32 once: its own product
+_USUAL = 2.0**127  # below it, the product of two float32 in double, rounded to float32, is their float32 product
 
 
 class _Known(NamedTuple):
-    """What is known of a stored weight whose tensors are these."""
+    """The kernel's arguments for a stored weight, valid as long as its tensors are the ones recorded in `tensors`."""
 
     tensors: tuple[tuple[weakref.ref[Tensor], int, torch.dtype, torch.Size], ...]
+    """A reference, the address, dtype and shape of each tensor of the weight."""
     given: Any
-    """To the kernel; None where it does not read them."""
+    """The kernel's arguments; None if the kernel does not read such tensors."""
     whole: bool
-    """Whether one scale multiplies all of it."""
+    """Whether one scale multiplies the whole weight."""
 
 
 class _Way(NamedTuple):
-    """How few rows of a dtype are rounded for products in another; decided once for a stored weight."""
+    """The function that rounds inputs for a stored weight, and what it was chosen for."""
 
     product: Matmul
     given: torch.dtype
+    """The input's dtype."""
     dtype: torch.dtype
+    """The dtype of the matmul's result."""
     rounder: Callable[[Tensor], Rounded | None] | None
-    """None where `operand` rounds them."""
+    """None if `operand` rounds the input."""
 
 
 class Reader:
-    """What a kernel needs of one stored weight, kept from product to product: found again when one of its tensors is
-    another, or lies elsewhere, or in another shape. It keeps no tensor, and copies and pickles know nothing."""
+    """A cache of what the kernel needs to multiply by one stored weight, recomputed if one of the weight's tensors is
+    another object, or has another address, dtype or shape. It keeps no tensor alive; copies and pickles are empty."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
@@ -58,14 +61,14 @@ class Reader:
         return Reader, ()
 
     def knows(self, quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
-        """`few_rows.knows` of a weight of that shape."""
+        """`kernels.cpu.few_rows.knows` for the quantizer and the weight's shape, cached."""
         asked = self._asked
         if asked is None or asked[0] is not quantizer or asked[1] != shape:
             self._asked = asked = quantizer, shape, few_rows.knows(quantizer.plain, *shape)
         return asked[2]
 
     def read(self, weight: "StoredWeight") -> _Known:
-        """What is known of the weight, which is always the same one but for its tensors."""
+        """The kernel's arguments for the weight. One reader serves one weight, whose tensors may be replaced."""
         known, tensors = self._known, weight.tensors.values()
         if known is None or not all(map(_is_same, known.tensors, tensors)):
             self._known = known = self._find(weight)
@@ -74,8 +77,8 @@ class Reader:
     def rounder(
         self, weight: "StoredWeight", product: Matmul, given: torch.dtype
     ) -> Callable[[Tensor], Rounded | None] | None:
-        """What rounds few rows of that dtype for a product with the weight; None where `operand` does, or where the
-        product is none of few rows."""
+        """The function that rounds a few rows of dtype `given` for a matmul with the weight; None if `operand` rounds
+        them, or if the few-rows kernel does not compute that matmul."""
         way = self._way
         if way is None or way.product is not product or way.given is not given or way.dtype is not weight.dtype:
             known = product.multiplier is None and _takes(product, weight)
@@ -84,7 +87,7 @@ class Reader:
         return way.rounder
 
     def _find(self, weight: "StoredWeight") -> _Known:
-        quantizer, tensors = weight.quantizer, weight.quantized.tensors  # which checks them
+        quantizer, tensors = weight.quantizer, weight.quantized.tensors  # `quantized` checks them
         whole = is_whole(quantizer)
         codes, scale = tensors["codes"], None if whole else tensors.get("scale")
         given = few_rows.given(codes, scale, quantizer)
@@ -99,30 +102,31 @@ def _is_same(seen: tuple[weakref.ref[Tensor], int, torch.dtype, torch.Size], ten
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A matrix (out, in) in codes, whose rows a product decodes as it needs them; `dtype` is the product's."""
+    """A matrix (out, in) stored as codes, whose rows a matmul decodes as it reads them."""
 
     quantizer: Quantizer
     matrix: tuple[int, ...]
-    """Rows and columns of what the tensors hold."""
+    """Rows and columns of the stored matrix."""
     original: torch.dtype
-    """Of the weight that was."""
+    """The dtype of the weight before it was quantized."""
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype
+    """The dtype of the matmul's result."""
     transposed: bool = False
     reader: Reader | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
+        """Rows and columns, transposed if this is."""
         return self.matrix[::-1] if self.transposed else self.matrix
 
     @property
     def quantized(self) -> Quantized:
-        """What the tensors hold, checked."""
+        """The stored matrix as a `Quantized`, whose constructor checks the tensors."""
         return Quantized(self.quantizer, self.matrix, self.original, dict(self.tensors))
 
     def operand(self) -> Operand:
-        """All of it, decoded."""
+        """The whole matrix, decoded."""
         matrix = decoded(self.quantized, self.dtype)
         return matrix.t() if self.transposed else matrix
 
@@ -134,15 +138,15 @@ class StoredWeight:
         return self.operand()[rows]
 
     def split(self, rows: int) -> tuple[Operand, ...]:
-        """The matrix in pieces of so many rows."""
+        """The decoded matrix in pieces of `rows` rows each."""
         return self.operand().split(rows)
 
 
 def _rounder(
     quantizer: Quantizer | None, columns: int, dtype: torch.dtype
 ) -> Callable[[Tensor], Rounded | None] | None:
-    """What makes of rows of that many numbers, a plain tensor, what `operand` makes of them for a product in that
-    dtype; None where only that does."""
+    """A function that rounds a plain tensor with rows of `columns` elements to the values of `ops.operand` for a matmul
+    in `dtype`; None if only `operand` can."""
     if quantizer is None:
         return lambda x: (widened(array(x.to(dtype))), None)
     if quantizer.clamp is not None or quantizer.scales is None or quantizer.by_rows or quantizer.inner is not None:
@@ -157,7 +161,7 @@ def _rounder(
 
 
 def _takes(product: Matmul, weight: Operand | StoredWeight, held: bool = True) -> bool:
-    """Whether the product of any few rows and that weight is one of few rows here. A reader knows only weights that are
+    """Whether the few-rows kernel multiplies by that weight. The weight's reader is asked only if its tensors are
     `held` in memory."""
     quantizer = product.rhs
     if quantizer is None or quantizer.clamp is not None or product.accumulate is not None:
@@ -172,13 +176,17 @@ def _takes(product: Matmul, weight: Operand | StoredWeight, held: bool = True) -
 def few_rows_product(
     lhs: Operand, weight: Operand | StoredWeight, bias: Tensor | None, dtype: torch.dtype, product: Matmul, shared: int
 ) -> Tensor | None:
-    """lhs (rows, in) times the transpose of the weight (out, in), which `product` rounds, plus bias (out): in `dtype`,
-    rounded once from float32. None where it is no product of few rows here, which depends on nothing that is otherwise
-    in inference than in evaluation."""
+    """lhs (rows, in) times the transpose of the weight (out, in), plus bias (out): in `dtype`, rounded once from
+    float32. None if the few-rows kernel does not apply: evaluation and quantized inference decide that alike.
+
+    Args:
+        product: how the operands are rounded.
+        shared: the size of the shared dimension without the padding of a rotation, for the multiplier.
+    """
     rows, columns = lhs.values.shape
     if held := has_memory(lhs.values):
         few = 0 < rows <= few_rows.ROWS
-    else:  # a graph of any number of rows has one product for all of them
+    else:  # a graph with a symbolic number of rows has one matmul for all of them
         few = torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= few_rows.ROWS)
     if (
         not few
@@ -210,8 +218,9 @@ def few_rows_product(
 
 
 def from_codes(x: Tensor, weight: StoredWeight, bias: Tensor | None, product: Matmul) -> Tensor | None:
-    """x (..., in), rounded as `product` says, times the transpose of a weight in codes, plus bias (out): what
-    `few_rows_product` makes of them in evaluation. None where that is to be asked."""
+    """x (..., in), rounded as `product` says, times the transpose of a weight in codes, plus bias (out): the same bits
+    as `few_rows_product`, with less work on the host. None if it does not apply; the caller then takes the usual path.
+    """
     across, columns = weight.matrix
     if weight.reader is None or weight.transposed or not has_memory(x) or not plain(x) or x.shape[-1:] != (columns,):
         return None
@@ -235,7 +244,7 @@ def _wide(bias: Tensor | None) -> Tensor | None:
 
 
 def _scale(weight: StoredWeight, whole: bool) -> Tensor | None:
-    """What the product of a stored weight is multiplied by."""
+    """The scale that multiplies the result of a matmul with a stored weight; None if there is none."""
     if whole:
         return weight.quantizer.tiling.rule.multiplier(dict(weight.tensors), weight.quantizer.format).view(())
     return weight.tensors.get("tensor_scale")

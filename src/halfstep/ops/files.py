@@ -1,4 +1,4 @@
-"""Quantised tensors in safetensors files: plain tensors, and JSON metadata that says how to read them."""
+"""Quantized tensors in safetensors files: plain tensors, and JSON metadata that describes their quantizers."""
 
 import json
 from collections.abc import Mapping
@@ -15,24 +15,23 @@ from halfstep.quant.description import KEY, MALFORMED, describe, restore
 
 
 def save_quantized(tensors: Mapping[str, Quantized], path: str | Path) -> None:
-    """Write quantised tensors to a safetensors file: `NAME.codes`, `NAME.scale` ... and the quantizers as metadata."""
+    """Write quantized tensors to a safetensors file: `NAME.codes`, `NAME.scale` ... and the quantizers as metadata."""
     plain = {f"{name}.{part}": t.detach().contiguous() for name, q in tensors.items() for part, t in q.tensors.items()}
     save_file(plain, str(path), metadata=metadata({n: (q.quantizer, q.shape, q.dtype) for n, q in tensors.items()}))
 
 
 def metadata(tensors: Mapping[str, tuple[Quantizer, tuple[int, ...], torch.dtype]]) -> dict[str, str]:
-    """What a safetensors file must say so that `load_quantized` reads tensors in it: by name, the quantizer that made
-    each, and the shape and dtype of what it was made from."""
+    """The metadata that `load_quantized` reads in a safetensors file: by name, each tensor's quantizer, and its shape
+    and dtype before quantization."""
     return {KEY: json.dumps({name: describe(*described) for name, described in tensors.items()})}
 
 
 def load_quantized(path: str | Path) -> dict[str, Quantized]:
-    """The quantised tensors of a file that `save_quantized` wrote, by name.
+    """The quantized tensors of a file that `save_quantized` wrote, by name. No code of the file is executed.
 
     Raises:
-        CheckpointError: no such file; not a safetensors file, or none of quantised tensors; an unknown format, scale
-            rule or dtype; shapes that contradict each other. Nothing is executed, and the tensors' sizes are checked
-            first.
+        CheckpointError: no such file; not a safetensors file, or one without quantized tensors; an unknown format,
+            scale rule or dtype; shapes that contradict each other (checked before tensors are read).
     """
     try:
         with safe_open(str(path), "pt") as file:

@@ -1,8 +1,8 @@
-"""Autograd functions in two parts, those of rounded operands, and inputs that several layers read.
+"""How autograd Functions are called, Functions with a first derivative alone, and inputs that several layers share.
 
-Functions in torch's two parts, `forward` and `setup_context`, are called at the price of those in one. Those whose
-operands are rounded have one derivative, and that of the whole batch. An input that several layers read (attention's q,
-k and v; an MLP's gate and up) is rounded or cast, and kept, once.
+`run` calls a Function with separate `forward` and `setup_context` at the speed of one whose forward takes ctx. `Once`
+is the base of Functions that round operands: first derivatives only, no forward mode, no vmap. `LastInput` lets layers
+that read one input (attention's q, k and v; an MLP's gate and up) round or cast it, and save it for backward, once.
 """
 
 import weakref
@@ -26,13 +26,13 @@ _LOSES = torch.__version__.startswith("2.11.")
 
 
 def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
-    """`function.apply`. Where no transform of `torch.func` is at work, by a function whose forward keeps what its
-    backward takes: torch binds the arguments of the other kind by their signature, at each call.
+    """`function.apply(*inputs)`, faster: outside of `torch.func` transforms and torch.compile, by a Function whose
+    forward takes ctx, because torch binds the arguments of a Function with `setup_context` by signature at each call.
 
-    A function whose forward also gives back what its backward takes, since a graph knows no other way, may have a
-    `keep(ctx, inputs, output)`, the part of `setup_context` that saves it, and say how many `outputs` its callers take.
-    A function's `tangent(ctx, *tangents)` is its `jvp`, by another name since torch.compile traces no function that has
-    one. Functions with neither say so to forward mode.
+    A Function whose forward also returns the tensors that its backward needs (the only way in a graph) may define
+    `keep(ctx, inputs, output)`, the part of `setup_context` that saves them, and `outputs`, how many outputs its
+    callers get. `tangent(ctx, *tangents)` is a Function's `jvp`, under another name since torch.compile traces no
+    Function with a `jvp`. Without it, forward mode raises.
     """
     if torch.compiler.is_compiling():
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -41,21 +41,22 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
 
 
 def apart(y: Tensor) -> Tensor:
-    """What a forward gives back, apart from what it is made of.
+    """A copy of y while torch 2.11 traces, else y.
 
-    Where torch 2.11 traces a forward whose last step gives a tensor itself again (a change in place, a cast to the
-    dtype that it has), it takes no gradient of it: zeros, without a word.
+    If an autograd Function's forward ends in an op that may return its input (an in-place op, `.to()` of the same
+    dtype), torch 2.11's tracer silently gives zero gradients.
     """
     return y.clone() if _LOSES and not has_memory(y, or_fake=True) else y
 
 
 def is_derived() -> bool:
-    """Within a backward pass: whether the derivative of what it computes may be taken."""
+    """Whether, in a backward pass, its results may be differentiated again (create_graph or a torch.func transform)."""
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
+    """A context in which autocast is off on x's device. It does nothing if autocast is off already: entering costs as
+    much as calling a Function."""
     if torch.compiler.is_compiling():
         return torch.autocast(x.device.type, enabled=False)
     return torch._C._DisableAutocast() if torch.is_autocast_enabled(x.device.type) else _NOTHING
@@ -99,7 +100,7 @@ _REMEDY = (
 
 
 class Unkept(torch.autograd.Function):
-    """Its backward takes nothing of its forward."""
+    """A base of Functions whose forward saves nothing for backward."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -107,7 +108,8 @@ class Unkept(torch.autograd.Function):
 
 
 class Once(torch.autograd.Function):
-    """Forward mode is refused, and so is `vmap`: a scale of the whole batch, or of each sample, would be a guess."""
+    """A base of Functions that refuse forward mode and vmap. Under vmap, scales could be the whole batch's or each
+    sample's."""
 
     @staticmethod
     def tangent(*_: Any) -> Any:
@@ -129,19 +131,19 @@ def _refuse_batched(how: str) -> None:
 
 
 def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
-    """form(grad, *inputs), gradients of a rounded product, whose own derivative is an error if it is taken.
+    """form(grad, *inputs): the gradients of a matmul with rounded operands. Differentiating them again is an error.
 
-    Some of the tensors among the inputs must depend on whatever the gradients do.
+    For that error to be reached, tensors among the inputs must depend on all that the gradients depend on.
 
     Raises:
-        RecipeError: the gradient is a batch of gradients (`is_grads_batched`), which no memory holds.
+        RecipeError: grad is a batch of gradients (`is_grads_batched`), a tensor without storage.
     """
     if torch.compiler.is_compiling():  # a traced graph refuses second derivatives itself
         return form(grad, *inputs)
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and grad is not None and not torch._C._has_storage(grad):
         _refuse_batched("torch.autograd.grad with is_grads_batched=True (and functional.jacobian with vectorize=True)")
-    if not torch.is_grad_enabled() and not transformed:  # no derivative of it is taken
+    if not torch.is_grad_enabled() and not transformed:  # the gradients are not differentiated
         return form(grad, *inputs)
     return _Gradients.apply(form, grad, *inputs)  # type: ignore[no-untyped-call]
 
@@ -163,10 +165,10 @@ class _Gradients(Once, Unkept):
 
 
 class LastInput:
-    """What a model's last layer rounded its input to, as long as that tensor lives. A copy begins with nothing.
+    """A cache of one entry: the operand that a model's last layer rounded its input to, until that input is freed.
 
-    It is for inputs that a differentiated operation made. What came from outside may be written to with no version that
-    tells of it, and a CUDA graph reads it again.
+    Only for inputs that a differentiated operation made: one from outside may be written to without a change of its
+    version, and a CUDA graph reads it again in each replay. A copy or pickle of it is empty.
     """
 
     _last: tuple[weakref.ref[Tensor], Any, Any] | None = None
@@ -175,12 +177,12 @@ class LastInput:
         return LastInput, ()
 
     def find(self, x: Tensor, key: Any) -> Any:
-        """What was noted of x, with its numbers as they are, by a layer with an equal key on this stream; else None."""
+        """The entry noted for x with an equal key, in the same version of x and on the same stream; else None."""
         last = self._last
         return last[2] if last is not None and last[0]() is x and last[1] == _place(x, key) else None
 
     def note(self, x: Tensor, key: Any, made: Any) -> None:
-        """Keep what x was rounded to, in the place of the last one."""
+        """Replace the entry by `made`, the operand that x was rounded to."""
         self._last = weakref.ref(x, self._drop), _place(x, key), made
 
     def _drop(self, gone: weakref.ref[Tensor]) -> None:
@@ -196,10 +198,10 @@ def _place(x: Tensor, key: Any) -> tuple[Any, ...]:
 
 
 def cast_once(x: Tensor, last: LastInput) -> Tensor:
-    """x, float32, in autocast's dtype; x itself where autocast would leave it, or a graph or a transform is traced.
+    """x (float32) cast to autocast's dtype; x itself if autocast would not cast it, or in a traced graph or transform.
 
-    torch casts, and keeps, a copy for each layer that reads x. Here the layers after the first share its copy. Their
-    gradients are added in float32, as torch adds them.
+    torch casts x anew, and saves a copy, for each layer that reads it. Here later layers share the first one's copy.
+    Their gradients are added in float32, as torch adds them.
     """
     if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.is_leaf or not has_memory(x, or_fake=True):
         return x
@@ -216,7 +218,7 @@ def cast_once(x: Tensor, last: LastInput) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
-    """The cast of a float32 tensor, which is there already."""
+    """The autograd Function of a cast from float32 whose result exists already."""
 
     @staticmethod
     def forward(x: Tensor, cast: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""One side of a product: rounded values in a dtype that matrix units take, and the scale of the whole tensor.
+"""`operand`: a matrix rounded for a matmul, as values in a dtype that a GEMM takes exactly, and a scale beside them.
 
-What all of a tensor is multiplied by before it is rounded may follow a state. Products make such operands again of
-matrices that are stored in codes.
+Also the factor that scales a whole tensor before rounding, which may come from a state, and `decoded`: operands of
+matrices that are stored as codes.
 """
 
 from dataclasses import dataclass, replace
@@ -44,9 +44,12 @@ from halfstep.recipe import Matmul
 def factor_of(
     x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What all of x is multiplied by before it is rounded; and the step's amax, where the pass that rounds has yet to
-    raise it. On a GPU and in a traced graph it always has: only when it runs is it known whether the factor needs
-    max |x| before that pass."""
+    """The factor that all of x is multiplied by before it is rounded; and the state's amax of this step if the rounding
+    pass must still raise it, else None.
+
+    On a GPU and in a traced graph the rounding pass always raises it, since whether the factor depends on max |x| is
+    known only at run time.
+    """
     if not (held := has_memory(x)):
         format = formats.as_constant(format.key)
     if not isinstance(rule, StatefulScaling):
@@ -57,7 +60,7 @@ def factor_of(
     if not rule.waits(state):
         return rule.in_use(state, None, format), state[1] if record else None
     amax = amax_of(x, unless=state[0])
-    factor = rule.in_use(state, amax, format)  # of this step, whatever comes
+    factor = rule.in_use(state, amax, format)  # a copy: later changes of the state do not move it
     if record and (x.is_cuda or not held):
         return factor, state[1]
     if record:
@@ -68,8 +71,11 @@ def factor_of(
 def yet_to_form(
     x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool, zero: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """For a pass that forms the factor of all of x itself (`kernels.gpu.layouts.codes`): a factor in use, the step's
-    amax to raise, and max |x|, as its bits in `zero` where given (`amax_of`), where there is no factor, or it is 0."""
+    """(factor, amax, found) for a kernel that can compute the factor itself (`kernels.gpu.layouts.codes`).
+
+    factor: the one in use, None or 0 if the kernel computes it from `found`. amax: the state's, for the kernel to
+    raise, or None. found: max |x| where the factor may depend on it, stored as its bits in `zero` if given (`amax_of`).
+    """
     if rule.reciprocal:
         return None, None, amax_of(x, found=zero)
     if not isinstance(rule, StatefulScaling) or rule.first is None or not rule.first.reciprocal:
@@ -97,12 +103,12 @@ def _unusable(rule: StatefulScaling, state: Tensor | None) -> RecipeError:
 
 
 def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:
-    """What the forward multiplied x by, where that depends on earlier steps; None elsewhere."""
+    """The factor that the forward multiplied x by if the quantizer's scaling is stateful; else None."""
     return None if quantizer.stateful is None else factor_of(x, quantizer.format, quantizer.stateful, state, False)[0]
 
 
 def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
-    """The state given; where a stateful scaling has none, what it becomes after one step of `x` alone."""
+    """The given state; if None and the scaling is stateful, the state after one step of `x` alone."""
     if state is None and quantizer is not None and quantizer.stateful is not None:
         return quantizer.stateful.after(amax_of(x), quantizer.format)
     return state
@@ -113,20 +119,20 @@ def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A matrix, `values` times `scale`: a float32 scalar, or one a row or column; None is 1. And a sparse `remainder`
-    that is added to it, which is not rounded.
+    """A matrix as `values` times `scale` (a float32 scalar, or one a row or column; None is 1), plus an unrounded,
+    sparse `remainder`.
 
-    Values of at most 8 significant bits fit bfloat16 exactly, whatever power of two multiplies them: so operands in 8
-    bits and less are carried in bf16, which matrix units multiply exactly, and the scale enters the product before its
-    one rounding (`ops.matmul`). On a GPU with FP8 tensor cores they stay in 8 bits (`kernels.scaled_mm`). Rows of 4
-    bits with a scale each are whole numbers in int8, whose products are exact (`kernels.cpu.whole_mm`).
+    Values of at most 8 significant bits fit bfloat16 exactly, also times a power of two. So operands in 8 bits and less
+    are emulated in bf16, which matrix units multiply exactly, and the scale multiplies the result before its one
+    rounding (`ops.matmul`). On a GPU with FP8 tensor cores they stay in 8 bits (`kernels.scaled_mm`). Rows of 4 bits
+    with a scale each are integers in int8, whose GEMM is exact (`kernels.cpu.whole_mm`).
     """
 
     values: Tensor
     scale: Tensor | None = None
     remainder: Remainder | None = None
     codes: Tensor | None = None
-    """Those of the values, one a byte, where they were asked for and came with them."""
+    """The codes of the values, one a byte, if `operand` was asked for them and its kernel wrote them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,8 +145,8 @@ class Operand:
         return Operand(self.values.t(), None if self.scale is None else self.scale.t(), rest)
 
     def widened(self, dtype: torch.dtype) -> "Operand":
-        """The same operand for a product that no units for 8 bits form: in `dtype` where its numbers fit; in float32
-        with its remainder."""
+        """The same matrix for a GEMM in 16 or 32 bits: 8-bit values cast to `dtype` if it holds them, else to float32;
+        a remainder is added in, in float32."""
         if self.remainder is not None:
             return Operand(Operand(self.values.float(), self.scale).scaled() + self.remainder.dense())
         if self.values.itemsize > 1:
@@ -152,12 +158,12 @@ class Operand:
         return Operand(self.values.to(carrier(formats.get(self.values.dtype).key, dtype)), self.scale)
 
     def scaled(self) -> Tensor:
-        """Values times scale, in float32 or wider."""
+        """values * scale, in float32 or wider, without the remainder."""
         wide = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
         return wide if self.scale is None else wide * self.scale
 
     def over(self, powers: Tensor | None, dtype: torch.dtype) -> "Operand":
-        """The same with each column divided by a power of two, in a dtype that holds that; None divides by 1."""
+        """The matrix with each column divided by its power of two, in a dtype that holds that; itself for None."""
         if powers is None:
             return self
         wide = self.widened(dtype)
@@ -165,7 +171,7 @@ class Operand:
         return Operand(values * powers.reciprocal().to(values.dtype), wide.scale)
 
     def times(self, factor: float | None, dtype: torch.dtype) -> "Operand":
-        """The same times a number, for a product whose float32 sums would cost more to multiply; None is 1."""
+        """The matrix times a factor (None is 1), where multiplying the result of the matmul would cost more."""
         if factor is None:
             return self
         wide = self.widened(dtype)
@@ -180,7 +186,7 @@ class Operand:
         return Operand(self.values[rows], scale[rows] if scale is not None and scale.dim() else scale)
 
     def split(self, rows: int) -> "tuple[Operand, ...]":
-        """The matrix in pieces of so many rows."""
+        """The matrix in pieces of `rows` rows each."""
         return tuple(self[start : start + rows] for start in range(0, len(self.values), rows))
 
 
@@ -196,17 +202,18 @@ def operand(
     seed: Seed | None = None,
     coded: bool = False,
 ) -> Operand:
-    """The matrix `x`, (rows, columns), as one side of a product whose result comes in `dtype`.
+    """The matrix `x`, (rows, columns), rounded as one operand of a matmul with a result in `dtype`.
 
     Args:
-        quantizer: how it is rounded; None leaves it as it is.
-        dtype: the dtype that the product computes in, where values fit it exactly.
-        state: of a stateful scaling (`quant.scaling.delayed`), whose amax is raised to x's where it is to `record`.
-        signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, before x is rounded: None is none.
-        dim: which of the two is the shared one, for a transform.
-        units: a GPU's FP8 tensor cores may compute the product, where they take one scale a tensor or a row.
+        quantizer: how x is rounded; None casts it to `dtype` alone.
+        dtype: the dtype of the GEMM if it holds the rounded values exactly; else they are float32.
+        state: the state of a stateful scaling (`quant.scaling.delayed`).
+        record: raise the state's amax to max |x|.
+        signs: of a Hadamard transform (`quant.rotate`) of the shared dimension before rounding; None for no transform.
+        dim: the shared dimension, for the transform.
+        units: FP8 tensor cores may compute the matmul: keep 8-bit values if they take one scale a tensor or a row.
         seed: of stochastic rounding; None draws it from torch's default generator.
-        coded: with the codes of its values, where a kernel writes both.
+        coded: also return the codes of the values, if a kernel writes both.
     """
     if signs is not None:
         made = None if quantizer is None else _rotated(x.contiguous(), quantizer, dtype, signs, dim, seed)
@@ -249,8 +256,7 @@ def operand(
 def _rotated(
     x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor, dim: int, given: Seed | None
 ) -> Operand | None:
-    """A matrix rotated and rounded by a kernel in one pass: what `rotate` and then `operand` make of it. None where
-    these do it."""
+    """`rotate` and then `operand` of a matrix, by one pass of a kernel; None if no kernel applies."""
     plain = quantizer.plain
     ruled = plain.inner or plain
     scales, format = ruled.scales, ruled.format
@@ -290,7 +296,7 @@ def _clamped(
     record: bool,
     seed: Seed | None,
 ) -> Operand:
-    """Values between two quantiles, rounded; and what is beyond them, where that is kept."""
+    """The operand of x clamped to two of its quantiles; with compensation, what was clamped off is its remainder."""
     bounds, plain = bounds_of(x, clamp), quantizer.plain
     if plain.by_rows:
         made = Operand(*rounded_rows(x, plain, bounds, _row_dtype(plain, dtype, x.device), seed))
@@ -304,7 +310,7 @@ def _row_dtype(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -
 
 
 def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor, seed: Seed | None = None) -> Tensor | None:
-    """The signs that rotate both operands of a product of these two; None where nothing is rotated."""
+    """The signs of the Hadamard transform that rotates both operands of the matmul; None if it has none."""
     hadamard = product.hadamard
     if hadamard is None:
         return None
@@ -318,30 +324,35 @@ def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor, seed: Seed | None = None
 def kept(
     used: Operand, x: Tensor, later: Quantizer | None, again: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Values and scale of what a backward product takes of x, which the forward used as `used` and the backward rounds
-    with `later`, again or not; None for the values where these are the input as it came."""
+    """The values and scale to save of x for its backward matmul; None for the values if these are x itself.
+
+    Args:
+        used: the forward's operand, saved unless the backward rounds x again.
+        later: the quantizer of the backward matmul; None saves x cast to `dtype`.
+        again: the backward rounds x again.
+    """
     saved = used if not again else Operand(x.to(dtype)) if later is None else Operand(x)
     return None if saved.values is x else saved.values, saved.scale
 
 
 def scale_of(lhs: Operand, rhs: Operand) -> Tensor | None:
-    """What the product of two operands is multiplied by."""
+    """The product of the two operands' scales; None if neither has one."""
     return lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
 
 
 def over(part: Operand, share: float) -> Operand:
-    """The operand of which `part` is a share."""
+    """`part` / share: the operand divides by the share in its scale."""
     scale = torch.full((), 1 / share, device=part.values.device, dtype=torch.float32)
     return Operand(part.values, scale if part.scale is None else part.scale * scale)
 
 
 def lies_down(tile: Tile) -> bool:
-    """Whether the tiles are columns, or pieces of columns."""
+    """Whether a tile is one column, or a piece of one."""
     return tile.columns == 1 and tile.rows != 1
 
 
 def _rows(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype, seed: Seed | None) -> Operand:
-    """FP8 numbers, and the scale of each row (or column, where the tiles lie so)."""
+    """8-bit values in `dtype` with a scale a row (or a column, if the tiles are columns)."""
     down = scales.tile != ROW
     made = quantize(x.t().contiguous() if down else x, quantizer.down if down else quantizer, generator=seed)
     rows = Operand(made.codes.view(dtype), scales.rule.multiplier(made.tensors, quantizer.format).float())
@@ -349,12 +360,12 @@ def _rows(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype, s
 
 
 def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype, seed: Seed | None) -> Operand:
-    """Tiles times their scales. A power of two moves no bit of a value; a scale with a mantissa takes float32's.
+    """The values times their tiles' scales: in bf16 if scales are powers of two, which change no bit, else in float32.
 
-    bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
+    CPUs' bf16 matrix units treat subnormals as zeros: if there are any, the values are float32.
     """
     narrow = tile_carrier(quantizer.format, scales.rule, dtype, x.device)
-    seed = seed_of(quantizer.rounding, seed, x.device)  # the same where it is rounded again
+    seed = seed_of(quantizer.rounding, seed, x.device)  # drawn once, for both roundings below
     made, may_be_subnormal = _upright(x, quantizer, narrow, seed)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
         made = _upright(x, quantizer, torch.float32, seed)[0]
@@ -362,7 +373,7 @@ def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype,
 
 
 def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, seed: Seed | None) -> tuple[Tensor, bool | None]:
-    """`values_noted`, where tiles lie down of the transposed view: kernels know tiles along rows, of a view too."""
+    """`values_noted`; for tiles down the columns, of the transposed view, since kernels take tiles along rows."""
     if quantizer.scales is None or not lies_down(quantizer.scales.tile):
         return values_noted(x, quantizer, seed, dtype=dtype)
     made, noted = values_noted(x.t(), quantizer.down, seed, dtype=dtype)
@@ -370,20 +381,21 @@ def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, seed: Seed | N
 
 
 def is_whole(quantizer: Quantizer) -> bool:
-    """Whether one factor multiplies the whole tensor, and enters the product instead of the values."""
+    """Whether the quantizer has one scale for the whole tensor, which multiplies the result of a matmul instead of the
+    values."""
     scales = quantizer.scales
     if scales is None or scales.tile != TENSOR:
         return False
     return scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), quantizer.format) is not None
 
 
-# ---- matrices stored in codes ----------------------------------------------------------------------------------------
+# ---- matrices stored as codes ----------------------------------------------------------------------------------------
 
 
 def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
-    """The codes and scales of a matrix, from which `decoded` makes what `operand` makes of the matrix itself.
+    """The codes and scales of a matrix, such that `decoded` of them equals `operand` of the matrix.
 
-    The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
+    The factor of a stateful scaling is stored as a constant scale; without a state it follows from x's own amax.
     """
     if quantizer.clamp is not None:
         raise RecipeError(
@@ -402,14 +414,14 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
 
 
 def _known(made: Quantized) -> Quantized:
-    """The same, when all that `decoded` asks of its quantizer is known: a traced graph cannot take a cached property's
-    lock."""
+    """`made`, after evaluating the cached properties of its quantizer that `decoded` reads: a traced graph cannot take
+    their lock."""
     _ = made.quantizer.steps, made.quantizer.inner, made.quantizer.factors
     return made
 
 
 def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
-    """A stored matrix as one side of a product whose result comes in `dtype`: `operand` of what was stored, bitwise."""
+    """A stored matrix as an operand of a matmul with a result in `dtype`: bit for bit `operand` of the original."""
     quantizer = quantized.quantizer
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
@@ -428,7 +440,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
         unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
         scale = scales.rule.multiplier(quantized.tensors, format).view(())
         into = carrier(format.key, dtype)
-        wide = carried.supports(into, quantized.codes.device)  # the product would widen them
+        wide = carried.supports(into, quantized.codes.device)  # the matmul would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
     if scales.rule.two_level:
         blocks = _in_rows(replace(quantized, tensors=without_tensor_scale(quantized.tensors)), scales)
@@ -437,14 +449,14 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     result = quantized.dequantize(narrow)
     if narrow == dtype and _may_be_subnormal(quantized, scales.rule) and has_subnormals(result):
         result = quantized.dequantize(torch.float32)
-    if lies_down(scales.tile):  # as `operand` lays it out: a product's sums depend on that
+    if lies_down(scales.tile):  # the strides of `operand`: the order of a GEMM's sums depends on them
         result = result.t().contiguous().t()
     return Operand(result)
 
 
 def _in_rows(quantized: Quantized, scales: Scales) -> Quantized:
-    """The same matrix in tiles of one row each, which CPU kernels know: each row has a taller tile's scale, a byte, of
-    its own."""
+    """The same matrix in tiles of one row each, which CPU kernels take: the scale (a byte) of a taller tile is repeated
+    for each of its rows."""
     tile, rows = scales.tile, quantized.matrix_shape[0]
     if tile.rows == 1 or quantized.codes.device.type != "cpu":
         return quantized
@@ -454,7 +466,8 @@ def _in_rows(quantized: Quantized, scales: Scales) -> Quantized:
 
 
 def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
-    """Whether the scales, which are fewer than the values, leave that open, on a CPU; a traced graph cannot ask."""
+    """Whether some value may be subnormal in bf16, judged by the scales alone; False off the CPU and in a traced
+    graph."""
     if not quantized.codes.is_cpu or not has_memory(quantized.codes):
         return False
     format = quantized.quantizer.format
@@ -468,10 +481,11 @@ def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
 def rounded_rows(
     x: Tensor, quantizer: Quantizer, bounds: Tensor | None, dtype: torch.dtype, given: Seed | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The values of a matrix between its bounds, by a quantizer that goes `by_rows`.
+    """(values, scale) of a matrix, clamped to `bounds` if given and rounded by a quantizer with `by_rows`.
 
-    As whole numbers in int8 and their scales, (rows, 1) or (1, columns); or, where scales are powers of two, multiplied
-    by them, in `dtype`, or float32 where some would be subnormal in bfloat16, which CPUs' matrix units take for 0.
+    Integers in int8 with scales (rows, 1) or (1, columns). If scales are powers of two, the values are multiplied by
+    them and the scale is None: in `dtype`, or float32 if some would be subnormal in bfloat16, which CPUs' matrix units
+    treat as zeros.
     """
     scales, format, held = quantizer.tiling, quantizer.format, has_memory(x)
     if not held:

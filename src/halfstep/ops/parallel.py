@@ -1,9 +1,9 @@
-"""A linear layer whose weight is spread over ranks by columns or rows (tensor parallel), with rounded operands.
+"""A linear layer with rounded operands whose weight is sharded by columns or rows (tensor parallel).
 
-Where the tokens of its input are spread too (sequence parallel), ranks send them as codes.
+If the tokens of its input are sharded too (sequence parallel), ranks exchange them as codes.
 
-Each rank multiplies its part. Operands have the codes that they have in one process: where a scale's tile goes on on
-other ranks, each of them takes in the largest magnitude of all. What ranks add up is a sum of rounded products.
+Each rank multiplies its shards. Operands have the same codes as in one process: if a tile extends over several ranks,
+they agree on its amax by an all-reduce. Where outputs are summed over ranks, each rank's output is rounded first.
 """
 
 from dataclasses import dataclass, replace
@@ -31,11 +31,11 @@ from halfstep.recipe import LinearSpec, Matmul, linear_text
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the rows of an input lie on ranks.
+    """How an input's rows (tokens) are sharded over ranks.
 
     Args:
-        shape: of the whole input.
-        dim: the dimension that is cut, into parts of one size.
+        shape: the shape of the whole input.
+        dim: the sharded dimension; all shards have one size.
     """
 
     mesh: Any
@@ -44,11 +44,11 @@ class Tokens:
 
     @property
     def before(self) -> int:
-        """How often a rank has rows that follow one another in the whole input."""
+        """How many separate runs of consecutive rows of the whole input a rank has."""
         return prod(self.shape[: self.dim])
 
     def gather(self, own: Tensor) -> Tensor:
-        """The rows of all ranks, in the order of the whole input, of as many on each rank."""
+        """All-gather: the rows of all ranks, in the order of the whole input. Each rank has the same number."""
         group = self.mesh.get_group()
         everyone = own.new_empty((dist.get_world_size(group), *own.shape))
         given = own.contiguous().flatten().view(torch.uint8)  # gloo sends no float8
@@ -56,25 +56,25 @@ class Tokens:
         return everyone.view(len(everyone), self.before, -1, *own.shape[1:]).transpose(0, 1).flatten(0, 2)
 
     def all_of(self, own: Quantized, rows: int) -> Quantized:
-        """The codes of all ranks, of each rank's first rows, and scales that rows do not share with other ranks."""
+        """The codes of the first `rows` rows of each rank, gathered; so are the scales unless all rows share them."""
         scales = own.quantizer.scales
         spread = "codes", *(own.tensors if scales is not None and scales.tile.rows else ())
         tensors = {name: self.gather(each[:rows]) if name in spread else each for name, each in own.tensors.items()}
         return replace(own, shape=(len(tensors["codes"]), own.shape[-1]), tensors=tensors)
 
     def scatter(self, whole: Tensor, like: Tensor) -> Tensor:
-        """A rank's part, of the shape and dtype of `like`, of the sum of all ranks' tensors."""
-        given: Any = dist  # whose module of DTensors is imported, since there are some
+        """Reduce-scatter: this rank's shard, with the shape and dtype of `like`, of the sum of all ranks' tensors."""
+        given: Any = dist  # torch.distributed.tensor is imported already, since there are DTensors
         parts = whole.view(self.shape).to(like.dtype)
         summed = given.tensor.DTensor.from_local(parts, self.mesh, [given.tensor.Partial()], run_check=False)
         return summed.redistribute(placements=[given.tensor.Shard(self.dim)]).to_local()  # type: ignore[no-any-return]
 
 
 def tokens_of(x: Any, mesh: Any) -> Tokens:
-    """Those of a DTensor that is cut along another dimension than its last.
+    """The `Tokens` of a DTensor that is sharded along a dimension other than its last.
 
     Raises:
-        ModelError: ranks have not as many each.
+        ModelError: the shards are not of one size.
     """
     dim = x.placements[0].dim % x.dim()
     if x.shape[dim] % mesh.size():
@@ -90,34 +90,37 @@ def tokens_of(x: Any, mesh: Any) -> Tokens:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Along which dimension, if any, each of a layer's tensors is cut, and among which ranks."""
+    """The dimension along which each of a layer's tensors is sharded (None: replicated), and the process group."""
 
     group: Any
     input: int | None
     weight: int
     grad_output: int | None
     first: bool
-    """Whether this rank is the first of them, which adds the bias where outputs are summed."""
+    """Whether this is the group's first rank, which adds the bias if outputs are summed."""
     tokens: Tokens | None = None
+    """How the input's tokens are sharded (sequence parallel); None if they are not."""
 
 
 def parallel_linear(
     x: Any, weight: Any, bias: Any, spec: LinearSpec, states: States, record: bool, other: str | None
 ) -> Tensor:
-    """`ops.linear` of DTensors as `ColwiseParallel` (weight cut along its outputs, x whole) and `RowwiseParallel` (cut
-    along its inputs, as x is) of torch.distributed.tensor.parallel leave them, and `halfstep.distributed.GatherCodes`
-    (weight cut along its outputs, x by tokens).
+    """`ops.linear` of DTensors, y being one too, placed as by torch.distributed.tensor.parallel or `GatherCodes`.
+
+    `ColwiseParallel`: weight sharded along out, x replicated. `RowwiseParallel`: weight and x sharded along in.
+    `halfstep.distributed.GatherCodes`: weight sharded along out, x by tokens.
 
     Args:
-        other: what the call asks for beside, which it does not do.
+        other: the name of an option of the call that is not supported here, for the error; or None.
 
     Raises:
-        ModelError: they are placed otherwise, or what the recipe does there no rank can do with its part.
+        ModelError: the tensors are placed otherwise, `other` is given, or the spec needs more of a tensor than a rank
+            has.
     """
     placed = _placed(x, weight)
     _check(spec, other)
     mesh = weight.device_mesh
-    given: Any = dist  # whose module of DTensors is imported, since there are some
+    given: Any = dist  # torch.distributed.tensor is imported already, since there are DTensors
     shard, partial = given.tensor.Shard, given.tensor.Partial
     group = mesh.get_group()
     colwise, tokens = placed != "rows", tokens_of(x, mesh) if placed == "tokens" else None
@@ -133,7 +136,7 @@ def parallel_linear(
 
 
 def _placed(x: Any, weight: Any) -> str:
-    """Whether the weight is cut by `columns` of y, or so and x by `tokens`, or by `rows` of w^T, and x fits it."""
+    """How weight and x are sharded: "columns" (of y), "tokens" (columns of y, and x by tokens) or "rows" (of w^T)."""
     found = [str(each) for each in weight.placements]
     if hasattr(x, "device_mesh") and len(found) == 1:
         given, last = x.placements[0], x.dim() - 1
@@ -153,7 +156,7 @@ def _placed(x: Any, weight: Any) -> str:
 
 
 def _check(spec: LinearSpec, other: str | None) -> None:
-    """Refuse what takes more of a tensor than a rank has of it."""
+    """Raise if the spec, or the option `other`, needs more of a tensor than its shard on a rank."""
     for product in (spec.output, spec.grad_input, spec.grad_weight):
         other = other or _beyond(product)
     for quantizer in spec.quantizers:
@@ -190,7 +193,7 @@ def _whole(quantizer: Quantizer) -> str | None:
 
 
 class _Parallel(Once):
-    """One rank's part of the layer: y, and a number that depends on whatever y does, as in `Rounded`."""
+    """The autograd Function of one rank's shards: y, and an anchor as of `linear_passes.Rounded`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -236,15 +239,15 @@ def _gradients(
     return grad_x, grad_weight, grad_bias
 
 
-# ---- operands of a rank's part ---------------------------------------------------------------------------------------
+# ---- operands of a rank's shard --------------------------------------------------------------------------------------
 
 
 def _input(
     x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, cut: _Cut, state: Tensor | None, record: bool,
     dim: int = 1,
 ) -> Operand:  # fmt: skip
-    """A rank's part of the input, or, where tokens are spread, all of it: each rank sends the codes of its own, and the
-    scales that those have alone."""
+    """The operand of this rank's shard of the input; if tokens are sharded, of the whole input, gathered as codes, with
+    those scales that differ from rank to rank."""
     if cut.tokens is None:
         return _operand(x, quantizer, dtype, cut, cut.input, state, record, dim)
     if quantizer is None:
@@ -262,10 +265,12 @@ def _operand(
     x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, cut: _Cut, along: int | None, state: Tensor | None,
     record: bool, dim: int = 1,
 ) -> Operand:  # fmt: skip
-    """`ops.operand` of a part of a matrix that is cut along one dimension, or not at all, with the whole one's scales.
+    """`ops.operand` of a rank's shard of a matrix, with the scales of the whole matrix.
 
-    Where a tile goes on on other ranks, a row or column is added that holds the largest magnitudes of all, and taken
-    off again when it has been rounded.
+    If tiles extend over ranks, a row or column with the amaxes of all ranks is appended, and removed after rounding.
+
+    Args:
+        along: the dimension along which the matrix is sharded; None: it is not.
     """
     down = quantizer if quantizer is None or dim else quantizer.down
     if quantizer is None or quantizer.scales is None or along is None or _is_known(quantizer, state):
@@ -280,13 +285,18 @@ def _operand(
 
 
 def _is_known(quantizer: Quantizer, state: Tensor | None) -> bool:
-    """Whether a scale follows from a state, on whose amaxes ranks agree once a step."""
+    """Whether the scale comes from a state, whose amaxes ranks agree on once a step."""
     return state is not None and quantizer.stateful is not None and not quantizer.stateful.waits(state)
 
 
 def _with_maxima(x: Tensor, quantizer: Quantizer, group: Any, along: int, pieces: int = 1) -> tuple[Tensor, int | None]:
-    """A part, in so many pieces, of a matrix that is cut along a dimension; and where tiles go on on other ranks, along
-    which one a row or column was added that holds the largest magnitudes of all."""
+    """(x, None), or, if tiles extend over ranks, x with a row or column that holds the amaxes of all ranks, and the
+    dimension along which it was appended.
+
+    Args:
+        along: the dimension along which the matrix is sharded.
+        pieces: the number of separate runs of consecutive rows in x.
+    """
     tile = quantizer.tiling.tile
     own = (tile.rows, tile.columns)
     if own[along]:
@@ -306,8 +316,8 @@ def _with_maxima(x: Tensor, quantizer: Quantizer, group: Any, along: int, pieces
 
 
 def _largest(x: Tensor, tile: tuple[int, int], group: Any) -> Tensor:
-    """The largest magnitude of a tensor's, row's or column's parts on all ranks; a NaN, which backends lose in their
-    maximum, counts as an infinity."""
+    """The amax over all ranks of a whole tensor, of each row or of each column, as `tile` says. NaN becomes infinity,
+    since backends may lose NaN in a maximum."""
     dims = [dim for dim in (0, 1) if not tile[dim]] if 0 in tile else [0, 1]
     own = x.detach().abs().amax(dims, keepdim=True).float() if x.numel() else _none(x, dims)
     own = own.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -1,9 +1,8 @@
-"""A module's part of what was decided for its model: one record, at `module._halfstep`.
+"""`Part`, the record at `module._halfstep` of what a recipe decided for a module; and the seeds of its noise.
 
-And the seeds of what a pass of a layer draws: a hash of the layer's key and of the numbers that the pass takes.
-
-A pass that is computed again, by activation checkpointing of any kind, in another thread or in another process, takes
-the same numbers and draws the same. Micro-batches, and calls of a layer that a model calls twice, take others.
+The seeds of a pass are a hash of the layer's key and of a sample of the values of its input or gradient. So a pass that
+is computed again, by activation checkpointing of any kind, in another thread or process, draws the same noise, while
+micro-batches, and several calls of one layer in a model, have other values and draw other noise.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,84 +18,85 @@ from halfstep.recipe import AttentionSpec, LinearSpec, Matmul
 
 @dataclass
 class Part:
-    """What a module of a model that follows a recipe computes by. Copies and pickles of the module carry it along."""
+    """The settings and state of a module in a model that follows a recipe. Copied and pickled with the module."""
 
     linear: LinearSpec | None = None
-    """How its matmuls round their operands, and what they are multiplied by."""
+    """How its matmuls round their operands, and their multipliers."""
     attention: AttentionSpec | None = None
-    """How attention's two matmuls do."""
+    """How the two matmuls of attention round their operands."""
     keeping: Any = None
-    """The `ops.Keeping` of its model, where autograd saves something of the module in few bits."""
+    """The model's `ops.Keeping`, if tensors of this module are saved for backward in few bits."""
     stored: dict[str, Any] = field(default_factory=dict)
     """How its weights were quantized for inference, by name."""
     adapts: bool = False
-    """Whether its input may require a gradient though it is quantized."""
+    """Whether its input may require a gradient although the module is quantized for inference (adapters)."""
     origin: Any = None
-    """What its key of noise is made of, beside the steps (`nn.noise`)."""
+    """What its noise key is made from, beside the step count (`nn.noise`)."""
     stages: tuple[Any, ...] = ()
-    """What it takes in each stage of the recipe (`nn.stages`), where they differ."""
+    """Its settings in each stage of the recipe (`nn.stages`), if they differ."""
     stage: int = 0
-    """Which of them is in force."""
+    """The index of the stage in force."""
     following: Any = None
-    """What all modules of its model share: what a call from outside the model's forward enters (`nn.following`)."""
+    """A record shared by all modules of the model, and the context of calls from outside its forward
+    (`nn.following`)."""
     outside: bool = False
-    """Whether it was called from outside the model's forward: again, where that is computed again (checkpointing)."""
+    """Whether it was called from outside the model's forward: checkpointing then recomputes it there too."""
     applied: Any = None
-    """Of the model itself: the recipe, and what the model was before (`nn.adopt`)."""
+    """Only on the model itself: the recipe, and how to revert it (`nn.adopt`)."""
     reduction: Any = None
-    """Of the model itself: how its gradients cross from rank to rank, where not as torch has it
-    (`halfstep.distributed`)."""
+    """Only on the model itself: how gradients are reduced over ranks, if not as by torch (`halfstep.distributed`)."""
     agreed: bool = False
-    """Of the model itself: whether the ranks were found to keep the same scaling states (`nn.ranks`)."""
+    """Only on the model itself: whether ranks were checked to have the same scaling states (`nn.ranks`)."""
 
     @property
     def spec(self) -> LinearSpec:
-        """`linear`, of a layer that has it."""
+        """`linear`, for modules where it is set."""
         assert self.linear is not None
         return self.linear
 
 
 NONE = Part()
-"""That of a module that follows no recipe."""
+"""The part of a module that follows no recipe."""
 
 
 def part_of(module: Any) -> Part:
-    """The module's part; `NONE`, which is not to be written to, where it follows no recipe."""
+    """The module's part, to read; `NONE` if it follows no recipe."""
     return module.__dict__.get("_halfstep", NONE)  # type: ignore[no-any-return]
 
 
 def own_part(module: Any) -> Part:
-    """The module's part, to write to."""
+    """The module's part, to write to; created if missing."""
     return module.__dict__.setdefault("_halfstep", Part())  # type: ignore[no-any-return]
 
 
 def parts_of(model: Any) -> Iterator[tuple[str, Any, Part]]:
-    """The modules of a model that have one, by path."""
+    """(path, module, part) of each module of a model that has a part."""
     for path, module in model.named_modules():
         if (own := module.__dict__.get("_halfstep")) is not None:
             yield path, module, own
 
 
 def drop_part(module: Any) -> None:
-    """Take it away."""
+    """Remove the module's part."""
     module.__dict__.pop("_halfstep", None)
 
 
 KEY = "noise"
-"""Where a layer's states have its key: `kernels.operator`. Without one, torch's default generator is drawn from."""
+"""The name of the noise key in a layer's states (see `kernels.operator.seeds`). Without a key, torch's default
+generator is used."""
 
 
 ATTRIBUTE = "_halfstep_noise"
-"""The buffer of a module that holds it."""
+"""The name of a module's buffer with its noise key."""
 
 
 def key_of(module: nn.Module) -> Tensor | None:
-    """A module's key; None where nothing is drawn, or no recipe is followed."""
+    """A module's noise key; None if it draws no noise or follows no recipe."""
     return module._buffers.get(ATTRIBUTE)
 
 
 class Seeds(NamedTuple):
-    """Those of one product: of its operands' noise, and of the signs of its Hadamard transform."""
+    """The seeds of one matmul: of the noise of its two operands, and of the signs of its Hadamard transform."""
 
     lhs: Seed | None = None
     rhs: Seed | None = None
@@ -104,7 +104,8 @@ class Seeds(NamedTuple):
 
 
 def seeds_of(states: Mapping[str, Tensor] | None, x: Tensor, *products: Matmul) -> tuple[Seeds, ...]:
-    """Those of each product of a pass that takes x: a forward's input, a backward's gradient."""
+    """The seeds of each matmul of a pass, hashed from the key in `states` and from x: a forward's input, a backward's
+    gradient. All None without a key or noise."""
     key = None if states is None else states.get(KEY)
     if key is None or not any(product.draws for product in products):
         return (Seeds(),) * len(products)

@@ -1,4 +1,4 @@
-"""The operands of a convolution's products as matrices, for tiles: which channels and places share a scale."""
+"""The operands of a convolution as matrices, whose tiles decide which channels and positions share a scale."""
 
 from dataclasses import dataclass, replace
 
@@ -16,21 +16,21 @@ from halfstep.quant.tracing import has_memory
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of a convolution is rows of a product's shared dimension: (groups, rows, segments, channels).
+    """How a convolution's tensor is rearranged to (groups, rows, segments, channels), rows of a shared dimension.
 
-    A row is the channels of all segments. Segments are the places of a filter's window; inputs and outputs have one.
+    A row is the channels of all segments. Segments are the positions of a filter's window; inputs and outputs have one.
     """
 
     groups: int
     filters: bool = False
     transposed: bool = False
-    """Whether the filters are a transposed convolution's."""
+    """Whether the filters are of a transposed convolution."""
     down: bool = False
-    """Whether rows and channels change places: the shared dimension is the other one."""
+    """Whether rows and channels are swapped, since the matmul sums over the rows."""
 
     @property
     def turned(self) -> "Layout":
-        """The rows of the product whose shared dimension is this one's rows."""
+        """The layout for the other matmul of the tensor, which sums over this one's rows."""
         return replace(self, down=not self.down)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Layout:
         return parts.transpose(1, 3) if self.down else parts
 
     def back(self, parts: Tensor, shape: torch.Size) -> Tensor:
-        """What `rows` made of a tensor of that shape, as that tensor."""
+        """The inverse of `rows`: a tensor of the given shape."""
         parts = parts.transpose(1, 3) if self.down else parts
         if self.filters:
             return (parts.permute(0, 3, 1, 2) if self.transposed else parts.permute(0, 1, 3, 2)).reshape(shape)
@@ -53,12 +53,12 @@ class Layout:
 
 
 def places(groups: int) -> Layout:
-    """Of an input or output (batch, channels, *places): a row a place and group, of its channels."""
+    """The layout of an input or output (batch, channels, *spatial): a row is a group's channels at one position."""
     return Layout(groups)
 
 
 def filters(groups: int, transposed: bool) -> Layout:
-    """Of a weight: a row an output channel, of the input channels of its group, place by place of the window."""
+    """The layout of a weight: a row is one output channel's filter, position by position of the window."""
     return Layout(groups, True, transposed)
 
 
@@ -71,17 +71,17 @@ def rounded(
     record: bool = False,
     seed: Seed | None = None,
 ) -> Operand:
-    """`ops.operand` of a tensor whose rows lie so, in the tensor's own shape: a scale is of the whole tensor, or None.
+    """`ops.operand` of a tensor whose rows `layout` gives, in x's shape: its scale is a scalar or None.
 
-    Tiles of several channels start again with each segment, tiles of several rows with each group.
+    Tiles of several channels start anew in each segment, tiles of several rows in each group.
     """
     if quantizer is None:
         return Operand(x.to(dtype))
     tile = quantizer.scales.tile if quantizer.scales is not None else TENSOR
     if (
         tile == TENSOR and quantizer.outliers is None and quantizer.clamp is None
-    ):  # each element by itself, wherever it lies
-        last = has_memory(x, or_fake=True) and not x.is_contiguous()  # which a traced graph cannot ask
+    ):  # elements are rounded one by one, in any order
+        last = has_memory(x, or_fake=True) and not x.is_contiguous()  # a traced graph cannot ask for it
         dense = x.movedim(1, -1) if last else x
         made = operand(matrix(dense), quantizer, dtype, state, record, seed=seed)
         values = made.values.view(dense.shape)
@@ -94,8 +94,7 @@ def rounded(
 
 
 def derivative(x: Tensor, layout: Layout, quantizer: Quantizer, state: Tensor | None) -> Tensor:
-    """The derivative that the quantizer's estimator takes for rounding a tensor whose rows lie so: of its shape, in
-    float32."""
+    """The quantizer's estimate of the derivative of rounding x, whose rows `layout` gives: x's shape, float32."""
     tile = quantizer.scales.tile if quantizer.scales is not None else TENSOR
     parts = layout.rows(x)
     matrix = _tiled(parts, tile)
@@ -105,7 +104,7 @@ def derivative(x: Tensor, layout: Layout, quantizer: Quantizer, state: Tensor | 
 
 
 def _tiled(parts: Tensor, tile: Tile) -> Tensor:
-    """(groups, rows, segments, channels) as a matrix in which no tile joins what it should not: filled with zeros."""
+    """(groups, rows, segments, channels) as a matrix, zero-padded so that no tile spans two groups or segments."""
     groups, rows, segments, channels = parts.shape
     if _across(tile):
         width = _filled(channels, tile.columns) if groups * segments > 1 else channels
@@ -124,10 +123,10 @@ def _untiled(matrix: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
 
 
 def _across(tile: Tile) -> bool:
-    """Whether groups lie beside each other: not where a tile is as long as a row."""
+    """Whether `_tiled` puts groups side by side: unless a tile is a whole row."""
     return tile.columns > 0 or tile.rows == 0
 
 
 def _filled(length: int, tile: int) -> int:
-    """A length that whole tiles fill."""
+    """`length` rounded up to a multiple of `tile`; 0 is a tile of any length."""
     return length if tile == 0 else -(-length // tile) * tile

@@ -1,7 +1,7 @@
-"""Products and sums of operands that nothing rounds, with derivatives of any order; a matmul; unit scaling's factors.
+"""`matmul`, and differentiable matmuls and sums of unrounded operands with the factors of unit scaling.
 
-Gradients of the products are such products too; vmap and forward mode go through them. The matmul takes the best path
-that this machine has for its dtype. A factor of unit scaling is on the values alone or on the gradient alone.
+`matmul` takes the fastest path of this machine for its dtype. The differentiable ones have derivatives of any order,
+vmap and forward mode. A factor of unit scaling multiplies the values alone or the gradient alone.
 
 Source: Blake, Orr and Luschi 2023 (Unit Scaling), section 4: a scaled operation multiplies its output by one constant,
 and the gradient of each of its inputs by another.
@@ -36,13 +36,12 @@ def matmul(
     bias, rounded once.
 
     Args:
-        lhs, rhs: of the dtypes that hold them exactly; the product takes the wider.
+        lhs, rhs: in dtypes that hold their values exactly; the GEMM runs in the wider one.
         bias: (columns).
         scale: a float32 scalar, applied before the result is rounded.
-        dtype: of the result; lhs's own when None.
-        multiplier: a number beside the scale: known on the host, so that nothing waits for it.
-        accumulate: how the terms are summed, where not in float32; the scale, the bias and the last rounding come
-            after that.
+        dtype: the dtype of the result; None: that of lhs.
+        multiplier: a factor in addition to the scale: a Python float, so that the host waits for no GPU.
+        accumulate: how the terms are summed, if not in float32; scale, bias and the last rounding follow it.
     """
     dtype = dtype or lhs.dtype
     if accumulate is not None:
@@ -63,7 +62,8 @@ def matmul(
 
 
 def accumulated(lhs: Tensor, rhs: Tensor, accumulate: Accumulator) -> Tensor:
-    """lhs (..., rows, shared) times rhs (..., shared, columns), float32, summed as the accumulator says: in float32."""
+    """lhs (..., rows, shared) times rhs (..., shared, columns), both and the result float32, summed as `accumulate`
+    says."""
     if lhs.dim() > 2:
         stack = [accumulated(a, b, accumulate) for a, b in zip(lhs.flatten(0, -3), rhs.flatten(0, -3), strict=True)]
         return torch.stack(stack).view(*lhs.shape[:-1], rhs.shape[-1]) if stack else lhs @ rhs
@@ -73,23 +73,23 @@ def accumulated(lhs: Tensor, rhs: Tensor, accumulate: Accumulator) -> Tensor:
     return out
 
 
-# ---- products with derivatives ---------------------------------------------------------------------------------------
+# ---- matmuls with derivatives ----------------------------------------------------------------------------------------
 
 Factors = tuple[float, float, float, float]
-"""What y, and the gradients of x, of the weight and of the bias, are multiplied by."""
+"""The factors of y, and of the gradients of x, of the weight and of the bias."""
 _NONE = (None, None, None, None)
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, factors: Factors | None = None) -> Tensor:
-    """x (..., in) times weight (out, in) transposed, plus bias (out), in their own dtype: `ops.matmul`.
+    """x (..., in) times weight (out, in) transposed, plus bias (out), in their own dtype, by `ops.matmul`.
 
-    A second derivative is that of the gradients as they are: of a product with a factor.
+    A second derivative differentiates the gradients as computed, with their factors.
     """
     return run(_Plain, x, weight, bias, factors)  # type: ignore[no-any-return]
 
 
 def factors_of(spec: LinearSpec, rows: int, fan_out: int, fan_in: int) -> Factors | None:
-    """The numbers of a spec's multipliers for a layer's products with so many rows; None where it has none."""
+    """The values of a spec's multipliers for a layer of these sizes; None if it has none."""
     if not spec.multiplies:
         return None
     sizes = (rows, fan_in, fan_out), (rows, fan_out, fan_in), (fan_out, rows, fan_in), (fan_out, rows, 1)
@@ -99,23 +99,25 @@ def factors_of(spec: LinearSpec, rows: int, fan_out: int, fan_in: int) -> Factor
 
 
 def _alike(factor: float) -> Factors:
-    """Those of a product with a factor, as its derivatives have them: its gradients have it too."""
+    """The factors of a matmul with one factor that is differentiated as it is: its gradients have the factor too."""
     return factor, factor, factor, 1.0
 
 
 def plain_stacked(x: Tensor, weight: Tensor, dtype: torch.dtype, factors: Factors | None = None) -> Tensor:
-    """x (..., rows, in) times weight (..., out, in) transposed, both in `dtype`, in float32 and left so."""
+    """x (..., rows, in) times weight (..., out, in) transposed, both cast to `dtype`; the result is float32."""
     return run(_Stacked, x, weight, dtype, factors)  # type: ignore[no-any-return]
 
 
 def matrix(x: Tensor) -> Tensor:
-    """x with all dimensions but the last flattened to rows: itself where it is a matrix."""
+    """x with all dimensions but the last flattened to rows; x itself if it is a matrix."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def unflatten(y: Tensor, x: Tensor) -> Tensor:
-    """The rows of y, a tensor that nothing else refers to, as those of x: no view to autograd, whose views a layer's
-    output may not be where a user writes to it (`y += x`, `ReLU(inplace=True)`)."""
+    """y (rows, out), which must have no other reference, in the shape (*x.shape[:-1], out).
+
+    autograd does not count it as a view. Users may write to a layer's output in place (`y += x`,
+    `ReLU(inplace=True)`), which fails for a view that a Function returns."""
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))  # type: ignore[no-any-return]
 
 
@@ -161,17 +163,17 @@ class _Plain(torch.autograd.Function):
 
 
 def _derived(lhs: Tensor, rhs: Tensor, factor: float | None) -> Tensor:
-    """lhs (rows, shared) times rhs (shared, columns), whose derivative may be taken too."""
+    """lhs (rows, shared) times rhs (shared, columns), differentiable."""
     return plain(lhs, rhs.t(), None, None if factor is None else _alike(factor))
 
 
 def _last(lhs: Tensor, rhs: Tensor, factor: float | None) -> Tensor:
-    """The same product without autograd: no derivative of it is taken."""
+    """lhs (rows, shared) times rhs (shared, columns), without autograd."""
     return matmul(lhs, rhs, None, None, lhs.dtype, multiplier=factor)
 
 
 def _sum(rows: Tensor, factor: float) -> Tensor:
-    """The sum of the rows times a factor, rounded once."""
+    """The sum of the rows times a factor, rounded once to their dtype."""
     return (rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)) * factor).to(rows.dtype)
 
 
@@ -207,7 +209,7 @@ class _Stacked(torch.autograd.Function):
 
 
 def scale_forward(x: Tensor, factor: float) -> Tensor:
-    """x times the factor; its gradient is that of the product, as it comes. A factor of 1 returns x itself.
+    """x times the factor; the gradient of the result is passed on to x unchanged. A factor of 1 returns x itself.
 
     Raises:
         ModelError: x is not floating, or the factor not finite.
@@ -216,9 +218,9 @@ def scale_forward(x: Tensor, factor: float) -> Tensor:
 
 
 def scale_backward(x: Tensor, factor: float) -> Tensor:
-    """x as it is; its gradient is multiplied by the factor. A factor of 1 returns x itself.
+    """x unchanged; its gradient is multiplied by the factor. A factor of 1 returns x itself.
 
-    The result shares x's memory: torch refuses to write to it in place.
+    The result is a view of x: torch refuses to write to it in place.
 
     Raises:
         ModelError: x is not floating, or the factor not finite.
@@ -227,9 +229,9 @@ def scale_backward(x: Tensor, factor: float) -> Tensor:
 
 
 def scaled(x: Tensor, forward: float, backward: float) -> Tensor:
-    """x times `forward`, whose gradient is multiplied by `backward`.
+    """x times `forward`; x's gradient is that of the result times `backward`.
 
-    Forward-mode derivatives go by `forward`, which is what the values do; a second derivative by `backward`.
+    Forward-mode derivatives are multiplied by `forward`, as the values are; second derivatives by `backward`.
     """
     if forward == 1 and backward == 1:
         return x
@@ -237,13 +239,13 @@ def scaled(x: Tensor, forward: float, backward: float) -> Tensor:
         raise ModelError(
             f"a tensor of {x.dtype} to be scaled; expected a floating one: it has no gradient and no scale"
         )
-    if not (abs(forward) < math.inf and abs(backward) < math.inf):  # a graph knows no `isfinite` of an unknown
+    if not (abs(forward) < math.inf and abs(backward) < math.inf):  # a graph has no `isfinite` of a symbolic float
         raise ModelError(f"factors {forward} and {backward} to scale by; expected finite numbers")
     return run(_Scaled, x, forward, backward)  # type: ignore[no-any-return]
 
 
 def weighted_sum(x: Tensor, y: Tensor, weights: tuple[float, float], grads: tuple[float, float]) -> Tensor:
-    """weights[0] x + weights[1] y, broadcast as by `torch.add`; the gradients of x and y have the factors `grads`."""
+    """weights[0] x + weights[1] y, broadcast as by `torch.add`; the factors of the gradients of x and y are `grads`."""
     return run(_Sum, x, y, weights, grads)  # type: ignore[no-any-return]
 
 
@@ -277,7 +279,7 @@ class _Sum(torch.autograd.Function):
         if first == second:
             return apart(torch.add(x, y).mul_(first))
         fits = x.shape == y.shape and x.dtype == y.dtype and not torch._C._are_functorch_transforms_active()
-        add = Tensor.add_ if fits else torch.add  # in place, into a tensor of its own
+        add = Tensor.add_ if fits else torch.add  # in place, into the new tensor x * first
         return apart(add(x * first, y, alpha=second))
 
     @staticmethod
@@ -302,7 +304,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _part(grad: Tensor, kind: tuple[torch.Size, torch.dtype], factor: float) -> Tensor:
-    """An operand's share of a sum's gradient, in its shape and dtype."""
+    """The gradient of one summand: that of the sum, reduced to its shape, times its factor, in its dtype."""
     shape, dtype = kind
     summed = grad if grad.shape == shape else grad.sum_to_size(shape)
     return (summed if factor == 1 else summed * factor).to(dtype)

@@ -1,6 +1,6 @@
-"""Gradients at the values of codes, in a graph that torch.compile traces, where no hooks run.
+"""Functions for graphs of torch.compile whose gradients are computed from inputs rounded as saved for backward.
 
-What memory the graph takes is for its compiler to decide; its numbers are those of the eager model.
+In a graph no saved-tensor hooks run. Gradients equal those of the eager model; the compiler decides what is stored.
 """
 
 from collections.abc import Callable
@@ -15,31 +15,31 @@ from halfstep.recipe import Storage
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor, storage: Storage) -> Tensor:
-    """function(x), whose gradient is taken at the stored x."""
+    """function(x), whose gradient is computed at x rounded by the storage."""
     return _Instead.apply(function(x.detach()), function(_kept(x, storage)))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def multiplied(x: Tensor, y: Tensor, storage: Storage) -> Tensor:
-    """x * y, whose gradients are taken at the stored x and y."""
+    """x * y, whose gradients are computed from x and y rounded by the storage."""
     return _Instead.apply((x * y).detach(), _kept(x, storage) * _kept(y, storage))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def layer_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, storage: Storage
 ) -> Tensor:
-    """Layer normalisation, whose gradients are taken at the stored x and at x's own mean and deviation."""
+    """Layer normalization, whose gradients are computed from x rounded by the storage and x's unrounded statistics."""
     return _LayerNorm.apply(x, _kept(x.detach(), storage), weight, bias, shape, eps)[0]  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _kept(x: Tensor, storage: Storage) -> Tensor:
-    """x rounded as it is stored for the backward pass, which passes the gradient through."""
+    """x rounded as the storage saves it for backward; gradients pass straight through."""
     if storage.dtype is not None:
         return x.to(storage.dtype).to(x.dtype)
     return fake_quantize(x.reshape(storage.matrix(tuple(x.shape))), storage.quantizer).view(x.shape)
 
 
 class _Instead(Unkept):
-    """The first tensor, with the gradients of the second."""
+    """The values of the first tensor; the gradient goes to the second."""
 
     @staticmethod
     def forward(x: Tensor, other: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""The operands of a linear layer's products in codes, as a GPU's tensor cores take them, and the product of two.
+"""Operands of a linear layer as codes for native FP8 and FP4 GEMMs, and `product_of`, the matmul of two operands.
 
-The product takes the best path that this machine has for them. An operand may have a scale for each number that the
-product sums over.
+`product_of` takes the fastest path of this machine. An operand may have scales along the shared dimension (`folded`).
 
-Tensor cores multiply rows by rows: a product's two sides lie one after another along the dimension that it sums over. A
-tensor enters two products, along its columns and along its rows. So it is rounded once for both, and the second copy,
-not the first, is what a backward pass keeps.
+Tensor cores read both operands contiguously along the dimension that they sum over. A tensor enters two matmuls, one
+summing over its columns, one over its rows. So it is rounded for both at once, and the second copy is saved for
+backward.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from halfstep.recipe import LinearSpec, Matmul
 # ---- scales along the shared dimension, and remainders ---------------------------------------------------------------
 
 Rest = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The parts of a remainder, or None."""
+"""The tensors of a `Remainder` (`Remainder.parts`), or None each."""
 
 
 def folded(
@@ -50,10 +49,11 @@ def folded(
     down: bool,
     seed: Seed | None,
 ) -> tuple[Operand, Operand]:
-    """The operand of x (rows, shared), or where it lies `down` (shared, rows), times the scales of rhs (shared, n); and
-    rhs divided by them: whole numbers.
+    """The operand of x times the scales of rhs along the shared dimension, and the operand of rhs without these scales
+    (integers).
 
-    What x is rounded to, divided by the scales again, is what this product takes it for.
+    x is (rows, shared), or with `down` (shared, rows); rhs is (shared, n). x is rounded after the multiplication, so
+    its rounding error differs from that of x alone.
     """
     assert rhs.scale is not None
     rest = None if rhs.remainder is None else rhs.remainder.over(rhs.scale)
@@ -68,19 +68,19 @@ def folded(
 
 
 def rest_of(used: Any, is_kept: bool) -> Rest:
-    """The tensors of an operand's remainder that the backward pass needs; three None where it needs none."""
+    """The tensors of an operand's remainder to save for backward; all None if it has none or `is_kept` is False."""
     return used.remainder.parts if is_kept and used.remainder is not None else (None, None, None)
 
 
 def restored(rest: Rest, width: int) -> Remainder | None:
-    """The remainder again."""
+    """The `Remainder` of `width` columns rebuilt from its tensors; None if there is none."""
     return None if rest[0] is None else Remainder(rest[0], rest[1], rest[2], width)
 
 
 def sparse_sum(lhs: Operand, rhs: Operand) -> Tensor | None:
-    """What the remainder of one of two operands adds to their product, in float32; None where neither has one.
+    """The remainder of one operand times the other operand, in float32; None if neither has a remainder.
 
-    Where both have one, or the other's scales are summed over, there is no such sum: these are for `widened`.
+    Only for operands for which `is_sparse` is True; others with remainders take `Operand.widened`.
     """
     if lhs.remainder is not None:
         return lhs.remainder.times(rhs.values, rhs.scale)
@@ -90,30 +90,32 @@ def sparse_sum(lhs: Operand, rhs: Operand) -> Tensor | None:
 
 
 def is_sparse(lhs: Operand, rhs: Operand) -> bool:
-    """Whether one of two operands has a remainder, and the other scales that multiply the product."""
+    """Whether just one of two operands has a remainder, and the other's scale does not vary along the shared
+    dimension."""
     if (lhs.remainder is None) == (rhs.remainder is None):
         return False
     return _outer(rhs.scale, 0) if lhs.remainder is not None else _outer(lhs.scale, 1)
 
 
 def _outer(scale: Tensor | None, shared: int) -> bool:
-    """Whether a scale is one, or has one number for all that is summed over."""
+    """Whether a scale does not vary along the shared dimension, so that it can multiply the result of the matmul."""
     return scale is None or not scale.dim() or scale.shape[shared] == 1
 
 
-# ---- matrices in codes -----------------------------------------------------------------------------------------------
+# ---- matrices as codes -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A matrix in codes whose tiles share a scale: what was made of its rows, or `turned`, of its columns."""
+    """A matrix as codes and scales of tiles along its rows; with `turned`, `made` is its transpose, with tiles along
+    its columns."""
 
     made: Quantized | Tiles
     dtype: torch.dtype
-    """Of the product."""
+    """The dtype of the matmul's result."""
     turned: bool = False
     remainder: ClassVar[None] = None
-    """Tensor cores take nothing beside codes."""
+    """Native GEMMs take no remainder."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,11 +127,11 @@ class Coded:
         return replace(self, turned=not self.turned)
 
     def operand(self) -> Operand:
-        """The same for a product that tensor cores do not compute."""
+        """The same matrix decoded, for a matmul that tensor cores do not compute."""
         made = self.made
         if isinstance(made, Tiles):
             tensors, wanted = made.tensors, layout(made.quantizer, made.matrix_shape, made.dtype)["scale"][0]
-            if made.scale.dtype != wanted:  # numbers, all powers of two
+            if made.scale.dtype != wanted:  # float32 powers of two, to E8M0
                 tensors = tensors | {"scale": (made.scale.view(torch.int32) >> 23).to(torch.uint8)}
             made = Quantized(made.quantizer, made.matrix_shape, made.dtype, tensors)
         matrix = decoded(made, self.dtype)
@@ -138,31 +140,31 @@ class Coded:
 
 Side = Operand | Coded
 Kept = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Values or codes, scale, and the scale of the whole tensor beside scales of tiles."""
+"""What is saved of an operand: its values or codes, its scale, and the tensor's scale of two-level scales; or None."""
 
 
-# ---- products on tensor cores ----------------------------------------------------------------------------------------
+# ---- matmuls on tensor cores -----------------------------------------------------------------------------------------
 
 
 class Units(NamedTuple):
-    """Which products of a linear layer a GPU's tensor cores compute."""
+    """Which matmuls of a linear layer a GPU's FP8 or FP4 tensor cores compute."""
 
     output: bool = False
     grad_input: bool = False
     grad_weight: bool = False
     there: bool = True
-    """Whether the device may have any: then operands with one scale stay in their 8 bits."""
+    """Whether the device may have such tensor cores: then operands with one scale are stored in 8 bits."""
     both: frozenset[str] = frozenset()
-    """The tensors (`input`, `weight`, `grad_output`) that `both_sides` makes for both of their products."""
+    """The tensors (`input`, `weight`, `grad_output`) that `both_sides` rounds for both of their matmuls at once."""
 
 
 NO_UNITS = Units(there=False)
 _MOST = 4096
-"""Sizes for which a spec keeps what is decided: batches may have any number of rows."""
+"""The entries of a spec's cache `known` at which it is cleared: batches may have any number of rows."""
 
 
 def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Units:
-    """The products of x (..., in) and a weight (out, in) that tensor cores compute, in `dtype`."""
+    """Which matmuls of a layer with x (..., in) and weight (out, in) tensor cores compute, with results in `dtype`."""
     rows, sizes = x.numel() // max(x.shape[-1], 1), tuple(weight.shape)
     if not has_memory(x):
         return _units_of(spec, rows, sizes, dtype, x.device)
@@ -179,7 +181,7 @@ def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.
     output = on_units(spec.output, rows, shared, across, dtype, device)
     grad_input = on_units(spec.grad_input, rows, across, shared, dtype, device)
     if "weight" not in spec.rerounded and not output and grad_input and spec.grad_input.rhs is not None:
-        grad_input = not units_mm.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
+        grad_input = not units_mm.is_tiled(spec.grad_input.rhs)  # it takes the forward's operand, which has no codes
     grad_weight = on_units(spec.grad_weight, across, rows, shared, dtype, device)
     between, first, second, third = spec.grad_input.rhs, spec.output, spec.grad_input, spec.grad_weight
     alone = between is None or between.rounding != "stochastic"
@@ -192,14 +194,14 @@ def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.
 
 
 def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether tensor cores there compute a product (rows, shared) times (shared, across)."""
+    """Whether the device's tensor cores compute a matmul (rows, shared) times (shared, across)."""
     if product.accumulate is not None or not scaled_mm.is_there(device):
         return False
     sizes, multiplied = (rows, shared, across), product.multiplier is not None
     return scaled_mm.takes(product.lhs, product.rhs, sizes, dtype, device, multiplied)
 
 
-# ---- sides of a product ----------------------------------------------------------------------------------------------
+# ---- operands of a matmul --------------------------------------------------------------------------------------------
 
 
 def side(
@@ -214,8 +216,8 @@ def side(
     seed: Seed | None = None,
     units: bool = True,
 ) -> Side:
-    """The matrix x as one side of a product: `ops.operand`, where the shared dimension is `dim`, along which the
-    quantizer's tiles lie. In codes where tensor cores compute the product (`coded`) and its scales are of tiles."""
+    """The matrix x, rounded, as one operand of a matmul that sums over dimension `dim`, along which the quantizer's
+    tiles lie: a `Coded` if tensor cores compute the matmul (`coded`) and scales are of tiles, else `ops.operand`."""
     if quantizer is None or not coded or not units_mm.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
@@ -238,13 +240,14 @@ def both_sides(
     signs: Tensor | None = None,
     given: tuple[Seed | None, Seed | None] = (None, None),
 ) -> tuple[Side, Side]:
-    """x as tensor cores take it along its columns, and along its rows, both rounded by the quantizer with its tiles
-    along the dimension that is shared; each is laid out for its product. Square tiles, and one scale a tensor, have one
-    rounding.
+    """The operands of x for a matmul that sums over its columns, and for one that sums over its rows.
+
+    Each is laid out for tensor cores, rounded with tiles along its matmul's shared dimension. With square tiles, or one
+    scale a tensor, x is rounded once.
 
     Args:
-        signs: of a Hadamard transform of x's rows, for the second product alone.
-        given: the seeds of the two roundings; of one rounding, the first.
+        signs: of a Hadamard transform along x's rows, for the second matmul alone.
+        given: the seeds of the two roundings; one rounding takes the first.
     """
     assert quantizer is not None
     quantizer = quantizer.plain
@@ -287,12 +290,12 @@ def both_sides(
 
 
 def _by_rows(made: Quantized | Tiles) -> Operand:
-    """FP8 numbers with a scale a row."""
+    """The operand of FP8 values with one scale a row."""
     return Operand(units_mm.in_dtype(made.codes, made.quantizer.format), scaled_mm.multiplier(made))
 
 
 def _transposed(made: Quantized) -> Quantized:
-    """What the quantizer, of square tiles, makes of the transposed matrix."""
+    """The transpose of a matrix quantized in square tiles: its codes and scales transposed."""
     format = made.quantizer.format
     codes = unpack(made.codes, format.bits, made.matrix_shape[1], format.high_nibble_first)
     turned = {"codes": pack(codes.t().contiguous(), format.bits, format.high_nibble_first)}
@@ -303,9 +306,11 @@ def _transposed(made: Quantized) -> Quantized:
 def goes_both_ways(
     first: Matmul, second: Matmul, quantizer: Quantizer | None, later: Quantizer | None, alone: bool = False
 ) -> bool:
-    """Whether `both_sides` makes what two products take of a tensor that they round with these quantizers: both alike,
-    the first does not rotate it, the second by signs that are known, and where the second is rounded again that draws
-    no noise of its own, or `alone`: nothing else is drawn between the two."""
+    """Whether `both_sides` can round a tensor for these two matmuls, which round it with `quantizer` and `later`.
+
+    They must be equal, and only the second matmul may rotate, with fixed signs. A second rounding must draw no noise,
+    unless the caller says that nothing else is drawn in between (`alone`).
+    """
     if quantizer is None or quantizer != later or first.hadamard is not None:
         return False
     tile = None if quantizer.scales is None else quantizer.scales.tile
@@ -316,7 +321,7 @@ def goes_both_ways(
 
 
 def kept_parts(made: Side) -> Kept:
-    """What a backward pass keeps of a side that goes along the rows."""
+    """The tensors to save for backward of an operand that sums over its rows (the second of `both_sides`)."""
     if isinstance(made, Operand):
         return made.values, made.scale, None
     codes = units_mm.in_dtype(made.made.codes, made.made.quantizer.format)
@@ -324,11 +329,11 @@ def kept_parts(made: Side) -> Kept:
 
 
 def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -> Side | None:
-    """The side again; None where no tensor cores' codes were kept. Its quantizer's tiles lie along the shared
-    dimension."""
+    """The operand rebuilt from `kept_parts`, with tiles of the quantizer along the shared dimension; None if no native
+    8-bit or packed codes were saved."""
     values, scale, whole = kept
     if values is None or scale is None or quantizer is None or values.dtype not in units_mm.DTYPES:
-        return None  # tensor cores take no clamp's remainder, so that there is none beside codes
+        return None  # and codes have no remainder, since tensor cores take no clamp
     if not units_mm.is_tiled(quantizer):
         return Operand(values, scale)
     quantizer, codes = quantizer.plain, values.view(torch.uint8)
@@ -337,7 +342,7 @@ def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -
     return Coded(Tiles(quantizer, shape, dtype, tensors), dtype, turned=True)
 
 
-# ---- the product -----------------------------------------------------------------------------------------------------
+# ---- the matmul ------------------------------------------------------------------------------------------------------
 
 
 def forward_product(
@@ -349,7 +354,7 @@ def forward_product(
     shared: int,
     evaluates: bool,
 ) -> Tensor:
-    """lhs times the transpose of the weight (out, in)."""
+    """lhs times the transpose of the weight (out, in), plus bias; in evaluation of few rows by their own kernel."""
     if evaluates and isinstance(lhs, Operand) and not isinstance(weight, Coded):
         y = few_rows_product(lhs, weight, bias, dtype, product, shared)
         if y is not None:
@@ -359,12 +364,16 @@ def forward_product(
 
 
 def product_of(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype, product: Matmul, shared: int) -> Tensor:
-    """lhs times rhs. A rotation fills their `shared` dimension up to whole blocks, no more for a multiplier."""
+    """lhs times rhs, plus bias, in `dtype`, on the fastest path of this machine.
+
+    `shared` is the shared dimension's size for the multiplier: a rotation may have padded the operands' to whole
+    blocks.
+    """
     multiplier = None
     if product.multiplier is not None:
         multiplier = product.multiplier.of(lhs.shape[0], shared, rhs.shape[1])
     if isinstance(lhs, Coded) and isinstance(rhs, Coded) and product.accumulate is None:
-        along = not lhs.turned and rhs.turned  # what both are made of lies along the shared dimension
+        along = not lhs.turned and rhs.turned  # both are contiguous along the shared dimension
         y = scaled_mm.run_tiled(lhs.made, rhs.made, bias, dtype, multiplier) if along else None
         if y is not None:
             return y
@@ -387,8 +396,8 @@ def product_of(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype, pr
 def _with_remainders(
     lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None
 ) -> Tensor | None:
-    """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them. None
-    where they are not, and nothing is."""
+    """The matmul with the remainder's part added, by an integer GEMM if both operands are integers. None if neither
+    applies: no integers and no remainder."""
     more = sparse_sum(lhs, rhs) if is_sparse(lhs, rhs) else None
     if more is not None and multiplier is not None:
         more = times(more, multiplier)
@@ -402,7 +411,7 @@ def _with_remainders(
 
 
 def stored_side(weight: StoredWeight, dtype: torch.dtype, coded: bool) -> Side:
-    """All of a stored weight: in its codes where the other side of the product is in codes (`coded`) too."""
+    """A stored weight as an operand: codes if the other operand is `coded` and tensor cores take them, else decoded."""
     if coded and not weight.transposed and units_mm.is_tiled(weight.quantizer):
         return Coded(weight.quantized, dtype)
     return weight.operand()

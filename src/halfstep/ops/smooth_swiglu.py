@@ -1,11 +1,11 @@
-"""Smooth-SwiGLU: a gated product whose outliers are scaled away before the down-projection rounds it.
+"""Smooth-SwiGLU: SwiGLU whose outliers are scaled down before the down-projection rounds them.
 
 SwiGLU multiplies two branches, w1 x and act(w2 x). Where the two weights of a channel align, its output grows with the
-square of its input and the channel's outliers saturate in 8 bits. Dividing by the size of the linear branch leaves
-something that grows as its input does; the down-projection multiplies it back.
+square of the input, and the channel's outliers saturate in 8 bits. Divided by the magnitude of the linear branch it
+grows linearly; the down-projection multiplies by that magnitude again.
 
-Source: Fishman et al. 2025, arXiv 2409.12517 (per channel), and its released code (per token). The paper leaves open of
-what the maximum is taken; here it is that of the linear branch, as in the code.
+Source: Fishman et al. 2025, arXiv 2409.12517 (per channel), and its released code (per token). The paper does not say
+which tensor's maximum is taken; here it is that of the linear branch, as in the code.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from halfstep.quant.family import power_of_two
 def channel_scale(linear: Tensor) -> Tensor:
     """s (channels), float32: the largest power of two with s * max |w1 x| <= 1, the maximum over all tokens.
 
-    linear is (..., channels). A channel of zeros has s = 1, and so has one that is not finite: what is wrong with it
-    shows in the product. A power of two moves no bit of what it multiplies, so s merges into the weights exactly.
+    linear is (..., channels). A channel of zeros has s = 1, and so has a channel with an infinity or NaN, which then
+    shows in the output. A multiplication by a power of two is exact, so s can be merged into the weights.
 
     >>> channel_scale(torch.tensor([[3.0, 0.0, 0.25], [-5.0, 0.0, 0.1]]))
     tensor([0.1250, 1.0000, 4.0000])
@@ -38,9 +38,9 @@ def channel_scale(linear: Tensor) -> Tensor:
 
 
 def token_scale(linear: Tensor) -> Tensor:
-    """s (..., 1): max |w1 x| over the channels of each token, 1 for a token of zeros; gradients stop here.
+    """s (..., 1): max |w1 x| over the channels of each token, 1 for a token of zeros; without a gradient.
 
-    (The released code divides by the maximum itself, and by 0.)
+    (The released code divides by the maximum even if it is 0.)
     """
     amax = linear.detach().abs().amax(-1, keepdim=True)
     return torch.where((amax > 0) & amax.isfinite(), amax, torch.ones_like(amax))
@@ -49,7 +49,7 @@ def token_scale(linear: Tensor) -> Tensor:
 def smooth_channels(
     gate: Tensor, linear: Tensor, activation: Callable[[Tensor], Tensor] = F.silu
 ) -> tuple[Tensor, Tensor]:
-    """s * act(gate) * linear and s: what the down-projection rounds, and then divides by s (`ops.linear`).
+    """s * act(gate) * linear, and s: the down-projection rounds it and divides the rounded values by s (`ops.linear`).
 
     gate is w2 x and linear w1 x, both (..., channels). Gradients do not pass through s.
 
@@ -63,9 +63,9 @@ def smooth_channels(
 def smooth_tokens(
     gate: Tensor, linear: Tensor, activation: Callable[[Tensor], Tensor] = F.silu
 ) -> tuple[Tensor, Tensor]:
-    """act(gate) * (linear / s) and s: the down-projection's output is multiplied by s.
+    """act(gate) * (linear / s), and s, by which the output of the down-projection must be multiplied.
 
-    Such a scale is another one for every token, so it cannot be merged into weights.
+    s differs from token to token, so it cannot be merged into weights.
     """
     scale = token_scale(linear)
     return activation(gate) * (linear / scale), scale

@@ -1,4 +1,4 @@
-"""The values of a tensor of codes in plain memory: what state dicts hold, and what a product reads."""
+"""The values of a CodeTensor as plain tensors: `Snapshot`, which state dicts hold, and `values_of`, for matmuls."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,12 @@ from halfstep.ops.function import Unkept
 
 
 class Snapshot(Tensor):
-    """The values of a tensor of codes, in memory of their own: what state dicts hold.
+    """The decoded values of a CodeTensor in storage of their own, as state dicts hold them.
 
-    Files and arrays read it as any other tensor. What is written to it in place, through views too, is written to the
-    codes as well, as to an entry of a stock state dict (averages of state dicts, torch.distributed.checkpoint's load),
-    and it then has the rounded values. Pickles and copies of it are plain tensors.
+    Files and arrays read it as any other tensor. A write in place, through views too, is also written to the codes, as
+    a write to an entry of a stock state dict changes the parameter (averages of state dicts,
+    torch.distributed.checkpoint's load); the snapshot then has the rounded values. Pickles and copies are plain
+    tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -48,12 +49,12 @@ class Snapshot(Tensor):
         return tree_map_only(Tensor, lambda out: changed.get(id(out), out), result) if changed else result
 
     def values(self) -> Tensor:
-        """A plain tensor in the same memory."""
+        """A plain tensor with the same storage."""
         return self._plain
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor; to assign is to copy."""
+        """The detached snapshot. Assigning copies the values."""
         return self.detach()
 
     @data.setter
@@ -62,11 +63,11 @@ class Snapshot(Tensor):
             self.copy_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array, which takes no writes."""
+        """The values as a read-only array that shares their memory."""
         return read_only(self._plain.numpy(force=force))
 
     def tolist(self) -> Any:
-        """The values as numbers."""
+        """The values as nested lists of floats."""
         return self._plain.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -81,13 +82,14 @@ class Snapshot(Tensor):
 
 
 def snapshot(tensor: CodeTensor) -> Snapshot:
-    """The values of a tensor of codes as an entry of a state dict."""
+    """The `Snapshot` of a CodeTensor, an entry for a state dict."""
     with torch.no_grad():
         return Snapshot(tensor.detach(), tensor.values())  # type: ignore[arg-type]
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor that may be codes, a plain tensor, with autograd: at a third of what dispatch costs."""
+    """The values of a CodeTensor or Snapshot as a plain tensor, with autograd, at a third of the cost of dispatch;
+    other tensors are returned as they are."""
     if not isinstance(tensor, (CodeTensor, Snapshot)):
         return tensor
     return tensor.clone() if torch.compiler.is_compiling() else _Values.apply(tensor)  # type: ignore[no-untyped-call]

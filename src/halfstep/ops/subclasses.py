@@ -1,4 +1,4 @@
-"""Tensors whose numbers are not what their memory holds: of other libraries, shards, and those without a shape yet."""
+"""Checks for tensors that kernels must not read: other libraries' subclasses, DTensors, uninitialized parameters."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from halfstep.errors import ModelError
 
 
 def foreign(tensor: Tensor) -> str | None:
-    """What a tensor is that no kernel of ours may read: `torchao.float8.Float8Tensor`, `DTensor`; None for torch's own.
+    """The name of a tensor subclass that no kernel of ours may read, such as `torchao.Float8Tensor` or `DTensor`; None
+    for torch's own classes, and so for the tensors of a traced graph.
 
-    Quantised weights of torchao and bitsandbytes are such subclasses, and so are whatever others derive from Tensor or
-    Parameter: what they compute is their own affair. In a traced graph, whose tensors stand for others, None.
+    Quantized weights of torchao and bitsandbytes are such subclasses, which compute by their own dispatch.
     """
     kind: Any = type(tensor)
     if hasattr(tensor, "device_mesh"):
@@ -21,18 +21,17 @@ def foreign(tensor: Tensor) -> str | None:
 
 
 def arrived(tensor: Any) -> Tensor:
-    """The tensor itself, where torch has given a promise of a collective's result (AsyncCollectiveTensor), whose memory
-    no kernel finds."""
+    """The tensor; an AsyncCollectiveTensor is waited for and returned as a plain tensor that kernels can read."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor  # type: ignore[no-any-return]
     return tensor.clone() if tensor.requires_grad else tensor.wait()  # type: ignore[no-any-return]
 
 
 def check_plain(tensor: Tensor) -> None:
-    """Called before a tensor is rounded.
+    """Raise if the tensor cannot be rounded as one.
 
     Raises:
-        ModelError: it is a shard, or another library's.
+        ModelError: it is a DTensor or another library's subclass.
     """
     if (name := foreign(tensor)) is None:
         return
@@ -49,10 +48,10 @@ def check_plain(tensor: Tensor) -> None:
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Called before a model is looked at.
+    """Raise if the model has uninitialized parameters or buffers.
 
     Raises:
-        ModelError: a parameter or a buffer has no shape yet (torch's lazy modules).
+        ModelError: a parameter or buffer has no shape yet (torch's lazy modules).
     """
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
