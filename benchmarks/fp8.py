@@ -237,7 +237,7 @@ def judgement(losses: dict[str, list[float]]) -> str:
     inside = {name: sum(jumps(n) for n in spikes(found)) for name, found in losses.items()}
     short, long = inside["fp8-delayed-megatron"], inside["fp8-delayed"]
     if short > long:
-        return f"With an amax history of 1 step the loss spikes {short} times; with the maximum of 1024 steps, {long} times."
+        return f"A history of 1 step gives {short} spikes, and the maximum of 1024 steps {long}."
     return f"At this size the length of the amax history makes no difference: {short} spikes against {long}."
 
 

@@ -16,10 +16,10 @@ WITHIN = 0.005
 
 WINDOW = """## One scale for all
 
-Perez et al. 2023 (arXiv 2309.17224) scale every weight, activation and gradient by the same constant 2^c. They find that
-the window of c that works narrows as models grow. `python benchmarks/ledger.py window` trains two GPTs, of 1 layer of width 32 and of 3
-layers of width 128, under `fp8-amax` and under `fp8-cscale` with c swept; the baseline is the same recipe in fp16,
-without FP8.
+Perez et al. 2023 (arXiv 2309.17224) scale every weight, activation and gradient by the same constant 2^c. They find
+that the window of c that works narrows as models grow. `python benchmarks/ledger.py window` trains two GPTs, of 1 layer
+of width 32 and of 3 layers of width 128, under `fp8-amax` and under `fp8-cscale` with c swept; the baseline is the
+same recipe in fp16, without FP8.
 
 | model | fp8-amax | {constants} | window |
 | --- | --- | {rule} | --- |"""
@@ -79,10 +79,10 @@ def smooth(data: dict[str, Any]) -> Iterator[str]:
     better = sum(smoothed < plain for plain, smoothed in pairs)
     diverged = sum(not math.isfinite(loss) for pair in pairs for loss in pair)
     yield from _wrapped(
-        f"Means over {data['seeds']} seeds of {data['steps']} steps, with the minimum and the maximum. An outlier is the largest "
-        "value of the gated product over its root mean square; a jump is its largest value over that of the previous "
-        f"step. Both are maxima over the second half of bf16's runs. In {better} of {len(pairs)} pairs of runs with the "
-        f"same setting and seed Smooth-SwiGLU has the lower loss. {diverged} of the {2 * len(pairs)} runs diverged."
+        f"Means over {data['seeds']} seeds of {data['steps']} steps, with the minimum and the maximum. An outlier is the "
+        "largest value of the gated product over its root mean square; a jump is its largest value over that of the previous "
+        f"step. Both are maxima over the second half of bf16's runs. In {better} of {len(pairs)} pairs of runs with "
+        f"the same setting and seed Smooth-SwiGLU has the lower loss. {diverged} of the {2 * len(pairs)} runs diverged."
     )
 
 

@@ -14,8 +14,8 @@ SHOWN = ("8", "32", "64")
 HEADING = "## Measured"
 OPENING = """`python benchmarks/memory.py` trains two models of {gpt:.1f} (a GPT) and {llama:.1f} million parameters (a
 Llama), {layers} layers of width {width}, on sequences of {context} tokens, on one thread of a CPU ({cpu}, torch
-{torch}). Each figure comes from a separate process. *Counted* are the bytes of live tensors at the end of a forward pass:
-weights, gradients, masters, optimizer states and tensors saved for backward. *Resident* is the process's
+{torch}). Each figure comes from a separate process. *Counted* are the bytes of live tensors at the end of a forward
+pass: weights, gradients, masters, optimizer states and tensors saved for backward. *Resident* is the process's
 largest resident set during a step, minus that of a process that trains a model of a few kilobytes under the
 same recipe. A ratio is the memory of `bf16-mixed` (fp32 weights, gradients and moments, autocast in bf16) over
 that of the recipe, at the same batch; for `bf16-mixed` itself the table has MiB."""
@@ -62,8 +62,8 @@ def sizes(data: dict[str, Any]) -> Iterator[str]:
         largest = found["largest_batch"]
         yield from _wrapped(
             f"The {NAMES[model]}'s activations exceed its optimizer states from {crossing[BASELINE]} tokens a "
-            f"batch on under `{BASELINE}`, and from {crossing['coat']} under `coat`, whose states are smaller too. In the "
-            f"memory that `{BASELINE}` takes for a batch of {largest[BASELINE]}, `coat` trains a batch of "
+            f"batch on under `{BASELINE}`, and from {crossing['coat']} under `coat`, whose states are smaller too. In "
+            f"the memory that `{BASELINE}` takes for a batch of {largest[BASELINE]}, `coat` trains a batch of "
             f"{largest['coat']}."
         )
     yield ""
@@ -109,7 +109,8 @@ def losses(data: dict[str, Any]) -> Iterator[str]:
         f"`{recipe}` {_against(row).replace(' | ', ', ')}" for recipe, row in captions["accuracy_to_fp32"].items()
     )
     yield from _wrapped(
-        f"Held-out images whose name is spelled right: {shown}. Relative to fp32's accuracy, where plus is worse: {apart}."
+        f"Held-out images whose name is spelled right: {shown}. Relative to fp32's accuracy, where plus is "
+        f"worse: {apart}."
     )
 
 
