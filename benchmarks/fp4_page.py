@@ -39,9 +39,9 @@ page; `--page` writes it from [the saved results](../benchmarks/results/fp4.json
 
 A Llama of {layers} layers of width {width}, {parameters:.1f} million parameters, on the text of Python's own library:
 {steps:,} steps of AdamW on {batch} x {context} bytes. All cases have a peak learning rate of {lr:g}, the best of
-0.0005, 0.001, 0.002 and 0.004 for fp32 after 300 steps of one seed. It is reached after {warmup} steps and then falls to
-zero along a cosine. In the cases of "constant lr" it stays constant, and so it does in the fp32 run that they are
-compared with. `lr x 2` trains at twice that rate, since the best rate of a recipe may differ from fp32's.
+0.0005, 0.001, 0.002 and 0.004 for fp32 after 300 steps of one seed. It is reached after {warmup} steps and then
+falls to zero along a cosine. In the cases of "constant lr" it stays constant, also in the fp32 run that they
+are compared with. `lr x 2` trains at twice that rate, since the best rate of a recipe may differ from fp32's.
 
 {hours}
 
