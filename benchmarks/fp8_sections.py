@@ -82,7 +82,8 @@ def smooth(data: dict[str, Any]) -> Iterator[str]:
         f"Means over {data['seeds']} seeds of {data['steps']} steps, with the minimum and the maximum. An outlier "
         "is the largest value of the gated product over its root mean square; a jump is its largest value over that of "
         f"the previous step. Both are maxima over the second half of bf16's runs. In {better} of "
-        f"{len(pairs)} pairs of runs with the same setting and seed Smooth-SwiGLU has the lower loss. {diverged} of the {2 * len(pairs)} runs diverged."
+        f"{len(pairs)} pairs of runs with the same setting and seed Smooth-SwiGLU has the lower loss. "
+        f"{diverged} of the {2 * len(pairs)} runs diverged."
     )
 
 

@@ -57,14 +57,14 @@ def render():
         if refuses_adam(recipe):
             without_adam.append(name)
         codes = sorted({q.format.name for rule in recipe.rules if (q := shared(rule.linear)) is not None})
-        gathered = f"{', '.join(codes)} codes, no number changes" if codes else f"{recipe.weights}"
-        beside = "none, the shard is the master" if recipe.weights == "fp32" else recipe.master or "none"
+        gathered = f"{', '.join(codes)} codes, bit for bit" if codes else f"{recipe.weights}"
+        beside = "none (the shard is the master)" if recipe.weights == "fp32" else recipe.master or "none"
         rows[recipe.weights, beside, recipe.grad_format, gathered].append(name)
-    lines = ["| shard | master of it | gradients | gathered with `OPERANDS` as | recipes |", "| --- |" + " --- |" * 4]
+    lines = ["| shard | its master | gradients | gathered with `OPERANDS` as | recipes |", "| --- |" + " --- |" * 4]
     lines += [f"| {' | '.join(row)} | {', '.join(f'`{name}`' for name in names)} |" for row, names in rows.items()]
     lines += ["", f"Refused under fully_shard ([why](using.md)): {', '.join(f'`{name}`' for name in left_out)}."]
     few = ", ".join(f"`{name}`" for name in without_adam)
-    lines += [f"Refused with Adam alone, whose moments need whole tensors there: {few}."]
+    lines += [f"Refused only with Adam, because one scale covers a whole moment: {few}."]
     return "\n".join(lines) + "\n"
 
 
