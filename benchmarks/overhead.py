@@ -3,7 +3,8 @@
 Every round runs a few steps of each loop in turn, in one process and one thread, and takes the process's CPU time; a
 ratio is the median over rounds of a recipe's time by that of the plain float32 loop of the same round. Beside the
 recipes run what torch itself offers: `torch.autocast` (as bf16-mixed), and torchao's float8 training, emulated as
-halfstep's is on a CPU (as fp8-current).
+halfstep's is on a CPU (as fp8-current). `bare` is an autograd function that makes fp8-current's roundings and GEMMs by
+the same kernels, with nothing decided, checked or recorded, and torch's fused AdamW: what Python and torch alone take.
 
     python benchmarks/overhead.py [--keep] [--rounds 60] [--recipes A,B]
 """
@@ -16,12 +17,17 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import halfstep
+from halfstep import formats
+from halfstep.kernels import carried
+from halfstep.kernels.cpu import cast
+from halfstep.quant.scaling import get_scaling
 
 
 LAYERS, WIDTH, BATCH, STEPS = 8, 64, 32, 10
@@ -37,10 +43,13 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def plain(wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Callable[[], None]:
+def plain(
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model, fused: bool | None = None
+) -> Callable[[], None]:
     """A few steps of a plain loop, of the float32 model or of what a peer makes of it."""
     model, optimizer = model_and_optimizer()
     model = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     x = torch.randn(BATCH, WIDTH)
 
     def steps() -> None:
@@ -87,13 +96,55 @@ def torchao(model: nn.Module) -> nn.Module:
     return made
 
 
+class Bare(torch.autograd.Function):
+    """A linear layer of fp8-current."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """x w^T + b, in bf16."""
+        (x, x_scale), (weight, weight_scale) = rounded(x, "e4m3fn"), rounded(weight, "e4m3fn")
+        ctx.save_for_backward(x, x_scale, weight, weight_scale)
+        return carried.run_native(x, weight.t(), bias, x_scale * weight_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of x, in bf16, and of weight and bias, in float32."""
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        values, scale = rounded(grad, "e5m2")
+        grad_x = carried.run_native(values, weight, None, scale * weight_scale)
+        return grad_x, carried.run_native(values.t(), x, None, scale * x_scale).float(), grad.sum(0).float()
+
+
+def rounded(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """The values of a matrix over its scale, in bf16, and the scale."""
+    made = cast.run_whole(x, torch.bfloat16, formats.get(format), "nearest_even", CURRENT, None, False)
+    assert made is not None
+    return made[:2]
+
+
+class BareLinear(nn.Linear):
+    """A linear layer of `Bare`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Linear`."""
+        return Bare.apply(x, self.weight, self.bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model with `BareLinear` layers of the same parameters."""
+    for layer in model.children():
+        layer.__class__ = BareLinear
+    return model
+
+
+CURRENT = get_scaling("current")
 PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {"torch.autocast": Autocast, "torchao float8": torchao}
 
 
 def race(recipes: list[str], rounds: int) -> dict[str, list[float]]:
     """By recipe and by peer, its time by the plain loop's in each round."""
     loops = {"": plain(), **{peer: plain(wrap) for peer, wrap in PEERS.items()}}
-    loops |= {recipe: prepared(recipe) for recipe in recipes}
+    loops |= {"bare": plain(bare, fused=True)} | {recipe: prepared(recipe) for recipe in recipes}
     ratios: dict[str, list[float]] = {name: [] for name in loops if name}
     for number in range(rounds + 2):  # two to warm up
         taken = {}
