@@ -41,7 +41,7 @@ def speed() -> str:
         asked = (
             ""
             if bar["at_least"] is None
-            else f"; asked for {bar['at_least']:g}: {'met' if bar['met'] else '**missed**'}"
+            else f"; target {bar['at_least']:g}: {'met' if bar['met'] else '**missed**'}"
         )
         lines.append(f"- {bar['bar']}: {bar['value']:.2f}{asked}.")
     used = ", ".join(f"{name} {value:.0f} MB" for name, value in data["rss_anon_mb"].items())
@@ -50,7 +50,7 @@ def speed() -> str:
     few = json.loads(SMALL.read_text())
     for name, seconds in few["cpu_seconds"].items():
         met = "met" if seconds <= few["at_most"] else "**missed**"
-        asked = f"asked for at most {few['at_most']:g}: {met}"
+        asked = f"target at most {few['at_most']:g}: {met}"
         lines.append(f"- {few['tensors']:,} tensors of 64 to 256 values, {name}: {seconds:.1f} s of CPU; {asked}.")
     return "\n".join([*rows, "", *lines, "", f"torch {machine['torch']} on {machine['cpu']}, one thread."])
 
