@@ -39,9 +39,7 @@ def speed() -> str:
     lines = []
     for bar in data["bars"]:
         asked = (
-            ""
-            if bar["at_least"] is None
-            else f"; target {bar['at_least']:g}: {'met' if bar['met'] else '**missed**'}"
+            "" if bar["at_least"] is None else f"; target {bar['at_least']:g}: {'met' if bar['met'] else '**missed**'}"
         )
         lines.append(f"- {bar['bar']}: {bar['value']:.2f}{asked}.")
     used = ", ".join(f"{name} {value:.0f} MB" for name, value in data["rss_anon_mb"].items())
