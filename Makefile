@@ -75,7 +75,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/inference.py --keep
 	$(BIN)/python benchmarks/generation.py --keep
 
-# On a bare machine with a GPU: PYTHON is one that has torch for it; nothing is installed, nothing fetched (docs/gpu.md).
+# On a bare machine with a GPU: PYTHON is one that has torch for it; nothing is installed, nothing fetched (docs/gpu_figures.md).
 bench-gpu:
 	$(PYTHON) benchmarks/gpu.py --minutes 9 --out runs/gpu
 

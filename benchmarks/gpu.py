@@ -169,7 +169,7 @@ def _libraries() -> str:
     ]
     told = subprocess.run([sys.executable, "-c", "; ".join(words)], capture_output=True, text=True)
     last = told.stderr.strip().splitlines()[-1:] if told.returncode else []
-    hint = " -> only machine, probes and products start without it: carry a numpy that it takes (docs/gpu.md)"
+    hint = " -> only machine, probes and products start without it: carry a numpy that it takes (docs/gpu_figures.md)"
     hint = hint if last else ""
     return told.stdout.strip() + " ".join(last) + hint
 

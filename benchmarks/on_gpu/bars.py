@@ -134,7 +134,7 @@ BARS = (
 
 
 def expectations() -> str:
-    """The bars as the table of docs/gpu.md."""
+    """The bars as the table of docs/gpu_figures.md."""
     lines = ["| row | measure | H100 | H200 | at |", "| --- | --- | --- | --- | --- |"]
     for bar in BARS:
         sign = "at least" if bar.at == ">=" else "at most"

@@ -421,7 +421,7 @@ def test_a_process_is_ended_with_what_it_started(load):
 
 
 def test_the_page_has_the_bars_and_the_sections_as_they_are(load):
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "gpu_figures.md").read_text()
     assert load("bars").expectations() in page
     for card in ("h100", "h200"):
         kept = json.loads((ROOT / "benchmarks" / "results" / f"gpu_{card}.json").read_text())
