@@ -1,6 +1,6 @@
-"""Give a module another forward, or other methods, without making it another module; what `apply` leaves on a model.
+"""`adopt` and `extend`: give a module a subclass of its own class, with another forward or other methods.
 
-This is kept on the model's root, for its forward, for `advance` and for `revert`.
+And `Applied`, the record that `apply` leaves on the model's root, for its forward, for `advance` and for `revert`.
 """
 
 import abc
@@ -28,8 +28,8 @@ Forward = Callable[..., Any]
 """forward(stock_forward, module, *args, **kwargs) -> what the module returns"""
 OnCopy = Callable[[nn.Module], None]
 Members = Callable[[type[nn.Module]], dict[str, Any]]
-"""members(stock class) -> what the subclass has in the place of the stock class's own. Hashable, and pickled with the
-module: a function or a frozen dataclass of a module's top level."""
+"""members(stock class) -> the attributes of the subclass, by name. Hashable, and pickled with the module: a function or
+a frozen dataclass at a module's top level."""
 
 
 _MADE, _OWN, _FORWARD = "_halfstep_made", "_halfstep_own", "_halfstep_forward"
@@ -37,12 +37,12 @@ _MADE, _OWN, _FORWARD = "_halfstep_made", "_halfstep_own", "_halfstep_forward"
 
 @dataclass(frozen=True)
 class _Made:
-    """How a class was made, at its attribute `_MADE`."""
+    """How a subclass was made, stored as its attribute `_MADE`."""
 
     stock: type[nn.Module]
     members: Members
     is_beneath: bool
-    """Whether `release` leaves it."""
+    """Whether `release` keeps it by default."""
 
 
 def adopt(
@@ -59,34 +59,37 @@ def adopt(
     pickles of the module are adopted too, and pickles name the stock class alone.
 
     Args:
-        forward: a function of a module's top level.
+        forward: a function at a module's top level.
         on_copy: called with every copy of the module, unpickled ones too, for what torch does not copy.
         patchable: a forward that is set on the instance, before or later, is called through `forward` too.
-        beneath: `release` leaves it: it is what a recipe is laid upon (unit scaling).
+        beneath: `release` keeps it: it belongs to unit scaling, on top of which recipes are applied.
     """
     extend(module, _Calling(forward, on_copy, patchable, beneath))
 
 
 def extend(module: nn.Module, members: Members) -> None:
-    """Give `module` a subclass of its own class with those members; one subclass for each pair of the two."""
+    """Give `module` a subclass of its own class with these members. Equal pairs of class and members share one."""
     module.__class__ = _subclass(type(module), members)  # type: ignore[arg-type]
 
 
 def _layers(kind: type[nn.Module]) -> Iterator[_Made]:
-    """How a class was made, and those that it was made of, last to first; nothing of a stock class."""
+    """The `_Made` records of a class and of the made classes beneath it, last to first; none for a stock class."""
     while (made := kind.__dict__.get(_MADE)) is not None:
         yield made
         kind = made.stock
 
 
 def extensions(module: nn.Module) -> tuple[Members, ...]:
-    """What `release` would take away from the module, first to last."""
+    """The members of the subclasses that `release` would remove from the module, first to last."""
     return tuple(made.members for made in takewhile(lambda made: not made.is_beneath, _layers(type(module))))[::-1]
 
 
 def release(module: nn.Module, beneath: bool = False) -> None:
-    """Give `module` back the class it had before every `adopt` and `extend`; those that lie beneath stay, unless asked
-    for too."""
+    """Give `module` back the class that it had before every `adopt` and `extend`.
+
+    Args:
+        beneath: also undo those that were made with `beneath=True`.
+    """
     for made in takewhile(lambda made: beneath or not made.is_beneath, _layers(type(module))):
         module.__class__ = made.stock
 
@@ -95,8 +98,7 @@ def release(module: nn.Module, beneath: bool = False) -> None:
 
 
 def beneath(module: nn.Module) -> type[nn.Module]:
-    """The module's class without what unit scaling put over it: its forward is the class's own, or a
-    recipe's."""
+    """The module's class without the subclasses of unit scaling on top of it."""
     kind = type(module)
     for made in takewhile(lambda made: made.is_beneath, _layers(kind)):
         kind = made.stock
@@ -104,8 +106,8 @@ def beneath(module: nn.Module) -> type[nn.Module]:
 
 
 def forward_owner(module: nn.Module) -> str:
-    """The class whose forward the module calls, `torch.nn.modules.linear.Linear`, beneath unit scaling's; empty where
-    the instance has a forward of its own. A name, so that a library need not be imported to ask for its classes."""
+    """The full name of the class that defines the module's forward, such as `torch.nn.modules.linear.Linear`, ignoring
+    unit scaling's; empty if the instance has a forward of its own. A name, so that asking imports no library."""
     if "forward" in vars(module):
         return ""
     kind = type(module)
@@ -113,7 +115,7 @@ def forward_owner(module: nn.Module) -> str:
 
 
 def owner_of(kind: type | str) -> str:
-    """The class that a class has its forward from, by full name; a string is that already."""
+    """The full name of the class that defines a class's forward; a string is returned as it is."""
     if isinstance(kind, str):
         return kind
     for base in kind.__mro__:
@@ -123,12 +125,12 @@ def owner_of(kind: type | str) -> str:
 
 
 def has_forward_of(module: Any, kinds: Iterable[type | str]) -> bool:
-    """Whether the module calls the forward of one of these classes: not where a subclass or a patch has another."""
+    """Whether the module's forward is that of one of these classes, not overridden by a subclass or a patch."""
     return forward_owner(module) in map(owner_of, kinds)
 
 
 def is_stock(module: nn.Module) -> bool:
-    """Whether unit scaling put nothing over the module's class."""
+    """Whether the module's class has no subclass of unit scaling on top."""
     return beneath(module) is type(module)
 
 
@@ -138,14 +140,14 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 def twin(module: nn.Module, kind: type[nn.Module], **others: Any) -> nn.Module:
-    """A module of that class that has what `module` has, but for those attributes: for one call of a forward."""
+    """A new module of class `kind` that shares the attributes of `module`, except for `others`: for one forward."""
     made = object.__new__(kind)
     made.__dict__.update({**vars(module), **others})
     return made
 
 
 def is_covered(module: nn.Module) -> bool:
-    """Whether an adopted module was given another class on top, which hides ours from `release`."""
+    """Whether an adopted module has a foreign subclass on top, which hides ours from `release`."""
     return _MADE not in vars(type(module)) and any(_MADE in vars(kind) for kind in type(module).__mro__)
 
 
@@ -154,7 +156,7 @@ def is_covered(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Calling:
-    """The members of a class whose forward is called through another."""
+    """Members: a `forward` that calls `self.forward(stock forward, module, ...)`."""
 
     forward: Forward
     on_copy: OnCopy | None
@@ -184,7 +186,7 @@ class _Calling:
 
 @dataclass(frozen=True)
 class Shown:
-    """The members that show an attribute of that name, as `value(module, name)`, a function of a module's top level."""
+    """Members: a property `name` with the value `value(module, name)`, a function at a module's top level."""
 
     name: str
     value: Callable[..., Any]
@@ -195,9 +197,9 @@ class Shown:
 
 @dataclass(frozen=True)
 class InTurn:
-    """The members of a class that is, by its module's stage, one of several: each extended as `stages` says.
+    """Members: methods that dispatch on the module's stage, to those of the stock class extended by `stages[stage]`.
 
-    One class for all stages, since others may have put theirs on top (fully_shard), and a traced graph guards on it.
+    One class serves all stages, since others may subclass it (fully_shard), and a traced graph guards on it.
     """
 
     stages: tuple[tuple[Members, ...], ...]
@@ -218,7 +220,7 @@ class InTurn:
 
 
 def _in_turn(name: str, stock: type[nn.Module], kinds: list[type[nn.Module]]) -> Callable[..., Any]:
-    """The method of that name that the module's stage has."""
+    """A method that calls the method `name` of the class of the module's stage."""
     methods = tuple(getattr(kind, name) for kind in kinds)
 
     @wraps(getattr(stock, name))
@@ -229,9 +231,9 @@ def _in_turn(name: str, stock: type[nn.Module], kinds: list[type[nn.Module]]) ->
 
 
 class _Patchable:
-    """`forward` of an adopted class, where instances may have one of their own: that goes through the adoption too.
+    """The `forward` of an adopted class whose instances may have a forward of their own, called through `around` too.
 
-    A descriptor that takes assignments stands before the instance's own attributes, whatever put them there.
+    A data descriptor: it takes precedence over the instance's `__dict__`.
     """
 
     def __init__(self, adopted: Forward, around: Forward) -> None:
@@ -243,18 +245,18 @@ class _Patchable:
             return self._adopted
         own, around = module.__dict__.get("forward"), self._around
         if own is None:
-            return getattr(module, _FORWARD)  # bound by torch, of which a graph makes the same again
+            return getattr(module, _FORWARD)  # an ordinary bound method, which Dynamo can rebuild
 
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)
 
-        if not torch.compiler.is_compiling():  # a traced call asks for neither, and Dynamo traces no `update_wrapper`
+        if not torch.compiler.is_compiling():  # not needed in a traced call, and Dynamo traces no `update_wrapper`
             update_wrapper(patched, own)
             vars(patched)[_OWN] = own
         return MethodType(patched, module)
 
     def __set__(self, module: Any, forward: Any) -> None:
-        # Who puts back what they found (Lightning under DDP does, each step) puts back what was inside of it.
+        # Code that saves and restores `forward` (Lightning under DDP, each step) assigns our wrapper: unwrap it.
         function = getattr(forward, "__func__", None) if getattr(forward, "__self__", None) is module else None
         if function is self._adopted:
             module.__dict__.pop("forward", None)
@@ -271,7 +273,7 @@ class _Patchable:
 
 @cache
 def _subclass(stock: type[nn.Module], members: Members) -> type[nn.Module]:
-    # One class for each pair, so that modules of a kind stay of one kind (torch.compile guards on it).
+    # Cached, so that modules of one class still share a class (torch.compile guards on it).
     identity = {
         _MADE: _Made(stock, members, getattr(members, "beneath", False)),
         "__module__": stock.__module__,
@@ -283,25 +285,25 @@ def _subclass(stock: type[nn.Module], members: Members) -> type[nn.Module]:
 
 
 class _Plain(nn.Module):
-    """The base that a subclass is made with, before it gets its own."""
+    """A temporary base that `_derived` creates a class with, before it sets the real one."""
 
 
 def _derived(stock: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    """A subclass of `stock` that is made without its `__init_subclass__` and its metaclass: registries, and whatever
-    a class asks of its subclasses, are meant for those that people write."""
+    """A subclass of `stock`, made without calling its `__init_subclass__` or metaclass: registries and checks of
+    subclasses are meant for those that people write."""
     meta = type(stock)
     create = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
     made: type[nn.Module] = create.__new__(meta, stock.__name__, (_Plain,), namespace)
     try:
         made.__bases__ = (stock,)
-    except TypeError:  # its instances are laid out otherwise (__slots__)
+    except TypeError:  # incompatible layout (__slots__)
         made = type(stock.__name__, (stock,), namespace)
     return made
 
 
 def _wrapped(stock: type[nn.Module], forward: Forward) -> Forward:
-    """`forward`, in the wrapper that a base of `stock` puts around that of every subclass and that asks whether it is
-    the outermost: only that one acts. transformers' GradientCheckpointingLayer is such a base."""
+    """`forward`, wrapped as a base class of `stock` wraps the forward of each subclass, if it does so. Only the
+    outermost such wrapper acts. transformers' GradientCheckpointingLayer is such a base."""
     wrapper: Any = stock.forward
     if not any(_content(cell) is wrapper for cell in getattr(wrapper, "__closure__", None) or ()):
         return forward
@@ -311,7 +313,7 @@ def _wrapped(stock: type[nn.Module], forward: Forward) -> Forward:
 
 
 def _content(cell: CellType) -> Any:
-    """What a closure's cell holds; None where nothing was put there yet."""
+    """The contents of a closure's cell; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -319,7 +321,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    """How the stock class is copied and pickled, with the extensions beside it: no file can name a made class."""
+    """Reduce as the stock class does, with the extensions as arguments: a pickle cannot name a made class."""
     kind, stock = type(self), stock_class(self)
     extensions = tuple(made.members for made in _layers(kind))[::-1]
     reduced: Any = stock.__reduce_ex__(self, max(int(protocol), 2))
@@ -340,40 +342,40 @@ def _remake(stock: type[nn.Module], extensions: tuple[Members, ...], *args: Any)
 
 @dataclass(frozen=True)
 class Applied:
-    """The recipe that a model follows, and what it was before."""
+    """The recipe that a model follows, and the dtypes to revert to."""
 
     recipe: Recipe
     autocast: torch.dtype | None
     dtypes: dict[str, torch.dtype]
-    """The dtype that each parameter had which the recipe stores in its own."""
+    """The original dtype of each parameter that is now stored in the recipe's dtype, by name."""
     grads: torch.dtype
-    """The dtype that their gradients accumulate in."""
+    """The dtype in which their gradients accumulate."""
     clock: Clock | None
-    """Where scales, or the stage of the recipe, depend on earlier steps."""
+    """Counts steps, if scales or the stage of the recipe depend on earlier steps."""
     plan: Plan
-    """What was done to the model, for people and programs."""
+    """What was done to the model."""
     rounded: tuple[str, ...] = ()
-    """The parameters that products round, by name."""
+    """The names of the parameters that matmuls round."""
     adapters: dict[str, torch.dtype] = field(default_factory=dict)
-    """The dtype that each parameter of an adapter had, which is float32 now."""
+    """The original dtype of each adapter parameter, now float32, by name."""
     quantized: bool = False
-    """Whether the weights are quantised for good (`nn.quantize_model`)."""
+    """Whether the model is quantized for inference (`nn.quantize_model`)."""
     adapts: bool = False
-    """Whether a quantised model trains adapters beside its codes."""
+    """Whether a quantized model trains adapters beside its codes."""
     schedule: Schedule | None = None
-    """Which stage of the recipe is in force, where it has several."""
+    """Which stage of the recipe is in force, if it has several."""
 
     @property
     def stage(self) -> Recipe:
-        """The recipe whose arithmetic is in force."""
+        """The recipe of the stage in force."""
         return self.recipe if self.schedule is None else self.recipe.by_stage[self.schedule.stage]
 
 
 def applied_to(model: nn.Module) -> Applied:
-    """What `apply` left on the model.
+    """The `Applied` record of a model.
 
     Raises:
-        RecipeError: it follows no recipe.
+        RecipeError: the model follows no recipe.
     """
     applied: Applied | None = part_of(model).applied
     if applied is None:

@@ -1,4 +1,4 @@
-"""Make a model follow a recipe, in place, and undo it."""
+"""`apply`: make a model follow a recipe, in place; `revert` and `advance`."""
 
 import warnings
 from collections.abc import Mapping
@@ -43,21 +43,21 @@ from halfstep.unit.roles import unit_part
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Plan:
     """Make `model` follow `recipe`, in place; parameters, names, ties and state-dict keys stay.
 
-    Parameters are stored in the recipe's dtype. The forward runs under torch.autocast where the recipe computes in 16
-    bits, and autocast ends with the forward, also on an exception. Floating outputs leave in float32, nested ones too,
-    and so do those of a part that is called outside the model's forward (see `halfstep.following`). Linear,
-    convolutional and recurrent layers that a rule matches round the operands of their products. On a CPU without 16-bit
-    matrix units the 16-bit products of the others are carried in float32 (`kernels.carried`). Parameters of norms with
-    running statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers: a warning names those that
-    arrive rounded to 16 bits where the recipe keeps float32.
+    Parameters are stored in the recipe's dtype. The forward runs under torch.autocast if the recipe computes in 16
+    bits, and autocast ends with the forward, also on an exception. Floating outputs are returned in float32, nested
+    ones too, and so are those of a part that is called outside the model's forward (see `halfstep.following`). Linear,
+    convolutional and recurrent layers that a rule matches round the operands of their matmuls. On a CPU without 16-bit
+    matrix units the 16-bit matmuls of the other layers are emulated in float32 (`kernels.carried`). Parameters of norms
+    with running statistics keep their dtype (apex's keep_batchnorm_fp32), and so do buffers: a warning names those
+    whose values are rounded to 16 bits already under a recipe with float32 weights or masters.
 
     Args:
         model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
         recipe: a name or a `Recipe`.
-        module_filter: called with (module, path); layers for which it is false keep their stock products.
+        module_filter: called with (module, path); layers for which it is false keep their stock matmuls.
 
     Returns:
-        What was done and what was not (`halfstep.plan` tells it beforehand).
+        What was done and what was not (`halfstep.plan` computes it without changing the model).
 
     Raises:
         RecipeError: unknown recipe; the model already follows one; a rule or the filter selects no layer.
@@ -71,28 +71,28 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """What `apply`, `prepare` or `quantize_model` did to a model.
+    """The plan that `apply`, `prepare` or `quantize_model` carried out on a model.
 
     Args:
-        model: the model, or what wraps it (DDP, torch.compile, PEFT).
+        model: the model, or a wrapper of it (DDP, torch.compile, PEFT).
 
     Raises:
-        RecipeError: it follows no recipe.
+        RecipeError: the model follows no recipe.
     """
     return applied_to(root_of(model)).plan
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `apply`: every class, attribute and dtype is what it was. Bits that storing rounded away stay lost.
+    """Undo `apply`: every class, attribute and dtype is restored. Bits that storage rounded away stay lost.
 
-    (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.) Of a model that is unit-scaled
-    and follows no recipe, or no longer, it undoes `unit_scale`, whose weights come back within one rounding.
+    (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.) If the model is unit-scaled and
+    follows no recipe, or no longer, it undoes `unit_scale` instead; weights are restored within one rounding.
 
     Args:
-        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile, PEFT).
+        model: the model that `apply` was called on, or a wrapper of it (DDP, torch.compile, PEFT).
 
     Raises:
-        RecipeError: the model follows no recipe, is quantised for inference, or has a part that was parametrized since.
+        RecipeError: the model follows no recipe, is quantized for inference, or has a part that was parametrized since.
     """
     model = root_of(model)
     if part_of(model).applied is None and is_unit_scaled(model):
@@ -121,64 +121,62 @@ def revert(model: nn.Module) -> None:
 
 @untraced
 def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = None) -> None:
-    """End an optimizer step: scaling states move on, once, the same on every rank. `scaler.update()` calls it.
+    """End an optimizer step: update the scaling states, once, equally on every rank. `scaler.update()` calls it.
 
-    Only recipes whose scales depend on earlier steps have such states, and only those with stages count the steps; for
-    the others there is nothing to move.
+    It has an effect only for recipes whose scales depend on earlier steps, that draw noise, or that have stages.
 
     Args:
         model: as for `revert`.
-        skipped: the batch was abandoned: no optimizer stepped, and what was recorded of it is forgotten. Where one
-            rank says so, it is so on all.
-        process_group: over which ranks agree on the largest amaxes: those that hold the same layers (of a pipeline, a
-            stage's). None is the default group where there is one.
+        skipped: no optimizer stepped on this batch; its recorded amaxes are dropped. If one rank says so, all do.
+        process_group: the ranks that agree on the largest amaxes, which hold the same layers (in a pipeline, those of
+            one stage). None: the default group, if there is one.
 
     Raises:
-        RecipeError: the model follows no recipe; it ran in eval(), which records nothing; or stages begin at fractions
-            of a run whose length is not known (`halfstep.optimize`, `total_steps`).
+        RecipeError: the model follows no recipe; it ran in eval(), which records no amaxes; or stages begin at
+            fractions of a run whose length is not known (`halfstep.optimize`, `total_steps`).
     """
     Steps(root_of(model), process_group).advance(skipped)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """All that `apply` does to a model, by name and by path: found, and refused, before anything is touched."""
+    """All that `apply` will do to a model, by name and by path, decided and checked before anything is changed."""
 
     recipe: Recipe
     stages: tuple[Arrangement, ...]
-    """What each stage of the recipe makes of the modules."""
+    """What each stage of the recipe does to the modules."""
     moves: dict[str, nn.Parameter]
-    """The parameters that the recipe stores in its own dtype."""
+    """The parameters that will be stored in the recipe's dtype."""
     adapters: dict[str, nn.Parameter]
-    """The parameters of adapters, which it stores in float32."""
+    """The parameters of adapters, which will be stored in float32."""
     kept: dict[str, str]
-    """Other parameters, with the reason why they stay."""
+    """The other parameters, with the reason why they keep their dtype."""
     rounded: tuple[str, ...]
-    """The parameters that products round; where the recipe keeps them as codes, those that are."""
+    """The parameters that matmuls round; if the recipe stores weights as codes, those that will be codes."""
 
     @property
     def mastered(self) -> list[nn.Parameter]:
-        """The parameters that the recipe keeps masters of."""
+        """The parameters that will have masters."""
         codes = self.recipe.codes
         if self.recipe.master is None and (codes is None or codes.master is None):
             return []
         return [parameter for parameter in self.moves.values() if parameter.requires_grad]
 
     def warn(self, model: nn.Module) -> None:
-        """Warn of what arrived rounded, and of layers that rules are for and do not reach."""
+        """Warn of parameters and buffers that are rounded to 16 bits already, and of layers that rules cannot reach."""
         _warn_of_narrow(model, self.recipe, self.moves)
         for each in self.stages:
             if each.matched.missed:
                 warn_of_missed(model, each.recipe, each.matched)
 
     def plan(self, model: nn.Module) -> Plan:
-        """The same for people and programs."""
+        """The decision as a `Plan`."""
         first, *others = (self._stage(model, each) for each in self.stages)
         later = tuple(zip((stage.when for stage in self.recipe.stages), others, strict=True))
         return replace(first, recipe=self.recipe, later=later)
 
     def lay(self, model: nn.Module) -> Plan:
-        """Do it; the plan of it stays with the model."""
+        """Carry it out; returns the plan, which is also stored on the model."""
         recipe, first, made = self.recipe, self.stages[0], self.plan(model)
         schedule = Schedule(recipe) if recipe.stages else None
         clock = Clock() if any(each.keeps_states for each in self.stages) else None
@@ -206,7 +204,7 @@ class Decision:
         except BaseException:
             undo(model)
             raise
-        for parameter in self.moves.values():  # last: bits that rounding takes do not come back
+        for parameter in self.moves.values():  # last, since `undo` cannot restore bits that rounding takes
             store(parameter, DTYPES[recipe.weights], DTYPES[recipe.grad_format])
         for parameter in self.adapters.values():
             store(parameter, torch.float32)
@@ -215,7 +213,7 @@ class Decision:
         return made
 
     def _stage(self, model: nn.Module, found: Arrangement) -> Plan:
-        """What one stage does to a model."""
+        """The plan of one stage."""
         recipe, matched = found.recipe, found.matched
         dtype, device = recipe.autocast or DTYPES[recipe.weights], next(model.parameters()).device
         if device.type == "meta":
@@ -248,7 +246,7 @@ class Decision:
 
 
 def decide(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Decision:
-    """Everything that a recipe asks of a model, asked once.
+    """What `apply` would do to the model, which is not changed.
 
     Raises:
         RecipeError, ModelError: as `apply`.
@@ -271,21 +269,21 @@ def decide(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter |
 
 
 def undo(model: nn.Module) -> None:
-    """Take away all that `apply` left beside the parameters."""
+    """Remove all that `apply` added to the model; parameters keep their dtype."""
     end_watch(model)
     noise.detach(model)
     clear(model)
 
 
 def keep_grads(model: nn.Module) -> None:
-    """Give parameters back the dtype that their gradients accumulate in: torch's copies and replacements lack it."""
+    """Set the dtype in which gradients accumulate again: torch's copies and replacements of parameters lack it."""
     applied = applied_to(model)
     for parameter, _ in same_parameters(model, applied.dtypes):
         store(parameter, parameter.dtype, applied.grads)
 
 
 def _after_copy(model: nn.Module) -> None:
-    """A copied root is the root of its copied parts."""
+    """Set up a copied model: its `Following` record refers to the copy, and gradients keep their dtype."""
     part = part_of(model).following
     part.bind(model)
     keep_grads(model)
@@ -293,7 +291,7 @@ def _after_copy(model: nn.Module) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model that no recipe can be applied to as it is."""
+    """Raise for a model that no recipe can be applied to."""
     name = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
@@ -314,7 +312,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _following(name: str, path: str, applied: Applied) -> RecipeError:
-    """What to say of a model that follows a recipe already, or has a part that does."""
+    """The error for a model that follows a recipe already, or has a part that does."""
     where, recipe = f"its part {path!r}" if path else "it", applied.recipe.name
     if not applied.quantized:
         return RecipeError(f"{name}: {where} already follows {recipe!r}; halfstep.revert it first")
@@ -325,7 +323,7 @@ def _following(name: str, path: str, applied: Applied) -> RecipeError:
 
 
 def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse a recipe that this model, these ranks or this torch cannot follow."""
+    """Raise for a recipe that this model, these ranks or this torch version cannot follow."""
     name = type(model).__name__
     if recipe.unit_scaled and all(unit_part(module).multipliers is None for module in model.modules()):
         raise ModelError(
@@ -351,7 +349,7 @@ def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Say what a model that was loaded in, or cast to, 16 bits lacks, where the recipe keeps more."""
+    """Warn if parameters or buffers were rounded to 16 bits before, and the recipe keeps float32 weights or masters."""
     if (recipe.master or recipe.weights) not in ("fp32", "split"):
         return
     narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}

@@ -1,4 +1,4 @@
-"""What one recipe, or one stage of it, makes of a model's modules: decided first, applied afterwards."""
+"""`Arrangement`: what a recipe, or one stage of it, does to a model's modules; decided first, then carried out."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ from halfstep.unit import multipliers_of
 
 
 _WIDENING = {owner_of(owner): forward for owner, forward in wide.FORWARDS.items()}
-"""What stands in for forwards of torch's that refuse two dtypes, by the class whose forward it is."""
+"""Forwards that replace those of torch that refuse operands of two dtypes, by the class that defines the forward."""
 _ENCODERS = frozenset(map(owner_of, attention.ENCODERS))
 _LSTM, _LINEAR = owner_of(nn.LSTM), owner_of(nn.Linear)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A recipe without stages, and what it says of every module of a model, by path."""
+    """What a recipe without stages does to a model's modules, by path."""
 
     recipe: Recipe
     matched: Matched
     widened: dict[str, nn.Module]
     """The modules that compute in float32."""
     specs: dict[str, LinearSpec]
-    """The layers that round."""
+    """The specs of the layers that round."""
     weights: dict[str, tuple[Weight, ...]]
-    """Their weights."""
+    """The weights of those layers."""
     savers: "Savers"
-    """The modules of which autograd keeps what it saves in few bits."""
+    """The modules whose saved tensors are stored in few bits."""
 
     @property
     def rounded(self) -> dict[str, Weight]:
-        """The weights that products round, by name."""
+        """The weights that matmuls round, by name."""
         return {
             f"{path}.{weight.name}".lstrip("."): weight for path, weights in self.weights.items() for weight in weights
         }
@@ -53,12 +53,12 @@ class Arrangement:
 
     @property
     def draws(self) -> set[str]:
-        """The modules that draw noise or signs, by path."""
+        """The paths of the modules that draw noise or signs."""
         attention = self.recipe.attention is not None and self.recipe.attention.draws
         return {path for path, spec in self.specs.items() if spec.draws} | {*self.matched.attends * attention}
 
     def lay(self, model: nn.Module) -> None:
-        """Give every module the forward, the attributes and the scaling states that it takes."""
+        """Give every module its forward, attributes and scaling states."""
         self._adopt_layers(model)
         if self.recipe.saved is not None:
             adopt_savers(model, self.recipe.saved, self.savers)
@@ -66,10 +66,10 @@ class Arrangement:
         attach(model, self.specs, products)
 
     def _adopt_layers(self, model: nn.Module) -> None:
-        """Give every layer that computes otherwise than torch's the forward that does."""
+        """Adopt every layer that computes otherwise than torch does."""
         recipe, matched, specs, mixed = self.recipe, self.matched, self.specs, self.recipe.compute != "fp32"
         carries = carried.supports(DTYPES[recipe.compute], next(model.parameters()).device)
-        around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
+        around = {path.rpartition(".")[0] for path in specs}  # an attention module computes its out_proj's matmul
         unfused = attention.ENCODERS if specs else (attention.NESTS,) if mixed and recipe.weights == "fp32" else ()
         for path, module in model.named_modules():
             owner = forward_owner(module)
@@ -97,10 +97,10 @@ class Arrangement:
 
 
 def arranged(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Arrangement:
-    """What a recipe without stages makes of a model, of which nothing is changed.
+    """The arrangement of a recipe without stages for a model, which is not changed.
 
     Raises:
-        RecipeError, ModelError: as `layers.match`; modules to be widened that are not there.
+        RecipeError, ModelError: as `layers.match`.
     """
     matched = match(model, recipe, module_filter)
     widened = wide.find(model, recipe.float32_modules)
@@ -111,13 +111,18 @@ def arranged(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | Non
 
 
 Savers = Mapping[str, Forward | None]
-"""By path, the forward that keeps what a module saves in few bits; None where its own knows how."""
+"""By path, a forward that saves tensors for backward in few bits; None if the module's adopted forward does it."""
 
 
 def find(
     model: nn.Module, saved: Saved, specs: Mapping[str, LinearSpec], smoothed: Collection[str]
 ) -> dict[str, Forward | None]:
-    """The savers of a model of which nothing is adopted yet, whose layers follow these specs."""
+    """The savers of a model that is not adopted yet.
+
+    Args:
+        specs: the specs of the layers that round.
+        smoothed: the paths of the gated MLPs that will be smoothed.
+    """
     found: dict[str, Forward | None] = {}
     for path, module in model.named_modules():
         if path in specs:
@@ -131,7 +136,7 @@ def find(
 
 
 def adopt_savers(model: nn.Module, saved: Saved, savers: Savers) -> None:
-    """Give them what they keep it by: one for all, so that two of them keep one tensor once."""
+    """Adopt the savers and give them one `Keeping`, so that a tensor that two modules save is encoded once."""
     keeping = ops.Keeping(saved)
     for path, forward in savers.items():
         module = model.get_submodule(path)

@@ -1,4 +1,4 @@
-"""Attention as a module, so that a recipe can reach its two products."""
+"""Scaled dot-product attention as a module, so that a recipe can round the operands of its two matmuls."""
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from halfstep.ops.part import key_of, part_of
 class DotProductAttention(nn.Module):
     """softmax(q k^T / sqrt(d) + mask) v, without parameters: `ops.attention` under a recipe.
 
-    A recipe does not see a functional call. A model that forms attention by this module follows `Recipe.attention`;
+    A recipe does not see functional calls. A model that computes attention by this module follows `Recipe.attention`;
     without a recipe the module is torch's scaled_dot_product_attention.
 
     Args:

@@ -1,6 +1,6 @@
-"""Store a model's parameters and their gradients in another dtype, in place, or as codes; and check its buffers.
+"""Store a model's parameters and their gradients in another dtype or as codes, in place; and check its buffers.
 
-Buffers that a cast to 16 bits rounded are found by their values.
+Buffers that were rounded by a cast to 16 bits are recognized by their values.
 """
 
 from collections import Counter
@@ -27,8 +27,8 @@ from halfstep.recipe import DTYPES, Codes, Recipe
 
 
 def hold(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
-    """Keep those parameters and their gradients as `codes` says. They stay the same objects; what is no parameter any
-    more, since it is computed (a parametrization), stays as it is.
+    """Store the named parameters and their gradients as `codes` says. They stay the same objects. Names that are no
+    parameters any more (parametrized since) are left out.
 
     Raises:
         ModelError: a weight is sharded. Nothing was changed.
@@ -56,7 +56,7 @@ def hold(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """Give weights that are codes their values back, and their gradients."""
+    """Make parameters that are CodeTensors plain parameters with their values, and their gradients plain tensors."""
     for weight in list(model.parameters()):
         if isinstance(weight, CodeTensor):
             own = vars(parameter(CodeTensor.encode(weight.values(), weight.quantizer)))
@@ -65,11 +65,11 @@ def let_go(model: nn.Module) -> None:
 
 
 def _become(weight: Any, other: Any, attributes: dict[str, Any]) -> None:
-    """Give a parameter the contents of another, which is not used elsewhere, and those attributes; its gradient, hooks
-    and references to it stay.
+    """Give the parameter `weight` the class and contents of `other`, which has no other references, and `attributes`.
+    The object, its gradient, hooks and references to it stay.
 
-    As torch.utils.swap_tensors, which refuses a tensor with weak references: to us they are to the parameter, whatever
-    it holds. A graph that knows the old contents refuses its backward pass.
+    Like torch.utils.swap_tensors, which refuses tensors with weak references: here these keep referring to the
+    parameter. A graph that saved the old contents raises in its backward pass.
     """
     grad, weight.grad = weight.grad, None
     hooks, after = weight._backward_hooks, weight._post_accumulate_grad_hooks
@@ -98,7 +98,7 @@ def _refuse(grads: Any) -> NoReturn:
 
 
 def _members(stock: type[nn.Module]) -> dict[str, Any]:
-    """State dicts of values, as a stock model's; and conversions that know codes."""
+    """Members of modules with CodeTensor parameters: state dicts of values, and `_apply` (`.to()`, ...) for codes."""
 
     def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         stock._save_to_state_dict(module, destination, prefix, keep_vars)
@@ -121,7 +121,7 @@ def _members(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def _asking_first(stock: type[nn.Module]) -> dict[str, Any]:
-    """A model that asks, before any part of it is converted, whether its codes can be."""
+    """Members of the root: `_apply` that checks, before anything is converted, that all CodeTensors can be."""
 
     @torch.no_grad()
     def _apply(model: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -144,10 +144,10 @@ def _check(weight: CodeTensor, name: str, converted: Tensor) -> None:
 
 @torch.no_grad()
 def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """What `model.to(...)` and its kin do to a weight of codes.
+    """Apply `fn` of `module._apply` (`.to()`, `.cuda()`, ...) to a CodeTensor parameter, in place.
 
     Raises:
-        ModelError: it would get another dtype.
+        ModelError: `fn` changes the dtype.
     """
     new = fn(weight)
     _check(weight, name, new)
@@ -171,8 +171,12 @@ def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
 def storable(
     model: nn.Module, float32_modules: Sequence[str] = (), adapters: Mapping[str, nn.Parameter] | None = None
 ) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters that a recipe may store in its own dtype, by name, and those it keeps, with the reason: `adapters`
-    are in float32."""
+    """The parameters that a recipe may store in its dtype, by name, and the reasons why others keep theirs, by name.
+
+    Args:
+        float32_modules: globs of modules whose parameters stay float32.
+        adapters: the parameters of adapters, which are stored in float32.
+    """
     wide_ones = {id(p) for module in wide.find(model, float32_modules).values() for p in module.parameters()}
     moves: dict[str, nn.Parameter] = {}
     kept: dict[str, str] = {}
@@ -195,7 +199,7 @@ def storable(
 
 
 def wide_adapters(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
-    """The parameters of adapters, where a recipe stores others in fewer bits, and these in float32."""
+    """The parameters of adapters that a recipe with 16-bit weights stores in float32; empty for other recipes."""
     if recipe.weights == "fp32" or not recipe.float32_adapters:
         return {}
     is_adapter = adapters_of(model)
@@ -204,7 +208,7 @@ def wide_adapters(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
 
 
 def unstorable(weight: nn.Parameter) -> str | None:
-    """Why no recipe takes a model with this weight, after its name; None where one does."""
+    """Why no recipe can be applied to a model with this weight, as a text that follows its name; else None."""
     if weight.dtype == torch.float64:
         return "is float64, which no recipe stores; call model.float() first"
     if weight.is_complex():
@@ -224,8 +228,8 @@ def unstorable(weight: nn.Parameter) -> str | None:
 
 
 def store(weight: Tensor, dtype: torch.dtype, grads: torch.dtype | None = None) -> None:
-    """Round a weight into `dtype` and a gradient that it carries into `grads` (None: the same dtype), in which
-    gradients accumulate from then on. It stays the same object, ties and all."""
+    """Cast a parameter to `dtype`, in place, and its gradient to `grads` (None: `dtype`), in which gradients accumulate
+    from then on. It stays the same object, so ties hold."""
     grads = grads or dtype
     if weight.dtype == dtype and (getattr(weight, "grad_dtype", None) or dtype) == grads:
         return
@@ -238,10 +242,10 @@ def store(weight: Tensor, dtype: torch.dtype, grads: torch.dtype | None = None) 
 
 
 def check_grad_dtype(grads: str, kind: type = Tensor) -> None:
-    """Called before a model is changed.
+    """Raise if this torch cannot accumulate gradients in another dtype than their parameter's.
 
     Raises:
-        ModelError: this torch cannot keep gradients in another dtype than their weight.
+        ModelError: tensors have no `grad_dtype`.
     """
     if not hasattr(kind, "grad_dtype"):
         raise ModelError(
@@ -251,10 +255,10 @@ def check_grad_dtype(grads: str, kind: type = Tensor) -> None:
 
 
 def count(model: nn.Module, others: Mapping[int, torch.dtype] | None = None) -> dict[str, int]:
-    """How many parameters the model stores in each dtype, most first; tied ones count once.
+    """The number of parameters that the model stores in each dtype, most first; tied ones count once.
 
     Args:
-        others: the dtypes that parameters will have, by their ids, where it is another.
+        others: by id of a parameter, a dtype to count it under instead of its own.
     """
     counts: Counter[str] = Counter()
     for weight in model.parameters():
@@ -268,17 +272,16 @@ RECOMPUTE = (
     "compute them again in float32 (transformers' rotary embeddings: m.inv_freq = type(m)(m.config).inv_freq, and so "
     "m.original_inv_freq)"
 )
-"""What to do about buffers that a cast rounded."""
+"""The advice for buffers that a cast rounded."""
 
 _SHIFT = 2.0**-5
-"""By how many standard deviations rounding a norm's running mean may move what it returns. Its input in bf16 is off by
-as much where the mean is eight times the deviation."""
+"""By how many standard deviations rounding a norm's running mean may shift its output. Rounding its input to bf16 does
+as much if the mean is eight times the standard deviation."""
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The floating-point buffers of a model by name that a cast to 16 bits may harm: not the scales beside integer
-    codes, and not a norm's running statistics where rounding them moves what it returns by less than its input's bits.
-    """
+    """The floating-point buffers, by name, that a cast to 16 bits may harm: neither scales beside integer codes, nor a
+    norm's running statistics if rounding them changes its output less than rounding its input does."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not module._buffers:
@@ -306,29 +309,29 @@ def _harmless(module: nn.Module, own: Mapping[str, Tensor]) -> bool:
 
 
 def _readable(buffer: Tensor) -> bool:
-    """Whether it has values of its own: a fake tensor has none."""
+    """Whether its values can be read: it is a plain strided tensor, neither fake nor meta."""
     return type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
 
 
 def _rounded_to(buffer: Tensor) -> str | None:
-    """The 16-bit type that a buffer's values were rounded to, whichever dtype it is stored in now."""
+    """The 16-bit format that a buffer's values were rounded to, whatever dtype it has now; None if they were not."""
     if not _readable(buffer):
         return None
     return narrowed(scan(InMemory(buffer)), str(buffer.dtype).removeprefix("torch.")) or progression(buffer)
 
 
 def rounded(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are stored in 16 bits and hold values that were rounded to them."""
+    """The 16-bit buffers whose values were rounded to 16 bits by a cast."""
     found = {name: b for name, b in buffers(model).items() if b.dtype in (torch.bfloat16, torch.float16)}
     return {name: buffer for name, buffer in found.items() if _rounded_to(buffer)}
 
 
 def check_float32(model: nn.Module, globs: Sequence[str], recipe: str) -> None:
-    """Refuse a model whose buffers of those paths are not float32, or hold values that were rounded to 16 bits.
+    """Check that the buffers that `globs` match are float32 and were not rounded to 16 bits.
 
     Raises:
         RecipeError: a glob matches no floating-point buffer.
-        ModelError: such a buffer.
+        ModelError: a buffer is not float32, or was rounded.
     """
     own = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     for glob in globs:

@@ -1,4 +1,4 @@
-"""A model follows its recipe whenever it is called: by its root, by a part of it, or within `following`."""
+"""The forwards by which a model follows its recipe: of the root, of parts called from outside, and `following`."""
 
 import copy
 import threading
@@ -32,32 +32,33 @@ from halfstep.quant.tracing import inlined, untraced
 
 
 class Following:
-    """What every part of a model shares: what calling it from outside of its root's forward has to enter."""
+    """The record that all modules of a model share: the context (autocast, clock) of a call that follows the recipe."""
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
         self.agrees = applied.recipe.loss_scale is not None or applied.recipe.keeps_states
         self.own_reduction = applied.recipe.grads is not None
         self._rounds = bool(applied.rounded) or applied.quantized
-        leaf = Tracer().is_leaf_module(model, "")  # whose own code torch.fx writes down, where it is the root
+        leaf = Tracer().is_leaf_module(model, "")  # as a root, torch.fx traces into its code all the same
         self._is_cast = self._rounds or (leaf and applied.autocast is not None)
         self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)
-        self.calls: dict[int, int] = {}  # by thread: how deep in calls it is
-        self._traced = 0  # of a graph that is being traced, which knows no threads
+        self.calls: dict[int, int] = {}  # by thread: the depth of nested calls
+        self._traced = 0  # the same in a traced graph, which has no thread ids
         self._warned = False
         self.last_input = LastInput()
         self._root: Callable[[], nn.Module | None] = weakref.ref(model)
 
     copied = Copied(lambda: None)
-    """Of a copy: of which model."""
+    """The model that this one was copied from, if any."""
     cached: Any = None
-    """Within `nn.product.cached_weights`: the rounded weights."""
+    """The rounded weights within `nn.product.cached_weights`, else None."""
     watch: RemovableHandle | None = None
-    """The hook that looks at optimizers' first steps (`nn.watched`); copies have none."""
+    """The hook on optimizers' first steps (`nn.watched`); copies have none."""
     states: Any = None
-    """The model's scaling states (`nn.scaling`) and buffers that noise follows from (`nn.stages`), once found."""
+    """A cache of the model's scaling states (`nn.scaling`)."""
     drawing: tuple[Applied | None, list[Any]] = None, []
+    """A cache of the buffers with noise keys (`nn.stages`), and the record that they were found under."""
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_root": nothing, "calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
@@ -65,7 +66,7 @@ class Following:
         return {**vars(self), **own, **found, "watch": None, "cached": None, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
-        """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""
+        """Take the settings of the stage in force: autocast's dtype, functions to compute in float32, the clock."""
         self._clock: Clock | None = applied.clock
         self._autocast = applied.autocast
         self.functions = applied.stage.float32_functions
@@ -73,20 +74,22 @@ class Following:
             self.recomputation.begin_stage()
 
     def bind(self, model: nn.Module) -> None:
-        """Belong to a copy's root."""
+        """Set the root, after a copy."""
         self._root = weakref.ref(model)
 
     def modes(self, module: nn.Module) -> tuple[bool, bool]:
-        """Whether this call is one of training, in which scaling states take in what they see: gradients are on, and
-        the root is in training mode, whatever mode `module` is in. And whether the root is in evaluation mode."""
+        """(record, evaluates): whether this call trains, so that amaxes are recorded (gradients are on and the root is
+        in training mode, whatever the mode of `module`), and whether the root is in evaluation mode."""
         root = self._root()
         training = (module if root is None else root).training
         return training and torch.is_grad_enabled(), not training
 
     def is_inside(self, module: nn.Module, thread: int) -> bool:
-        """Whether a call of a part comes from within one that follows the recipe: of the root, of a part around it, or
-        a second one, in a backward pass (activation checkpointing), where torch restores what the first one had; a part
-        that was called from outside had nothing."""
+        """Whether a part's call is nested in one that follows the recipe, of the root or of a part around it.
+
+        In a backward pass (activation checkpointing) torch restores autocast, by which such a call is recognized; if
+        the recipe has no autocast, it counts as nested unless the part was called from outside before.
+        """
         if not thread:
             return self._traced > 0 or self._is_autocast(module)
         if self._is_autocast(module):
@@ -99,10 +102,10 @@ class Following:
 
     @contextmanager
     def entered(self, module: nn.Module, thread: int) -> Iterator[None]:
-        """A call of the module that follows the recipe; autocast ends with it, also on an exception.
+        """The context of a call that follows the recipe; autocast ends with it, also on an exception.
 
         Raises:
-            RecipeError: the recipe rounds, and a tracer writes down a graph that would not.
+            RecipeError: torch.jit.trace or torch.fx is tracing, and the traced graph would not round.
         """
         self._begin(module, thread)
         try:
@@ -119,8 +122,9 @@ class Following:
             self._end(thread)
 
     def recomputed(self, thread: int) -> AbstractContextManager[Any]:
-        """What a call from within enters that comes a second time, in a backward pass, where autocast alone is back."""
-        again = not self.calls.get(thread)  # in a traced graph too: torch checkpoints without the modes around it
+        """The context of a nested call: `Float32Functions` again if it is recomputed in a backward pass, where torch
+        restores autocast but not function modes; else nothing."""
+        again = not self.calls.get(thread)  # in a traced graph too: checkpointing there drops function modes
         return self._widening(thread) if again else nullcontext()
 
     def _widening(self, thread: int) -> "Float32Functions":
@@ -161,20 +165,20 @@ class Following:
             event(self._clock, root)
 
     def leave(self, output: Any, thread: int) -> Any:
-        """What a call from outside gives back: the output in float32, whose gradients the clock hears of."""
+        """The output of an outermost call in float32, with hooks by which the clock notices gradients."""
         output = to_float32(output)
         if thread and self._clock is not None and self._clock.listens:
             self._clock.hear(output)
         return output
 
     def warn(self, module: nn.Module) -> None:
-        """Say, once a model and where gradients are recorded, what a part that is called from outside cannot know."""
+        """Warn, once a model and if gradients are on, that code between calls of parts does not follow the recipe."""
         root = self._root()
         if self._warned or self._autocast is None or root is None or not _has_forward(root):
             return
         if not torch.is_grad_enabled():  # as transformers' generate calls an encoder
             return
-        if {*module.parameters()} >= {*root.parameters()}:  # the root wraps it, and computes nothing else
+        if {*module.parameters()} >= {*root.parameters()}:  # the root only wraps it
             return
         self._warned = True
         name = next((name for name, part in root.named_modules() if part is module), type(module).__name__)
@@ -187,11 +191,11 @@ class Following:
 
 
 def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collection[nn.Module] = ()) -> None:
-    """Make a model and its parts follow the recipe that `apply` leaves on the root, from wherever they are called.
+    """Adopt a model and its parts so that they follow the recipe wherever they are called from.
 
     Args:
         on_copy: called with copies of the root.
-        apart: modules that compute in float32, with whatever is in them.
+        apart: modules that compute in float32, with all modules inside.
     """
     shared = Following(model, applied)
     own_part(model).applied = applied
@@ -206,16 +210,16 @@ def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collectio
 
 
 def came_later(model: nn.Module) -> list[nn.Module]:
-    """The parts that came to the model after `follow`."""
+    """The parts that were added to the model after `follow`."""
     return [module for module in _parts(model) if part_of(module).following is None]
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    """The one module within `model` that `apply` was called on: what wraps it (DDP, torch.compile, PEFT) will do for
-    it. `model` itself where there is none.
+    """The module that `apply` was called on, found in `model`, which may wrap it (DDP, torch.compile, PEFT); `model`
+    itself if there is none.
 
     Raises:
-        RecipeError: several follow a recipe, each its own.
+        RecipeError: several modules in `model` follow recipes of their own.
     """
     if part_of(model).applied is not None:
         return model
@@ -229,20 +233,20 @@ def root_of(model: nn.Module) -> nn.Module:
 
 
 def following(model: nn.Module) -> AbstractContextManager[None]:
-    """Within it, whatever is called of `model` follows its recipe, and so do functional calls in between.
+    """A context in which all parts of `model` follow its recipe, and functional calls in between do too.
 
-    For code that calls parts and not the model: `model.decode(model.encode(x))`, a training step of one's own. What
-    parts return there keeps the dtype that they computed in; only the model's own outputs leave in float32.
+    For code that calls parts and not the model: `model.decode(model.encode(x))`, a custom training step. Outputs of
+    parts keep the dtype that they were computed in; only the model's own outputs are returned in float32.
 
         with halfstep.following(model):
             y = model.decode(model.encode(x))
         loss = loss_fn(y.float(), target)
 
     Args:
-        model: the model that `apply` or `prepare` was called on, or what wraps it.
+        model: the model that `apply` or `prepare` was called on, or a wrapper of it.
 
     Raises:
-        RecipeError: it follows no recipe.
+        RecipeError: the model follows no recipe.
     """
     root = root_of(model)
     applied_to(root)
@@ -251,13 +255,13 @@ def following(model: nn.Module) -> AbstractContextManager[None]:
 
 @inlined
 def _thread() -> int:
-    """The thread of a call that begins; 0 of one that is traced, by a compiler, which knows no threads."""
+    """The id of the current thread; 0 while torch.compile traces."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part: Following | None = part_of(model).following
-    if part is None:  # a bound forward that was taken before `revert`
+    if part is None:  # someone kept the bound method from before `revert`
         return stock(model, *args, **kwargs)
     thread = _thread()
     if thread and (part.agrees or part.own_reduction):
@@ -278,7 +282,8 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward; called from outside, it enters the recipe and leaves in float32, as the root's does."""
+    """The stock forward of a part. Called from outside the root's forward, it enters the recipe's context and returns
+    float32, as the root does."""
     part: Following | None = part_of(module).following
     if part is None:
         return stock(module, *args, **kwargs)
@@ -299,9 +304,9 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a call from outside may reach: with a forward, and parameters to compute with.
+    """The modules that may be called from outside: those with a forward and parameters.
 
-    What has none, a loss or a metric, is left to the precision that its caller chose.
+    Modules without parameters (losses, metrics) keep the precision that their caller chose.
     """
     inner = {id(m) for each in model.modules() if isinstance(each, ParametrizationList) for m in each.modules()}
     for module in model.modules():
@@ -315,20 +320,21 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 _OPERATORS = {"pow": ("__pow__", "__rpow__", "float_power"), "reciprocal": ("__rtruediv__", "__rdiv__")}
-"""What else calls a function of that name."""
+"""Other names under which these functions are called."""
 
 
 class Float32Functions(TorchFunctionMode):
-    """Within it, functions of those names, and methods, take 16-bit inputs widened to float32 and return float32.
+    """A function mode in which functions and methods of the given names take 16-bit inputs cast to float32.
 
-    As with torch.autocast, calls in place, with `out=` or with a `dtype` of their own are left alone.
+    As with torch.autocast, calls in place, with `out=` or with a `dtype` are left alone.
 
     Args:
-        part: the forward of a part that enters this mode again where it is computed again (activation checkpointing);
-            None in a traced graph, which has no such code.
+        part: the forward of parts, which enters this mode again when it is recomputed (activation checkpointing); None
+            in a traced graph, which has no call stack to inspect.
 
     Raises:
-        ModelError: where it is called, code between parts will be computed again without this mode.
+        ModelError: such a function is called between parts under reentrant checkpointing, which would recompute it
+            without this mode.
     """
 
     def __init__(self, names: Iterable[str], part: Callable[..., Any] | None) -> None:
@@ -348,7 +354,7 @@ class Float32Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_recomputed(self, func: Callable[..., Any]) -> None:
-        """Refuse a call under torch's reentrant checkpointing, which a mode can see in the call stack alone."""
+        """Raise for a call under torch's reentrant checkpointing, which only the call stack shows."""
         for frame, _ in takewhile(lambda called: called[0].f_code is not self._part, walk_stack(None)):
             if frame.f_code is CheckpointFunction.forward.__code__:
                 raise ModelError(
@@ -364,17 +370,17 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def to_float32(output: Any) -> Any:
-    """The same structure with every 16-bit floating tensor in float32: tuples, named tuples, lists, dicts, dataclasses,
-    torch.distributions.
+    """The output with every 16-bit floating tensor cast to float32, in tuples, named tuples, lists, dicts, dataclasses
+    and torch.distributions.
 
-    A loss on the outputs is then computed in float32. Other objects (a key-value cache, say) pass untouched.
+    A loss on it is then computed in float32. Other objects (such as a key-value cache) are returned unchanged.
     """
     if isinstance(output, Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, (tuple, list)):
         made = map(to_float32, output)
         return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
-    if isinstance(output, MutableMapping):  # Hugging Face's ModelOutput, also a dataclass, keeps both views in step
+    if isinstance(output, MutableMapping):  # Hugging Face's ModelOutput, a dataclass too, updates its fields itself
         result = copy.copy(output)
         for key, value in output.items():
             result[key] = to_float32(value)
@@ -384,7 +390,7 @@ def to_float32(output: Any) -> Any:
     names: list[str] = []
     if is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in fields(output)]
-    elif isinstance(output, Distribution):  # made of tensors, and of other distributions
+    elif isinstance(output, Distribution):  # its attributes are tensors and other distributions
         names = [*vars(output)]
     widened = copy.copy(output) if names else output
     for name in names:
@@ -393,10 +399,10 @@ def to_float32(output: Any) -> Any:
 
 
 def device_type_of(module: nn.Module) -> str:
-    """The type of the device of its first parameter, or of its first buffer where it has none."""
+    """The device type of the module's first parameter, or of its first buffer if it has none."""
     for held in ("_parameters", "_buffers"):
         waiting = [module]
-        while waiting:  # torch finds names too, which takes longer than a layer
+        while waiting:  # module.parameters() builds names too, which takes longer than a layer
             inner = waiting.pop()
             for tensor in getattr(inner, held).values():
                 if tensor is not None:

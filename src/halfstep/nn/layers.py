@@ -1,6 +1,6 @@
-"""Which layers of a model may round the operands of their products, what a recipe says of each, and what it projects.
+"""`match`: which layers of a model round the operands of their matmuls under a recipe, by its rules and a filter.
 
-It projects the matrices of linear layers, by their paths.
+And `projections`: which matrices of linear layers a recipe updates in a subspace.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from halfstep.unit import KINDS as KINDS_OF_ROLES, Attention, tag_of
 
 
 BRANCH_END = "branch_end"
-"""What a rule calls the role of the last layer of a residual branch."""
+"""The role, in a rule, of the last layer of a residual branch."""
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 
@@ -37,7 +37,7 @@ _BY_OWNER = {owner_of(owner): kind for kind in KINDS for owner in kind.forward_o
 
 _FEW = 0.1
 _NO_MATRIX = ("embed", "pos", "table", "token", "bias", "A_log")  # the last is Mamba's decay of each state
-_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
+_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # no matmuls
 
 
 # ---- matching a recipe's rules ---------------------------------------------------------------------------------------
@@ -45,22 +45,22 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 @dataclass(frozen=True)
 class Matched:
-    """What a recipe's rules say about a model."""
+    """What a recipe's rules decide for a model, by path."""
 
     kinds: dict[str, Kind]
-    """Every layer whose products could be rounded, by path."""
+    """The adapter of every layer that could round the operands of its matmuls."""
     specs: dict[str, LinearSpec]
-    """Those that are."""
+    """The specs of the layers that do."""
     kept: dict[str, str]
-    """Those that a rule matches and that are not, with the reason."""
+    """The reasons why other layers that a rule matches do not."""
     smoothed: tuple[str, ...]
-    """The gated MLPs whose product is scaled."""
+    """The gated MLPs whose gated product is scaled (Smooth-SwiGLU)."""
     attends: tuple[str, ...]
-    """The modules that form attention's products rounded."""
+    """The modules whose attention rounds the operands of its matmuls."""
     sought: dict[str, str]
-    """What optional rules that round would have meant and no layer is: its name, and their globs."""
+    """Optional rules that round and match no layer: their name (such as attention), and their globs."""
     missed: tuple[str, ...]
-    """Modules that a rule would round and whose code no adapter sees, but for those that the filter leaves out."""
+    """Modules that a rule would round and no adapter supports, except those that the filter leaves out."""
 
 
 def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Matched:
@@ -113,7 +113,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     specs = {path: spec for path, spec in specs.items() if path in chosen}
     smoothed, rough = _gated(model, recipe, specs) if recipe.smooth_glu is not None else ((), {})
     return Matched(
-        kinds={path: kind for path, kind in kinds.items() if path not in others},  # whose products are their library's
+        kinds={path: kind for path, kind in kinds.items() if path not in others},  # their library does these matmuls
         specs=specs,
         kept=kept | rough,
         smoothed=smoothed,
@@ -126,10 +126,13 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
 def _first_rules(
     model: nn.Module, recipe: Recipe, modules: Mapping[str, nn.Module], weights: Mapping[str, tuple[Weight, ...]]
 ) -> dict[str, Rule]:
-    """The first rule that matches each of these modules; `weights` are those of modules that rules can round.
+    """The first rule that matches each of these modules, by path.
+
+    Args:
+        weights: by path, the weights of those modules that can round.
 
     Raises:
-        RecipeError: a rule that is not optional matches none of the latter first; a rule for a role that is none.
+        RecipeError: a rule that is not optional is the first match of no module that can round; an unknown role.
     """
     rules = [
         (rule, pattern(rule.path).match, None if rule.blocks is None else blocks_of(model, recipe, rule, weights))
@@ -157,8 +160,8 @@ def _first_rules(
 
 
 def _sought(recipe: Recipe, used: Sequence[Rule]) -> dict[str, str]:
-    """Of optional rules that round, those that no layer is for: their names, and their globs. Several may have one
-    name, each by a glob of its own, and one of them is enough."""
+    """The names of optional rules that round and match no layer, with their globs. If several rules share a name, one
+    that matches is enough."""
     met = {rule.why or rule.where for rule in used}
     sought: dict[str, str] = {}
     for rule in recipe.rules:
@@ -169,7 +172,7 @@ def _sought(recipe: Recipe, used: Sequence[Rule]) -> dict[str, str]:
 
 
 def warn_of_missed(model: nn.Module, recipe: Recipe, matched: Matched) -> None:
-    """Warn where more than a tenth of the weights that rules would round are in modules that no adapter sees."""
+    """Warn if more than a tenth of the weights that rules would round are in modules that no adapter supports."""
     is_adapter = adapters_of(model)
     sizes = {path: _size(model, path, is_adapter) for path in matched.missed}
     missed = sum(sizes.values())
@@ -188,7 +191,7 @@ def warn_of_missed(model: nn.Module, recipe: Recipe, matched: Matched) -> None:
 
 
 def _size(model: nn.Module, path: str, is_adapter: Callable[[str], bool]) -> int:
-    """How many numbers a module's own matrices hold, without adapters; tables and addends are known by their names."""
+    """The number of elements of a module's own matrices, without adapters, tables and biases (told by their names)."""
     return sum(
         p.numel()
         for name, p in model.get_submodule(path)._parameters.items()
@@ -211,7 +214,7 @@ def _has_role(recipe: Recipe, role: str, module: nn.Module, weights: tuple[Weigh
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The adapter whose `forward` may stand in for the module's own; None where there is none."""
+    """The adapter whose `forward` can replace the module's own; None if there is none."""
     kind = _BY_OWNER.get(forward_owner(module))
     if kind is None and "down_proj" in module._parameters:
         kind = experts.EXPERTS
@@ -219,7 +222,8 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
-    """The layers whose products could be rounded, and those that multiply by a matrix of their own and cannot be."""
+    """The adapters of layers that can round the operands of their matmuls, and the reasons why other modules with
+    matrices cannot, both by path."""
     kinds: dict[str, Kind] = {}
     refused: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -237,7 +241,7 @@ def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
 
 
 def _foreign(module: nn.Module, weights: tuple[Weight, ...]) -> str | None:
-    """What a weight of the layer is, where it is another library's tensor."""
+    """The class name of a weight that is another library's tensor subclass; None if no weight of the layer is."""
     for weight in weights:
         if (found := foreign(getattr(module, weight.name))) is not None:
             return found
@@ -245,14 +249,14 @@ def _foreign(module: nn.Module, weights: tuple[Weight, ...]) -> str | None:
 
 
 def _refusal(module: nn.Module) -> str | None:
-    """Why a module that multiplies by a matrix of its own cannot follow a rule; None where there is no such matrix."""
+    """Why a module with a matrix of its own cannot follow a rule; None if it has no such matrix."""
     if isinstance(module, nn.Linear):
         return "its forward is not nn.Linear's"
     if isinstance(module, nn.MultiheadAttention):
         return "its forward, or its out_proj's, is not torch's"
     if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.rnn.RNNCellBase)):
         return "its forward is not torch's"
-    if isinstance(module, (*_TABLES, ParametrizationList)):  # the layer multiplies by what it makes of its parameters
+    if isinstance(module, (*_TABLES, ParametrizationList)):  # parametrizations belong to the layer they compute for
         return None
     own = [name for name, p in module._parameters.items() if p is not None and p.dim() > 1]
     return f"its own code uses {', '.join(own)}, where no adapter sees it" if own else None
@@ -262,7 +266,11 @@ def _refusal(module: nn.Module) -> str | None:
 
 
 def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
-    """The modules whose attention a recipe rounds."""
+    """The modules whose attention matmuls round their operands under a recipe.
+
+    Raises:
+        RecipeError: the recipe rounds attention, and the model has no such module.
+    """
     if recipe.attention is None:
         return ()
     ours = DotProductAttention, Attention
@@ -287,13 +295,17 @@ HUGGING_FACE = "halfstep"
 
 
 def _is_hugging_faces(module: nn.Module) -> bool:
-    """Whether the module hands its attention to that function: it has the scale that it passes."""
+    """Whether the module calls `integrations.attention`: its config says so, and it has the `scaling` to pass."""
     config = getattr(module, "config", None)
     return getattr(config, "_attn_implementation", None) == HUGGING_FACE and "scaling" in vars(module)
 
 
 def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The gated MLPs whose down-projection rounds, and those that cannot be smoothed, with the reason."""
+    """The gated MLPs whose down-projection rounds, and the reasons why others cannot be smoothed, by path.
+
+    Raises:
+        RecipeError: the model has no gated MLP that can be smoothed.
+    """
     found = {path: module for path, module in model.named_modules() if gated.resembles(module)}
     refused = {path: why for path, module in found.items() if (why := gated.refusal(module)) is not None}
     if not found.keys() - refused.keys():
@@ -310,10 +322,10 @@ def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) ->
 
 
 def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projection]:
-    """The parameters that are updated in a subspace, and how.
+    """The parameters that are updated in a subspace of their gradients, with their projection.
 
     Raises:
-        RecipeError: a glob matches no linear layer; nothing is projected; a rank is larger than a matrix has.
+        RecipeError: a glob matches no linear layer; nothing is projected; a rank exceeds a matrix's.
         ModelError: a matrix is sharded.
     """
     projection = recipe.projection
@@ -342,7 +354,7 @@ def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projecti
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """The matrices of every linear layer, and of attention's projections, by path."""
+    """(path, matrices by name) of every linear layer and of attention's projections."""
     for path, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.MultiheadAttention)) or has_forward_of(module, linear.CONV1D.forward_of):
             matrices = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}

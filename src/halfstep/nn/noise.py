@@ -1,7 +1,7 @@
-"""The keys of what layers draw, noise and signs: kept beside the layers, moved on with the optimizer's steps.
+"""The noise keys of layers, for stochastic rounding and random signs: buffers of the layers.
 
-A key is the seed of the run and the layer's path, hashed, and the number of steps. `ops.part` hashes it with the
-numbers that a pass takes, so that nothing is drawn from a generator and nothing is counted in a forward.
+A key is a hash of the run's seed and the layer's path, and the number of optimizer steps. `ops.part` hashes it with a
+sample of the values that a pass takes, so no generator is used and no forward is counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ from halfstep.recipe.products import OPERANDS
 
 
 class _Origin(NamedTuple):
-    """What a key is made of, beside the steps."""
+    """The run's seed and the layer's path, from which a key is made."""
 
     seed: int
     path: str
-    """Without wrappers: a layer that is checkpointed draws what it would draw otherwise."""
+    """Without wrappers, so that a layer draws the same noise with and without checkpointing."""
 
     @property
     def number(self) -> int:
-        """The two as one, in 64 bits with a sign."""
+        """The hash of both, a signed 64-bit integer."""
         number = derive_seed(self.seed, *self.path.encode())
         return number - (number >> 63 << 64)
 
     def key(self, device: torch.device) -> Tensor:
-        """As it is before the first step."""
+        """The key before the first step: int64 (hash, 0)."""
         return torch.tensor([self.number, 0], dtype=torch.int64, device=device)
 
 
 def attach(model: nn.Module, paths: Sequence[str], seed: int) -> None:
-    """Give the layers of those paths their keys: non-persistent buffers that DDP leaves alone."""
+    """Register the noise keys of these layers: non-persistent buffers that DDP does not broadcast."""
     for path in paths:
         module = model.get_submodule(path)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -48,7 +48,7 @@ def attach(model: nn.Module, paths: Sequence[str], seed: int) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Take every key away again."""
+    """Remove all noise keys."""
     for _, module, own in parts_of(model):
         if own.origin is not None:
             delattr(module, ATTRIBUTE)
@@ -57,7 +57,7 @@ def detach(model: nn.Module) -> None:
 
 
 def states_and_key(module: nn.Module, product: str = "") -> dict[str, Tensor]:
-    """What a layer's product takes beside its operands: its scaling states, and the key of what it draws."""
+    """The scaling states of one of a layer's matmuls, by operand, and the layer's noise key under "noise"."""
     found, prefix = {}, f"{PREFIX}{product}__" if product else PREFIX
     for operand in OPERANDS:
         if (state := module._buffers.get(prefix + operand)) is not None:
@@ -68,7 +68,8 @@ def states_and_key(module: nn.Module, product: str = "") -> dict[str, Tensor]:
 
 
 def localize(model: nn.Module) -> None:
-    """Take back layers' states and keys as plain tensors: torch's parallelize_module makes DTensors of all buffers."""
+    """Make scaling states and noise keys plain tensors again: torch's parallelize_module makes DTensors of all
+    buffers."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             own: Any = buffer
@@ -78,20 +79,24 @@ def localize(model: nn.Module) -> None:
 
 @torch.no_grad()
 def advance(tables: list[dict[str, Tensor | None]]) -> None:
-    """Count a step, on the keys' own device."""
+    """Add 1 to the step count of all noise keys, on their device.
+
+    Args:
+        tables: the `_buffers` of the modules with keys.
+    """
     counts = [key[1:] for table in tables if (key := table.get(ATTRIBUTE)) is not None]
     if counts:
         torch._foreach_add_(counts, 1)
 
 
 def seed(model: nn.Module) -> int | None:
-    """The seed of the run; None where nothing is drawn."""
+    """The run's seed for noise; None if no layer draws noise."""
     return next((int(own.origin.seed) for _, _, own in parts_of(model) if own.origin is not None), None)
 
 
 @torch.no_grad()
 def reseed(model: nn.Module, seed: int) -> None:
-    """Give the run another seed."""
+    """Set the run's seed for noise."""
     for _, module, own in parts_of(model):
         if (key := key_of(module)) is not None:
             own.origin = own.origin._replace(seed=seed)
@@ -99,14 +104,14 @@ def reseed(model: nn.Module, seed: int) -> None:
 
 
 def state(model: nn.Module) -> dict[str, int]:
-    """What to save of the keys: the run's seed, and how many steps were made; empty where nothing is drawn."""
+    """The run's seed and the number of steps, to be saved; empty if no layer draws noise."""
     own, keys = seed(model), (key for key in map(key_of, model.modules()) if key is not None)
     return {} if own is None else {"seed": own, "steps": int(next(keys)[1])}
 
 
 @torch.no_grad()
 def load(model: nn.Module, saved: Mapping[str, int]) -> None:
-    """Put it back."""
+    """Restore what `state` returned."""
     reseed(model, int(saved["seed"]))
     for key in map(key_of, model.modules()):
         if key is not None:

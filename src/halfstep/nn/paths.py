@@ -1,4 +1,4 @@
-"""What the paths of a model's modules say: names without wrappers, adapters (LoRA and its kin), repeated blocks."""
+"""Functions of module paths: names without wrappers, globs, adapters (LoRA and its kin), repeated blocks."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,8 +20,7 @@ _DECLARATIONS = ("adapter_layer_names", "other_param_names")  # of PEFT's tuner 
 
 
 def plain_name(name: str) -> str:
-    """The name that a module or parameter has in a model without wrappers: PEFT wraps the layers that it adapts, torch
-    those that it checkpoints or compiles.
+    """The name of a module or parameter without the wrappers of PEFT, activation checkpointing and torch.compile.
 
     >>> plain_name("base_model.model.layers.0.q_proj.base_layer.weight")
     'layers.0.q_proj.weight'
@@ -30,19 +29,19 @@ def plain_name(name: str) -> str:
 
 
 def matches(path: str, globs: str) -> bool:
-    """Whether one of the globs on module paths, separated by `|`, matches that path, or the path without wrappers."""
+    """Whether one of the globs, separated by `|`, matches the path, with or without wrappers."""
     match = pattern(globs).match
     return bool(match(path) or match(plain_name(path)))
 
 
 @cache
 def pattern(globs: str) -> re.Pattern[str]:
-    """What matches a path that one of the globs matches; they are separated by `|`."""
+    """A regular expression for paths that one of the globs, separated by `|`, matches."""
     return re.compile("|".join(map(translate, globs.split("|"))))
 
 
 def same_parameters(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Parameter, str]]:
-    """The parameters that had those names, though adapters were added or taken away since, each with its name then."""
+    """(parameter, name) for the parameters that had these names once, before adapters were added or removed."""
     known = set(names)
     plain = {plain_name(name): name for name in known}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -52,10 +51,10 @@ def same_parameters(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn
 
 
 def adapters_of(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a module or a parameter of that path belongs to an adapter: by LoRA's names and those of soft prompts, or
-    since the layer around it declares it (`adapter_layer_names`, as every tuner layer of PEFT does).
+    """A function of a path: whether that module or parameter belongs to an adapter, by the names of LoRA and of soft
+    prompts, or by the declaration of the layer around it (`adapter_layer_names`, as in every tuner layer of PEFT).
 
-    Copies of whole layers that are trained in their place (`modules_to_save`) are layers, and no adapters.
+    Copies of whole layers that are trained instead of them (`modules_to_save`) are layers, not adapters.
     """
     declared = tuple(
         f"{path}.{name}.".lstrip(".")
@@ -72,11 +71,11 @@ _NAMES = frozenset(ADAPTER_NAMES)
 
 
 def stacks(model: nn.Module, layers: Collection[str]) -> dict[str, list[str]]:
-    """The paths of the model's blocks, by the path of the module that holds them.
+    """The paths of the model's repeated blocks, by the path of the container that holds them.
 
-    Blocks are the children of an nn.ModuleList, or of an nn.Sequential or nn.ModuleDict where they are all of one
-    class: two at least, each with some of the `layers` inside, and none a layer or a list itself. Such modules within a
-    block, as experts are, are no stacks.
+    Blocks are the children of an nn.ModuleList, or of an nn.Sequential or nn.ModuleDict if all are of one class: at
+    least two, each with some of the `layers` inside, and none a layer or a list itself. Containers within a block, such
+    as experts, do not count.
     """
     found: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -93,11 +92,11 @@ def stacks(model: nn.Module, layers: Collection[str]) -> dict[str, list[str]]:
 
 
 def blocks_of(model: nn.Module, recipe: Recipe, rule: Rule, layers: Collection[str]) -> tuple[str, ...]:
-    """The paths of the blocks that a rule with `blocks` means.
+    """The paths of the blocks that a rule with `blocks` selects.
 
     Raises:
-        RecipeError: no blocks are found, and the rule is not optional; or several stacks of them, of which its path
-            does not choose one; or fewer blocks than it numbers.
+        RecipeError: there are no blocks, and the rule is not optional; there are several stacks of blocks, and the
+            rule's path does not select one; or there are fewer blocks than it numbers.
     """
     assert rule.blocks is not None
     meant = [layer for layer in layers if matches(layer, rule.path)]
@@ -126,5 +125,5 @@ def blocks_of(model: nn.Module, recipe: Recipe, rule: Rule, layers: Collection[s
 
 
 def is_in(path: str, above: str) -> bool:
-    """Whether a module lies in another one, or is it."""
+    """Whether the module at `path` is the one at `above` or inside it."""
     return not above or path == above or path.startswith(f"{above}.")

@@ -1,4 +1,4 @@
-"""What a recipe does to a model, as `halfstep.plan` finds it and `apply` carries it out."""
+"""`Plan`: what a recipe does to a model, as `halfstep.plan` computes it and `apply` carries it out."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,65 +25,65 @@ _HOST = (
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """How one layer forms its three matmuls."""
+    """How one layer computes its three matmuls."""
 
     kind: str
-    """Its class."""
+    """The name of the layer's class."""
     spec: LinearSpec
-    """How their operands are rounded."""
+    """How the operands are rounded."""
     dtype: torch.dtype
-    """What the results are rounded to."""
+    """The dtype of the results."""
     device: torch.device
     experts: int = 0
-    """How many matrices each of its parameters holds, of as many experts, where it is a stack of them."""
+    """The number of experts whose matrices each of its parameters holds; 0 for an ordinary layer."""
 
     @property
     def matmuls(self) -> tuple[str, ...]:
-        """How the operands of each are rounded, in words."""
+        """How the operands of each matmul are rounded, in words."""
         return matmul_texts(self.spec)
 
     @property
     def computed(self) -> str:
-        """What computes them on the device: native, or emulated in a dtype, and why."""
+        """What computes the matmuls on the device: native, or emulated in a dtype, and why."""
         return matmuls_text(self.spec, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe does to a model and what it leaves alone. `print(plan)` shows it in at most 60 lines."""
+    """What a recipe changes in a model and what it leaves alone. `print(plan)` shows it in at most 60 lines."""
 
     recipe: Recipe
     model: str
-    """The class of the model."""
+    """The name of the model's class."""
     stored: dict[str, int]
-    """How many parameters are stored in each dtype; of a quantized model, in each format."""
+    """The number of parameters stored in each dtype; for a quantized model, in each format."""
     layers: dict[str, PlannedLayer]
     """The layers whose matmuls round their operands, by path."""
     kept: dict[str, str]
     """Parameters and layers that do not follow the recipe, with the reason."""
     matmuls: int = 0
-    """How many layers of the model form matmuls that a rule could round."""
+    """The number of layers whose matmuls a rule could round."""
     attention: tuple[str, ...] = ()
-    """The modules that round the operands of attention's two products."""
+    """The modules that round the operands of attention's two matmuls."""
     smoothed: tuple[str, ...] = ()
-    """The gated MLPs whose product is scaled before the down-projection rounds it."""
+    """The gated MLPs whose gated product is scaled before the down-projection rounds it."""
     saved: tuple[str, ...] = ()
-    """The modules of which autograd keeps what it saves in few bits, wholly or in part."""
+    """The modules some or all of whose saved tensors are stored in few bits."""
     sought: dict[str, str] = field(default_factory=dict)
-    """What optional rules that round mean by name and no layer is, such as attention: their globs. A layer of that kind
-    with another name follows a later rule."""
+    """Optional rules that round and match no layer, by what they are for (such as attention): their globs. A layer of
+    that kind with another name follows a later rule."""
     states: int = 0
-    """How many scales follow earlier steps; `scaler.update()` moves them on."""
+    """The number of scaling states, which `scaler.update()` advances."""
     optimizer: str | None = "Adam"
-    """What the bytes are counted for; None of a model for inference, which trains none."""
+    """The optimizer that bytes are counted for; None for a model for inference."""
     moments: Sequence[str] | None = None
-    """Those of the optimizer; None is Adam's."""
+    """The names of the optimizer's moments; None: Adam's."""
     later: "tuple[tuple[str, Plan], ...]" = ()
-    """Of a recipe with stages: when each later one begins, and what it does."""
+    """For a recipe with stages: when each later stage begins, and its plan."""
 
     @property
     def bytes(self) -> BytesPerParameter | None:
-        """Of one parameter, by role; None of a model for inference."""
+        """The bytes of one parameter by role; None for a model for inference."""
         if self.optimizer is None:
             return None
         if self.moments is None:
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def compute(self) -> str:
-        """The dtype of autocast around the forward, or that there is none."""
+        """The dtype of autocast around the forward, or "as stored", in words."""
         stage = self.recipe.by_stage[0]
         dtype = str(DTYPES[stage.compute]).removeprefix("torch.")
         return "as stored" if stage.compute == "fp32" else f"torch.autocast to {dtype}"
@@ -111,7 +111,7 @@ class Plan:
         return f"{self.model} under {self.recipe.name}: {rounded if ways else 'no matmul rounds its operands'}{size}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as data for JSON."""
         layers = {
             path: {
                 "kind": self.layers[path].kind,
@@ -137,7 +137,7 @@ class Plan:
         return self.text()
 
     def text(self, storage: bool = True) -> str:
-        """What `print` shows; without what is stored of parameters, and in which bytes, where `storage` is false."""
+        """What `print` shows; `storage=False` leaves out the lines on dtypes and bytes of parameters."""
         lines = [*_filled(self.headline, ""), *(self._storage() if storage else ()), *self._modules()]
         for when, plan in self.later:
             lines += [f"from {when}: {plan.recipe.name}", *(f"  {line}" for line in plan._modules())]
@@ -156,7 +156,7 @@ class Plan:
 
     @cached_property
     def _ways(self) -> list[tuple[tuple[tuple[str, ...], str], list[str]]]:
-        """How matmuls round their operands and what computes them, with the layers that do so."""
+        """The layers' paths, grouped by how their matmuls round and what computes these."""
         alike = by_key((replace(layer, kind="", experts=0), path) for path, layer in self.layers.items())
         return [((layer.matmuls, layer.computed), paths) for layer, paths in alike.items()]
 
@@ -197,7 +197,7 @@ def _filled(text: str, indent: str = "  ") -> list[str]:
 
 
 def grouped(paths: Iterable[str]) -> dict[str, int]:
-    """Patterns that together name exactly these paths, and how many each names, in the paths' order.
+    """Patterns that together stand for exactly these paths, with the number of paths of each, in the paths' order.
 
     >>> grouped(["h.0.q_proj", "h.0.k_proj", "h.1.q_proj", "h.1.k_proj", "head"])
     {'h.0-1.{q,k}_proj': 4, 'head': 1}
@@ -219,7 +219,7 @@ def grouped(paths: Iterable[str]) -> dict[str, int]:
 
 
 def _products(found: Sequence[tuple[int, ...]]) -> list[tuple[list[int], ...]]:
-    """Sets of numbers, one for each place, whose combinations are the tuples: one choice where they are all of them."""
+    """Cartesian products that together are these tuples: of each product, the list of numbers at each position."""
     columns = tuple(sorted(set(column)) for column in zip(*found, strict=True))
     if prod(map(len, columns)) == len(found):
         return [columns]
@@ -234,7 +234,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _braced(names: Sequence[str]) -> str:
-    """Several names in one, and what follows their last underscore once where it is the same."""
+    """Several names as `{a,b}_tail`; the part after the last underscore is written once if all share it."""
     if len(names) == 1:
         return names[0]
     tail = f"_{names[0].rpartition('_')[2]}"

@@ -1,4 +1,4 @@
-"""A quantised model as the tensors of a layout, and Hugging Face's as a folder that servers and transformers load."""
+"""A quantized model as tensors in a layout, and as a Hugging Face folder that servers and transformers load."""
 
 import copy
 import json
@@ -27,50 +27,50 @@ from halfstep.recipe import to_data
 
 
 KEY = "halfstep.exported"
-"""Under which the metadata of a safetensors file says, in JSON, what its layers were made of."""
+"""The key, in a safetensors file's metadata, of the JSON that describes the model and its layers."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that servers put together: all of them are in codes, or none."""
+"""Layers of one module that servers fuse: all of them are stored as codes, or none."""
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """The tensors of a quantised model in a layout."""
+    """The tensors of a quantized model in a layout, and the metadata to go with them."""
 
     layout: Layout
     codes: dict[str, Tensor]
-    """The tensors of layers that are in codes."""
+    """The tensors of layers that are stored as codes."""
     plain: dict[str, Tensor]
-    """All others, each once where several names are one."""
+    """All other tensors; tied ones once."""
     quantized: tuple[str, ...]
-    """The layers whose weights are codes."""
+    """The layers that are stored as codes."""
     kept: dict[str, str]
-    """The layers that the model has in codes and the file as the values of these, with the reason."""
+    """The layers that are codes in the model but stored as decoded values, with the reason."""
     ignored: tuple[str, ...]
-    """The linear layers that are not quantised in the file."""
+    """The linear layers that are not stored as codes."""
     notes: dict[str, dict[str, Any]]
-    """Of each layer in codes: its shape and dtype, the number of its quantizer, and what the tensors do not say."""
+    """For each layer stored as codes: its shape and dtype, the index of its quantizer, and what tensors do not show."""
     described: dict[str, Any]
-    """Of the whole: the version of halfstep, the recipe, the quantizers."""
+    """For the whole model: the version of halfstep, the recipe, the quantizers."""
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What each of its files says of the model."""
+        """The metadata of each of its safetensors files."""
         return {"format": "pt", KEY: json.dumps({**self.described, "layers": self.notes})}
 
 
 Entries = list[tuple[str, nn.Module, Stored]]
-"""Parameters that are in codes: the path of each one's module, the module, and how it was quantised."""
+"""Parameters stored as codes: the path of the module, the module, and how the parameter was quantized."""
 
 
 def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype | None = None) -> LaidOut:
-    """The tensors of a model that `quantize_model` was called on.
+    """The tensors of a model that `quantize_model` was called on, in a layout.
 
     Args:
-        layout: None is the one that is closest to the model's quantizers.
-        dtype: of the floating-point tensors that are not in codes; None leaves them as they are.
+        layout: None: the one that is closest to the model's quantizers.
+        dtype: the dtype of floating-point tensors that are not codes; None: their own.
 
     Raises:
-        LayoutError: the layout does not hold the model's codes bit for bit, or none of its layers.
+        LayoutError: the layout cannot store the model's codes bit for bit, or none of its layers.
     """
     recipe, entries = applied_to(model).recipe, stored_weights(model)
     quantizers = tuple(dict.fromkeys(entry.quantizer for _, _, entry in entries))
@@ -142,10 +142,10 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
 
 
 def stored_weights(model: nn.Module) -> Entries:
-    """Every parameter of a quantised model that is in codes.
+    """The parameters of a quantized model that are stored as codes.
 
     Raises:
-        RecipeError: the model was not quantised.
+        RecipeError: the model was not quantized.
     """
     if not applied_to(model).quantized:
         raise RecipeError(
@@ -155,7 +155,8 @@ def stored_weights(model: nn.Module) -> Entries:
 
 
 def _convolutions(model: nn.Module) -> list[tuple[str, Any]]:
-    """Every convolution of a quantised model whose weight stays whole and is rounded at every call."""
+    """(path, module) of the convolutions of a quantized model, whose weights stay unrounded and are rounded in each
+    call."""
     having = [(path, m, stored.get("weight")) for path, m, stored in _quantised(model)]
     whole = [(path, m) for path, m, entry in having if isinstance(entry, Weight) and entry.layout is not None]
     return [(path, m) for path, m in whole if part_of(m).spec.output.rhs is not None]
@@ -177,7 +178,7 @@ def _closest(recipe: str, quantizers: tuple[Any, ...]) -> Layout:
 
 
 def _kept(model: nn.Module, layout: Layout, entries: Entries) -> dict[str, str]:
-    """The layers that are in codes and have no place in the layout, with the reason."""
+    """The layers that are codes in the model and that the layout cannot store as codes, with the reason."""
     kept = {}
     for path, module, entry in entries:
         if not isinstance(module, nn.Linear):
@@ -194,7 +195,11 @@ def _kept(model: nn.Module, layout: Layout, entries: Entries) -> dict[str, str]:
 
 
 def _input_scale(path: str, module: Any, layout: Layout, recipe: str) -> Tensor:
-    """The scale of a layer's input, from the factor that training left."""
+    """The scale of a layer's input, from the factor of its scaling state at the end of training.
+
+    Raises:
+        LayoutError: there is no such factor.
+    """
     factor, why = states_of(module).get("input"), layout.input_refusal(part_of(module).spec.output.lhs)
     if factor is None or not bool(factor[0].isfinite() & (factor[0] > 0)):
         why = why or "the model was not trained under it before it was quantised"
@@ -207,7 +212,8 @@ def _input_scale(path: str, module: Any, layout: Layout, recipe: str) -> Tensor:
 
 
 def without_codes(model: Any, entries: Entries) -> dict[str, Tensor]:
-    """A model's other tensors, each once, under the name that the model does not fill from another."""
+    """The tensors of the model's state dict that do not belong to codes; tied ones once, under the name that
+    transformers does not tie to another."""
     parts = {f"{path}.{e.weight.name}_{part}" for path, _, e in entries for part in (*e.parts, "format")}
     quantized = tuple(f"{path}._halfstep_" for path, _, _ in entries)
     state: dict[str, Tensor] = model.state_dict()
@@ -232,13 +238,13 @@ def write_pretrained(
     max_shard_size: int | str = "5GB",
     beside: Sequence[Path] = (),
 ) -> LaidOut:
-    """Write a quantised model as a Hugging Face folder: config.json, generation_config.json, safetensors files; and
-    copies of the files `beside` them.
+    """Write a quantized model as a Hugging Face folder: config.json, generation_config.json, safetensors files, and
+    copies of the files `beside`.
 
     Raises:
-        ModelError: it is not Hugging Face's, or not a whole model.
-        LayoutError: as `laid_out`; published files join the weight of a layer in codes to another, or cut it.
-        CheckpointError: the folder is there and not empty, has no room, or cannot be written.
+        ModelError: it is not a Hugging Face model, or only a part of one.
+        LayoutError: as `laid_out`; or published files concatenate or split the weight of a layer stored as codes.
+        CheckpointError: the folder exists and is not empty, has no room, or cannot be written.
     """
     path, most, name = Path(folder).expanduser(), size_of(max_shard_size), stock_class(model).__name__
     config: Any = copy.deepcopy(getattr(model, "config", None))
@@ -261,7 +267,7 @@ def write_pretrained(
             "have no place there. Call halfstep.quantize_model(model, recipe), save its state_dict(), and load that "
             "into a model quantised alike; for servers write values (save_pretrained of the stock model)"
         )
-    # Servers mean the names in files, and transformers those of modules: both are named.
+    # Servers look up names as in the files, transformers names of modules: list both.
     ignored = tuple(dict.fromkeys(name for layer in made.ignored for name in (layer, names.get(layer, layer))))
     made = replace(made, notes={names[layer]: note for layer, note in made.notes.items()})
     stored = next((t.dtype for t in made.plain.values() if t.is_floating_point()), torch.float32)
@@ -281,30 +287,31 @@ def write_pretrained(
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a model of transformers', which its config.json describes, and no wrapper with a way to save of its
-    own, such as PEFT's."""
+    """Whether it is a transformers model, described by its config.json, and no wrapper that saves itself, such as
+    PEFT's."""
     kind = type(module)
     return hasattr(kind, "save_pretrained") and hasattr(kind, "base_model_prefix")
 
 
 def published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors as its published files have them: under other names where transformers renames them, and
-    experts apart that the model has in one parameter."""
+    """A model's tensors with the names and shapes of its published files: renamed as transformers does, with stacked
+    experts split."""
     revert = import_module("transformers.core_model_loading").revert_weight_conversion
     found: dict[str, Tensor] = revert(model, dict(tensors))
     return found
 
 
 def published_layers(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each layer's path in published files, by its path in the model; without those whose weight is no whole tensor
-    there."""
+    """Each layer's path in published files, by its path in the model; without layers whose weight is not a tensor of
+    its own there."""
     named = published(model, {f"{path}.weight": tensor for path, tensor in weights.items()})
     found = {id(tensor): name for name, tensor in named.items()}
     return {path: found[id(t)].removesuffix(".weight") for path, t in weights.items() if id(t) in found}
 
 
 def loaded_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The name in the model of each tensor of a published file; without those that transformers joins or cuts."""
+    """The name in the model of each tensor of a published file, without those that transformers concatenates or
+    splits."""
     loading: Any = import_module("transformers.core_model_loading")
     mapping: Any = import_module("transformers.conversion_mapping")
     conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)

@@ -1,4 +1,4 @@
-"""A model for inference: of weights that a recipe's rules round, codes and scales are kept, nothing else; and back."""
+"""`quantize_model`: a model for inference, whose rounded weights are stored as codes and scales; and the way back."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,32 +39,32 @@ def quantize_model(
     smooth: Mapping[str, Tensor] | None = None,
     adapters: bool = False,
 ) -> Plan:
-    """Make `model` its inference form under `recipe`, in place: it computes what it computes in evaluation under the
-    recipe, bit for bit, and keeps each weight that a rule rounds as codes and scales only.
+    """Quantize `model` for inference under `recipe`, in place: each weight that a rule rounds is stored as codes and
+    scales only, and outputs equal, bit for bit, those of evaluation under the recipe.
 
-    Such a layer has the buffers `weight_codes` (a byte a weight in 8-bit formats), `weight_scale` where there are
-    scales, and `weight_format`, which load_state_dict compares; `weight` gives the values. Weights are decoded at every
-    product and not kept. Activations are rounded as the recipe's forward product says. A stateful (delayed) scaling
-    keeps the factors of a model that was trained under the recipe; operands that no step has seen are scaled just in
-    time: weights here, activations at every call. Everything else is as `halfstep.apply` makes it; the model is in
-    evaluation mode afterwards and requires no gradients.
+    Such a layer has the buffers `weight_codes` (a byte a weight in 8-bit formats), `weight_scale` if there are scales,
+    and `weight_format`, which load_state_dict compares; `weight` returns the values. Weights are decoded in every
+    matmul and not stored decoded. Activations are rounded as the recipe's forward matmul says. A stateful (delayed)
+    scaling keeps the factors of a model that was trained under the recipe; operands that no step has seen are scaled by
+    their own amax: weights now, activations in every call. Everything else is as `halfstep.apply` does it; afterwards
+    the model is in evaluation mode and requires no gradients.
 
     Args:
         model: any module that `apply` takes, or one that follows this very recipe.
         recipe: a name or a `Recipe` with a rule that rounds weights.
         module_filter: as in `apply`.
         smooth: for recipes that smooth gated MLPs by channel: what `nn.measure_smooth_scales` returned, to be merged
-            into the weights; {} where they are merged already, or where a state dict is loaded next.
-        adapters: the model is to train adapters beside its codes, which stay as they are (QLoRA): gradients pass
-            through the quantised layers, formed as the recipe says. Adapters that are there already stay trainable.
+            into the weights; {} if they are merged already, or if a state dict is loaded next.
+        adapters: the model will train adapters beside its codes, which do not change (QLoRA): gradients pass through
+            the quantized layers, computed as the recipe says. Existing adapters stay trainable.
 
     Returns:
-        What was quantised, and what was kept and why.
+        What was quantized, and what was not and why.
 
     Raises:
-        RecipeError: the recipe rounds no weights, or rotates its forward products; the model follows another, or is
-            quantised already; as `apply`.
-        ModelError: gradients that no step has used; as `apply`.
+        RecipeError: the recipe rounds no weights, or rotates its forward matmuls; the model follows another recipe, or
+            is quantized already; or as `apply`.
+        ModelError: there are gradients that no step has used; or as `apply`.
     """
     recipe = get_recipe(recipe)
     _check(model, recipe, smooth, adapters)
@@ -92,19 +92,18 @@ def load_codes(
     factors: Mapping[str, Mapping[str, Tensor]],
     adapters: bool = False,
 ) -> Plan:
-    """Make `model` the inference form that `quantize_model` made of another, from what that one kept: those parameters
-    get those codes, whatever their values are (on the meta device too), and no other layer rounds.
+    """Quantize `model` with the codes that `quantize_model` made of another model: the parameters named in `codes` are
+    replaced by them, whatever their values (on the meta device too), and no other layer rounds.
 
     Args:
-        recipe: the other's.
-        codes: by name of a parameter: of a linear layer one matrix (out, in), of a stack of experts one for each.
-        factors: of a delayed scaling, by path and operand.
+        recipe: the recipe of the other model.
+        codes: by name of a parameter: one matrix (out, in) for a linear layer, one an expert for a stack of experts.
+        factors: the factors of delayed scalings, by path and operand.
         adapters: as in `quantize_model`.
 
     Raises:
         RecipeError: adapters cannot be trained under the recipe.
-        ModelError: there is no such parameter of a layer whose product rounds it, or it has another shape or is
-            another's too.
+        ModelError: no layer that rounds has such a parameter, or it has another shape or is shared with another layer.
     """
     _check(model, recipe, None, adapters)
     kinds = match(model, recipe, None).kinds
@@ -129,8 +128,8 @@ def _lay(
     adapters: bool,
     given: _Given | None = None,
 ) -> Plan:
-    """Give the layers that rules round the codes given, or those of their weights, and the model what inference needs
-    beside them."""
+    """Apply the recipe, replace the weights that rules round by the `given` codes or by their own, and set the model up
+    for inference."""
     kinds = match(model, recipe, module_filter).kinds
     applied = apply(model, recipe, module_filter)
     detach(model)
@@ -161,8 +160,8 @@ def _store(
     adapters: bool,
     given: _Given | None,
 ) -> tuple[Counter[str], dict[str, str]]:
-    """Keep the weights of those layers as codes: how many there are of each format, and which layers have one that
-    stays whole, with the reason."""
+    """Replace the weights of these layers by codes. Returns the number of weights in each format, and the layers with a
+    weight that is not replaced, with the reason."""
     owners = grouped((id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False))
     codes, kept = Counter[str](), dict[str, str]()
     for path, kind in kinds.items():
@@ -187,7 +186,7 @@ def _store(
 
 
 def _whole(module: Any, weight: Weight, path: str, owners: Mapping[int, list[str]]) -> str | None:
-    """Why a weight is not stored as codes; None where it is."""
+    """Why a weight is not stored as codes; None if it is."""
     name = weight.name
     if part_of(module).spec.output.rhs is None:
         return "its forward product takes the weight as it is"
@@ -198,13 +197,13 @@ def _whole(module: Any, weight: Weight, path: str, owners: Mapping[int, list[str
 
 
 def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFilter:
-    """The filter that chooses the layers which round now, among those that the one given chooses."""
+    """A filter that selects the layers that round at present and that `module_filter` selects."""
     rounding = {id(m) for m in model.modules() if (s := part_of(m).linear) is not None and s.rounds}
     return lambda module, path: id(module) in rounding and (module_filter is None or module_filter(module, path))
 
 
 def _members(stock: type[nn.Module]) -> dict[str, Any]:
-    """A model that is saved with its codes, in the layout that is closest to its recipe's quantizers."""
+    """Members of a Hugging Face model: `save_pretrained` writes codes, in the layout closest to its quantizers."""
 
     def save_pretrained(
         model: nn.Module,
@@ -225,7 +224,7 @@ def _members(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The root's forward: refuses to train, unless it trains adapters."""
+    """The root's forward. It raises in training mode with gradients on, unless the model trains adapters."""
     if model.training and torch.is_grad_enabled() and not applied_to(model).adapts:
         raise ModelError(
             f"{type(model).__name__} is quantised for inference: its weights have no gradients. Call model.eval(), "
@@ -236,7 +235,7 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None, adapters: bool) -> None:
-    """Refuse, before anything is touched, what has no inference form."""
+    """Raise, before anything is changed, if the model cannot be quantized under the recipe."""
     check_initialized(model)
     name = type(model).__name__
     if recipe.stages:
@@ -290,17 +289,16 @@ def _rounds_weights(recipe: Recipe) -> bool:
 
 @torch.no_grad()
 def dequantize_model(model: nn.Module) -> None:
-    """Make a quantised model a stock one again, in place: each weight has the values of its codes, in the dtype that it
-    had when it was quantised, and requires no gradient. What rounding took stays lost; nothing is rounded any more.
+    """Make a quantized model a stock one again, in place: each weight gets the values of its codes, in its dtype before
+    quantization, and requires no gradient. The precision lost stays lost; nothing is rounded any more.
 
-    For adapters: to merge them into weights in full precision, `halfstep.dequantize_model(model)` comes before PEFT's
-    `model.merge_and_unload()`.
+    To merge adapters into weights in full precision, call it before PEFT's `model.merge_and_unload()`.
 
     Args:
-        model: what `halfstep.quantize_model` was called on, or what wraps it (PEFT).
+        model: the model that `halfstep.quantize_model` was called on, or a wrapper of it (PEFT).
 
     Raises:
-        RecipeError: the model is not quantised.
+        RecipeError: the model is not quantized.
     """
     root = root_of(model)
     if not applied_to(root).quantized:

@@ -1,4 +1,4 @@
-"""The weights of a layer for inference: codes and scales in buffers, in the place of a parameter."""
+"""A layer's weights for inference: a parameter replaced by buffers with its codes and scales."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,57 +23,57 @@ from halfstep.quant.description import label
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that a layer multiplies by: a matrix (out, in), one for each of several experts, or filters."""
+    """A parameter that a layer multiplies by: a matrix (out, in), one such matrix an expert, or filters."""
 
     name: str
     product: str = ""
-    """Of which of the layer's products, where it has several."""
+    """Which of the layer's matmuls takes it, if it has several."""
     transposed: bool = False
-    """Whether the parameter holds it as (in, out)."""
+    """Whether the parameter is (in, out)."""
     layout: Layout | None = None
-    """How the rows of its matrix lie in the parameter, where these are a convolution's filters."""
+    """For a convolution's filters: how they are rearranged to rows."""
     stacked: bool = False
-    """Whether the parameter holds several such matrices."""
+    """Whether the parameter holds one matrix an expert."""
     whole: str = ""
-    """Why it is kept whole for inference; empty where it is not."""
+    """Why it is not stored as codes for inference; empty if it is."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An adapter: one kind of layer whose products follow a `LinearSpec`."""
+    """An adapter: how one kind of layer follows a `LinearSpec`."""
 
     name: str
     forward_of: tuple[Any, ...]
-    """The classes, or their full names, whose forward it stands in for."""
+    """The classes, or their full names, whose forward it replaces."""
     weights: Callable[[Any], tuple[Weight, ...]]
-    """The parameters that a module's products multiply by."""
+    """The parameters that a module's matmuls take."""
     forward: Callable[..., Any]
     """forward(stock, module, *args, **kwargs), with the spec at module._halfstep.linear."""
     fits: Callable[[Any], bool] | None = None
-    """Of which modules with such a forward; None is of all."""
+    """Whether it supports a module with such a forward; None: all of them."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter was quantised: each of its matrices (out, in), `parts` of it in the buffers NAME_part."""
+    """How a parameter was quantized. The buffers NAME_part hold `parts` of its matrices (out, in)."""
 
     weight: Weight
     quantizer: Quantizer
     shape: tuple[int, ...]
-    """Of one matrix."""
+    """The shape of one matrix."""
     dtype: torch.dtype
-    """Of the parameter that was."""
+    """The dtype of the parameter before."""
     parts: tuple[str, ...]
     reader: Reader = field(default_factory=Reader, repr=False, compare=False)
-    """Of its matrices, which it knows one of at a time."""
+    """The kernel's cache, of one of its matrices at a time."""
 
     @property
     def label(self) -> bytes:
-        """What a file says of the codes in it, so that they are not taken for others."""
+        """The quantizer's description, stored with the codes and compared when they are loaded."""
         return label(self.quantizer).encode()
 
     def values(self, module: Any) -> Tensor:
-        """The parameter that was, rounded: from the codes in that module."""
+        """The parameter's rounded values, decoded from the module's buffers."""
         matrices = [quantized.dequantize() for quantized in matrices_of(module, self)]
         matrices = [matrix.t() if self.weight.transposed else matrix for matrix in matrices]
         stacked = getattr(module, f"{self.weight.name}_codes").dim() == 3
@@ -81,9 +81,9 @@ class Stored:
 
 
 def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = None) -> Operand | StoredWeight:
-    """The layer's parameter of that name, or one expert's, for a product with x: rounded, laid out as it was.
+    """The layer's parameter `name`, or one expert's matrix of it, rounded, for a matmul with x, in its own layout.
 
-    Its codes, or what its values are rounded to where it stays whole because another module has it too.
+    A `StoredWeight` of its codes; or the operand that its values are rounded to, if it is not stored as codes.
     """
     own = part_of(module)
     dtype, entry = product_dtype(x), own.stored[name]
@@ -104,14 +104,14 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
 
 
 def rows_of(module: Any, name: str) -> int:
-    """How many rows the layer's parameter of that name has, or each of several experts'."""
+    """The number of rows of the layer's parameter `name` (of one expert's matrix, if stored as codes)."""
     entry = part_of(module).stored[name]
     return int((entry.shape if isinstance(entry, Stored) else getattr(module, name).shape)[0])
 
 
 @torch.no_grad()
 def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
-    """Put codes and scales in the place of a parameter, for good; returns how many weights it had."""
+    """Replace a parameter by the codes and scales of its values; returns its number of elements."""
     parameter: Tensor = getattr(module, weight.name)
     quantizer: Any = part_of(module).spec.output.rhs
     matrices = [parameter] if parameter.dim() == 2 else list(parameter)
@@ -120,7 +120,7 @@ def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
 
 
 def place_codes(module: Any, weight: Weight, found: Sequence[ops.Quantized]) -> int:
-    """Put the codes and scales of its matrices in the place of a parameter; returns how many weights it had."""
+    """Replace a parameter by buffers with the given codes and scales; returns its number of elements."""
     parameter: Tensor = getattr(module, weight.name)
     first, parts = found[0], tuple(sorted(found[0].tensors))
     entry = Stored(weight, first.quantizer, first.shape, parameter.dtype, parts)
@@ -136,8 +136,8 @@ def place_codes(module: Any, weight: Weight, found: Sequence[ops.Quantized]) -> 
 
 
 def check_before_loading(module: Any, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Refuse codes of another format; take or drop the factors of activations as the file has them. (torch's
-    load_state_dict calls it.)
+    """A hook of load_state_dict: check that codes are of the module's format, and register or drop the buffers with
+    factors of activations to match the state dict.
 
     Raises:
         CheckpointError: the codes are of another format.
@@ -171,18 +171,18 @@ def _tensors(module: Any, entry: Stored, expert: int | None = None) -> dict[str,
 
 
 def _restored(module: Any, name: str) -> Tensor:
-    """The parameter as others see it: its values now, in the dtype and shape that it had."""
+    """The value of the property that replaces the parameter: its decoded values, read-only, in its dtype and shape."""
     return read_only(part_of(module).stored[name].values(module))
 
 
 def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:
-    """For inference: keep the factors in use, by operand, in persistent buffers."""
+    """Store the factors in use of scaling states, by operand, in persistent buffers, for inference."""
     for name, state in states.items():
         module.register_buffer(PREFIX + name, state[:1].clone())
 
 
 def accept_factors(module: nn.Module, saved: Collection[str]) -> None:
-    """Give the module the buffers of `freeze` that a file has, and no others, so that it can be loaded."""
+    """Register the buffers of `freeze` that a state dict has, and remove others, so that it can be loaded."""
     anything: Tensor = next(chain(module.buffers(), module.parameters()))
     names = {name for name in saved if name.startswith(PREFIX)}
     for name in [name for name in module._buffers if name.startswith(PREFIX) and name not in names]:
@@ -202,8 +202,8 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class ReadOnly(nn.Parameter):
-    """A read-only parameter, in whose place nothing is written: functions of it give plain tensors and
-    read-only views, in-place ones are refused, and copies are plain."""
+    """A parameter that raises on in-place functions, whose views are read-only too; other results and copies are plain
+    tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -231,11 +231,11 @@ class ReadOnly(nn.Parameter):
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
+    """Whether two tensors share a storage."""
     with torch._C.DisableTorchFunctionSubclass():
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 def read_only(values: Tensor) -> ReadOnly:
-    """The values, to be read."""
+    """The tensor as a `ReadOnly` parameter."""
     return values.as_subclass(ReadOnly)

@@ -1,4 +1,4 @@
-"""What recipes and unit scaling ask of training on several ranks that torch's data parallelism does not do."""
+"""Checks of training on several ranks: what recipes and unit scaling need beyond torch's data parallelism."""
 
 import gc
 import math
@@ -16,12 +16,11 @@ from halfstep.recipe import Recipe
 
 
 def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
-    """Called before a model is changed, and before an optimizer is built over its parameters.
-
-    FSDP2 gives back gradients in the parameters' dtype, whatever they accumulated in.
+    """Raise if the recipe accumulates gradients in another dtype than their parameters' and these are sharded: FSDP2
+    returns gradients in the parameters' dtype.
 
     Raises:
-        ModelError: gradients accumulate in another dtype than their parameters', which are sharded.
+        ModelError: so it is. Called before a model is changed or an optimizer is built.
     """
     if recipe.grads is None or not any(hasattr(p, "device_mesh") for p in parameters):
         return
@@ -35,15 +34,16 @@ def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
 
 
 def check_unwrapped(model: nn.Module, recipe: Recipe) -> None:
-    """Called before a model is changed.
+    """Raise if DDP wraps the model, or a part of it, already, and the recipe changes the dtype of parameters: DDP's
+    hooks would then reduce nothing.
 
     Raises:
-        ModelError: DDP wraps it, or a part of it, already, and would reduce nothing of weights in another dtype.
+        ModelError: so it is. Called before a model is changed.
     """
     if (recipe.weights == "fp32" and recipe.codes is None) or ranks() < 2:
         return
     parts = {*model.modules()}
-    gc.collect()  # one that is held nowhere any more does no harm
+    gc.collect()  # an unreferenced DDP wrapper does no harm
     for found in gc.get_objects():
         if issubclass(type(found), nn.parallel.DistributedDataParallel) and parts & {*found.modules()}:
             raise ModelError(
@@ -54,7 +54,7 @@ def check_unwrapped(model: nn.Module, recipe: Recipe) -> None:
 
 
 def under_ddp(recipe: Recipe) -> ModelError:
-    """What to say where DDP would reduce gradients in another dtype than their parameters': its reducer raises."""
+    """The error for DDP with gradients in another dtype than their parameters', which its reducer does not support."""
     return ModelError(
         f"recipe {recipe.name!r} accumulates the gradients of {recipe.weights} weights in {recipe.grads}, and DDP "
         "reduces none in another dtype than their parameters'. Call the model itself, without DDP, and "
@@ -63,19 +63,21 @@ def under_ddp(recipe: Recipe) -> ModelError:
 
 
 class Reduced:
-    """Asked before each step of an optimizer: whether ranks have averaged its gradients as its recipe says.
+    """A check before each optimizer step: that gradients were averaged over ranks as the recipe says.
 
     Args:
-        recipe: one that says how gradients cross, or whose gradients only `halfstep.distributed` reduces.
-        model: gives the model.
+        recipe: one with `communication`, or whose gradients only `halfstep.distributed` can reduce.
+        model: returns the model.
     """
 
     def __init__(self, recipe: Recipe, model: Callable[[], nn.Module | None]) -> None:
         self._recipe, self._model, self._times = recipe, model, 0
 
     def __call__(self) -> None:
-        """Raises:
-        ModelError: there are several ranks, and nothing was averaged since the last step.
+        """Raise unless gradients were averaged since the last step.
+
+        Raises:
+            ModelError: there are several ranks, and nothing was averaged.
         """
         if ranks() < 2:
             return
@@ -92,7 +94,7 @@ class Reduced:
 
 
 def uneven(recipe: str) -> ModelError:
-    """What to say where ranks may run out of batches before others (torch's `Join`)."""
+    """The error for torch's `Join`, under which some ranks may run out of batches before others."""
     return ModelError(
         f"recipe {recipe!r} has ranks agree on overflows or amaxes in each step, and under torch's Join (model.join()) "
         "one that has no more batches takes no step: the others would wait for it. Give all ranks as many batches "
@@ -101,13 +103,16 @@ def uneven(recipe: str) -> ModelError:
 
 
 def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any) -> None:
-    """Called once on every rank of a group, before they agree on the amaxes of their scaling states, of that many
-    numbers: ranks with other states would send other messages, and wait, or read each other's for their own.
+    """Check, once on every rank of a group before they first agree on amaxes, that all have the same scaling states.
+    Otherwise their all-reduces would not match: they would hang, or mix amaxes of different layers.
 
-    Equally deep stages of a pipeline keep the same states of other layers; their weights tell, and that is a warning.
+    Stages of a pipeline with equally many layers have equal names; their weights differ, which gives a warning.
+
+    Args:
+        states: the number of elements of each state, by name.
 
     Raises:
-        ModelError: on all of those ranks, if they do not keep the same states.
+        ModelError: on all of those ranks, if their states differ.
     """
     own = part_of(model)
     if own.applied.recipe.keeps_states:
@@ -135,19 +140,22 @@ def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any
 
 
 def _samples(model: nn.Module) -> str:
-    """The first number of each parameter that no rank shares with others."""
+    """The first element of each parameter that is not sharded, as text."""
     whole = (p.detach() for p in model.parameters() if p.numel() and not hasattr(p, "device_mesh"))
     return repr([float(p.flatten()[0]) for p in whole])
 
 
 def check_factors(model: str, factors: Mapping[str, tuple[float, ...]]) -> None:
-    """Called on every rank of the default group before a model is unit-scaled, with the factors of each operation.
+    """Check, on every rank of the default group before a model is unit-scaled, that ranks found the same factors.
 
-    What a factor takes from the traced batch (the size of its numbers, a mask, the loss) must be alike where the same
-    model is trained. Ranks with other operations have another model, and are left alone.
+    Factors depend on the traced batch (its magnitude, a mask, the loss) and must agree between ranks that train the
+    same model. Ranks with other operations have another model and are not compared.
+
+    Args:
+        factors: the factors of each operation, by name.
 
     Raises:
-        ModelError: on all of those ranks, if they have the same operations and other factors.
+        ModelError: on all of those ranks, if their operations are the same and their factors differ.
     """
     if ranks() < 2:
         return

@@ -1,7 +1,7 @@
-"""States of scalings that depend on earlier steps: kept beside the layers, moved on once an optimizer step.
+"""Scaling states (of delayed scaling): buffers of the layers, advanced once an optimizer step.
 
-Forward and backward only raise the amax of the step that runs, so a layer may be computed again (activation
-checkpointing), or for several micro-batches, and nothing changes but that maximum. `advance` alone moves a state on.
+Forward and backward only raise the amax of the current step, so recomputation (activation checkpointing) and several
+micro-batches change nothing but that maximum. Only `Scalings.advance` updates the factors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +32,10 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for what DDP 
 
 
 def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[str, Sequence[str]]) -> None:
-    """Give every layer a state for each operand that needs one: a non-persistent buffer that DDP leaves alone.
+    """Register a scaling state for each operand that needs one: non-persistent buffers that DDP does not broadcast.
 
-    `products` names, by path, the products of a layer that has several: each gets its own states.
+    Args:
+        products: by path, the names of a layer's matmuls if it has several: each gets states of its own.
     """
     for path, spec in specs.items():
         if not spec.states:
@@ -50,56 +51,56 @@ def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[
 
 
 def attach_rules(module: nn.Module, rules: Mapping[str, StatefulScaling], device: torch.device) -> None:
-    """Give one module the states of those buffers' names, as they are before the first step."""
+    """Register initial states on one module, by the names of their buffers."""
     for name, rule in rules.items():
         module.register_buffer(name, rule.init(device), persistent=False)
 
 
 def detach_rules(module: nn.Module) -> None:
-    """Take one module's states away."""
+    """Remove one module's states."""
     for name, _ in _buffers(module):
         delattr(module, name)
 
 
 def rules_of(module: nn.Module) -> dict[str, StatefulScaling]:
-    """The names of a module's states, and the rules that move them."""
+    """The scaling rule of each of a module's states, by the name of its buffer."""
     spec: Any = part_of(module).linear
     return {name: spec.states[name.rpartition("__")[2].removeprefix(PREFIX)].stateful for name, _ in _buffers(module)}
 
 
 def detach(model: nn.Module) -> None:
-    """Take every state away again."""
+    """Remove the states of all modules."""
     for module in model.modules():
         detach_rules(module)
     unignore(model, PREFIX)
 
 
 def ignored(model: nn.Module) -> list[str]:
-    """The names of the states that DDP leaves alone."""
+    """The names of the states among the buffers that DDP ignores."""
     return [name for name in getattr(model, _IGNORED, ()) if PREFIX in name]
 
 
 def ignore(model: nn.Module, names: Sequence[str]) -> None:
-    """Have DDP leave buffers of those names alone, whether they are there yet or not."""
+    """Add names to the buffers that DDP ignores, whether they exist yet or not."""
     if names:
         setattr(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
 
 
 def unignore(model: nn.Module, part: str) -> None:
-    """Have DDP see buffers again whose names have that part."""
+    """Remove the names that contain `part` from the buffers that DDP ignores."""
     kept = [name for name in getattr(model, _IGNORED, ()) if part not in name]
     vars(model).pop(_IGNORED, None)
     ignore(model, kept)
 
 
 def states_of(module: nn.Module, product: str = "") -> dict[str, Tensor]:
-    """The states of one layer, or of one of its products, by operand."""
+    """The states of a layer, or of one of its matmuls, by operand."""
     prefix = _buffer(product)
     return {name.removeprefix(prefix): state for name, state in _buffers(module, prefix)}
 
 
 def moved(model: nn.Module) -> dict[str, Tensor]:
-    """The states that a step has moved, by layer and operand."""
+    """Copies of the states that differ from their initial values, by layer and operand."""
     return {
         name: state.clone() for name, state, rule in _states(model) if not torch.equal(state, rule.init(state.device))
     }
@@ -110,7 +111,7 @@ def _buffer(product: str) -> str:
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, StatefulScaling]]:
-    """The states of all layers by layer and operand, and the rules that move them."""
+    """(layer and operand, state, rule) of all scaling states."""
     for path, module in model.named_modules():
         for name, rule in rules_of(module).items():
             yield f"{path}.{name.removeprefix(PREFIX)}", module.get_buffer(name), rule
@@ -125,14 +126,14 @@ def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
 
 
 class _Known(NamedTuple):
-    """A model's states, found once: of one recipe, in one stage, as long as modules have the same buffers."""
+    """A cache of a model's states, valid for one `Applied` record as long as modules have the same buffers."""
 
     applied: Applied
     tables: list[dict[str, Tensor | None]]
     buffers: list[int]
-    alike: dict[tuple[Any, int], list[Tensor]]  # what one operation moves on, by quantizer and length
+    alike: dict[tuple[Any, int], list[Tensor]]  # states that can be stacked and advanced together
     kernel: Histories | None
-    """What moves all of them on, where a kernel does."""
+    """A kernel that advances all of them, if one applies."""
 
 
 def _find(model: nn.Module, applied: Applied) -> _Known:
@@ -155,11 +156,10 @@ def _find(model: nn.Module, applied: Applied) -> _Known:
 
 
 class Scalings:
-    """A model's scaling states as the loss scaler sees them: something to advance, save and load.
+    """Advances, saves and loads a model's scaling states.
 
     Args:
-        process_group: over which ranks agree on amaxes: those that hold the same layers. None is the default group
-            where there is one.
+        process_group: the ranks that agree on amaxes, which hold the same layers. None: the default group, if any.
     """
 
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
@@ -167,11 +167,11 @@ class Scalings:
         self._process_group = process_group
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every state by layer and operand; empty for a recipe without."""
+        """Copies of all states, by layer and operand; empty for a recipe without."""
         return {name: state.detach().clone() for name, state, _ in _states(self._model)}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Put saved states back.
+        """Restore saved states.
 
         Raises:
             LossScaleError: they are of other layers or of another length. Nothing was changed.
@@ -192,7 +192,7 @@ class Scalings:
         self._set(saved)
 
     def reset(self) -> None:
-        """Every state as before the first step."""
+        """Reset every state to its initial value."""
         self._set({name: rule.init(state.device) for name, state, rule in _states(self._model)})
 
     @torch.no_grad()
@@ -201,17 +201,17 @@ class Scalings:
             state.copy_(saved[name])
         if (cached := part_of(self._model).following.cached) is not None:
             cached.clear()
-        if saved:  # loading weights beside them is no optimizer step
+        if saved:  # weights are loaded with them, which is no optimizer step
             clock = part_of(self._model).applied.clock
             assert clock is not None
             clock.begin(self._model)
 
     @torch.no_grad()
     def advance(self, skipped: bool | Tensor = False) -> None:
-        """End an optimizer step: the states move on, after ranks have agreed on the largest amaxes.
+        """End an optimizer step: advance the states, after ranks have agreed on the largest amaxes.
 
-        A skipped step moves nothing, and its amaxes are forgotten: on every rank, if one rank says so. An amax that is
-        not finite on one rank is infinite on all. The host waits for none of them: `skipped` may be a scalar there.
+        A skipped step changes nothing and drops its amaxes, on every rank if one rank says so. An amax that is not
+        finite on one rank is infinite on all. The host does not wait for a GPU: `skipped` may be a scalar on it.
 
         Raises:
             RecipeError: every forward of the step ran in eval(), which records nothing. Nothing was changed.
@@ -239,7 +239,7 @@ class Scalings:
         clock.end(self._model)
         if own.following.cached is not None:
             own.following.cached.clear()
-        if not known.alike:  # it is the stage of the recipe that the clock is for
+        if not known.alike:  # the clock counts steps for stages alone
             return
         if together:
             skipped = self._agree([state for states in known.alike.values() for state in states], skipped)
@@ -247,7 +247,7 @@ class Scalings:
             known.kernel.advance(skipped)
             return
         for (quantizer, _), states in known.alike.items():
-            stack = torch.stack(states)  # a whole model's take one operation each
+            stack = torch.stack(states)  # so that each operation runs once for all states
             forgotten = stack.clone()
             forgotten[:, 1] = 0.0
             quantizer.stateful.advance(stack, quantizer.format)
@@ -255,7 +255,8 @@ class Scalings:
             torch._foreach_copy_(states, list(torch.where(says > 0, forgotten, stack).unbind()))
 
     def _agree(self, states: list[Tensor], skipped: bool | Tensor) -> Tensor:
-        """Give all ranks the largest amaxes of each; returns whether one of them skips the step."""
+        """All-reduce the amaxes of all states by maximum, in place; returns a scalar above 0 if any rank skips the
+        step."""
         amaxes = torch.stack([state[1] for state in states])
         says = skipped.to(amaxes) if isinstance(skipped, Tensor) else amaxes.new_full((), float(skipped))
         found = torch.cat([amaxes, says.reshape(1)])
@@ -265,8 +266,8 @@ class Scalings:
         return found[-1]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that was not
-        ended is refused."""
+        """Count that optimizer's steps by hooks, instead of inferring steps from changes of weights. A step before the
+        last one was ended raises."""
         if (clock := part_of(self._model).applied.clock) is not None:
             clock.follow(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
@@ -286,19 +287,19 @@ class Scalings:
             applied.clock.step(optimizer, overflowed)
 
     def _recorded(self) -> bool:
-        """Whether any amax of the step that runs is known."""
+        """Whether any amax was recorded in this step."""
         return any(bool(state[1]) for _, state, _ in _states(self._model))
 
 
 @dataclass(frozen=True)
 class Surviving:
-    """The members of a layer whose buffers survive `to_empty`, and are initialised again when they come from the meta
-    device."""
+    """Members of a layer whose buffers keep their values in `to_empty`, and get initial values when they come from the
+    meta device."""
 
     prefix: str
-    """What their names begin with."""
+    """The prefix of the buffers' names."""
     initial: Callable[[nn.Module, str, torch.device], Tensor]
-    """What one of them is before the first step: a function of a module's top level."""
+    """initial(module, name, device): a buffer's initial value; a function at a module's top level."""
 
     def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
         prefix, initial = self.prefix, self.initial
@@ -313,7 +314,7 @@ class Surviving:
             return self
 
         def _load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            stock._load_from_state_dict(self, *args, **kwargs)  # which may put weights in the place of those on meta
+            stock._load_from_state_dict(self, *args, **kwargs)  # may replace meta parameters (assign=True)
             real = next((p.device for p in self.parameters() if not p.is_meta), None)
             for name, state in _buffers(self, prefix):
                 if state.is_meta and real is not None and name in self._non_persistent_buffers_set:

@@ -1,6 +1,6 @@
-"""What has happened since the last optimizer step, and where a run stands in the stages of its recipe.
+"""`Clock` notices optimizer steps that were not ended; `Schedule` counts steps and knows the stage in force.
 
-What is noted of a step is what scaling states and stages depend on.
+`Recomputation` refuses to recompute a forward (activation checkpointing) in another stage than it ran in.
 """
 
 import threading
@@ -20,28 +20,28 @@ from halfstep.recipe.stages import starts
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
 
-_SAMPLES = 16  # values of a weight that are compared where torch's count of writes says nothing
+_SAMPLES = 16  # values of a weight that are compared, since writes through `.data` do not change its version
 
 
 class Clock:
-    """Notices an optimizer step that was not ended, and steps that nothing was recorded for: stale scales, or a stage
-    of the recipe that is over, would go on unseen.
+    """Notices optimizer steps that were not ended (by `scaler.update()` or `advance`), and steps without recorded
+    amaxes. Otherwise scales would be stale, or a stage of the recipe last too long, unnoticed.
 
-    The steps of an optimizer that is followed (`Scalings.follow`) are counted. Of others, the weights tell: what
-    changed between two forwards, by torch's count of writes; and by some of their values until `end` is called for the
-    first time, since writes through `.data` are not counted. One change may be a perturbation (SAM), an average put in
-    place, a load, a clamp: the second is an error. What a forward itself writes (`Embedding(max_norm)`) does not count,
-    nor does what changes before a gradient has come: a target network is an average, and nothing trains it.
+    Steps of an optimizer that is followed (`Scalings.follow`) are counted. For others, changes of weights between two
+    forwards stand for steps: changes of their versions, and until the first `end` also of some of their values, since
+    writes through `.data` change no version. One change may be a perturbation (SAM), a swapped-in average, a load or a
+    clamp; the second is an error. Writes by a forward itself (`Embedding(max_norm)`) do not count, nor do changes
+    before a gradient has come: a target network is an average and not trained.
 
     Args:
-        moves: what an optimizer step moves on, for what it raises.
+        moves: what an optimizer step advances, for error messages.
     """
 
     def __init__(self, moves: str = "scaling states have") -> None:
         self.moves = moves
         self.listens = True
-        """Whether no optimizer reports its steps, so that gradients say whether there may be any."""
-        # What was found of the gradients of each step: a scalar above 0 says that it was none.
+        """Whether no optimizer is followed, so that gradients show whether the model is trained."""
+        # Each optimizer's steps since the last `end`: None, or a scalar that is above 0 if the step was skipped.
         self._steps: WeakKeyDictionary[torch.optim.Optimizer, list[Tensor | None]] = WeakKeyDictionary()
         self._advanced = False
         self._forget()
@@ -56,15 +56,15 @@ class Clock:
             self._steps[optimizer] = []
 
     def __reduce__(self) -> Any:
-        return Clock, (self.moves,)  # torch starts its count of writes again in a copy
+        return Clock, (self.moves,)  # versions of a copy's tensors start at 0
 
-    # ---- what the model tells -----------------------------------------------------------------------------------
+    # ---- called by the model's forwards -------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
-        """Called before a forward with gradients, in either mode.
+        """Called before a forward with gradients on, in training or evaluation mode.
 
         Raises:
-            RecipeError: weights have changed twice, and `end` was not called.
+            RecipeError: weights have changed twice without a call of `end`.
         """
         if not self._steps:
             now = _look(model, values=not self._advanced)
@@ -75,14 +75,15 @@ class Clock:
         self._modes.add(model.training)
 
     def leave(self, model: nn.Module) -> None:
-        """Called after that forward: what it wrote itself is no change of the weights."""
+        """Called after that forward: the weights' present state is the one to compare with, so that what the forward
+        wrote does not count."""
         if not self._steps:
             now = _look(model, values=not self._advanced)
-            # The others are not those that came in: FSDP puts its gathered weights in their place meanwhile.
+            # Only parameters that were seen before the forward: FSDP replaces them by gathered ones meanwhile.
             self._left |= {key: seen for key, seen in now.items() if key in self._left}
 
     def hear(self, output: Any) -> None:
-        """Called with what a forward gives back: a gradient that comes to it is training."""
+        """Called with a forward's output: registers hooks that note whether a gradient comes to it."""
         if self._has_gradients or torch._C._are_functorch_transforms_active():
             return
         for tensor in tree_leaves(output):
@@ -92,44 +93,44 @@ class Clock:
     def _note_gradient(self, grad: Tensor) -> None:
         self._has_gradients = True
 
-    # ---- what an optimizer tells --------------------------------------------------------------------------------
+    # ---- called by optimizers -----------------------------------------------------------------------------------
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on that optimizer reports its steps, and weights are not compared."""
+        """Count this optimizer's steps from now on, instead of comparing weights."""
         self._steps[optimizer] = []
         self.listens = False
 
     def step(self, optimizer: torch.optim.Optimizer, overflowed: Tensor | None = None) -> None:
-        """A followed optimizer has stepped, unless `overflowed` is above 0: that is read when it is needed."""
+        """Note a step of a followed optimizer; it was skipped if `overflowed` is above 0, which is read only later."""
         if optimizer in self._steps:
             self._steps[optimizer].append(overflowed)
 
     def is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it has stepped since the last `end`."""
+        """Whether the optimizer has stepped since the last `end`."""
         return any(overflowed is None or not float(overflowed) for overflowed in self._steps.get(optimizer, ()))
 
-    # ---- what the scaling states tell ---------------------------------------------------------------------------
+    # ---- called by scaling states -------------------------------------------------------------------------------
 
     def is_used(self) -> bool:
-        """Whether a forward with gradients is known since the last `end`."""
+        """Whether a forward with gradients on was seen since the last `end`."""
         return bool(self._modes)
 
     def in_eval(self, model: nn.Module) -> bool:
-        """Whether an optimizer has stepped since the last `end`, after forwards in eval() alone. A graph of
-        torch.compile records no forwards: there the mode is the one that the model is in."""
+        """Whether an optimizer has stepped since the last `end`, after forwards in eval() alone. Forwards in a graph of
+        torch.compile are not seen; then the model's present mode counts."""
         if (self._modes or {model.training}) != {False}:
             return False
         now = {} if self._steps else _look(model, values=not self._advanced)
         return any(map(self.is_pending, list(self._steps))) or _differ(self._left, now) or _differ(self._begun, now)
 
     def begin(self, model: nn.Module) -> None:
-        """The weights are new from here on, and nothing has happened yet."""
+        """Start anew: weights were loaded or changed otherwise, which is no step."""
         self._forget()
         if not self._steps:
             self._begun = _look(model, values=not self._advanced)
 
     def end(self, model: nn.Module) -> None:
-        """An optimizer step has ended."""
+        """Note that an optimizer step was ended."""
         self._advanced = True
         self._forget()
         if not self._steps:
@@ -138,7 +139,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A weight as it was at some time."""
+    """A weight, its version at some time, and a sample of its values then."""
 
     weight: Tensor
     version: int
@@ -146,7 +147,7 @@ class _Seen:
 
 
 def overdue(model: nn.Module, moves: str) -> RecipeError:
-    """What to say when optimizer steps were not ended; `moves`: what should have moved on with them."""
+    """The error for optimizer steps that were not ended; `moves` names what they should have advanced."""
     return RecipeError(
         f"{type(model).__name__}'s weights have changed and its {moves} not moved on: call "
         "scaler.update() after every optimizer step, or halfstep.advance(model) where there is no scaler (in the "
@@ -155,7 +156,7 @@ def overdue(model: nn.Module, moves: str) -> RecipeError:
 
 
 def _look(model: nn.Module, values: bool = False) -> dict[int, _Seen]:
-    """The weights that are trained, as they are."""
+    """The present state of the trained weights, by id; with a sample of their `values`."""
     return {
         id(p): _Seen(p, p._version, _some(p) if values else None)
         for p in model.parameters()
@@ -164,7 +165,7 @@ def _look(model: nn.Module, values: bool = False) -> dict[int, _Seen]:
 
 
 def _differ(before: dict[int, _Seen], now: dict[int, _Seen]) -> bool:
-    """Whether a weight that is in both has changed."""
+    """Whether a weight that is in both has changed in version or sample."""
     pairs = ((before[key], now[key]) for key in before.keys() & now.keys())
     return any(
         a.version != b.version or not (a.values is None or b.values is None or torch.equal(a.values, b.values))
@@ -174,7 +175,7 @@ def _differ(before: dict[int, _Seen], now: dict[int, _Seen]) -> bool:
 
 @torch.no_grad()
 def _some(weight: Tensor) -> Tensor:
-    """A few of the values that this rank holds, as bytes: a NaN is itself."""
+    """A copy of a few of this rank's values, as bytes, so that NaNs compare equal."""
     flat = (weight.to_local() if hasattr(weight, "to_local") else weight).detach().reshape(-1)
     return flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].contiguous().clone().view(torch.uint8)
 
@@ -183,9 +184,10 @@ def _some(weight: Tensor) -> Tensor:
 
 
 class Schedule:
-    """How many steps a model has made under a recipe with stages, and which stage is in force.
+    """The number of steps that a model has made under a recipe with stages, and the stage in force.
 
-    A step is one call of `scaler.update()`, or of `halfstep.advance(model)`, whether or not an optimizer was skipped.
+    A step is one call of `scaler.update()`, or of `halfstep.advance(model)`, whether or not the optimizer's step was
+    skipped.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -197,7 +199,7 @@ class Schedule:
         self._starts = starts(recipe.name, recipe.stages, None)
 
     def fix(self, total_steps: int | None) -> None:
-        """Say how many steps the run makes; None leaves what was said.
+        """Set the number of steps of the run; None keeps what was set.
 
         Raises:
             RecipeError: as `check`.
@@ -207,11 +209,11 @@ class Schedule:
             self._starts, self.total_steps = found, total_steps
 
     def check(self, total_steps: int | None) -> tuple[int, ...]:
-        """After how many steps each later stage of a run of so many begins.
+        """The step after which each later stage of a run of `total_steps` begins.
 
         Raises:
-            RecipeError: another number was said before; stages begin at fractions of the run, and no number is given; a
-                stage would have no step.
+            RecipeError: another number was set before; stages begin at fractions of the run, and no number is known; or
+                a stage would have no step.
         """
         if total_steps is None:
             return self.starts
@@ -226,7 +228,7 @@ class Schedule:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """After how many steps each later stage begins.
+        """The step after which each later stage begins.
 
         Raises:
             RecipeError: that depends on the length of the run, which is not known.
@@ -237,11 +239,11 @@ class Schedule:
 
     @property
     def due(self) -> int:
-        """The stage of the next step."""
+        """The index of the next step's stage."""
         return bisect_right(self.starts, self.steps)
 
     def state(self) -> dict[str, Any]:
-        """What to save of it, as JSON holds it; empty while the length of the run is not known."""
+        """The state to save, as data for JSON; empty while the length of the run is not known."""
         if self._starts is None:
             return {}
         return {"steps": self.steps, "stage": self.stage, "starts": list(self.starts), "total_steps": self.total_steps}
@@ -256,10 +258,10 @@ class Schedule:
 
 
 def check_total(total_steps: object) -> None:
-    """Refuse what is no number of steps.
+    """Check that total_steps is a positive integer or None.
 
     Raises:
-        RecipeError: it is none.
+        RecipeError: it is not.
     """
     if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
         raise RecipeError(
@@ -269,7 +271,7 @@ def check_total(total_steps: object) -> None:
 
 
 def unknown_length(recipe: Recipe) -> RecipeError:
-    """What to say where stages begin at fractions of a run whose length is not known."""
+    """The error for stages that begin at fractions of a run whose length is not known."""
     when = ", ".join(stage.when for stage in recipe.stages if stage.is_fraction)
     return RecipeError(
         f"recipe {recipe.name!r} changes after {when} of the run, whose length is not known: give "
@@ -282,27 +284,27 @@ def unknown_length(recipe: Recipe) -> RecipeError:
 
 
 class Recomputation:
-    """Knows of which stage the forward was that a backward pass goes through.
+    """Knows the stage in which the forward of the current backward pass ran, to refuse recomputation in another one.
 
-    The outputs of the model say it, where gradients were on. Where they were off, as in a forward that is checkpointed
-    as a whole with `use_reentrant=True`, torch's count of operations does: what was recorded before the stage began has
-    a smaller number than what came after. Each thread counts for itself.
+    Hooks on the model's outputs tell it if gradients were on. If they were off, as in a forward that is checkpointed as
+    a whole with `use_reentrant=True`, autograd's sequence numbers do: nodes recorded before the stage began have
+    smaller numbers than later ones. Each thread has numbers of its own.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._backward = (-1, 0)  # the last backward pass that came to an output, and the stage that this is of
+        self._backward = (-1, 0)  # the id of the last backward pass that reached an output, and the output's stage
         self.begin_stage()
 
     def __reduce__(self) -> Any:
-        return Recomputation, (self._schedule,)  # what was recorded so far is not a copy's
+        return Recomputation, (self._schedule,)  # a copy has recorded nothing yet
 
     def begin_stage(self) -> None:
-        """What is recorded from now on is of another stage."""
+        """Note that a new stage begins: nodes recorded from now on belong to it."""
         self._thread, self._since = threading.get_ident(), torch._C._autograd._get_sequence_nr()
 
     def mark(self, output: Any) -> None:
-        """Have a backward pass say of which stage of the recipe the output is that it begins at."""
+        """Register hooks on a forward's output that note its stage in a backward pass."""
         if torch._C._are_functorch_transforms_active():
             return
         stage = self._schedule.stage
@@ -315,10 +317,10 @@ class Recomputation:
                 tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
-        """Refuse to compute something again, in a backward pass, in another stage than it was computed in.
+        """Raise if this call recomputes, in a backward pass, a forward of an earlier stage.
 
         Raises:
-            RecipeError: this is such a call.
+            RecipeError: it does.
         """
         if (now := torch._C._current_graph_task_id()) == -1:
             return
@@ -333,6 +335,6 @@ class Recomputation:
         )
 
     def _is_older(self) -> bool:
-        """Whether the operation whose backward pass computes something again was recorded before this stage began."""
+        """Whether the autograd node that recomputes was recorded before this stage began."""
         node = torch._C._current_autograd_node()
         return node is not None and threading.get_ident() == self._thread and node._sequence_nr() < self._since

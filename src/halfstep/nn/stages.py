@@ -1,4 +1,7 @@
-"""A model whose recipe has stages: applied for all of them at once, and switched between them in place."""
+"""Recipes with stages: all stages are applied to a model at once, and it is switched between them in place.
+
+And `Steps`, which advances all that depends on optimizer steps.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,20 +24,20 @@ from halfstep.recipe import RECIPE, Origin
 
 
 _STAGED = ("linear", "attention", "keeping")
-"""What of a module's part differs between stages."""
+"""The attributes of a module's `Part` that may differ between stages."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What one module takes in one stage, beside the class that it has in all of them."""
+    """The settings of one module in one stage; its class is the same in all stages."""
 
     part: dict[str, Any]
     states: dict[str, StatefulScaling]
-    """The buffers of its scaling states, and the rules that move them."""
+    """The scaling rules of its states, by the names of their buffers."""
 
 
 def lay_in_turn(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
-    """Lay several arrangements down: each module gets one class for all of them, and what it takes in the first."""
+    """Apply several arrangements: each module gets one class for all of them, and the settings of the first."""
     found: dict[nn.Module, list[tuple[tuple[Members, ...], Taken]]] = {module: [] for module in model.modules()}
     names: list[str] = []
     for arrangement in arrangements:
@@ -60,10 +63,10 @@ def lay_in_turn(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
 
 
 def check_alike(arrangements: Sequence[Arrangement]) -> None:
-    """Refuse stages that keep other weights as codes.
+    """Check that all stages store the same weights as codes.
 
     Raises:
-        RecipeError: they round other weights, and the recipe keeps those as codes.
+        RecipeError: the recipe stores rounded weights as codes, and the stages round different weights.
     """
     first = arrangements[0]
     for other in arrangements[1:]:
@@ -77,7 +80,7 @@ def check_alike(arrangements: Sequence[Arrangement]) -> None:
 
 
 def clear(model: nn.Module) -> None:
-    """Take away all that arrangements leave on a model's modules."""
+    """Remove all that arrangements added to a model's modules."""
     for module in model.modules():
         release(module)
         drop_part(module)
@@ -95,7 +98,7 @@ def _take(module: nn.Module, taken: Taken) -> None:
 
 
 def _switch(model: nn.Module, stage: int) -> None:
-    """Make a model compute as its recipe says of a stage. Parameters, classes and what the optimizer keeps stay."""
+    """Switch a model to a stage of its recipe. Parameters, classes and optimizer states stay."""
     own, applied = own_part(model), applied_to(model)
     assert applied.schedule is not None
     for _, module, part in parts_of(model):
@@ -109,41 +112,41 @@ def _switch(model: nn.Module, stage: int) -> None:
 
 
 def applied_in(model: nn.Module) -> Applied | None:
-    """What `apply` left on a model, or on the one part of it that follows a recipe; None where none or several do."""
+    """The `Applied` record in a model or its wrapper; None if there is none or several."""
     roots = [own.applied for _, _, own in parts_of(model) if own.applied is not None]
     return roots[0] if len(roots) == 1 else None
 
 
 def schedule_of(model: nn.Module) -> Schedule | None:
-    """Which stage is in force in a model, or in what wraps it; None where none of it follows a recipe with stages."""
+    """The schedule in a model or its wrapper; None if it follows no recipe with stages."""
     applied = applied_in(model)
     return None if applied is None else applied.schedule
 
 
 class Steps:
-    """What of a model moves on with its optimizer steps: scaling states, the keys of noise, the stage of its recipe.
+    """Advances, saves and loads what depends on a model's optimizer steps: scaling states, noise keys, the stage.
 
     Args:
         process_group: as for `Scalings`.
-        origin: the recipe that its state names.
+        origin: the recipe that the saved state names.
     """
 
     def __init__(self, model: nn.Module, process_group: Any = None, origin: Origin | None = None) -> None:
         self._model = model
         self._origin = origin
-        self._made = 0  # optimizer steps, where no schedule counts them
+        self._made = 0  # optimizer steps
         self._scalings = Scalings(model, process_group)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count that optimizer's steps: one that was not ended is refused with the next."""
+        """Count that optimizer's steps: a step before the last one was ended raises."""
         self._scalings.follow(optimizer)
 
     def advance(self, skipped: bool | Tensor = False) -> None:
-        """End an optimizer step; where it was the last of a stage, the next stage begins.
+        """End an optimizer step; if it was the last one of a stage, the next stage begins.
 
         Raises:
-            RecipeError: as `Scalings.advance`; stages at fractions of a run whose length is not known; a recipe with
-                stages in a CUDA graph that is being captured.
+            RecipeError: as `Scalings.advance`; stages begin at fractions of a run whose length is not known; a recipe
+                with stages while a CUDA graph is captured.
         """
         applied = applied_to(self._model)
         schedule = applied.schedule
@@ -173,8 +176,8 @@ class Steps:
             _switch(self._model, schedule.due)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the scaler saves beside its own: the `recipe`, and how many steps were made under it; `scaling` states,
-        `stages` and `noise`, where there are any."""
+        """The entries that the scaler saves with its own: `recipe`, `steps`, and, unless empty, `scaling`, `stages`,
+        `noise` and `communication`."""
         schedule, reduction = schedule_of(self._model), part_of(self._model).reduction
         found: dict[str, Any] = {
             **({} if self._origin is None else {RECIPE: self._origin.mark, "steps": self._made}),
@@ -185,14 +188,14 @@ class Steps:
         }
         return {
             name: state for name, state in found.items() if state or name == "steps"
-        }  # what is missing no DCP loads
+        }  # torch.distributed.checkpoint loads only entries that exist already
 
     def differs(self, saved: Mapping[str, Any]) -> str | None:
-        """As `Origin.differs`, of what `state_dict` gave."""
+        """`Origin.differs` of a saved `state_dict`."""
         return self._origin.differs(saved.get(RECIPE), "the scaler's state") if self._origin is not None else None
 
     def begin(self, saved: Mapping[str, Any]) -> list[str]:
-        """Begin under this recipe after another one's state, and say what becomes of that."""
+        """Go on under this recipe from another recipe's state; returns texts that say what became of its entries."""
         schedule, told = applied_to(self._model).schedule, []
         if schedule is not None:
             self._load_steps(schedule, saved.get("stages", saved).get("steps", 0))
@@ -209,7 +212,7 @@ class Steps:
         return told
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Put it back: first the stage, then the scaling states that it has. What is not there warns and starts over.
+        """Restore a `state_dict`: first the stage, then its scaling states. Missing entries start over, with a warning.
 
         Raises:
             LossScaleError: scaling states of other layers or of another length.
@@ -280,6 +283,6 @@ class Steps:
     def _load_steps(self, schedule: Schedule, steps: int) -> None:
         clock = applied_to(self._model).clock
         assert clock is not None
-        clock.begin(self._model)  # loading weights beside it is no optimizer step
+        clock.begin(self._model)  # weights are loaded with it, which is no optimizer step
         schedule.steps = int(steps)
         self._keep_up()

@@ -1,4 +1,4 @@
-"""What steps of optimizers lose of a recipe: those that do not know it, and averages of 16-bit weights in 16 bits."""
+"""Warnings about optimizers that do not know a model's recipe, and about averages of weights kept in 16 bits."""
 
 import gc
 import warnings
@@ -22,10 +22,11 @@ from halfstep.recipe import Recipe
 
 
 def watch(model: nn.Module, recipe: Recipe) -> None:
-    """Warn once of what the recipe loses, should an optimizer step on the model before `optimize` has taken one, and
-    look for averages of 16-bit weights among its steps.
+    """Register a hook that warns, once, if an optimizer steps on the model that `optimize` was not called on, and that
+    starts the search for averages of 16-bit weights (`watch_clones`).
 
-    Until then torch calls a hook before every step of any optimizer, and only where the recipe asks something of it.
+    torch calls the hook before every step of any optimizer, until `end_watch`. It is only registered if the recipe
+    needs something of the optimizer.
     """
     scaled = recipe.loss_scale is not None and recipe.loss_scale.scales
     kept = recipe.master, recipe.codes, recipe.projection, recipe.moments != "fp32", recipe.weights != "fp32"
@@ -47,7 +48,7 @@ def watch(model: nn.Module, recipe: Recipe) -> None:
 
 
 def end_watch(model: nn.Module) -> None:
-    """The model's optimizer knows the recipe, or the model follows none any more."""
+    """Remove the hook of `watch`: the model's optimizer knows the recipe, or the model was reverted."""
     part = part_of(model).following
     if part is not None and part.watch is not None:
         part.watch.remove()
@@ -55,7 +56,7 @@ def end_watch(model: nn.Module) -> None:
 
 
 def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether that optimizer's step loses something of the recipe, which is warned of."""
+    """Warn if this optimizer does not do all that the recipe needs; returns whether it warned."""
     own = {id(p) for p in model.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
     told = [*_lacks(recipe, optimizer, stepped)] if stepped else []
@@ -71,10 +72,10 @@ def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) ->
 
 
 def _lacks(recipe: Recipe, optimizer: torch.optim.Optimizer, stepped: list[nn.Parameter]) -> Iterator[str]:
-    """What of the recipe a step of that optimizer leaves out."""
+    """Texts that say which parts of the recipe a step of this optimizer leaves out."""
     if recipe.loss_scale is not None and recipe.loss_scale.scales and not _is_scaled():
         yield "the loss is not scaled, and small gradients are zero in fp16 (halfstep.LossScaler() does, beside it)"
-    if hasattr(optimizer, "awaits_scaler"):  # one of halfstep's own, which keeps and rounds as it was told
+    if hasattr(optimizer, "awaits_scaler"):  # one of halfstep's, configured by its user
         return
     if any(p.itemsize < torch.float32.itemsize for p in stepped):
         lost = f"updates below half the spacing of {recipe.weights} weights are lost"
@@ -82,7 +83,7 @@ def _lacks(recipe: Recipe, optimizer: torch.optim.Optimizer, stepped: list[nn.Pa
             yield f"it keeps no masters ({recipe.master}), and {lost}"
         elif recipe.update_rounding != "nearest_even" and not getattr(optimizer, "bf16_stochastic_round", False):
             yield f"it rounds weights to nearest and not by chance, and {lost}"
-    if type(optimizer).__module__.startswith("torch."):  # others, such as bitsandbytes', were taken for how they keep
+    if type(optimizer).__module__.startswith("torch."):  # others, such as bitsandbytes', were chosen for their storage
         if recipe.codes is not None:
             yield "weights and gradients are kept in float32, and not as codes"
         if recipe.moments != "fp32" or recipe.projection is not None:
@@ -90,28 +91,29 @@ def _lacks(recipe: Recipe, optimizer: torch.optim.Optimizer, stepped: list[nn.Pa
 
 
 def _is_scaled() -> bool:
-    """Whether a loss scaler that is enabled takes this step: torch's, halfstep's or a subclass of theirs."""
+    """Whether the call stack shows an enabled loss scaler that calls this step: torch's, halfstep's or a subclass."""
     callers: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_stack(None)]
     return any(hasattr(type(caller), "unscale_") and caller.is_enabled() for caller in callers)
 
 
 _PARAMETERS, _VALUES = 8, 2048
-"""How many parameters of a copy are looked at, the largest ones, and how many values of each."""
+"""The number of parameters of a copy that are compared, the largest ones, and the number of values of each."""
 _STEPS, _WRITES, _HELD = 256, 256, 8
-"""In how many steps writes through `.data`, which torch does not count, are looked for; how many writes are looked at
-before only those after a power of two are; and how many in a row must leave most values as they were for a warning."""
+"""The number of steps in which values are compared to find writes through `.data`, which change no version; the number
+of writes that are examined before only those after a power of two are; and the number of writes in a row that must
+leave most values unchanged for a warning."""
 _ALIKE = 8.0
-"""Up to which factor of distance rounding to nearest may move one value and leave another: their spacings differ."""
+"""The largest ratio of distances at which rounding to nearest may change the nearer of two values and not the farther
+one, since their spacings differ."""
 _SEARCH, _CLONES, _NEAR = 8, 8, 0.5
-"""Clones are looked for among all live objects, which takes 0.1 s where there are half a million, before the steps of
-an optimizer whose numbers are powers of this; how many are watched; and how far, relatively, one may be from the
-weights."""
+"""Before an optimizer's steps 8, 64, 512, ... all live objects are searched for clones (0.1 s for half a million
+objects); the number of clones that are watched; and the largest relative distance of a clone from the weights."""
 _Place = Callable[[], Tensor | None]
-"""What is there now, if anything."""
+"""A function that returns a tensor as it is now, or None if it is gone."""
 
 
 class Copied:
-    """Which model a deepcopy was made of; a pickle does not say."""
+    """Links a deepcopy to the model that it was made of; empty after pickling."""
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
         self.model = model
@@ -125,13 +127,14 @@ class Copied:
 
 
 def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
-    """Warn, should a deepcopy of a model whose weights have fewer bits than float32 become their average.
+    """Register a hook that warns if a deepcopy of a model with weights in fewer bits than float32 is used as an average
+    of its weights.
 
-    Until it is known what the copy is, torch calls a hook before every step of any optimizer. A copy that is written to
-    after step upon step, and of which most values stay where they are though the weights are elsewhere, is an average.
-    A snapshot, and a target network that takes the weights as they are, equal the weights once they are written to; a
-    copy that is trained has gradients; and what is rounded stochastically, or from an average in float32, moves near
-    values as well as far ones. The optimizer of a copy that is trained is searched for clones (`watch_clones`).
+    torch calls the hook before every step of any optimizer until it is known what the copy is. A copy is an average if
+    it is written to step after step and most of its values do not change although the weights differ from them. A
+    snapshot, or a target network that copies the weights, equals the weights when written to; a trained copy has
+    gradients; and stochastic rounding, or rounding from a float32 average, changes near values as well as far ones. If
+    the copy is trained, its optimizer is watched for clones (`watch_clones`).
     """
     copied.copy = weakref.ref(copy)
     model = copied.model()
@@ -148,11 +151,12 @@ def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
 
 
 def watch_clones(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> None:
-    """Warn, should clones of 16-bit weights become their average, as in diffusers' EMAModel and in torch_ema.
+    """Register a hook that warns if clones of 16-bit weights are used as their average, as in diffusers' EMAModel and
+    in torch_ema.
 
     Such clones are plain tensors, which no hook reports. So before a few steps of this optimizer all live tensors are
-    looked through for those of the shape of its largest parameter of the model, in 16 bits and near its values. Clones
-    of codes are in float32. An optimizer that steps on no such parameter is left alone.
+    searched for 16-bit ones with the shape of the largest parameter that it steps on, and values near it. (Clones of
+    CodeTensors are float32.) An optimizer that steps on no such parameter gets no hook.
     """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if not isinstance(p, CodeTensor)}
     if places := _places(model, trained)[:1]:
@@ -160,7 +164,7 @@ def watch_clones(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str
 
 
 class _Search:
-    """What was found of clones of an optimizer's largest parameter, and what is watched of it."""
+    """Searches for clones of an optimizer's largest parameter, and watches those found."""
 
     def __init__(self, model: Callable[[], nn.Module | None], places: Sequence[_Place], recipe: str) -> None:
         self._model, self._places, self._recipe = model, places, recipe
@@ -187,7 +191,7 @@ class _Search:
         self._watches = still
 
     def _clones(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Live tensors that may be clones: neither trained, nor of a model's copy, nor the optimizer's."""
+        """Live tensors that may be clones: not trained, and neither a model copy's nor the optimizer's."""
         model, found = self._model(), _parameters(self._places)
         if model is None or not found:
             return []
@@ -209,7 +213,7 @@ class _Search:
 
 
 class _Watch:
-    """What the parameters of a copy were before the last step."""
+    """Compares the parameters of a copy, from step to step, with the model's, to recognize an average."""
 
     def __init__(
         self, places: Sequence[_Place], others: Sequence[_Place], where: str, recipe: str, by_torch: bool = False
@@ -222,7 +226,7 @@ class _Watch:
 
     @torch.no_grad()
     def is_open(self) -> bool:
-        """Whether there is more to be seen, after a look at what was written since the last step."""
+        """Examine what was written since the last step; returns whether to go on watching."""
         copy, model = _parameters(self._places), _parameters(self._others)
         if not copy or len(copy) != len(model) or any(p.grad is not None for p in copy):
             return False
@@ -239,7 +243,7 @@ class _Watch:
         if not written:
             return True
         self._writes += 1
-        if self._writes > _WRITES and self._writes.bit_count() == 1:  # since the last look there were others
+        if self._writes > _WRITES and self._writes.bit_count() == 1:  # the writes before it were not examined
             return True
         held = _is_held(before, now, _values(model).to(now.device), self._by_torch)
         self._held = self._held + 1 if held else 0
@@ -249,14 +253,14 @@ class _Watch:
 
 
 def _is_looked_at(write: int) -> bool:
-    """Whether a write is one of the first, or of those after a power of two: an average over more and more models
-    (SWA) loses more of each."""
+    """Whether to examine this write: one of the first, or a few after each power of two, since an average over more and
+    more models (SWA) loses more of each."""
     return write <= _WRITES or write - (1 << write.bit_length() - 1) <= _HELD
 
 
 def _is_held(before: Tensor, now: Tensor, weights: Tensor, by_torch: bool) -> bool | None:
-    """Whether a write left most values that are not the weights'; None where it moved others than the farthest, which
-    rounding by chance does, and no function of torch's own (`by_torch`)."""
+    """Whether a write left most of the values that differ from the weights unchanged. None if it changed values much
+    nearer to the weights than unchanged ones, as stochastic rounding does, unless `by_torch`."""
     if torch.equal(now, weights):
         return False
     distance = (weights - before).abs() / before.abs().clamp(min=torch.finfo(torch.float32).tiny)
@@ -268,8 +272,9 @@ def _is_held(before: Tensor, now: Tensor, weights: Tensor, by_torch: bool) -> bo
 
 
 def _is_made_by_torch() -> bool:
-    """Whether AveragedModel is making the deepcopy, to average by one of torch's functions: their products are rounded
-    too in 16 bits, so that in fp16 a value moves or not by its significand, and not by its distance."""
+    """Whether the call stack shows AveragedModel making the deepcopy, to average by one of torch's functions. These
+    round products to 16 bits too, so that in fp16 a value's significand, not its distance, decides whether it
+    changes."""
     found = next((f.f_locals for f, _ in walk_stack(None) if isinstance(f.f_locals.get("self"), AveragedModel)), None)
     functions = [] if found is None else [found.get(name) for name in ("avg_fn", "multi_avg_fn")]
     return found is not None and all(f is None or f.__module__ == AveragedModel.__module__ for f in functions)
@@ -287,7 +292,7 @@ def _warn(parameter: Tensor, where: str, recipe: str) -> None:
 
 
 def _places(model: nn.Module, among: Container[int] | None = None) -> list[_Place]:
-    """Where the largest trained parameters of fewer bits than float32 are, of those whose ids are `among` them."""
+    """Functions that return the largest trained parameters in fewer bits than float32, of those with ids in `among`."""
     found = [
         (-parameter.numel(), path, name)
         for path, module in model.named_modules()
@@ -310,7 +315,7 @@ def _is_narrow(parameter: Tensor) -> bool:
 
 
 def _parameters(places: Sequence[_Place]) -> list[Tensor]:
-    """What is there now; nothing, where one is gone or has been widened."""
+    """The parameters as they are now; empty if one is gone or was cast to float32."""
     found = [place() for place in places]
     kept = [parameter for parameter in found if parameter is not None and _is_narrow(parameter)]
     return kept if len(kept) == len(found) else []
@@ -327,16 +332,17 @@ def _values(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def nothing() -> None:
-    """The model that a pickled one was copied from; the root of a part that was copied without it."""
+    """A function that returns None, for missing references: the origin of a pickled model, the root of a part that was
+    copied alone."""
 
 
 _ENDED = "_halfstep_ended"
-"""Where an optimizer has the handles of hooks that end with its step."""
+"""The attribute of an optimizer with the handles of hooks to remove after its step."""
 
 
 def remove_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
-    """Remove a hook once this optimizer's step is over: in the step torch iterates over all of them, and fails if one
-    goes, as one would whose model a garbage collection takes just then."""
+    """Remove a hook when this optimizer's step is over: during the step torch iterates over all hooks and fails if one
+    is removed."""
     ended: ExitStack | None = vars(optimizer).get(_ENDED)
     if ended is None:
         ended = vars(optimizer)[_ENDED] = ExitStack()

@@ -1,12 +1,12 @@
-"""`nn.MultiheadAttention`: its projections round their operands; what lies between them is torch's.
+"""Adapter of `nn.MultiheadAttention`, whose projections round their operands; the rest is computed as torch does.
 
-torch's own forward reads the weights of `out_proj` and calls no module, so adopting that alone would do nothing. The
-in-projection is the attention module's own product, found by its path; `out_proj` is a linear layer, found by its own.
-Queries, keys and values come from one weight (or three) and share one scaling state for each operand.
+torch's own forward reads the weights of `out_proj` and does not call it, so adopting `out_proj` alone would have no
+effect. Rules match the in-projection by the path of the attention module, and `out_proj` by its own path. Queries, keys
+and values come from one weight (or three) and share one scaling state for each operand.
 
-`nn.TransformerEncoder` and its layers have a fast path that calls no module and so rounds nothing. It is taken in
-evaluation, and converts padded batches to nested tensors. torch's switch for it is the whole process's; the modules
-have attributes of their own that decide too, and mean nothing else.
+`nn.TransformerEncoder` and its layers have a fast path in evaluation that calls no module and so rounds nothing; it
+converts padded batches to nested tensors. torch's switch for it is global; here it is turned off by attributes of the
+modules that have no other effect.
 """
 
 import math
@@ -28,12 +28,12 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def fits(module: Any) -> bool:
-    """Whether its out_proj, which it never calls, has a linear layer's own forward."""
+    """Whether out_proj, which the module does not call, has the forward of nn.Linear."""
     return is_stock(module) and has_forward_of(module.out_proj, linear.LINEAR.forward_of)
 
 
 def weights(module: Any) -> tuple[Weight, ...]:
-    """The weights of its in-projection: one for queries, keys and values, or three if their inputs differ in width."""
+    """The weights of the in-projection: one for queries, keys and values, or three if their inputs differ in width."""
     return (Weight("in_proj_weight"),) if module._qkv_same_embed_dim else tuple(map(Weight, _SEPARATE))
 
 
@@ -57,7 +57,7 @@ def forward(
     batched, same, self_attention = query.dim() == 3, key is value, query is key
     if not batched:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        same = False  # as torch has it: three products
+        same = False  # as in torch: three matmuls
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     elif module.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -78,7 +78,7 @@ def forward(
 def _in_projection(
     module: Any, query: Tensor, key: Tensor, value: Tensor, same: bool, self_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, (time, batch, width): as few products as torch forms."""
+    """Queries, keys and values, (time, batch, width), by as few matmuls as in torch."""
     bias, width = module.in_proj_bias, module.embed_dim
     biases = (None, None, None) if bias is None else bias.split(width)
     if module._qkv_same_embed_dim:
@@ -101,7 +101,8 @@ def _in_projection(
 def _mask(
     module: Any, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor | None, bool]:
-    """What is added to the scores, (batch, heads or 1, time, sources), and whether the causal hint stands for it."""
+    """The additive mask of the scores, (batch, heads or 1, time, sources), or None; and whether `is_causal` replaces
+    it."""
     if is_causal and padding is None:
         return None, True
     batch, extra = k.shape[1], (module.bias_k is not None) + module.add_zero_attn
@@ -124,7 +125,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The mixed values, (time * batch, width), and the weights, (batch, heads, time, sources), where asked for."""
+    """The attention output, (time * batch, width), and the weights, (batch, heads, time, sources), if needed."""
     time, batch, width = q.shape
     heads, size = module.num_heads, module.head_dim
     if module.bias_k is not None:
@@ -162,10 +163,10 @@ ATTENTION = Kind("nn.MultiheadAttention", (nn.MultiheadAttention,), weights, for
 
 ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 NESTS = nn.TransformerEncoder
-"""What converts padded batches to nested tensors, on which torch's layers fail under autocast on a CPU where their
-weights are in float32."""
+"""The class that converts padded batches to nested tensors, on which torch's layers with float32 weights fail under
+autocast on a CPU."""
 
 
 def encoder_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward, module by module."""
+    """The stock forward without the fast path and nested tensors, so that all modules are called."""
     return stock(twin(module, type(module), use_nested_tensor=False, activation_relu_or_gelu=0), *args, **kwargs)

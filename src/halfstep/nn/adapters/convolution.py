@@ -1,6 +1,6 @@
-"""Convolution layers: their three products round their operands.
+"""Adapter of convolution layers, through `ops.convolution`.
 
-Where no rule reaches one, its 16-bit products are carried in float32 on machines that have no matrix units for them.
+Layers that no rule matches run in float32 where a machine has no matrix units for 16-bit convolutions.
 """
 
 from typing import Any
@@ -22,20 +22,20 @@ _KINDS: tuple[Any, ...] = (
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether what its forward calls is torch's too."""
+    """Whether its `_conv_forward`, which its forward calls, is torch's."""
     stock: Any = next(kind for kind in _KINDS if isinstance(module, kind))
     own = getattr(beneath(module), "_conv_forward", None)
     return "_conv_forward" not in vars(module) and own is getattr(stock, "_conv_forward", None)
 
 
 def weights(module: Any) -> tuple[Weight, ...]:
-    """What the convolution multiplies by."""
+    """The filters."""
     layout = filters(module.groups, module.transposed)
     return (Weight("weight", layout=layout, whole="a convolution's weight stays whole and is rounded at every call"),)
 
 
 def forward(stock: Any, module: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    """The module's own convolution, padding included, through `ops.convolution`."""
+    """The module's convolution, padding included, by `ops.convolution`."""
     weight, spec = weight_of(module, "weight", input), spec_of(module)
     window = _window(module, input, output_size)
     return ops.convolution(input, weight, module.bias, window, spec, states_and_key(module), records(module))
@@ -50,7 +50,7 @@ def _window(module: Any, input: Tensor, output_size: list[int] | None) -> ops.Wi
     if module.padding_mode != "zeros":
         none, mode = (0,) * len(module.kernel_size), module.padding_mode
         return ops.Window(stride, none, dilation, groups, margins=_margins(module), mode=mode)
-    if isinstance(padding, str):  # "same": as torch, zeros on both sides, and one more at the end where they are odd
+    if isinstance(padding, str):  # "same": as in torch, an odd number of zeros has one more at the end
         margins = _margins(module)
         padding = tuple(reversed(margins[::2]))
         ends = tuple(
@@ -61,7 +61,7 @@ def _window(module: Any, input: Tensor, output_size: list[int] | None) -> ops.Wi
 
 
 def _margins(module: Any) -> tuple[int, ...]:
-    """The widths of its padding as `torch.nn.functional.pad` takes them: the last dimension first."""
+    """The module's padding in the order of `torch.nn.functional.pad`: the last dimension first."""
     return tuple(module._reversed_padding_repeated_twice)
 
 

@@ -1,8 +1,8 @@
-"""Fused experts of Hugging Face's mixtures: all experts' weights in two parameters, multiplied expert by expert.
+"""Adapter of fused experts in Hugging Face's mixtures of experts: two parameters hold the weights of all experts.
 
-transformers (5.0 and newer) hands the experts' forward to a function (self, hidden_states, top_k_index, top_k_weights)
-that its users may register; it tells that function how the parameters lie by the attributes read here. This is such a
-function. The experts of a layer share one scaling state for each operand of each of its two products.
+transformers (5.0 and newer) delegates the experts' forward to a registered function (self, hidden_states, top_k_index,
+top_k_weights); attributes of the module describe the layout of its parameters. `forward` here is such a function. The
+experts of a layer share one scaling state for each operand of each of its two matmuls.
 """
 
 from typing import Any
@@ -20,14 +20,13 @@ _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_expe
 
 
 def resembles(module: nn.Module) -> bool:
-    """Whether the module keeps the weights of several experts in one parameter."""
+    """Whether the module has a 3-dimensional parameter `down_proj`, the weights of several experts."""
     down = module._parameters.get("down_proj")
     return down is not None and down.dim() == 3
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether the module, which has a parameter `down_proj`, follows transformers' interface for experts, and has no
-    norm behind each of them."""
+    """Whether the module follows transformers' interface for experts and has no norm after each of them."""
     return (
         resembles(module)
         and "forward" not in vars(module)
@@ -40,7 +39,7 @@ def fits(module: nn.Module) -> bool:
 
 
 def weights(module: Any) -> tuple[Weight, ...]:
-    """What its two products multiply by, expert by expert."""
+    """The weights of its two matmuls, with one matrix an expert."""
     names = {"up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
     return tuple(
         Weight(name, product, transposed=module.is_transposed, stacked=True) for product, name in names.items()
@@ -49,15 +48,15 @@ def weights(module: Any) -> tuple[Weight, ...]:
 
 @untraced
 def forward(stock: Any, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert's two products on the tokens that were sent to it, weighed and added up in the order of experts.
+    """Each expert's two matmuls on the tokens routed to it; outputs are weighted and summed in the order of experts.
 
-    torch.compile breaks its graph here, as how many tokens an expert gets is not known in it.
+    torch.compile breaks its graph here, since the number of tokens of each expert depends on data.
     """
     up, down = weights(module)
     experts, slot = top_k_index.sort(dim=-1, descending=True, stable=True)
     experts, row = experts.flatten().sort(stable=True)  # by expert, and by token within each
     counts = torch.bincount(experts, minlength=module.num_experts).tolist()[: module.num_experts]
-    row = row[: sum(counts)]  # without those of experts elsewhere
+    row = row[: sum(counts)]  # without rows of experts on other ranks
     inner = _products(module, up, _sent(hidden_states, row, slot.shape[-1]), counts)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     output = _products(module, down, inner, counts)
@@ -66,14 +65,14 @@ def forward(stock: Any, module: Any, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def _sent(tokens: Tensor, row: Tensor, slots: int) -> Tensor:
-    """The token of each row; a row's number is its token's times `slots`, plus its slot's."""
-    with no_autocast(tokens):  # whose lists refuse to stack bf16 under fp16
-        # The gradient adds up slot by slot: from the last expert to the first, as that of a loop over them does.
+    """The tokens at the given rows, where row = token index * slots + slot."""
+    with no_autocast(tokens):  # autocast's lists refuse to stack bf16 under fp16
+        # The gradient is summed slot by slot, from the last expert to the first, as in a loop over experts.
         return torch.stack([tokens] * slots, 1).flatten(0, 1).index_select(0, row)
 
 
 def _returned(output: Tensor, row: Tensor, tokens: int, slots: int) -> Tensor:
-    """What each token's experts made of it, added up from the first expert to the last."""
+    """The outputs of each token's experts, summed from the first expert to the last."""
     width = output.shape[-1]
     with no_autocast(output):
         spread = output.new_zeros(tokens * slots, width).index_copy(0, row, output)
@@ -84,7 +83,7 @@ def _returned(output: Tensor, row: Tensor, tokens: int, slots: int) -> Tensor:
 
 
 def _products(module: Any, weight: Weight, x: Tensor, counts: list[int]) -> Tensor:
-    """The product of each expert's rows of x, of which each has so many, one expert's after another's."""
+    """The matmul of each expert's rows of x with its matrix, concatenated by expert; `counts` are the rows of each."""
     biases = getattr(module, f"{weight.name}_bias") if module.has_bias else None
     made = grouped_product(module, weight.name, x, biases, counts, weight.transposed)
     if made is not None:
@@ -101,4 +100,4 @@ def _products(module: Any, weight: Weight, x: Tensor, counts: list[int]) -> Tens
 
 
 EXPERTS = Kind("fused experts", (), weights, forward, fits)
-"""Of any forward: the attributes decide."""
+"""The adapter of fused experts; attributes of a module, not its forward's class, decide whether it fits."""

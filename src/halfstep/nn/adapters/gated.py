@@ -1,7 +1,7 @@
-"""Gated MLPs of Hugging Face's models: Llama's, Mistral's, Qwen's, Gemma's, and whatever is written like them.
+"""Gated MLPs of Hugging Face's models (Llama, Mistral, Qwen, Gemma, and others written alike): forwards and smoothing.
 
-Their forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)). Smooth-SwiGLU's scales for inference are measured on a
-model, and merged into its weights.
+Their forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)). For inference, Smooth-SwiGLU's scales are measured on a
+model and merged into its weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,17 +21,17 @@ _PARTS = ("down_proj", "act_fn", "gate_proj", "up_proj")
 
 
 def resembles(module: nn.Module) -> bool:
-    """Whether the module has the parts of a gated MLP."""
+    """Whether the module has the submodules of a gated MLP."""
     return callable(getattr(module, "act_fn", None)) and all(
         isinstance(getattr(module, part, None), nn.Linear) for part in _PARTS if part != "act_fn"
     )
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why none of the forwards below may stand in for its own; None where they may.
+    """Why the forwards below must not replace the module's own; None if they may.
 
-    A forward that uses other names than the four parts, or in another order, computes something else (Gemma 3n's
-    sparse activations, say).
+    A forward whose code uses other names than the four submodules, or in another order, computes something else (such
+    as Gemma 3n's sparse activations).
     """
     code = getattr(type(module).forward, "__code__", None)
     if "forward" in vars(module) or code is None or code.co_names != _PARTS or code.co_argcount != 2:
@@ -42,7 +42,7 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def kept(stock: Any, module: Any, x: Tensor) -> Tensor:
-    """The stock forward, in whose middle what autograd saves may live in few bits."""
+    """The stock forward, where tensors saved by the activation and the product may be stored in few bits."""
     gate, up = module.gate_proj(x), module.up_proj(x)
     storage, around = nonlinear.kept(module, gate)
     if storage is not None:
@@ -54,32 +54,33 @@ def kept(stock: Any, module: Any, x: Tensor) -> Tensor:
 
 
 def by_channel(stock: Any, module: Any, x: Tensor) -> Tensor:
-    """The stock forward with a power of two a channel before the down-projection, which divides by it once rounded."""
+    """The stock forward with the down-projection's input multiplied by a power of two a channel; the down-projection
+    divides its rounded input by it."""
     hidden, scale = _smoothed(module, x, ops.smooth_channels)
     return module.down_proj(hidden, channels=scale)  # type: ignore[no-any-return]
 
 
 def by_token(stock: Any, module: Any, x: Tensor) -> Tensor:
-    """The stock forward with a scale a token before the down-projection, whose output is multiplied by it."""
+    """The stock forward with the down-projection's input divided by a scale a token; its output is multiplied by it."""
     hidden, scale = _smoothed(module, x, ops.smooth_tokens)
     return module.down_proj(hidden, tokens=scale)  # type: ignore[no-any-return]
 
 
 def _smoothed(module: Any, x: Tensor, smooth: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """What goes into the down-projection, and the scale taken out of it."""
+    """The scaled input of the down-projection, and the scale."""
     gate, up = module.gate_proj(x), module.up_proj(x)
     with nonlinear.kept(module, gate)[1]:
         return smooth(gate, up, module.act_fn)
 
 
 FORWARDS = {"channel": by_channel, "token": by_token}
-"""By the values of `Recipe.smooth_glu`."""
+"""The forwards by the value of `Recipe.smooth_glu`."""
 
 
 def measure_smooth_scales(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
-    """The scale of every channel of every gated MLP, by module path, from the tokens that `run()` sends through.
+    """The scales (channels) of every gated MLP, by module path, measured on the tokens that `run()` feeds the model.
 
-    Where `run` calls the model several times, a channel's scale is the smallest of them: nothing exceeds 1.
+    If `run` calls the model several times, a channel's scale is the smallest one, so that nothing exceeds 1.
 
     Raises:
         ModelError: the model has no gated MLPs, or `run` calls none of them.
@@ -114,14 +115,14 @@ def _keep(found: dict[str, Tensor], path: str) -> Callable[[nn.Module, object, T
 
 @torch.no_grad()
 def merge_smooth_scales(model: nn.Module, scales: Mapping[str, Tensor]) -> None:
-    """w1 <- s w1 and w3 <- w3 / s in place, by gated MLP: the scaled network, at no cost when it runs.
+    """Merge Smooth-SwiGLU's scales into the weights of each gated MLP, in place: up_proj * s and down_proj / s.
 
-    Powers of two move no bit of a weight, so the model computes what it did, bit for bit, as long as nothing leaves
-    the range of its dtype; the biases of the linear branch are scaled along.
+    Powers of two change no bit of a mantissa, so the model's outputs are equal bit for bit, as long as nothing leaves
+    the range of its dtype; biases of up_proj are scaled too.
 
     Raises:
         ModelError: a path that is not a gated MLP; scales of another shape, or that are not powers of two; a weight
-            that the merge would push out of its dtype's range. Nothing was changed.
+            that the merge would move out of its dtype's range. Nothing was changed.
     """
     merged: list[tuple[Tensor, Tensor]] = []
     for path, scale in scales.items():

@@ -1,4 +1,4 @@
-"""Linear layers of torch, PyTorch Geometric, Hugging Face and `halfstep.unit` (with factors): their products round."""
+"""Adapters of the linear layers of torch, PyTorch Geometric, Hugging Face and `halfstep.unit` (with multipliers)."""
 
 from typing import Any
 
@@ -18,11 +18,12 @@ def forward(
     """`ops.linear` with the spec that `apply` left on the module; only training steps move scaling states.
 
     Args:
-        channels: the input comes multiplied by it, a power of two a channel: what it is rounded to is divided by it.
-        tokens: the input comes divided by it, a scale a token: the product is multiplied by it.
+        channels: powers of two by which the input was multiplied, channel by channel; the rounded input is divided by
+            them.
+        tokens: scales by which the input was divided, token by token; the output is multiplied by them.
     """
     weight, bias = module._parameters.get("weight"), module.bias
-    if type(weight) is not Parameter or part_of(module).stored:  # a tied weight stays beside its codes
+    if type(weight) is not Parameter or part_of(module).stored:  # a tied weight is still a parameter when stored
         weight = weight_of(module, "weight", input)
     if tokens is None:
         return product(module, input, weight, bias, channels=channels)
@@ -31,18 +32,18 @@ def forward(
 
 
 def of_transposed(stock: Any, module: Any, x: Tensor) -> Tensor:
-    """`ops.linear` on the transposed weight."""
+    """`ops.linear` with the weight (in, out) transposed."""
     return product(module, x, weight_of(module, "weight", x).t(), module.bias)
 
 
 def with_bias_apart(stock: Any, module: Any, input: Tensor) -> Tensor:
-    """`ops.linear` without the bias, and then the bias."""
+    """`ops.linear` without the bias, which is added afterwards."""
     y = product(module, input, weight_of(module, "weight", input), None)
     return y if module.bias is None else y + module.bias
 
 
 def under_autocast(stock: Any, module: Any, input: Tensor) -> Tensor:
-    """The stock forward, whose input is cast once for all layers that read it."""
+    """The stock forward with its input cast to autocast's dtype once for all layers that read it."""
     following = part_of(module).following
     return stock(module, input if following is None else cast_once(input, following.last_input))  # type: ignore[no-any-return]
 
@@ -59,11 +60,11 @@ CONV1D = Kind(
     lambda module: (Weight("weight", transposed=True),),
     of_transposed,
 )
-"""GPT-2's: a linear layer whose weight is stored as (in, out)."""
+"""GPT-2's linear layer, whose weight is (in, out)."""
 FALCON = Kind(
     "FalconLinear",
     ("transformers.models.falcon.modeling_falcon.FalconLinear",),
     LINEAR.weights,
     with_bias_apart,
 )
-"""A linear layer that adds its bias after the product was rounded."""
+"""Falcon's linear layer, which adds its bias after the matmul was rounded."""

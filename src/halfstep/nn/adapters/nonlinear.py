@@ -1,7 +1,7 @@
-"""Norms over the last dimensions and activation functions: what autograd saves of their inputs may live in few bits.
+"""Adapter of norms and activation functions whose inputs are saved for backward in few bits.
 
 torch's LayerNorm, RMSNorm, GELU and SiLU, and those of Hugging Face's models, which have forwards of their own. ReLU is
-left alone: its gradient asks which outputs are 0, and in few bits small ones would be.
+left out: its gradient depends on which outputs are 0, and in few bits small ones would become 0.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +19,11 @@ from halfstep.unit.roles import unit_part
 
 
 def kept(module: nn.Module, x: Any) -> tuple[Storage | None, AbstractContextManager[Any]]:
-    """How what the module saves of its input x is kept in few bits, where the recipe says so of what is not linear: in
-    a traced graph, in which no hooks run, by rounding x as a storage; else within a context, by hooks of autograd."""
+    """(storage, context) for saving tensors of x's shape in few bits, if the recipe says so (`Saved.nonlinear`).
+
+    In a traced graph, where no hooks run: the storage to round x by, else None. Outside of one: a context whose
+    saved-tensor hooks do it.
+    """
     keeping: ops.Keeping | None = part_of(module).keeping
     if keeping is None or keeping.saved.nonlinear is None or not isinstance(x, Tensor):
         return None, nullcontext()
@@ -30,7 +33,8 @@ def kept(module: nn.Module, x: Any) -> tuple[Storage | None, AbstractContextMana
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether the module is one of these by its class, or by its class's name and make."""
+    """Whether the module is a norm or activation function that this adapter supports, by its class, or by its class's
+    name and parameters."""
     if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is not None:
         return False
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)):
@@ -42,8 +46,8 @@ def fits(module: nn.Module) -> bool:
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock, and
-    so are norms that are unit-scaled, whose gains' gradients have factors."""
+    """The stock forward, with tensors saved in few bits. In a traced graph torch's own classes except RMSNorm get the
+    same gradients; all others compute as stock modules do, as do unit-scaled norms, whose gradients have factors."""
     x: Any = args[0] if args else next(iter(kwargs.values()), None)
     storage, around = kept(module, x)
     if storage is not None and len(args) == 1 and not kwargs:

@@ -1,15 +1,14 @@
-"""`nn.RNN`, `nn.LSTM`, `nn.GRU` and their cells: the products with their weights round their operands.
+"""Adapters of `nn.RNN`, `nn.LSTM`, `nn.GRU` and their cells: matmuls with their weights round their operands.
 
-The inputs of all steps are one product; the hidden state of each step is one, and so is its projection, if there is
-one. What lies between is as torch computes it, in the dtype that the products come in (autocast's where it is on). A
-weight is rounded once a forward, and its gradient adds up over the steps in float32. Each product has scaling states of
-its own; over the steps they take in the largest amax.
+The inputs of all steps are one matmul; the hidden state of each step is one, and so is its projection, if any. The rest
+is computed as torch does, in the dtype of the matmuls' results (autocast's if it is on). A weight is rounded once a
+forward, and its gradient is accumulated over the steps in float32. Each matmul has scaling states of its own, which
+record the largest amax over the steps.
 
-`nn.LSTM` that no rule reaches: torch.autocast hands it to oneDNN, whatever the CPU. There is a kernel for bfloat16 on
-some CPUs, and none that trains in float16 on any. Without, an LSTM runs in float32 between one rounding of its weights,
-inputs and states to 16 bits and one of what comes out, both ways, as carried products do; in between nothing is
-rounded. Packed sequences, projections and inputs that are 16-bit already take kernels of torch's own, as `nn.GRU` and
-`nn.RNN` do.
+`nn.LSTM` that no rule matches: torch.autocast calls oneDNN, which has a bfloat16 kernel on some CPUs and no float16
+kernel that trains on any. Without a kernel, the LSTM rounds its weights, inputs and states once to 16 bits, runs in
+float32, and rounds its outputs once, forward and backward, as emulated matmuls do. Packed sequences, projections and
+16-bit inputs take torch's own kernels, as `nn.GRU` and `nn.RNN` do.
 """
 
 from collections.abc import Callable
@@ -32,17 +31,17 @@ _WHOLE = (
 )
 
 State = tuple[Tensor, ...]
-"""The hidden state; an LSTM's is followed by its cell state."""
+"""(hidden state,) or, for an LSTM, (hidden state, cell state)."""
 
 
 def weights(module: Any) -> tuple[Weight, ...]:
-    """What its products multiply by: of input, hidden state and projection, by layer and direction."""
+    """The weights of input, hidden state and projection, by layer and direction."""
     names = [name for name in module._flat_weights_names if name.startswith("weight_")]
     return tuple(Weight(name, name.removeprefix("weight_"), whole=_WHOLE) for name in names)
 
 
 def forward(stock: Any, module: Any, input: Tensor | PackedSequence, hx: Any = None) -> Any:
-    """torch's forward with `ops.linear`'s products; the stock forward where nothing is rounded.
+    """torch's forward with the matmuls of `ops.linear`; the stock forward if the spec rounds nothing.
 
     Raises:
         ModelError: an input without steps, or of another number of dimensions than the states.
@@ -84,12 +83,12 @@ def _packed(module: Any, input: PackedSequence, hx: Any) -> tuple[PackedSequence
 
 
 def _hx(state: State) -> Any:
-    """A state as torch's layers take and return it."""
+    """A state in torch's form: a tensor, or a tuple for an LSTM."""
     return state if len(state) > 1 else state[0]
 
 
 def _state(module: Any, x: Tensor, hx: Any, batch: int, batched: bool) -> State:
-    """The states given, (layers and directions, batch, size), or zeros, in the dtype that the products come in."""
+    """The given states, or zeros: (layers and directions, batch, size), in the dtype of the matmuls' results."""
     dtype, is_lstm = product_dtype(x), isinstance(module, nn.LSTM)
     if hx is None:
         sizes = (module.proj_size or module.hidden_size, module.hidden_size)[: 2 if is_lstm else 1]
@@ -106,7 +105,11 @@ def _state(module: Any, x: Tensor, hx: Any, batch: int, batched: bool) -> State:
 
 
 def _layers(module: Any, x: Tensor, sizes: list[int], states: State) -> tuple[Tensor, State]:
-    """All layers on the rows of all steps, `sizes` of them a step: the last one's outputs, and the final states."""
+    """Run all layers on the rows of all steps; returns the last layer's outputs and the final states.
+
+    Args:
+        sizes: the number of rows of x in each step.
+    """
     suffixes = ("", "_reverse") if module.bidirectional else ("",)
     finals: list[State] = []
     for layer in range(module.num_layers):
@@ -125,7 +128,7 @@ def _layers(module: Any, x: Tensor, sizes: list[int], states: State) -> tuple[Te
 def _direction(
     module: Any, name: str, x: Tensor, sizes: list[int], start: State, reverse: bool
 ) -> tuple[Tensor, State]:
-    """One layer in one direction. Sequences that have ended keep their state; in reverse, longer ones begin first."""
+    """Run one layer in one direction. Sequences that have ended keep their state; in reverse, long ones start first."""
     ih, hh, hr = (f"{part}_{name}" for part in ("ih", "hh", "hr"))
     input_bias, hidden_bias = (getattr(module, f"bias_{part}") if module.bias else None for part in (ih, hh))
     from_inputs = torch.split(product(module, x, weight_of(module, f"weight_{ih}", x), input_bias, ih), sizes)
@@ -151,10 +154,10 @@ def _direction(
 
 
 def cell_forward(stock: Any, module: Any, input: Tensor, hx: Any = None) -> Any:
-    """One step of the cell with `ops.linear`'s products; the stock forward where nothing is rounded.
+    """One step of the cell with the matmuls of `ops.linear`; the stock forward if the spec rounds nothing.
 
     Raises:
-        ModelError: the state's shape is not the input's.
+        ModelError: the state's shape does not match the input's.
     """
     if not spec_of(module).rounds:
         return stock(module, input, hx)
@@ -168,7 +171,7 @@ def cell_forward(stock: Any, module: Any, input: Tensor, hx: Any = None) -> Any:
 
 
 def _cell_state(module: Any, input: Tensor, hx: Any, parts: int) -> State:
-    """The state given, or zeros, in the dtype that the products come in."""
+    """The given state, or zeros, in the dtype of the matmuls' results."""
     dtype, expected = product_dtype(input), (*input.shape[:-1], module.hidden_size)
     given = (input.new_zeros(expected),) * parts if hx is None else tuple(hx) if parts > 1 else (hx,)
     shapes = [tuple(part.shape) for part in given]
@@ -182,14 +185,14 @@ def _cell_state(module: Any, input: Tensor, hx: Any, parts: int) -> State:
 
 
 def lstm(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """The next (h, c) of an LSTM, from the two products with their biases."""
+    """The next (h, c) of an LSTM, from the matmuls of input and hidden state, with biases."""
     into, forget, new, out = (from_input + from_hidden).chunk(4, -1)
     cell = forget.sigmoid() * state[1] + into.sigmoid() * new.tanh()
     return out.sigmoid() * cell.tanh(), cell
 
 
 def gru(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """The next (h,) of a GRU."""
+    """The next (h,) of a GRU, from the matmuls of input and hidden state, with biases."""
     reset, update, new = from_input.chunk(3, -1)
     reset_hidden, update_hidden, new_hidden = from_hidden.chunk(3, -1)
     new = (new + (reset + reset_hidden).sigmoid() * new_hidden).tanh()
@@ -202,11 +205,11 @@ GATES: dict[str, Callable[[Tensor, Tensor, State], State]] = {
     "RNN_TANH": lambda from_input, from_hidden, state: ((from_input + from_hidden).tanh(),),
     "RNN_RELU": lambda from_input, from_hidden, state: ((from_input + from_hidden).relu(),),
 }
-"""By torch's names for the kinds of recurrent layers: the next state."""
+"""Functions that compute the next state, by torch's names for the modes of recurrent layers."""
 
 
 def lacks_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN refuses an LSTM of that 16-bit dtype on this CPU."""
+    """Whether oneDNN has no LSTM kernel for that 16-bit dtype on this CPU."""
     if device.type != "cpu":
         return False
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -215,7 +218,8 @@ def lacks_kernel(dtype: torch.dtype, device: torch.device) -> bool:
 def lstm_forward(
     stock: Any, module: Any, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None
 ) -> Any:
-    """The stock forward; where oneDNN has no kernel for it, of a twin with rounded weights in float32."""
+    """The stock forward; if oneDNN has no kernel for it, in float32 with weights, inputs and states rounded to 16
+    bits."""
     if isinstance(input, PackedSequence) or module.proj_size:
         return stock(module, input, hx)
     dtype = product_dtype(input)

@@ -1,11 +1,11 @@
-"""Modules that compute wider than torch would have them: in float32 under autocast, or as wide as what comes in.
+"""Forwards of modules that compute in a wider dtype than torch would: in float32, or in their input's dtype.
 
-In float32 compute the modules that an op-level policy names beyond autocast's own lists (`forward`). Others have 16-bit
-weights that torch wants in their input's dtype, and an input that arrives wider meets wider weights (`FORWARDS`).
-A float32 buffer in a model (a positional encoding) widens the activations, and so does the model's own input. torch's
-CPU kernels refuse a float32 input with 16-bit weights, and its CUDA kernels differ; autocast casts the operands of
-products alone. Here the few weights are widened instead, and the layer computes in the input's precision. Power
-iterations and matrix exponentials (spectral norms, orthogonal weights) need more than 16 bits, whatever comes in.
+`forward`: modules that a recipe lists in `float32_modules`, beyond autocast's own lists, compute in float32.
+`FORWARDS`: modules with 16-bit weights whose input is wider. A float32 buffer in a model (a positional encoding) widens
+activations, and so does a float32 model input; torch's CPU kernels refuse a float32 input with 16-bit weights, its CUDA
+kernels differ, and autocast casts the operands of matmuls alone. Here the weights, which are small, are widened and the
+layer computes in the input's precision. Power iterations and matrix exponentials (spectral norms, orthogonal weights)
+always run in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ _STRICT: frozenset[Callable[..., Any]] = frozenset(
 
 
 def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules, by path, whose class's name (`LlamaRMSNorm` is an `*RMSNorm`) or whose path a glob matches."""
+    """The modules, by path, whose path or class name (`*RMSNorm` for `LlamaRMSNorm`) a glob matches."""
     if not globs:
         return {}
     return {
@@ -46,7 +46,7 @@ def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward on float32 inputs, out of autocast's reach; its output stays float32."""
+    """The stock forward on inputs cast to float32, without autocast; its output stays float32."""
     device = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
     with torch.autocast(device, enabled=False):
         return stock(module, *map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
@@ -57,12 +57,12 @@ def _widened(value: Any) -> Any:
 
 
 def _norm(stock: Any, module: Any, input: Tensor, *more: Tensor) -> Tensor:
-    """The stock forward, except for inputs whose dtype is not the weights'."""
+    """The stock forward if inputs and weights share a dtype; else the module computes in the wider of the two."""
     weight, bias = module.weight, getattr(module, "bias", None)
     if weight is None or all(x.dtype == weight.dtype for x in (input, *more)):
         return stock(module, input, *more)  # type: ignore[no-any-return]
     running = getattr(module, "track_running_stats", False)
-    if running:  # its weights are float32, and its buffers are the stock forward's own
+    if running:  # its weights are float32, and the stock forward updates its buffers
         return stock(module, input)  # type: ignore[no-any-return]
     dtype = torch.promote_types(input.dtype, weight.dtype)
     wide = {"weight": weight.to(dtype), "bias": None if bias is None else bias.to(dtype)}
@@ -73,8 +73,8 @@ def _norm(stock: Any, module: Any, input: Tensor, *more: Tensor) -> Tensor:
 def _bag(
     stock: Any, module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
-    """The stock forward; where the weights of the samples are wider than the table, the rows that the bags name are
-    widened (never the table) and summed so."""
+    """The stock forward; if the samples' weights are wider than the table, the rows that are looked up (not the table)
+    are widened and summed in that dtype."""
     table = module.weight
     if per_sample_weights is None or per_sample_weights.dtype == table.dtype or module.mode != "sum":
         return stock(module, input, offsets, per_sample_weights)  # type: ignore[no-any-return]
@@ -91,7 +91,7 @@ def _bag(
 
 
 def _spectral(stock: Any, module: Any, weight: Tensor) -> Tensor:
-    """The stock forward in float32, rounded to the weight's dtype."""
+    """The stock forward of a parametrization in float32, with its result cast to the weight's dtype."""
     with torch.autocast(weight.device.type, enabled=False):
         return stock(module, weight.float()).to(weight.dtype)  # type: ignore[no-any-return]
 
@@ -115,11 +115,11 @@ FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     **dict.fromkeys((parametrizations._SpectralNorm, parametrizations._Orthogonal), _spectral),
     nn.EmbeddingBag: _bag,
 }
-"""By the class of torch's whose forward it stands in for."""
+"""The forwards, by the torch class whose forward they replace."""
 
 
 def widen_hooked(module: nn.Module) -> None:
-    """Let the hook of `torch.nn.utils.spectral_norm` (the older one) read its weight in float32."""
+    """Make the hook of the older `torch.nn.utils.spectral_norm`, if the module has one, read its weight in float32."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm):
             extend(module, Shown(f"{hook.name}_orig", _in_float32))
@@ -130,13 +130,14 @@ def _in_float32(module: Any, name: str) -> Tensor:
 
 
 def has_own_code(module: nn.Module) -> bool:
-    """Whether the module's forward is not torch's, and has weights of its own to use."""
+    """Whether the module has parameters of its own and a forward that is not torch's."""
     own = any(parameter is not None for parameter in module._parameters.values())
     return own and not f"{type(module).forward.__module__}.".startswith("torch.")
 
 
 def own_code(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward; with the functions above widened where something in float32 comes in or lies beside."""
+    """The stock forward; if an argument or a buffer is float32, the functions in `_STRICT` cast their operands to the
+    widest dtype among them."""
     beside = (*args, *kwargs.values(), *module._buffers.values())
     if any(_is_floating(x) and x.dtype not in (torch.bfloat16, torch.float16) for x in beside):
         with _Widening():

@@ -1,8 +1,8 @@
-"""The factors of every operation of a traced model: what each needs, and what the graph lets it have.
+"""`Factors`: the unit-scaling factors of every operation of a traced model.
 
-Every value carries its expected mean square from the model's inputs on. Operations that are scaled bring it to about 1,
-additions to 1 exactly; those between carry it along. An operation that is not known makes it unknown, which is refused
-where a residual addition would depend on it, and reported otherwise.
+The expected mean square of every value is computed from the model's inputs on. Scaled operations bring it to about 1,
+additions to exactly 1; other operations propagate it. After an unsupported operation it is unknown, which is an error
+if a residual addition depends on it, and reported otherwise.
 """
 
 import math
@@ -18,15 +18,18 @@ from halfstep.unit.calibration import Attended, Constraint
 
 
 _MIXES = ("product", "linear", "matmul", "norm", "attention", "embedding", "softmax", "parameter", "input")
-"""Kinds whose output is independent of each single element of their inputs, near enough."""
+"""Kinds whose output is nearly independent of each single element of their inputs."""
 
 
 class Factors:
-    """Gives every node of a graph its factors, and its outputs their mean square, which a kind's rule returns.
+    """Sets the factors of every node of a graph, and the mean square of its outputs.
+
+    For each kind of node there is a method `_kind` that sets the factors and returns the outputs' mean square (None:
+    unknown).
 
     Args:
-        constraint: how a tied group of factors becomes one.
-        residual: the share of variance that a residual branch has; None is a running mean over the branches.
+        constraint: how a group of tied factors becomes one factor.
+        residual: the share of variance of each residual branch; None: a running mean over the branches.
     """
 
     def __init__(self, graph: Graph, constraint: str | Constraint | None, residual: float | None, name: str) -> None:
@@ -43,23 +46,28 @@ class Factors:
         return (node, operand) in self._cuts
 
     def _per_call(self, node: Node, count: Callable[[Node], float]) -> float:
-        """A layer's rows or lookups in one call: the mean over its module's calls, which have one factor."""
+        """The rows or lookups of a layer per call: the mean over all calls of its module, which share one factor."""
         calls = self._whole.get(node.path, [node]) if node.facts.get("leaf") else [node]
         return sum(map(count, calls)) / len(calls)
 
     def _resolve(self, node: Node, alpha: float, betas: dict[int, float]) -> None:
-        """Give the node its factors; those of edges that are no cut-edges become one with the output's."""
+        """Set the node's factors; the constraint ties those of edges that are no cut-edges to the output's.
+
+        Args:
+            alpha: the ideal factor of the output.
+            betas: the ideal factors of the operands' gradients, by index.
+        """
         tied = [i for i in betas if not self._is_free(node, i)]
         resolved = self._rule(alpha, *(betas[i] for i in tied))
         node.alpha, node.tied = resolved[0], bool(tied)
         for i, beta in (betas | dict(zip(tied, resolved[1:], strict=True))).items():
             node.betas[i] = beta
 
-    # ---- what a pass begins with ------------------------------------------------------------------------------------
+    # ---- inputs and parameters --------------------------------------------------------------------------------------
 
     def _input(self, node: Node) -> float | None:
-        """Its mean square is what the traced batch had; of a parameter what it will be, 1 of a weight that is divided
-        by its standard deviation."""
+        """The mean square of the traced batch; for a parameter the one it will have: 1 for a weight that is divided by
+        its standard deviation, else unknown."""
         return node.outputs[0].square
 
     _parameter = _input
@@ -84,7 +92,7 @@ class Factors:
         return None if x.square is None else node.alpha**2 * fan_in * x.square
 
     def _linear(self, node: Node) -> float | None:
-        """A product that a module's own code forms."""
+        """A call of F.linear in a module's own code."""
         x, (fan_in, fan_out), rows = node.operands[0], node.facts["fans"], max(node.facts["rows"], 1)
         self._resolve(
             node, fan_in**-0.5, {0: fan_out**-0.5} | dict.fromkeys(range(1, len(node.operands)), rows ** (-0.5))
@@ -122,7 +130,8 @@ class Factors:
         return node.alpha**2 * square
 
     def _mean(self, node: Node) -> None:
-        """How large a mean is depends on what its terms have in common, which is not known; its gradient is a share."""
+        """The size of a mean depends on the correlation of its terms, which is unknown. Each term's gradient is that of
+        the mean divided by their number."""
         if self._is_free(node, 0):
             node.betas[0] = float(node.facts["count"])
             node.rule = "1, and of unknown size; to the input the number of terms"
@@ -130,7 +139,7 @@ class Factors:
             self._unknown(node)
 
     def _scale(self, node: Node) -> float | None:
-        """A multiplication by a number is dropped: unit scaling sets the scale."""
+        """A multiplication by a constant is dropped: unit scaling sets the scale."""
         x = node.operands[0]
         if x.square is None:
             return None
@@ -204,10 +213,10 @@ class Factors:
         return 1.0
 
     def _sums(self, node: Node) -> None:
-        """Give the gradient of an operand that is broadcast, a sum over its copies, the factor copies^-1/2.
+        """Give the gradient of a broadcast operand, a sum over its copies, the factor copies^-1/2.
 
-        What a cut-edge does not lead away takes it back where the branch begins that the operand ends, as a residual
-        branch does, so that all gradients but those inside are what they were.
+        If the operand's edge is no cut-edge, the factor is undone where the branch that ends in it begins, as for a
+        residual branch, so that only gradients inside the branch change.
         """
         for i, copies in enumerate(factors.broadcast(*(value.shape for value in node.operands))):
             if copies == 1:
@@ -225,7 +234,7 @@ class Factors:
             node.rule = f"{node.rule + '; ' if node.rule else ''}to a broadcast operand copies^-1/2"
 
     def _shift(self, node: Node) -> float | None:
-        """An addition of a constant."""
+        """An addition of a constant, or of a mask."""
         x, mask = node.operands[0], node.facts["masks"]
         constant = 0.0 if mask is not None else node.facts["constant"] or 0.0
         square = _carry(node, x, None if x.square is None else x.square + constant)
@@ -234,7 +243,8 @@ class Factors:
         return square
 
     def _skip(self, node: Node) -> int | None:
-        """Which of an addition's operands is skipped to it: what the branch that the other one ends begins with."""
+        """The index of an addition's operand that is a skip connection, since the branch that ends in the other operand
+        begins with it; None if there is none."""
         bases = [_base(value) for value in node.operands]
         if bases[0] is bases[1]:
             raise self._refusal(node, "adds a tensor to a view or a dropout of itself")
@@ -267,7 +277,7 @@ class Factors:
         node.mark(depth=a.depth + b.terms)
         return 1.0
 
-    # ---- operations that carry --------------------------------------------------------------------------------------
+    # ---- operations that propagate the mean square ------------------------------------------------------------------
 
     def _mul(self, node: Node) -> float | None:
         if len(node.operands) == 1:
@@ -309,20 +319,20 @@ class Factors:
 
 
 def _carry(node: Node, x: Value, square: float | None) -> float | None:
-    """The outputs are what x is, with that mean square."""
+    """Mark the outputs as x is marked (terms, depth, mask, weights); returns `square`."""
     node.mark(terms=x.terms, depth=x.depth, mask=x.mask, weights=x.weights)
     return square
 
 
 def _base(value: Value) -> Value:
-    """The value that this one is a view, a cast or a dropout of."""
+    """The value behind views, casts, dropouts and multiplications by constants."""
     while value.producer.kind in ("passive", "dropout", "scale") and len(value.producer.operands) == 1:
         value = value.producer.operands[0]
     return value
 
 
 def _walk(value: Value, through: Callable[[Node], bool]) -> set[Value]:
-    """The values that this one is made of, where `through` says which nodes are looked through."""
+    """The values that this one is computed from, going back through the nodes for which `through` is true."""
     found: set[Value] = set()
     todo = [value]
     while todo:
@@ -335,19 +345,19 @@ def _walk(value: Value, through: Callable[[Node], bool]) -> set[Value]:
 
 
 def _line(value: Value) -> set[Value]:
-    """The values that this one is a linear image of, element by element, where constants are the only factors."""
+    """The values of which this one is a linear function, element by element, with constant coefficients."""
     linear = ("passive", "dropout", "join", "scale")
     return _walk(value, lambda n: n.kind in linear or (n.kind in ("mul", "add") and len(n.operands) == 1))
 
 
 def _elements(value: Value) -> set[Value]:
-    """The values whose single elements this one's depend on; parts of a split tensor are apart."""
+    """The values on whose single elements this one's elements depend; parts of a split tensor count as separate."""
     parts = ("chunk", "split", "__getitem__", "unbind", "tensor_split", "split_with_sizes")
     return _walk(value, lambda n: n.kind not in _MIXES and n.function not in parts)
 
 
 def _blame(value: Value) -> str:
-    """The first operation that made a value's size unknown."""
+    """The place of the first operation that made the value's mean square unknown."""
     while (behind := next((x for x in value.producer.operands if x.square is None), None)) is not None:
         if not behind.producer.operands:
             break
@@ -356,7 +366,7 @@ def _blame(value: Value) -> str:
 
 
 def _fans(node: Node) -> tuple[int, float, int]:
-    """Fan-in, fan-out and rows of a layer's product."""
+    """Fan-in, fan-out and rows of a layer's matmul; for a convolution the fan-out is an average over positions."""
     module, weight = node.facts["module"], node.facts["module"].weight
     if node.facts["leaf"].name == "convolution":
         places = math.prod(node.outputs[0].shape[2:])

@@ -1,7 +1,7 @@
-"""The forwards of a unit-scaled model: of modules that are one operation, and of those whose own code computes.
+"""The forwards of a unit-scaled model: of modules that are one operation, and of modules with code of their own.
 
-torch's own are known by their class. Others, Hugging Face's hand-written norms and activations, are called on numbers,
-and are what they compute; a name proves nothing.
+torch's modules are recognized by their class. Others, such as Hugging Face's hand-written norms and activations, are
+recognized by their results on random inputs, not by their names.
 """
 
 import math
@@ -43,20 +43,20 @@ _SILENT = (
 
 @dataclass(frozen=True)
 class Leaf:
-    """A module that is one operation."""
+    """What a module computes that is one operation."""
 
     kind: str
     """`product`, `embedding`, `norm`, `elementwise` or `attention`."""
     name: str
-    """Which: of norms `layer_norm`, `rms_norm`, `group_norm` or `batch_norm`."""
+    """The operation; for norms `layer_norm`, `rms_norm`, `group_norm` or `batch_norm`."""
     eps: float = 0.0
-    """Of a norm that is written by hand."""
+    """The epsilon of a hand-written norm."""
     activation: str = ""
-    """Which of `unit.activations.IN_PLACE` it computes, where it is one of them."""
+    """The name in `unit.activations.IN_PLACE`, if it is one of these."""
 
 
 def leaf_of(module: nn.Module) -> Leaf | None:
-    """Which one operation the module is; None where it is more, or something else."""
+    """The operation that the module is; None if it is more than one, or another."""
     stock = "forward" not in vars(module)
     kind = kind_of(module)
     if kind is not None and kind in PRODUCTS:
@@ -75,7 +75,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
 
 
 def _measured_norm(module: nn.Module) -> Leaf | None:
-    """A norm over the last dimension, by what it computes with random weights and inputs."""
+    """The module as a norm over the last dimension, if it computes one on random weights and inputs; else None."""
     parameters = {name: p for name, p in module.named_parameters() if p is not None}
     if parameters.keys() not in ({"weight"}, {"weight", "bias"}) or any(p.dim() != 1 for p in parameters.values()):
         return None
@@ -102,7 +102,8 @@ def _computes(module: nn.Module, weights: dict[str, Tensor], inputs: Any, expect
 
 
 def _measured_elementwise(module: nn.Module) -> Leaf | None:
-    """A function of each element alone, by what it does to the same elements in another order and shape."""
+    """The module as an elementwise function, if its results on the same elements in another order and shape are the
+    same; else None."""
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return None
     x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
@@ -118,8 +119,8 @@ def _measured_elementwise(module: nn.Module) -> Leaf | None:
 
 
 def _activation(module: nn.Module) -> str:
-    """Which of `IN_PLACE` an elementwise module computes, far beyond the usual inputs too; of one that writes to
-    its input, which other code may use further, none."""
+    """The name in `IN_PLACE` of an elementwise module's function, compared on [-100, 100]; empty if there is none, or
+    if the module writes to its input, which other code may use."""
     x = torch.linspace(-100, 100, 2**12, dtype=torch.float32, device="cpu")
     y = _called(module, {}, x)
     known = (name for name in IN_PLACE if isinstance(y, Tensor) and _same(y, value(x, name)))
@@ -131,11 +132,12 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _called(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Any:
-    """What the module makes of numbers, without its hooks, its weights or anybody's random state."""
+    """The module's output for x with the given weights, without its hooks; random states are not changed. None if it
+    raises."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             return functional_call(_without_hooks(module), weights, (x.clone(),))
-        except Exception:  # whatever it is, it is no function of one tensor
+        except Exception:  # it is no function of one tensor
             return None
 
 
@@ -146,8 +148,8 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def measured(function: Any, size: float) -> tuple[float, float, float]:
-    """Of a function f of one number z of N(0, size^2): its standard deviation, the root mean square of its slope
-    and its mean square, by a sum over 2^14 quantiles in float64."""
+    """The standard deviation of f(z), the root mean square of f'(z) and the mean square of f(z), for a scalar z from
+    N(0, size^2): sums over 2^14 quantiles in float64."""
     count = 2**14
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         levels = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
@@ -160,51 +162,51 @@ def measured(function: Any, size: float) -> tuple[float, float, float]:
     return deviation, float(slope.double().square().mean().sqrt()), float(square)
 
 
-# ---- modules whose own code computes ---------------------------------------------------------------------------------
+# ---- modules with code of their own ----------------------------------------------------------------------------------
 
 PASSIVE = "passive"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a torch function, in the order that a module's own code makes them."""
+    """One call of a torch function in a module's own code, and how it is scaled."""
 
     kind: str
-    """What is made of it; `passive` is left alone."""
+    """How it is scaled (a key of `_RUN`); `passive` is not."""
     call: str
-    """What it is recognised by (`functions.signature`)."""
+    """The signature by which it is recognized (`functions.signature`)."""
     function: str
     """Its canonical name."""
     alpha: float = 1.0
-    """What its output is multiplied by."""
+    """The factor of its output."""
     backward: tuple[tuple[int, float], ...] = ()
-    """What the gradients of its operands are multiplied by in all, by their places among the arguments' leaves."""
+    """The total factors of its operands' gradients, by index among the flattened arguments."""
     in_place: bool = False
     """Whether it writes to its first operand."""
     numbers: tuple[float, ...] = ()
-    """Of an addition, the operands' factors; of attention, the scores' and the bias's."""
+    """For an addition, the operands' factors; for attention, those of the scores and the bias."""
 
     @property
     def is_forward(self) -> bool:
-        """Whether it changes values, and not gradients alone."""
+        """Whether it scales values, and not gradients alone."""
         return self.kind != PASSIVE and (self.alpha != 1 or bool(self.numbers))
 
 
 @dataclass(frozen=True)
 class Own:
-    """The calls that a module's own code makes, those of its children left out."""
+    """The calls in a module's own code, in order, without those of its children."""
 
     path: str
     steps: tuple[Step, ...]
 
 
 class Running(TorchFunctionMode):
-    """Within it, the functions that a module's own code calls are scaled, as its list of steps says.
+    """A function mode that scales the functions that a module's own code calls, by its list of steps.
 
-    Each call of a module has its own, so that activation checkpointing, which calls the module again, is right too.
+    Each call of a module enters a new one, so that recomputation by activation checkpointing works.
 
     Raises:
-        ModelError: the code calls other functions, or in another order, than it did when it was traced.
+        ModelError: the code calls other functions, or in another order, than when it was traced.
     """
 
     def __init__(self, own: Own) -> None:
@@ -217,9 +219,9 @@ class Running(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not any(isinstance(x, (Tensor, tuple, list)) for x in args) and not kwargs.get("input", None) is not None:
-            return func(*args, **kwargs)  # a factory: it may have a default device, which is another mode
+            return func(*args, **kwargs)  # a factory function: the default device is another function mode
         name = canonical(func, args)
-        with torch._C.DisableTorchFunction():  # the modes of modules around this one do not hear of it
+        with torch._C.DisableTorchFunction():  # the modes of enclosing modules do not see it
             if name not in self._names or not counts(args, kwargs):
                 return func(*args, **kwargs)
             step = self._next(signature(name, args))
@@ -239,7 +241,7 @@ class Running(TorchFunctionMode):
         return step.kind == PASSIVE or step.function not in self._names or not (self._grad or step.is_forward)
 
     def finish(self) -> None:
-        """The module's forward has returned: nothing that is scaled may be missing."""
+        """Called when the module's forward has returned: raises if a scaled call is missing."""
         for step in self._own.steps[self._at :]:
             if not self._may_skip(step):
                 raise self._other("it ended", step.call)
@@ -253,7 +255,7 @@ class Running(TorchFunctionMode):
 
 
 def _weighted(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """w_a a + w_b b, with the gradients' own factors."""
+    """An addition or subtraction as w_a a + w_b b, with factors of their own for the gradients."""
     backward = dict(step.backward)
     a, b = args[:2]
     signs = (1.0, 1.0)
@@ -266,7 +268,7 @@ def _weighted(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def _scale(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A multiplication by a number keeps the number's sign alone."""
+    """A multiplication by a constant, replaced by the constant's sign."""
     x = next(x for x in args[:2] if isinstance(x, Tensor) and (x.dim() > 0 or not isinstance(args[1], Tensor)))
     sign = step.numbers[0]
     return scaled(x, sign, sign * (step.backward[0][1] if step.backward else 1.0))
@@ -308,12 +310,13 @@ def _elementwise(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _reduction(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A loss or a mean as it is: the factor of its operand's gradient is on its own, which is smaller."""
+    """A loss or a mean, unscaled: the factor of its operand's gradient is applied to the output's gradient, which is
+    smaller."""
     return scale_backward(func(*args, **kwargs), step.backward[0][1])
 
 
 def _gradients(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The function as it is, with factors on its operands' gradients."""
+    """The function with factors on its output and on its operands' gradients."""
     leaves, tree = tree_flatten((args, dict(kwargs)))
     for place, factor in step.backward:
         leaves[place] = scale_backward(leaves[place], factor / step.alpha)
@@ -342,20 +345,20 @@ class Whole:
     """The factors of a module that is one operation."""
 
     name: str
-    """Which: of norms, `layer_norm`, `rms_norm`, `group_norm`, `batch_norm`; of functions, an activation's name."""
+    """The operation: for norms `layer_norm`, `rms_norm`, `group_norm`, `batch_norm`; for functions their name."""
     alpha: float
-    """What its output is multiplied by."""
+    """The factor of its output."""
     backward: tuple[float, ...]
-    """What the gradients of its inputs are multiplied by in all."""
+    """The total factors of its inputs' gradients."""
     eps: float = 0.0
     free: bool = False
-    """Whether gain and bias have gradients of their own size, rows^-1/2."""
+    """Whether the gradients of gain and bias have the factor rows^-1/2."""
     beside: float = 1.0
-    """What the gradients of gain and bias are multiplied by besides."""
+    """A further factor of the gradients of gain and bias."""
 
 
 def own(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, whose calls of functions are scaled."""
+    """The module's forward, whose function calls are scaled."""
     running = Running(unit_part(module).forward)
     with running:
         output = stock(module, *args, **kwargs)
@@ -365,7 +368,7 @@ def own(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shield:
-    """The members of a module that is one operation: the code of the module around it does not hear what it calls."""
+    """Members of a module that is one operation: `__call__` that hides its functions from enclosing function modes."""
 
     beneath: bool = True
 
@@ -381,7 +384,7 @@ class Shield:
 
 @dataclass(frozen=True)
 class Unsaved:
-    """The members of a model that Hugging Face's readers would misread: its files would hold unit-scaled weights."""
+    """Members of a Hugging Face model: `save_pretrained` raises, since stock models misread unit-scaled weights."""
 
     beneath: bool = True
 
@@ -397,7 +400,7 @@ class Unsaved:
 
 
 def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """An embedding's lookup, or a function of each element: both of its factors are its output's."""
+    """The forward of an embedding or an elementwise function, with factors on the output and on its gradient."""
     plan: Whole = unit_part(module).forward
     if plan.name in IN_PLACE:
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
@@ -406,7 +409,7 @@ def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attention as a module: one factor, and those that residual branches leave at its inputs."""
+    """The forward of an attention module, with a factor on its output, and on the gradients of its inputs."""
     plan: Whole = unit_part(module).forward
     given = named(("query", "key", "value", "mask", "is_causal"), args, kwargs)
     for name, factor in zip(("query", "key", "value"), plan.backward, strict=True):
@@ -415,7 +418,7 @@ def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def norm(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The norm, whose gain and bias have gradients of unit size."""
+    """The forward of a norm, with factors on the gradients of its input, gain and bias."""
     plan: Whole = unit_part(module).forward
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     x = scale_backward(x, plan.backward[0])
@@ -430,7 +433,7 @@ def norm(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parameter(module: Any, name: str, x: Tensor, plan: Whole) -> Tensor | None:
-    """A gain or bias in the dtype that its input asks for, with its gradient's factor."""
+    """A gain or bias, cast to the wider dtype of itself and x, with the factor of its gradient; None if missing."""
     parameter = getattr(module, name, None)
     if parameter is None:
         return None
@@ -441,4 +444,4 @@ def _parameter(module: Any, name: str, x: Tensor, plan: Whole) -> Tensor | None:
 
 
 WHOLE = {"norm": norm, "embedding": one_input, "elementwise": one_input, "attention": attention}
-"""The forwards of modules that are one operation, by their kind; a product's is its adapter's."""
+"""The forwards of modules that are one operation, by kind; layers with matmuls use their adapter's."""

@@ -1,4 +1,4 @@
-"""torch's functions by what unit scaling makes of them: one name for each operation, however it is written."""
+"""Classification of torch's functions for unit scaling: one canonical name for each operation."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,13 +20,13 @@ _NAMES = {
 }  # fmt: skip
 _CANONICAL = {name: canonical for canonical, names in _NAMES.items() for name in names}
 _SCALARS = {"add": "shift", "sub": "shift", "mul": "scale", "div": "scale"}
-"""What they are with a number."""
+"""The canonical names of these operations if one operand is a scalar."""
 
 ELEMENTWISE = frozenset(
     ("celu", "elu", "gelu", "hardswish", "leaky_relu", "logsigmoid", "mish", "relu", "relu_", "relu6", "selu",
      "sigmoid", "silu", "softplus", "softsign", "tanh")
 )  # fmt: skip
-"""Functions of one tensor, element by element."""
+"""Elementwise functions of one tensor."""
 
 VIEWS = frozenset(
     ("T", "H", "mT", "mH", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "transpose", "swapaxes",
@@ -36,10 +36,10 @@ VIEWS = frozenset(
      "index_select", "gather", "take_along_dim", "clamp", "real", "imag", "cuda", "cpu", "double", "requires_grad_",
      "checkpoint_name", "tile", "masked_select")
 )  # fmt: skip
-"""Functions that leave the mean square of one tensor as it is, up to which elements are there."""
+"""Functions of one tensor that keep its mean square, apart from the choice of elements."""
 
 SAME = frozenset(("neg", "__neg__", "abs"))
-"""Functions of one tensor that leave each element's magnitude."""
+"""Functions of one tensor that keep the magnitude of each element."""
 
 ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """The arguments of `scaled_dot_product_attention`."""
@@ -50,7 +50,7 @@ DETACHED = frozenset(("detach", "detach_", "data", "grad", "argmax", "argmin", "
 
 
 def raw_name(func: Callable[..., Any]) -> str:
-    """The name of a function as torch has it; of a property's getter, the property's."""
+    """torch's name of a function; for a property's getter, the property's name."""
     name: str = getattr(func, "__name__", type(func).__name__)
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -58,7 +58,7 @@ def raw_name(func: Callable[..., Any]) -> str:
 
 
 def canonical(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """One name for an operation, however it is written; `scale` and `shift` are by a number."""
+    """The canonical name of a call's operation; `scale` and `shift` for a scalar operand."""
     name = _CANONICAL.get(raw_name(func)) or raw_name(func)
     if name in _SCALARS and sum(isinstance(x, Tensor) and x.dim() > 0 for x in args[:2]) < 2:
         return _SCALARS[name]
@@ -66,13 +66,13 @@ def canonical(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def activation(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Which of `unit.activations.IN_PLACE` a call of an elementwise function is, where it is one of them."""
+    """The name in `unit.activations.IN_PLACE` of a call of an elementwise function; None if it has none."""
     named = f"{name}_tanh" if kwargs.get("approximate") == "tanh" else name
     return named if (len(args) == 1 and kwargs.keys() <= {"approximate", "inplace"}) and named in IN_PLACE else None
 
 
 def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it writes to its first argument."""
+    """Whether the call writes to its first argument."""
     name = raw_name(func)
     return (
         bool(kwargs.get("inplace"))
@@ -82,17 +82,17 @@ def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, Tensor]]:
-    """The tensors among a call's arguments, by their place among its leaves."""
+    """(index, tensor) for the tensors among the flattened arguments of a call."""
     return [(i, x) for i, x in enumerate(tree_leaves((args, dict(kwargs)))) if isinstance(x, Tensor)]
 
 
 def named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, of which those by position have these."""
+    """A call's arguments by name; `names` are those of positional arguments."""
     return {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
 
 
 def number(func: Callable[..., Any], args: tuple[Any, ...]) -> float | None:
-    """The number c of `x * c`, `c * x` or `x / c`, as what x is multiplied by; None of `c / x`."""
+    """The factor of x in `x * c`, `c * x` or `x / c` (1 / c); None for `c / x`."""
     tensor, other = args[:2]
     divides = _CANONICAL.get(raw_name(func)) == "div"
     if not isinstance(tensor, Tensor) or (tensor.dim() == 0 and isinstance(other, Tensor)):
@@ -102,17 +102,17 @@ def number(func: Callable[..., Any], args: tuple[Any, ...]) -> float | None:
 
 
 def signature(name: str, args: tuple[Any, ...]) -> str:
-    """The operation and how many dimensions its first operands have: what a call is recognised by."""
+    """The operation's name, for arithmetic with its operands' numbers of dimensions, by which calls are recognized."""
     if name in ("add", "sub", "mul", "div"):
         return f"{name} of {' and '.join(str(x.dim()) if isinstance(x, Tensor) else 's' for x in args[:2])} dimensions"
     return name
 
 
 def is_floating(x: Any) -> bool:
-    """Whether it is a floating tensor."""
+    """Whether x is a floating-point or complex tensor."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def counts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call computes with floating tensors, so that it may be one that is scaled."""
+    """Whether a call has floating tensors among its arguments, so that it may be scaled."""
     return any(map(is_floating, (*args[:3], *kwargs.values())))

@@ -1,4 +1,4 @@
-"""The operations of one forward pass as a graph: what each takes and gives, and which edges are cut-edges."""
+"""The operations of one forward pass as a graph of nodes and values, with its cut-edges (bridges)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 SOURCES = ("parameter", "input")
-"""Kinds of nodes that only give a tensor."""
+"""Kinds of nodes without operands."""
 
 
 @dataclass(eq=False, repr=False)
@@ -17,86 +17,88 @@ class Value:
     producer: "Node"
     shape: tuple[int, ...]
     square: float | None = None
-    """Its expected mean square at initialisation; None where that is not known."""
+    """Its expected mean square at initialization; None if unknown."""
     terms: int = 1
-    """How many terms an addition counts in it."""
+    """The number of terms that it counts as in an addition."""
     depth: int = 1
-    """How many terms a residual addition counts in it, where it is what is skipped."""
+    """The number of terms that it counts as in a residual addition, as the skip connection."""
     mask: Any = None
-    """What masks it, where it is scores: False, or very negative, where there is no attention."""
+    """The mask of attention scores: False, or very negative, where a position must not attend."""
     weights: bool = False
-    """Whether it is what softmax gives over its last dimension."""
+    """Whether it is a softmax over its last dimension."""
     consumers: "list[tuple[Node, int]]" = field(default_factory=list)
-    """The nodes that take it, and as which of their operands."""
+    """The nodes that take it, each with the index of the operand."""
     is_output: bool = False
 
 
 @dataclass(eq=False, repr=False)
 class Node:
-    """One operation: a whole module, a function that a module's own code calls, a parameter or an input."""
+    """One operation: a module that is one, a function call in a module's own code, a parameter or an input."""
 
     kind: str
-    """What its factors follow from: `product`, `norm`, `add`, `scale` ...; `passive` or `unknown`."""
+    """The rule for its factors: `product`, `norm`, `add`, `scale` ...; `passive` or `unknown`."""
     function: str
-    """The canonical name of the function, or the path of the whole module or parameter."""
+    """The canonical name of the function, or the name of the module's operation or of the parameter."""
     calls: tuple[tuple[str, int], ...]
-    """The modules that were running, outermost first: path, and how many calls of modules came before."""
+    """The modules whose forwards were running, outermost first: the path, and the serial number of the call."""
     operands: list[Value]
     slots: list[int | str]
-    """Where each operand stands among the arguments' leaves; a parameter's name within its module."""
+    """The index of each operand among the flattened arguments, or a parameter's name within its module."""
     index: int
+    """The node's position in the graph."""
     facts: dict[str, Any] = field(default_factory=dict)
+    """What the rule of its kind needs to know."""
     outputs: list[Value] = field(default_factory=list)
     alive: bool = False
     """Whether an output of the model depends on it."""
     alpha: float = 1.0
-    """What its output is multiplied by."""
+    """The factor of its output."""
     betas: list[float] = field(default_factory=list)
-    """What the gradient of each operand is multiplied by, its own alpha included."""
+    """The factor of each operand's gradient, alpha included."""
     gamma: float = 1.0
-    """What the gradient of its output is multiplied by before."""
+    """The factor by which the gradient of its output is multiplied first."""
     weighted: tuple[float, float] | None = None
-    """Of an addition: what its two operands are multiplied by."""
+    """For an addition: the factors of its two operands."""
     tied: bool = False
-    """Whether the gradient of an operand takes the output's factor."""
+    """Whether the gradient of an operand has the factor of the output."""
     rule: str = ""
-    """What the factors follow from, for the report."""
+    """The origin of the factors, for the report."""
 
     def __post_init__(self) -> None:
         self.betas = [1.0] * len(self.operands)
 
     def tie(self, factor: float, rule: str) -> None:
-        """Multiply the output and the gradients of all operands by one factor."""
+        """Set one factor for the output and the gradients of all operands."""
         self.alpha, self.betas, self.tied, self.rule = factor, [factor] * len(self.operands), True, rule
 
     def weigh(self, weights: tuple[float, float], betas: tuple[float, float], rule: str) -> None:
-        """Multiply the two operands by weights, and their gradients by factors."""
+        """Set the weights of an addition's two operands, and the factors of their gradients."""
         self.weighted, self.betas, self.tied, self.rule = weights, list(betas), True, rule
 
     def mark(self, **marks: Any) -> None:
-        """Say that of all outputs."""
+        """Set these attributes of all outputs."""
         for value in self.outputs:
             vars(value).update(marks)
 
     @property
     def path(self) -> str:
-        """The module whose code it is, or the whole module."""
+        """The path of the module in whose forward it is called, or of the module that it is."""
         return self.calls[-1][0] if self.calls else ""
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Its module and function, for messages."""
         where = self.path or "the model's own forward"
         return where if self.facts.get("leaf") else f"{where}: {self.function}"
 
 
 Edge = tuple[Node, int]
-"""A node, and which of its operands."""
+"""A node and the index of one of its operands."""
 
 
 @dataclass(repr=False)
 class Graph:
-    """The operations of one forward pass, in the order that they ran in."""
+    """The operations of one forward pass, in the order in which they ran."""
 
     nodes: list[Node]
     outputs: list[Value]
@@ -114,10 +116,8 @@ class Graph:
         return (node for node in self.nodes if node.alive)
 
     def cut_edges(self) -> set[Edge]:
-        """The edges whose removal leaves the graph, taken as undirected, in two parts (bridges).
-
-        What the outputs go to, a loss, is a node of it too.
-        """
+        """The bridges: edges whose removal disconnects the graph, taken as undirected. The loss, to which all outputs
+        go, is a node of it too."""
         loss = len(self.nodes)
         edges = [(node, i) for node in self.living() for i in range(len(node.operands))]
         ends = [(node.operands[i].producer.index, node.index) for node, i in edges]
@@ -125,9 +125,9 @@ class Graph:
         return {edges[number] for number in found if number < len(edges)}
 
     def inside(self, node: Node, operand: int) -> set[Node]:
-        """The nodes all of whose paths to the model's outputs go through that operand: a residual branch.
+        """The nodes from which all paths to the model's outputs go through that operand: a residual branch.
 
-        A branch does not begin in a module that is called several times: its other calls may lie elsewhere.
+        A branch does not begin in a module that is called several times, since its other calls may be elsewhere.
         """
         outside: set[Node] = set()
         while True:
@@ -147,7 +147,7 @@ class Graph:
         return inner
 
     def leads(self, first: Node, second: Node) -> bool:
-        """Whether `second` depends on what `first` gives, or is it."""
+        """Whether `second` is `first` or depends on its outputs."""
         reached = {first}
         for node in self.nodes[first.index : second.index + 1]:
             if any(value.producer in reached for value in node.operands):
@@ -159,10 +159,11 @@ class Graph:
 
 
 def _bridges(ends: list[tuple[int, int]]) -> list[int]:
-    """The edges, by number, that lie on no cycle, of nodes that all lead to the last one, each by edges to later ones.
+    """The indices of the edges that lie on no cycle. Edges go from lower to higher nodes; all nodes lead to the last.
 
-    The first edge out of each node is its branch of a spanning tree. Every other edge closes a cycle, and is a bit of
-    what its ends are told: a branch lies on those cycles that an odd number of ends beyond it tell of.
+    The first edge out of each node belongs to a spanning tree. Every other edge closes one cycle and sets its bit, by
+    exclusive or, in the label of both its ends. Summed by exclusive or over the subtree beyond a tree edge, labels have
+    the bits of the cycles through that edge: none for a bridge.
     """
     branches: dict[int, int] = {}
     told: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""From a graph with factors to what each module is given: multipliers, factors, or steps of its own code."""
+"""`plan`: what each module of a traced model gets: multipliers, factors, or a list of scaled calls."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,22 +15,24 @@ _Made = TypeVar("_Made")
 
 @dataclass
 class Plan:
-    """What every module of a model is given, by path."""
+    """What every module of a model gets, by path."""
 
     name: str
     """The model's class, for messages."""
     is_fixed: bool
     """Whether all residual branches have one share of variance."""
     products: dict[str, LinearSpec] = field(default_factory=dict)
+    """The multipliers of layers with matmuls."""
     whole: dict[str, tuple[str, Whole]] = field(default_factory=dict)
-    """The kind of each module that is one operation, and its factors."""
+    """The kind and the factors of each other module that is one operation."""
     own: dict[str, Own] = field(default_factory=dict)
+    """The scaled calls of modules with code of their own."""
 
     def once(self, table: dict[str, _Made], path: str, made: _Made) -> None:
-        """Write down what a module is given.
+        """Enter what a module gets in a table.
 
         Raises:
-            ModelError: another of its calls would be given something else.
+            ModelError: another call of the module would need something else.
         """
         if table.setdefault(path, made) != made:
             shares = (
@@ -45,10 +47,14 @@ class Plan:
 
 
 def plan(graph: Graph, name: str, is_fixed: bool) -> Plan:
-    """What every module of the traced model is given; `is_fixed`: its residual branches have one share of variance.
+    """The plan of a traced model with factors.
+
+    Args:
+        name: the model's class, for messages.
+        is_fixed: its residual branches have one share of variance.
 
     Raises:
-        ModelError: a module is called several times, and would have to compute otherwise each time.
+        ModelError: a module is called several times and would need other factors or calls each time.
     """
     made = Plan(name, is_fixed)
     for node in graph.nodes:
@@ -70,10 +76,10 @@ def plan(graph: Graph, name: str, is_fixed: bool) -> Plan:
 
 
 def entries(graph: Graph) -> None:
-    """Multiply the delayed factors of residual branches into the gradients where the branches begin.
+    """Multiply the factors of residual branches into the gradients where the branches begin.
 
-    In the backward pass a branch's factor stands before the branch instead of after it: what leaves it is the same,
-    and what is inside is of unit size.
+    In the backward pass a branch's factor is thus applied at the branch's input instead of its output: gradients
+    outside are the same, and those inside have unit size.
     """
     for node in graph.living():
         for consumer, operand, factor in node.facts.get("entries", ()):
@@ -81,10 +87,10 @@ def entries(graph: Graph) -> None:
 
 
 def at_output(graph: Graph, factor: float, name: str) -> None:
-    """Multiply the gradient that comes to the model's output by a factor, in the operation that makes it.
+    """Multiply the gradient of the model's output by a factor, in the operation that computes the output.
 
     Raises:
-        ModelError: several outputs, or one that the model computes with too.
+        ModelError: there are several outputs, or the model uses its output itself.
     """
     values = [_made(value) for value in graph.outputs]
     if len(values) != 1 or sum(c.alive for c, _ in values[0].consumers) + values[0].is_output > 1:
@@ -126,7 +132,7 @@ def _whole(made: Plan, node: Node) -> None:
 
 
 def _multipliers(node: Node) -> LinearSpec:
-    """A layer's factors as its products': folded into them, they cost nothing."""
+    """A layer's factors as multipliers of its matmuls, where they cost nothing."""
     beta, rows = node.betas[node.slots.index("weight")], node.facts.get("rows")
     weight = Multiplier(shared=-0.5, constant=_short(beta * rows**0.5)) if rows else Multiplier(constant=_short(beta))
     output, grad_input = (Multiplier(constant=_short(factor)) for factor in (node.alpha, node.betas[0]))
@@ -134,12 +140,12 @@ def _multipliers(node: Node) -> LinearSpec:
 
 
 def _short(factor: float) -> float:
-    """The factor without its last bits, which depend on the order in which it was computed."""
+    """The factor rounded to 12 digits, since its last bits depend on the order in which it was computed."""
     return float(f"{factor:.12g}")
 
 
 def _step(node: Node) -> Step | None:
-    """What is made of a function's call; None of what is no call."""
+    """How a function call is scaled; None for a node that is no function call."""
     if "signature" not in node.facts:
         return None
     call = node.facts["signature"]

@@ -1,4 +1,4 @@
-"""Unit-scale an existing model, in place, and undo it."""
+"""`unit_scale`: unit-scale an existing model, in place; and its undoing."""
 
 import inspect
 import math
@@ -30,11 +30,11 @@ from halfstep.unit.roles import set_unit_part, unit_part
 
 @dataclass(frozen=True)
 class UnitScaled:
-    """What `unit_scale` leaves on a model's root."""
+    """The record that `unit_scale` leaves on a model's root, to undo it."""
 
     report: "UnitReport"
     vectors: dict[str, Tensor]
-    """What was taken from each bias, gain or vector that did not begin at 0 or 1."""
+    """The change of each bias, gain or other vector that was not 0 or 1 before."""
 
 
 def unit_scale(
@@ -45,31 +45,31 @@ def unit_scale(
     loss: Callable[[Any], Tensor] | None = None,
     **named: Any,
 ) -> "UnitReport":
-    """Unit-scale a model in place: weights, activations and gradients begin with a standard deviation near 1.
+    """Unit-scale a model in place: weights, activations and gradients start with a standard deviation near 1.
 
     One forward pass on the inputs is traced. Linear, convolutional and embedding layers, norms, activation functions,
-    attention and additions get factors forward and backward; a factor's place is inside of its operation, whichever
-    library wrote that. Weights are divided by their standard deviation; biases become 0, gains 1. Parameters, names and
-    state-dict keys stay. A recipe is applied afterwards (`halfstep.prepare`); `halfstep.revert` undoes it.
+    attention and additions get factors, forward and backward, inside of the operation, whichever library wrote it.
+    Weights are divided by their standard deviation; biases become 0, gains 1. Parameters, names and state-dict keys
+    stay. A recipe is applied afterwards (`halfstep.prepare`); `halfstep.revert` undoes it.
 
-    The function that the model computes is another one than before, as it is for every model that is unit-scaled: train
-    it from its beginning, with a learning rate of its own. Factors that values are multiplied by are constants of the
-    traced shapes, attention's of the traced length, so that a model computes the same whatever it is given.
+    The model computes another function than before, as every unit-scaled model does: train it from scratch, with a
+    learning rate tuned for it. Factors of values are constants of the traced shapes (of attention, of the traced
+    length), so that the model's function does not depend on later shapes.
 
     Args:
-        inputs, named: what the model is called with in training; a mapping of its arguments by name is `**` that. A
-            Hugging Face model's `dummy_inputs` if left out.
-        constraint: how a group of tied factors becomes one. Gradients of weights are those of the scaled function,
-            each times one positive constant, unless it is `none`.
-        residual: the share of variance that each residual branch has in its sum; None is a running mean over the
-            branches: 1/2, 1/3, 1/4 ...
-        loss: of what the model returns, the loss that is trained on, so that its gradient is brought to unit size at
-            the model's output. None: the gradient arrives as it is (halfstep.unit.cross_entropy's is of unit size).
+        inputs, named: the arguments of the model in training; a single mapping is passed as `**mapping`. If left out, a
+            Hugging Face model's `dummy_inputs`.
+        constraint: how a group of tied factors becomes one. Gradients of weights are then those of the scaled function,
+            each times a positive constant, unless it is `none`.
+        residual: the share of variance of each residual branch in its sum; None: a running mean over the branches, 1/2,
+            1/3, 1/4 ...
+        loss: a function of the model's output that returns the training loss, whose gradient at the output is then
+            scaled to unit size. None: that gradient is not scaled (halfstep.unit.cross_entropy's has unit size).
 
     Raises:
-        ModelError: no inputs; a weight without a standard deviation; a residual addition with an operand whose size is
-            not known, with the module and the operation; ranks that were given other batches. Nothing was changed.
-        RecipeError: the model follows a recipe, or is unit-scaled.
+        ModelError: no inputs; a weight without a standard deviation; a residual addition with an operand of unknown
+            size, with the module and the operation; ranks with different batches. Nothing was changed.
+        RecipeError: the model follows a recipe, or is unit-scaled already.
 
     Source: Blake, Orr and Luschi 2023 (Unit Scaling); the residual scheme is its running mean, or its fixed one.
     """
@@ -105,11 +105,11 @@ def unit_scale(
 
 
 def revert_unit(model: nn.Module) -> None:
-    """Undo `unit_scale`: classes and attributes are what they were, and weights are multiplied by what they were
-    divided by, which is exact but for one rounding of their dtype.
+    """Undo `unit_scale`: restore classes and attributes, and multiply weights by their former standard deviations,
+    exact within one rounding of their dtype.
 
     Raises:
-        RecipeError: the model follows a recipe, or a part was given another class since.
+        RecipeError: the model follows a recipe, or the class of a part was changed since.
     """
     if part_of(model).applied is not None:
         raise RecipeError(f"{type(model).__name__} follows a recipe; halfstep.revert it first")
@@ -173,7 +173,7 @@ def _inputs(
 
 
 def _names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a mapping holds arguments of the model's by name, rather than being one itself."""
+    """Whether a mapping holds the model's arguments by name, rather than being an argument itself."""
     signature = inspect.signature(model.forward)
     if any(key in signature.parameters for key in batch):
         return True
@@ -185,7 +185,7 @@ def _names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _unit_parameters(model: nn.Module, graph: Graph) -> dict[str, nn.Parameter]:
-    """The weights that are divided by their standard deviation."""
+    """The weights to divide by their standard deviation, by name."""
     parameters = dict(model.named_parameters())
     found: dict[str, nn.Parameter] = {}
     for node in graph.living():
@@ -202,7 +202,7 @@ def _unit_parameters(model: nn.Module, graph: Graph) -> dict[str, nn.Parameter]:
 
 
 def _vectors(model: nn.Module, graph: Graph) -> dict[str, float]:
-    """The biases and gains of layers and norms, and what they begin at."""
+    """The initial value, 0 or 1, of the biases and gains of layers and norms, by name."""
     return {
         value.producer.function: 0.0 if slot == "bias" else 1.0
         for node in graph.living()
@@ -213,7 +213,7 @@ def _vectors(model: nn.Module, graph: Graph) -> dict[str, float]:
 
 
 def _gradient(loss: Callable[[Any], Tensor], output: Any, name: str) -> float:
-    """The root mean square of a loss's gradient at what the model returned."""
+    """The root mean square of the loss's gradient at the model's output."""
 
     def leaf(x: Any) -> Any:
         return x.detach().clone().requires_grad_() if is_floating(x) else x
@@ -275,20 +275,20 @@ def _notes(graph: Graph, residual: bool, loss: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation that is scaled, and its factors at the traced shapes."""
+    """One scaled operation, and its factors at the traced shapes."""
 
     path: str
-    """The module whose code it is."""
+    """The module in whose forward it is called."""
     name: str
     """The operation: `nn.Linear`, `layer_norm`, `add` ..."""
     forward: str
-    """What its output, or each of its operands, is multiplied by."""
+    """The factor of its output, or of each of its operands, in words."""
     backward: tuple[float, ...]
-    """What the gradient of each operand is multiplied by, its parameters last."""
+    """The factor of each operand's gradient, parameters last."""
     tied: bool
-    """Whether the gradient of an operand takes the output's factor, since its edge is no cut-edge."""
+    """Whether the gradient of an operand has the output's factor, since its edge is no cut-edge."""
     rule: str
-    """What the factors follow from."""
+    """The origin of the factors."""
 
     def __str__(self) -> str:
         back = ", ".join(f"{factor:.4g}" for factor in self.backward)
@@ -298,7 +298,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """What `unit_scale` did, what it left alone and what it could not see. `print(report)` shows it."""
+    """What `unit_scale` scaled, what it left alone and what it could not see. `print(report)` shows it."""
 
     model: str
     constraint: str
@@ -307,11 +307,11 @@ class UnitReport:
     weights: dict[str, float]
     """The standard deviation that each weight was divided by."""
     zeroed: tuple[str, ...]
-    """Biases, gains and such that did not begin at 0 or 1, and now do."""
+    """Biases, gains and other vectors that were set to 0 or 1."""
     unseen: tuple[str, ...]
-    """Operations that are left alone, since their size is not known."""
+    """Operations that are left alone, since the size of their outputs is unknown."""
     uncalled: tuple[str, ...]
-    """Layers that the traced pass did not call: they are as they were."""
+    """Layers that the traced pass did not call; they are unchanged."""
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -326,7 +326,7 @@ class UnitReport:
 
 
 def operations(graph: Graph) -> tuple[Operation, ...]:
-    """Those that are scaled."""
+    """The scaled operations of a graph."""
     shown = (
         node
         for node in graph.living()
@@ -336,7 +336,7 @@ def operations(graph: Graph) -> tuple[Operation, ...]:
 
 
 def unseen(graph: Graph) -> tuple[str, ...]:
-    """Those whose size is not known."""
+    """The places of operations whose outputs have an unknown size."""
     return tuple(
         dict.fromkeys(node.place for node in graph.living() if node.facts.get("unseen") or node.kind == "unknown")
     )
@@ -356,7 +356,7 @@ def standard_deviations(parameters: dict[str, nn.Parameter], name: str) -> dict[
     """The standard deviation of each weight.
 
     Raises:
-        ModelError: a weight has none to divide by, or is not finite.
+        ModelError: a standard deviation is zero or not finite.
     """
     found = {}
     for path, parameter in parameters.items():
@@ -373,7 +373,7 @@ def standard_deviations(parameters: dict[str, nn.Parameter], name: str) -> dict[
 
 @torch.no_grad()
 def divide(model: nn.Module, deviations: dict[str, float], vectors: dict[str, float]) -> dict[str, Tensor]:
-    """Divide each weight, and set each vector to its number; what that took from vectors."""
+    """Divide each weight by its deviation and set each vector to its value, in place; returns the vectors' changes."""
     parameters = dict(model.named_parameters())
     taken: dict[str, Tensor] = {}
     for name, value in vectors.items():
@@ -388,7 +388,7 @@ def divide(model: nn.Module, deviations: dict[str, float], vectors: dict[str, fl
 
 @torch.no_grad()
 def multiply(model: nn.Module, scaled: UnitScaled) -> None:
-    """Undo `divide`: a weight comes back within one rounding of its dtype, exactly where it is a power of two."""
+    """Undo `divide`: weights are restored within one rounding of their dtype."""
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, deviation in scaled.report.weights.items():
         if name in parameters:
@@ -399,7 +399,8 @@ def multiply(model: nn.Module, scaled: UnitScaled) -> None:
 
 
 def plain_ones(model: nn.Module, deviations: dict[str, float]) -> list[str]:
-    """The weights that are nearer in size to what they were divided by than to 1, where those two are far apart."""
+    """The names of weights whose standard deviation is nearer to the one before unit scaling than to 1, if those two
+    are far apart: they are not unit-scaled."""
     parameters = dict(model.named_parameters())
     found = []
     for name, deviation in deviations.items():
@@ -414,7 +415,7 @@ def plain_ones(model: nn.Module, deviations: dict[str, float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Loading:
-    """The members of a root that says so where it was given the weights of a model that is not unit-scaled."""
+    """Members of the root: `load_state_dict` that warns if it loaded weights of a model that is not unit-scaled."""
 
     beneath: bool = True
 

@@ -1,4 +1,4 @@
-"""One forward pass of a model, written down as a graph of operations."""
+"""`trace`: record one forward pass of a model as a graph of operations."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,13 +34,13 @@ from halfstep.nn.unit.graph import Graph, Node, Value
 
 
 _MASKED = 1e4
-"""A constant that reaches beyond it is a mask."""
+"""An added constant with a larger magnitude counts as a mask."""
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Graph, Any]:
-    """The operations of one forward pass in training mode, and what the model returned.
+    """The graph of one forward pass in training mode, and the model's output.
 
-    Modes, buffers and random state are what they were. Nothing has a gradient.
+    Modes, buffers and random state are restored. Gradients are off.
     """
     recorder = _Recorder(model)
     with _unchanged(model), torch.no_grad():
@@ -60,7 +60,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _outputs(output: Any) -> list[Any]:
-    """The tensors that a loss is made of: the loss where the model gives one, else all, but for caches."""
+    """The tensors that a loss depends on: the loss or logits if the output has them by name, else all except caches."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, Mapping):
@@ -73,7 +73,7 @@ def _outputs(output: Any) -> list[Any]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in training mode; after it, its modes, buffers and the random state are what they were."""
+    """A context with the model in training mode, which restores modes, buffers and random state when it ends."""
     modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -90,13 +90,13 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down every call of torch's functions that a gradient would flow through."""
+    """A function mode that records the calls of torch's functions through which a gradient would flow."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.values: dict[int, Value] = {}
-        self._kept: list[Any] = []  # so that no id comes back
+        self._kept: list[Any] = []  # keeps tensors alive, so that no id is reused
         self._calls: list[tuple[str, int]] = []
         self._serial = 0
         self._silent = 0
@@ -105,7 +105,7 @@ class _Recorder(TorchFunctionMode):
             self.source("parameter", name, parameter)
 
     def source(self, kind: str, name: str, x: Tensor) -> None:
-        """A tensor that the pass begins with."""
+        """Record an input, a parameter or a constant as a node without operands."""
         square = float(x.detach().double().square().mean()) if kind == "input" and x.numel() and not x.is_meta else None
         node = Node(kind, name, (), [], [], len(self.nodes))
         self.nodes.append(node)
@@ -119,7 +119,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
-        """Within it, calls of the model's modules are seen."""
+        """A context in which hooks record calls of the model's modules."""
         with ExitStack() as hooks:
             for path, module in model.named_modules():
                 before, after = self._hooks(path, module)
@@ -183,7 +183,7 @@ class _Recorder(TorchFunctionMode):
         floats = [x for x in tree_leaves(output) if is_floating(x)]
         same = not in_place and all(any(x is y for _, y in given) for x in floats)  # it returned what it was given
         if not live or not floats or name in DETACHED or same:
-            if counts(args, kwargs):  # told apart from the others when the code runs again
+            if counts(args, kwargs):  # recorded so that later runs can match calls in order
                 self._add("constant", name, [], {"signature": signature(name, args)})
             return
         constants = [x for _, x in given if id(x) not in self.values and is_floating(x)]
@@ -212,7 +212,7 @@ def _kind(
     constants: list[Tensor],
     output: Any,
 ) -> tuple[str, dict[str, Any]]:
-    """What unit scaling makes of a call of a function, and what it needs to know of it."""
+    """The node kind of a function call, and the facts that the kind's rule needs."""
     if name in ("add", "sub") and len(args) == 2 and not kwargs:
         return "add", {"constant": _square(constants), "masks": _masks(constants)}
     if name == "mul" and "out" not in kwargs:
@@ -249,7 +249,7 @@ def _kind(
 
 
 def _choice(name: str, args: tuple[Any, ...], slot: int) -> Tensor | None:
-    """Where the living operand is what is chosen."""
+    """The boolean mask of the elements that come from the live operand; None if unknown."""
     if name == "where" and isinstance(args[0], Tensor):
         return args[0] if slot == 1 else ~args[0]
     return ~args[1] if isinstance(args[1], Tensor) and args[1].dtype == torch.bool else None
@@ -272,12 +272,12 @@ def _attention_facts(given: Mapping[str, Any], mask: Tensor | None, p: float) ->
 
 
 def _square(constants: list[Tensor]) -> float | None:
-    """The mean square of a constant operand; None where there is none."""
+    """The mean square of the constant operand; None if there is none."""
     return float(constants[0].double().square().mean()) if constants else None
 
 
 def _masks(constants: list[Tensor]) -> Tensor | None:
-    """The constant operand where it is a mask."""
+    """The constant operand if it is a mask, else None."""
     if constants and constants[0].numel() and not float(constants[0].double().abs().max()) < _MASKED:
         return constants[0]
     return None
