@@ -181,7 +181,7 @@ def edited(folder, change):
         ),
         (lambda tensors, data: data.pop("tile"), f"{NAME} (halfstep): what the file says of it cannot be read: 'tile'"),
         (lambda tensors, data: data.update(format="float4_e9"), "unknown format 'float4_e9'"),
-        (lambda tensors, data: data.update(shape=[-1, 2]), "expected whole numbers, at most 2^48 elements"),
+        (lambda tensors, data: data.update(shape=[-1, 2]), "expected integers, at most 2^48 elements"),
         (lambda tensors, data: data.update(format={"kind": "Float", "name": 3}), "cannot be read"),
     ],
 )  # fmt: skip

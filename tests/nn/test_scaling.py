@@ -187,7 +187,7 @@ def test_options_are_fields_that_the_text_follows():
     assert get_scaling(window, warmup=0).options == {**window.options, "warmup": 0}
     assert from_text(window.text) == window
     for options, words in [
-        ({"warmup": True}, "option warmup = True of scale rule delayed found; expected a whole number"),
+        ({"warmup": True}, "option warmup = True of scale rule delayed found; expected an integer"),
         ({"restart": 1}, "option restart = 1 of scale rule delayed found; expected true or false"),
         ({"algorithm": 2}, "option algorithm = 2 of scale rule delayed found; expected a word"),
         ({"margins": 2}, "unknown option of scale rule delayed 'margins'; nearest: margin"),

@@ -86,7 +86,7 @@ def rewritten(path, change, **tensors):
         ({"format": {"kind": "Codebook", "name": "x", "source": "", "aliases": [], "table": [1, 2]}}, "2 entries"),
         ({"scaling": "flor"}, "unknown scale rule 'flor'; nearest: floor"),
         ({"scaling": {"name": "floor", "margn": 1}}, "unknown option of scale rule floor 'margn'; nearest: margin"),
-        ({"scaling": {"name": "floor", "margin": "1"}}, "option margin = '1' .* expected a whole number"),
+        ({"scaling": {"name": "floor", "margin": "1"}}, "option margin = '1' .* expected an integer"),
         ({"scaling": {"margin": 1}}, "edited"),
         ({"rounding": "nearst_even"}, "unknown rounding"),
         ({"overflow": "wrap"}, "edited"),

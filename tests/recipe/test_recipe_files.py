@@ -249,7 +249,7 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
             9,
             "delayed scaling with history 0",
         ),
-        (f'{RULE}input = {{format = "e4m3fn", tile = "row", scale = "delayed"}}', 6, "it keeps one scale a tensor"),
+        (f'{RULE}input = {{format = "e4m3fn", tile = "row", scale = "delayed"}}', 6, "it needs one scale per tensor"),
         ('name = "mine"\n[saved]\noperand = true\n', 3, "unknown key of saved 'operand'; nearest: operands"),
         ('name = "mine"\n[saved]\noperands = false\n', 2, "it keeps nothing; leave it out"),
         ('name = "mine"\n[saved]\noperands = true\n', 2, "no rule rounds them so: give such a rule"),

@@ -1,4 +1,4 @@
-"""Number formats as data. This room imports nothing but the standard library."""
+"""Number formats as data. This package imports only the standard library."""
 
 import re
 from ast import literal_eval
@@ -43,12 +43,12 @@ def _blocks() -> dict[str, BlockFormat]:
 
 
 def names() -> list[str]:
-    """The scalar formats' own names, widest first (aliases left out)."""
+    """The names of the scalar formats, widest first, without aliases."""
     return [f.name for f in sorted({*_scalars().values()}, key=lambda f: (-f.bytes, -f.bits, f.name))]
 
 
 def block_names() -> list[str]:
-    """The block formats' own names, widest first (aliases left out)."""
+    """The names of the block formats, widest first, without aliases."""
     return [f.name for f in sorted({*_blocks().values()}, key=lambda f: (-f.bits, f.name))]
 
 
@@ -111,7 +111,7 @@ def get_block(name: object) -> BlockFormat:
 
 @cache
 def from_key(key: str) -> Format:
-    """The format with the numbers of `Format.key`; its name is the key.
+    """The format with this `Format.key`; its name is the key.
 
     >>> from_key(get("e4m3fn").key).max
     448.0
@@ -131,15 +131,15 @@ def from_key(key: str) -> Format:
 
 @constant
 def as_constant(key: str) -> Format:
-    """`from_key`, whose result a traced graph takes for constants: of another format's floats
-    `torch.compile(dynamic=True)` makes inputs, and fails."""
+    """`from_key`, whose result a traced graph takes as a constant: `torch.compile(dynamic=True)` would make graph
+    inputs of a format's floats, and fail."""
     return from_key(key)
 
 
 def is_block(name: object) -> bool:
-    """Whether that is a block format or the name of one.
+    """Whether `name` is a block format or the name of one.
 
-    A codebook's name (`nf4`) stands for the codebook here and for its blocks wherever a tensor is quantised.
+    A codebook's name (`nf4`) means the codebook here, and its block format where a tensor is quantized.
     """
     return isinstance(name, BlockFormat) or (not isinstance(name, Format) and _key(name) in _blocks())
 

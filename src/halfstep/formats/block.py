@@ -1,4 +1,4 @@
-"""Block formats: elements of a scalar format that share a scale, tile by tile."""
+"""Block formats: elements of a scalar format in tiles that share a scale."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The 4-bit codebooks for weights and the 8-bit maps of 8-bit optimizers. All values are float32 numbers."""
+"""The 4-bit codebooks for weights and the 8-bit maps of 8-bit optimizers. All values are exact in float32."""
 
 import itertools
 from struct import pack, unpack
@@ -11,7 +11,8 @@ def _float32(value: float) -> float:
 
 
 def _dynamic(signed: bool) -> tuple[float, ...]:
-    """Seven decades, the n-th with twice the values of the one below: means of a linear split of [0.1, 1]; 0 and 1."""
+    """The values of a dynamic map: 0, 1, and seven decades, each with twice as many values as the one below: the
+    midpoints of a linear split of [0.1, 1], scaled."""
     values = [0.0, 1.0]
     for decade in range(7):
         parts = 2**decade * (1 if signed else 2)

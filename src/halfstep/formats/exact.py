@@ -1,4 +1,4 @@
-"""All values of a format in order, and rounding one number exactly, with its working."""
+"""All values of a format in order, and exact rounding of one number, with the intermediate results."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
@@ -15,29 +15,29 @@ from halfstep.formats.posit import Posit
 
 
 class Line(ABC):
-    """The finite values of a format, ascending, numbered by `numbers`."""
+    """The finite values of a format, ascending, each with a number from the range `numbers`."""
 
     numbers: range
 
     @abstractmethod
     def value(self, number: int) -> float:
-        """The value of that number."""
+        """The value with that number."""
 
     @abstractmethod
     def code(self, number: int) -> int:
-        """Its code (the first one, where several stand for it)."""
+        """The code of the value with that number (the first one, if several codes have the value)."""
 
     def at_most(self, x: Fraction | float) -> int:
-        """The number of the largest value that is at most x; one less than all numbers where every value is larger."""
+        """The number of the largest value <= x; `numbers.start - 1` where every value is larger."""
         return self.numbers.start + bisect_right(self.numbers, x, key=self.value) - 1
 
     def count(self, low: Fraction | float, high: Fraction | float) -> int:
-        """How many values v there are with low <= v < high."""
+        """The number of values v with low <= v < high."""
         return bisect_left(self.numbers, high, key=self.value) - bisect_left(self.numbers, low, key=self.value)
 
 
 class _Mirrored(Line):
-    """Floats and posits: positive codes are in the order of their values, and a negative value has its own code."""
+    """Floats and posits: positive codes increase with their values, and every negative value has a code."""
 
     def __init__(self, format: Float | Posit) -> None:
         self._format = format
@@ -71,7 +71,7 @@ class _Listed(Line):
 
 @cache
 def line(format: Format) -> Line:
-    """The values of a format, by number.
+    """The numbered values of a format.
 
     >>> e4m3 = line(Float("e4m3", 4, 3, 7, "fn", source="OFP8"))
     >>> e4m3.value(e4m3.at_most(3.3)), hex(e4m3.code(e4m3.at_most(3.3)))
@@ -81,12 +81,12 @@ def line(format: Format) -> Line:
 
 
 def negated(format: Float, code: int) -> int:
-    """The code with the other sign."""
+    """The code of the negated value."""
     return code ^ 1 << format.bits - 1
 
 
 def nan_codes(format: Format) -> tuple[range, ...]:
-    """The codes that stand for NaN, in runs."""
+    """The codes of NaN, as ranges."""
     sign = 1 << format.bits - 1
     if isinstance(format, Posit) or (isinstance(format, Float) and format.specials == "fnuz"):
         return (range(sign, sign + 1),)
@@ -99,7 +99,7 @@ def nan_codes(format: Format) -> tuple[range, ...]:
 
 
 def infinity_code(format: Float) -> int:
-    """The code of +infinity in a format that has one: what follows the largest value."""
+    """The code of +infinity in a format that has it: the one after the largest value."""
     return line(format).numbers[-1] + 1
 
 
@@ -119,8 +119,8 @@ OVERFLOWS = ("saturate", "ieee")
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A value beside a number, and its code: None for what would follow a float's largest value, where overflow
-    is decided."""
+    """A neighbouring value of x, and its code: None for the value that would follow a float's largest one, where
+    overflow is decided."""
 
     value: Fraction
     code: int | None
@@ -128,7 +128,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Rounded:
-    """What rounding made of x: a fraction, or one of the floats inf, -inf, nan and -0.0."""
+    """The result of rounding x, which is a Fraction, or one of the floats inf, -inf, nan and -0.0."""
 
     x: Fraction | float
     value: float | None
@@ -137,20 +137,21 @@ class Rounded:
     """None also where the format has no code for the value (NaN in int8)."""
     below: Neighbour | None = None
     above: Neighbour | None = None
-    """On either side of x; None where x is a value, or beyond the last one of a format that only saturates."""
+    """The neighbours of x are `below` and `above`; None where x is a value, or beyond the last value of a format that
+    only saturates."""
     boundary: Fraction | None = None
-    """Where nearest rounding turns from the one to the other."""
+    """The boundary between the neighbours in rounding to nearest."""
     overflow: bool = False
-    """Whether x, once rounded, was beyond the largest value."""
+    """Whether x, once rounded, is beyond the largest value."""
 
     @property
     def tie(self) -> bool:
-        """Whether x lies on the boundary."""
+        """Whether x is on the boundary."""
         return self.boundary is not None and self.boundary == self.x
 
     @property
     def underflow(self) -> bool:
-        """Whether a number other than zero became zero."""
+        """Whether a nonzero x became zero."""
         return self.value == 0 and self.x != 0
 
     @property
@@ -160,7 +161,7 @@ class Rounded:
 
     @property
     def error(self) -> Fraction | None:
-        """The value less x, where both are numbers."""
+        """value - x, where both are finite."""
         if self.value is None or not isfinite(self.value) or not is_finite(self.x):
             return None
         return Fraction(self.value) - Fraction(self.x)
@@ -176,7 +177,7 @@ class Rounded:
 def round_exactly(
     x: Fraction | float, format: Format, rounding: str = "nearest_even", overflow: str = "saturate"
 ) -> Rounded:
-    """x rounded onto a format as `halfstep.round_to` does, computed from the definitions, with the working.
+    """x rounded onto a format as by `halfstep.round_to`, computed from the definitions, with intermediate results.
 
     Raises:
         FormatError: unknown rounding or overflow.
@@ -197,7 +198,7 @@ def round_exactly(
     at = next((n for n in (below, above) if n is not None and n.value == x), None)
     if at is not None and at.code is not None:
         return _landed(Rounded(x, None, None), at.value, format)
-    if below is None or above is None:  # of positive values alone, some are below the smallest one
+    if below is None or above is None:  # with positive values alone, x may be below the smallest one
         last = format.max if below else format.min
         return _beyond(Rounded(x, last, None, overflow=True), last, format, rounding, overflow)
     turn = boundary(below.value, above.value, format)
@@ -207,7 +208,7 @@ def round_exactly(
     rises = chance == 1 if rounding == "stochastic" else _rises(Fraction(x), below, above, turn, rounding, format)
     chosen = above if rises else below
     if certain and chosen.code is not None:
-        # A directed mode may keep the largest value where the exact one rounds beyond it: overflow all the same.
+        # A directed mode may give the largest value where x itself would round beyond it: that is an overflow too.
         past = any(n.code is None and abs(Fraction(x)) >= abs(n.value) for n in (below, above))
         return _landed(replace(between, overflow=past), chosen.value, format)
     if certain or (None in (below.code, above.code) and _saturates(format, overflow)):
@@ -216,7 +217,7 @@ def round_exactly(
 
 
 def is_finite(x: Fraction | float) -> bool:
-    """Whether x is a number; a fraction is one, also where it is beyond every float.
+    """Whether x is finite; a Fraction is, even if it is beyond every float.
 
     >>> is_finite(Fraction(10) ** 999), is_finite(inf)
     (True, False)
@@ -225,8 +226,8 @@ def is_finite(x: Fraction | float) -> bool:
 
 
 def neighbours(x: Fraction, format: Format) -> tuple[Neighbour | None, Neighbour | None]:
-    """The largest value that is at most x and the one after it; beyond the ends of a float, the one that would follow
-    there; None beyond the ends of other formats."""
+    """The largest value <= x and the next one. Beyond the ends of a float format, the value that would follow; beyond
+    the ends of other formats, None."""
     values = line(format)
     number = values.at_most(x)
 
@@ -243,10 +244,10 @@ def neighbours(x: Fraction, format: Format) -> tuple[Neighbour | None, Neighbour
 
 
 def boundary(below: Fraction, above: Fraction, format: Format) -> Fraction:
-    """Where rounding to nearest turns between two neighbouring values.
+    """The boundary between two neighbouring values in rounding to nearest.
 
     It is half way, except for a posit, whose boundary is the posit with one bit more between them: the geometric mean
-    where neighbours are four times apart or more (the cut falls into exponent or regime), and zero next to zero.
+    where neighbours are four times apart or more (the cut is in the exponent or regime), and zero next to zero.
     """
     if isinstance(format, Posit):
         near, far = sorted((abs(below), abs(above)))
@@ -259,7 +260,7 @@ def boundary(below: Fraction, above: Fraction, format: Format) -> Fraction:
 
 
 def nan_code(format: Format, negative: bool = False) -> int | None:
-    """The code that rounding gives for NaN; None where there is none."""
+    """The code that rounding gives for NaN; None where the format has none."""
     runs = nan_codes(format)
     if not runs:
         return None
@@ -283,7 +284,7 @@ def _rises(x: Fraction, below: Neighbour, above: Neighbour, turn: Fraction, roun
 
 
 def _landed(rounded: Rounded, value: Fraction, format: Format) -> Rounded:
-    """The result is a value of the format."""
+    """The result where it is a value of the format."""
     values = line(format)
     code, number = values.code(values.at_most(value)), float(value)
     if value == 0 and isinstance(format, Float) and format.has_negative_zero and copysign(1, rounded.x) < 0:
@@ -296,7 +297,7 @@ def _saturates(format: Format, overflow: str) -> bool:
 
 
 def _beyond(rounded: Rounded, end: float, format: Format, rounding: str, overflow: str) -> Rounded:
-    """The result is beyond the values of the format."""
+    """The result where it is beyond the values of the format."""
     negative = rounded.x < 0
     if _saturates(format, overflow) or not _leaves(rounded.x, format, rounding):
         return _landed(rounded, Fraction(end), format)
@@ -307,7 +308,7 @@ def _beyond(rounded: Rounded, end: float, format: Format, rounding: str, overflo
 
 
 def _leaves(x: Fraction | float, format: Format, rounding: str) -> bool:
-    """Whether a number beyond the last value becomes infinity or NaN where nothing saturates."""
+    """Whether a number beyond the last value becomes infinity or NaN, where the format does not saturate."""
     if isinstance(format, Float):
         return True
     if isinstance(format, Posit) or rounding in ("toward_zero", "down"):

@@ -1,4 +1,4 @@
-"""What a number format is, and the binary floating-point ones."""
+"""The interface of number formats, and the binary floating-point formats."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from halfstep.errors import FormatError, one_of
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A scalar number format. Each kind (`Float`, `Integer`, `Posit`, `Codebook`, ...) says how a code is read.
+    """A scalar number format. Each kind (`Float`, `Integer`, `Posit`, `Codebook`, ...) defines how codes are decoded.
 
     Every value of every format here is exact in a Python float.
     """
@@ -22,17 +22,17 @@ class Format(ABC):
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
 
     has_infinity: ClassVar[bool] = False
-    """Whether codes stand for infinities."""
+    """Whether some codes are infinities."""
     has_nan: ClassVar[bool] = False
-    """Whether a code stands for NaN."""
+    """Whether some code is NaN."""
     has_negative_zero: ClassVar[bool] = False
     """Whether -0 has a code of its own."""
     overflow_from: ClassVar[float] = inf
-    """Of a listed format with NaN but no infinity: numbers from here on round to NaN unless saturated."""
+    """For a listed format with NaN but no infinity: numbers from here on round to NaN unless saturated."""
     ties: ClassVar[str] = "even"
-    """Where a number on a boundary goes when rounded to nearest: to the `even` code, the `lower` or `upper` value."""
+    """How ties are rounded to nearest: to the `even` code, to the `lower` or to the `upper` value."""
     high_nibble_first: ClassVar[bool] = False
-    """Which half of a byte the first of two packed 4-bit codes takes."""
+    """Whether the first of two packed 4-bit codes is in the high half of the byte."""
 
     @property
     @abstractmethod
@@ -64,7 +64,7 @@ class Format(ABC):
 
     @property
     def significant_bits(self) -> int:
-        """Bits that hold the significand of every value; a float64's where values are any numbers."""
+        """Bits that hold the significand of every value; float64's 53 where values are arbitrary."""
         return 53
 
     @property
@@ -79,7 +79,7 @@ class Format(ABC):
 
     @property
     def bytes(self) -> float:
-        """Bytes a stored value takes: 4- and 6-bit codes are packed, others fill their container."""
+        """Bytes per stored value: 4- and 6-bit codes are packed, others fill their container."""
         return (self.bits if self.bits in (4, 6) else self.storage_bits) / 8
 
     @property
@@ -92,7 +92,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """The numbers that make the format, as text for `formats.from_key`: without its name and source."""
+        """The parameters of the format, without its name and source, as text for `formats.from_key`."""
 
     def codes(self) -> range:
         """All codes.
@@ -109,7 +109,8 @@ class Format(ABC):
         return _values(self)
 
     def boundaries(self) -> tuple[float, ...]:
-        """Where rounding to nearest turns from `values()[i]` to `values()[i + 1]`: half way (at most 16 bits)."""
+        """The boundaries between `values()[i]` and `values()[i + 1]` in rounding to nearest: half way (at most 16
+        bits)."""
         return tuple((low + high) / 2 for low, high in itertools.pairwise(self.values()))
 
     def check_code(self, code: int) -> None:
@@ -125,10 +126,10 @@ def _values(format: Format) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Elements of `element`, in tiles of (rows, columns) that share a scale; 0 stands for the whole dimension.
+    """Elements of a scalar format in tiles of (rows, columns) that share a scale; 0 stands for the whole dimension.
 
-    `rules` are the ways to choose the scale that the format admits, by name, the usual one first. A scale is always
-    multiplied to get back to the tensor.
+    `rules` are the names of the scale rules that the format supports, the default first. Values are always elements
+    times their scale.
     """
 
     name: str
@@ -136,11 +137,11 @@ class BlockFormat:
     tile: tuple[int, int]
     rules: tuple[str, ...]
     scale_bits: float
-    """Bits of the scales of one tile (those of the whole tensor left out)."""
+    """Bits of the scales of one tile (without those of the whole tensor)."""
     source: str
     aliases: tuple[str, ...] = ()
     outliers: float | None = None
-    """Columns with a magnitude of at least this are kept apart, as they are."""
+    """Columns with a magnitude of at least this are kept apart, unquantized."""
 
     def __post_init__(self) -> None:
         if len(self.tile) != 2 or min(self.tile) < 0:
@@ -159,14 +160,14 @@ SPECIALS = ("ieee", "fn", "fnuz", "finite")
 
 @dataclass(frozen=True)
 class Float(Format):
-    """A sign, `exponent_bits` with a bias, `mantissa_bits`, subnormals.
+    """A float format: a sign, `exponent_bits` with a bias, `mantissa_bits`, subnormals.
 
-    With stored exponent e, stored mantissa m, M mantissa bits and bias b, a code stands for
+    With stored exponent e, stored mantissa m, M mantissa bits and bias b, the value of a code is
 
         e = 0:   ± 2^(1 - b) * m / 2^M            (zero and the subnormals)
         e >= 1:  ± 2^(e - b) * (1 + m / 2^M)
 
-    except for the codes that `specials` keeps:
+    except for the codes reserved by `specials`:
 
         ieee     the top exponent holds the infinities and NaNs
         fn       finite, NaN only where all bits of exponent and mantissa are one
@@ -181,7 +182,7 @@ class Float(Format):
     bias: int
     specials: str = "ieee"
     container_bits: int | None = None
-    """Bits of the container, where that is wider than the format needs (tf32)."""
+    """Bits of the container, where it is wider than the format needs (tf32)."""
 
     def __post_init__(self) -> None:
         one_of("specials", self.specials, SPECIALS, FormatError)
@@ -194,7 +195,7 @@ class Float(Format):
             raise FormatError(f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'")
         if not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100:
             raise FormatError(f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one")
-        # Asked at every product, in traced graphs too.
+        # Cached now, since traced graphs read them at every matmul and cannot fill a cached property.
         _ = self.key, self.significant_bits, self.max, self.smallest, self.storage_bits
 
     @cached_property
@@ -227,7 +228,7 @@ class Float(Format):
 
     @property
     def min_exponent(self) -> int:
-        """The exponent of the smallest normal value (and the step of the subnormals, before the mantissa)."""
+        """The exponent of the smallest normal value and of the subnormals."""
         return 1 - self.bias
 
     @property
@@ -291,7 +292,7 @@ def ieee(
     aliases: tuple[str, ...] = (),
     container_bits: int | None = None,
 ) -> Float:
-    """An IEEE-style format: bias 2^(E-1) - 1, the top exponent kept for infinity and NaN.
+    """An IEEE-style format: bias 2^(E-1) - 1, the top exponent reserved for infinity and NaN.
 
     >>> ieee("e8m3", 8, 3, "made up").eps
     0.125

@@ -1,4 +1,4 @@
-"""The IEEE 754 formats and the two that keep their exponent rule with fewer mantissa bits."""
+"""The IEEE 754 formats, and bf16 and tf32, which have the exponent of fp32 and fewer mantissa bits."""
 
 from halfstep.formats.floating import ieee
 

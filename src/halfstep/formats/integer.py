@@ -1,4 +1,4 @@
-"""Whole numbers, and whole numbers in steps of a power of two."""
+"""Integer formats: integers, or multiples of a power of two."""
 
 from dataclasses import dataclass
 from math import ldexp
@@ -11,8 +11,7 @@ from halfstep.formats.floating import Format
 class Integer(Format):
     """n / 2^fraction_bits for n from `low` to `high`: two's complement, or unsigned where `low` is 0.
 
-    Only these are `values()`, and rounding gives only these; a code below `low` (-128 of a symmetric int8) still
-    decodes.
+    Only these are `values()`, and results of rounding; a code below `low` (-128 of a symmetric int8) still decodes.
     """
 
     low: int
@@ -36,7 +35,7 @@ class Integer(Format):
 
     @property
     def significant_bits(self) -> int:
-        return max(self.high, -self.low - 1).bit_length()  # the lowest may be -2^n, of one bit
+        return max(self.high, -self.low - 1).bit_length()  # low may be -2^n, which has one significant bit
 
     @property
     def max(self) -> float:

@@ -1,4 +1,4 @@
-"""Formats that are a list of values: codebooks, and a scale that is a bare exponent."""
+"""Formats that are a list of values: codebooks, and power-of-two scales."""
 
 from dataclasses import dataclass
 from math import isfinite, ldexp, nan
@@ -9,7 +9,7 @@ from halfstep.formats.floating import Format
 
 @dataclass(frozen=True)
 class Codebook(Format):
-    """`table[code]` is the value of a code. A number half way between two values goes to the lower one.
+    """A format given by its values: `table[code]`. A number half way between two values is rounded to the lower one.
 
     Source of the tie rule: bitsandbytes' encoders, which take the upper value where x > cut.
     """
@@ -55,7 +55,7 @@ class Codebook(Format):
 
 @dataclass(frozen=True)
 class PowerOfTwo(Format):
-    """A bare exponent: code e stands for 2^(e - 127), 255 for NaN. No sign and no zero: x <= 0 becomes NaN.
+    """An exponent alone: code e is 2^(e - 127), 255 is NaN. No sign and no zero: x <= 0 becomes NaN.
 
     Source: OCP Microscaling Formats (MX) 1.0; ties to the upper value as in ml_dtypes.
     """

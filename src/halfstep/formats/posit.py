@@ -1,4 +1,4 @@
-"""Posits: floating point whose exponent takes more bits the further it is from zero."""
+"""Posits: floating-point formats whose exponent takes more bits the further it is from zero."""
 
 from dataclasses import dataclass
 from math import ldexp, nan
@@ -83,7 +83,8 @@ def _magnitude(code: int, width: int, es: int) -> float:
 
 
 def parts(body: str, es: int) -> tuple[str, int, str, str]:
-    """A positive code's bits behind the sign: the regime's, its value, those of the exponent that are there, the rest.
+    """The bits of a positive code after the sign: the regime's bits, its value, the exponent bits that fit in the word,
+    the fraction.
 
     >>> parts("1001101", 2)
     ('10', 0, '01', '101')
@@ -94,7 +95,7 @@ def parts(body: str, es: int) -> tuple[str, int, str, str]:
 
 
 def posit(width: int, es: int) -> Posit:
-    """The posit of that many bits and exponent bits.
+    """The posit format with that many bits and exponent bits.
 
     >>> posit(8, 2).decode(0x4D)
     3.25

@@ -1,4 +1,4 @@
-"""How the terms of a product of matrices are summed, where that is not float32: the reference for every kernel."""
+"""Emulated accumulators: matmuls whose sums are not float32's. The reference for every kernel."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,16 @@ from halfstep.quant.cast import round_to
 
 @dataclass(frozen=True)
 class Accumulator:
-    """The running sum of a dot product: its format, and how many products it takes at a time.
+    """How the running sum of a dot product is kept: its format, and how many products are added at a time.
 
-    The products of a block, in the order of the shared dimension, are summed in float32 and added to the running sum
-    in one addition, which is rounded once, to nearest-even, to `format`; beyond its range it is infinite. With a block
-    of 1 that is a chain of fused multiply-adds in the format. Operands of at most 12 significant bits have exact
-    products.
+    The products of a block, in the order of the shared dimension, are summed in float32 and added to the running sum in
+    one addition, which is rounded once, to nearest even, to `format`; beyond its range it is infinite. With a block of
+    1 that is a chain of fused multiply-adds in the format. Operands of at most 12 significant bits have exact products.
 
     `aligned` sums as NVIDIA's FP8 tensor cores do: the running sum and the products of a block are aligned to the
-    largest of their exponents (of a product, the sum of its operands'), each is cut after as many bits as the format
-    has in its fraction, and so is their exact sum. Exponents below -100 count as that. A subnormal operand is aligned
-    by its size, where the tensor cores take its format's smallest exponent.
+    largest of their exponents (of a product, the sum of its operands'); each is truncated after as many bits as the
+    format's fraction has, and so is their exact sum. Exponents below -100 count as -100. A subnormal operand is aligned
+    by its magnitude, where the tensor cores take its format's smallest exponent.
 
     Source of `aligned`: Khattak and Mikaitis 2026, arXiv 2512.07004, as the package mmaemu has it; DeepSeek-V3, arXiv
     2412.19437, for 14 bits and for promoting partial sums to float32 every 128 terms.
@@ -35,10 +34,11 @@ class Accumulator:
 
     format: Format
     block: int = 1
-    """Products that are summed before the running sum takes them."""
+    """The number of products that are summed in float32 before they are added to the running sum."""
     aligned: bool = False
     promote: int | None = None
-    """Terms after which a float32 total takes the running sum, which begins again at zero; None never."""
+    """The number of terms after which the running sum is added to a float32 total and starts again at zero; None:
+    never."""
 
     def __post_init__(self) -> None:
         for name, terms in {
@@ -64,7 +64,7 @@ class Accumulator:
 
     @property
     def fraction_bits(self) -> int:
-        """Of the running sum."""
+        """Fraction bits of the running sum."""
         return self.format.significant_bits - 1
 
     def __str__(self) -> str:
@@ -96,18 +96,18 @@ NAMED = {
     "hopper": Accumulator(_HOPPER, block=32, aligned=True, promote=128),
     "hopper-fast": Accumulator(_HOPPER, block=32, aligned=True),
 }
-"""The accumulators with a name of their own."""
+"""The accumulators that have names."""
 
 
 def name_of(accumulator: Accumulator) -> str | None:
-    """The name that `get_accumulator` takes for it."""
+    """The name by which `get_accumulator` finds it; None where it has none."""
     return next((name for name, known in NAMED.items() if known == accumulator), None)
 
 
 def accumulate(lhs: Tensor, rhs: Tensor, accumulator: Accumulator) -> Tensor:
-    """lhs (rows, shared) times rhs (shared, columns), both float32, summed as the accumulator says: in float32.
+    """lhs (rows, shared) @ rhs (shared, columns), both float32, summed by the accumulator: in float32.
 
-    A row or column with an infinity or NaN gives what float32 makes of it.
+    A row or column with an infinity or NaN gives float32's result.
     """
     total = lhs.new_zeros(lhs.shape[0], rhs.shape[1])
     running = torch.zeros_like(total)
@@ -123,7 +123,7 @@ def accumulate(lhs: Tensor, rhs: Tensor, accumulator: Accumulator) -> Tensor:
 
 
 def unless_finite(result: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
-    """The result, except where lhs's row or rhs's column has an infinity or NaN: there float32's."""
+    """The result, except where lhs's row or rhs's column has an infinity or NaN: there float32's result."""
     rows, columns = lhs.isfinite().all(1, keepdim=True), rhs.isfinite().all(0)
     return result if bool(rows.all() & columns.all()) else torch.where(rows & columns, result, lhs @ rhs)
 
@@ -136,7 +136,8 @@ def _add(running: Tensor, lhs: Tensor, rhs: Tensor, accumulator: Accumulator) ->
 
 
 def to_odd(a: Tensor, b: Tensor) -> Tensor:
-    """a + b in float32, rounded to odd: rounding that to nearest in a format of at most 22 bits is one rounding.
+    """a + b in float32, rounded to odd: rounding that to nearest in a format of at most 22 bits gives a single
+    rounding.
 
     Source: Boldo and Melquiond 2008, IEEE Trans. Computers 57(4), for the rounding; Knuth's two-sum for its error.
     """
@@ -149,7 +150,7 @@ def to_odd(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(inexact, odd, bits).view(torch.float32)
 
 
-LEAST = -100  # an exponent that no product of operands in 16 bits needs below it, and that float32 can scale by
+LEAST = -100  # no product of 16-bit operands needs a smaller exponent, and float32 can scale by it
 
 
 def _add_aligned(running: Tensor, lhs: Tensor, rhs: Tensor, accumulator: Accumulator) -> Tensor:
@@ -164,5 +165,5 @@ def _add_aligned(running: Tensor, lhs: Tensor, rhs: Tensor, accumulator: Accumul
 
 
 def exponent(x: Tensor) -> Tensor:
-    """floor(log2 |x|) as int32 of float32 numbers; far below all others for zero."""
+    """floor(log2 |x|) of float32 values, as int32; far below all others for zero."""
     return torch.where(x == 0, -10_000, torch.frexp(x).exponent - 1)

@@ -1,6 +1,6 @@
-"""Round tensors onto scalar formats, turn values into codes and back, and pack 4- and 6-bit codes in bytes.
+"""Rounds tensors onto scalar formats, encodes and decodes them, and packs 4- and 6-bit codes in bytes.
 
-It is the reference for everything faster. Each row of a tensor packs on its own.
+The reference for every faster implementation. Each row of a tensor is packed by itself.
 """
 
 from functools import cache
@@ -48,10 +48,11 @@ def round_to(
 
 
 def round_at(x: Tensor, format: torch.dtype, seed: int, index: Tensor) -> Tensor:
-    """Part of a tensor rounded stochastically, infinities beyond the range: what the whole gives at those places.
+    """Part of a tensor rounded stochastically, with infinity for overflow: the same values as when the whole is
+    rounded.
 
     Args:
-        index: of each element of x in the whole tensor laid out flat.
+        index: for each element of x, its index in the flattened whole tensor.
     """
     flat, written = x.contiguous().view(-1), torch.empty(x.numel(), dtype=format, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
@@ -98,7 +99,7 @@ def encode_values(x: Tensor, format: Format, rounding: str, overflow: str, noise
     """The codes of a flat tensor, in the format's container.
 
     Raises:
-        QuantizationError: there is NaN in x, or what became NaN, and the format has no code for it.
+        QuantizationError: x has a NaN, or rounding gives one, and the format has no code for it.
     """
     values = family.of(format).rounded(x.double(), format, rounding, overflow, noise)
     if not format.has_nan and bool(values.isnan().any()):
@@ -107,7 +108,7 @@ def encode_values(x: Tensor, format: Format, rounding: str, overflow: str, noise
 
 
 def no_code_for_nan(x: Tensor, format: Format) -> QuantizationError:
-    """The error of NaN in x where the format has no code for it."""
+    """The error for a NaN in x where the format has no code for it."""
     return QuantizationError(
         f"{int(x.isnan().sum())} of {x.numel()} elements are NaN, and {format.name} has no code for NaN: find "
         "where they come from, or replace them (torch.nan_to_num) first"
@@ -125,18 +126,19 @@ def decode(codes: Tensor, format: str | Format | torch.dtype, dtype: torch.dtype
 
 
 def check_codes(codes: Tensor, format: Format, dtype: torch.dtype) -> None:
-    """Raise QuantizationError unless codes lie in the format's container and `dtype` can be decoded to."""
+    """Raise QuantizationError unless codes have the dtype of the format's container and values can be written in
+    `dtype`."""
     expected = CONTAINERS[format.storage_bits]
     if codes.dtype != expected:
         raise QuantizationError(
-            f"decode got {codes.dtype} codes; {format.name} has {format.bits} bits, which lie in {expected}"
+            f"decode got {codes.dtype} codes; {format.name} has {format.bits} bits, stored as {expected}"
         )
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise QuantizationError(f"decode to {dtype} asked for; values come in float64, float32, bfloat16 or float16")
 
 
 def no_such_code(codes: Tensor, format: Format) -> QuantizationError:
-    """The error of a code with more bits than the format has."""
+    """The error for a code with more bits than the format."""
     return QuantizationError(f"code {int(codes.long().max()):#x} found; {format.name} has {format.bits} bits")
 
 
@@ -144,7 +146,7 @@ def no_such_code(codes: Tensor, format: Format) -> QuantizationError:
 
 
 def check_input(verb: str, x: Tensor, rounding: str, overflow: str) -> None:
-    """Raise QuantizationError unless x can be rounded so."""
+    """Raise QuantizationError unless x can be rounded with these options."""
     check_rounding(rounding)
     one_of("overflow", overflow, OVERFLOWS, QuantizationError)
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
@@ -165,7 +167,7 @@ def prepare_out(
     out: Tensor | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """`out`, checked, or a new tensor for values: of `dtype`, or of their own one."""
+    """`out`, checked, or a new tensor for values: in `dtype`, or `own`."""
     if out is None:
         if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
             raise QuantizationError(
@@ -182,10 +184,10 @@ def prepare_out(
 
 @cache
 def shared_range(format: Format, dtype: torch.dtype) -> tuple[float, float]:
-    """The lowest and the largest value that the format and the dtype both hold (± 65280 for fp16 in bfloat16).
+    """The lowest and the largest value that both the format and the dtype hold (± 65280 for fp16 in bfloat16).
 
-    Where no rounding in one of them leaves the other (a codebook's ends, which need not be exact in the dtype) these
-    are the format's own.
+    The format's own range where no rounding to either can leave the other (a codebook's ends, which need not be exact
+    in the dtype).
     """
     return _held(format, dtype, format.min), _held(format, dtype, format.max)
 
@@ -207,15 +209,15 @@ def _held(format: Format, dtype: torch.dtype, end: float) -> float:
 
 
 def packed_columns(columns: int, bits: int) -> int:
-    """Elements of the packed row: bytes for 4 and 6 bits, else one container a code."""
+    """The length of a packed row: bytes for 4 and 6 bits, else one container per code."""
     return -(-columns * bits // 8) if bits in (4, 6) else columns
 
 
 def pack(codes: Tensor, bits: int, high_nibble_first: bool = False) -> Tensor:
     """(rows, columns) codes to (rows, packed columns).
 
-    4 bits: two a byte, the first in the low half (OCP MX, torch.float4_e2m1fn_x2) or in the high half (bitsandbytes).
-    6 bits: four in three bytes, as a little-endian string of bits. Other widths stay one code a container.
+    4 bits: two per byte, the first in the low half (OCP MX, torch.float4_e2m1fn_x2) or in the high half (bitsandbytes).
+    6 bits: four in three bytes, as a little-endian string of bits. Other widths stay one code per container.
     """
     if bits not in (4, 6):
         return codes

@@ -1,4 +1,4 @@
-"""Quantizers in files: as data for JSON, which says everything, and as a line of text, which tells them apart."""
+"""Quantizers in files: as complete data for JSON, and as a line of text that identifies most of them."""
 
 import dataclasses
 import json
@@ -18,22 +18,22 @@ from halfstep.quant.tile import TENSOR, Tile
 
 
 KEY = "halfstep.quantized"
-"""Under which the metadata of a safetensors file has `describe` of each tensor by name, in JSON."""
+"""The metadata key of a safetensors file under which `describe` of each tensor is stored by name, as JSON."""
 
 MALFORMED = (HalfstepError, ValueError, TypeError, KeyError, AttributeError)
-"""What `restore` and `from_label` raise for what they cannot read."""
+"""The exceptions of `restore` and `from_label` for input that they cannot read."""
 
 _KINDS: dict[str, Any] = {k.__name__: k for k in (formats.Float, formats.Integer, formats.Posit, formats.Codebook)}
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-"""What a quantised tensor was made from, by torch's names."""
-_LARGEST = 2**48  # elements; what a file may claim before anything is allocated for it
+"""The dtypes of tensors before quantization, by torch's names."""
+_LARGEST = 2**48  # elements that a file may claim, checked before anything is allocated
 _DIMENSIONS = 64
 
 
 def describe(q: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    """Of a quantised tensor: its quantizer, the shape and dtype of what it was made from, the names of its parts.
+    """The description of a quantized tensor: its quantizer, the original shape and dtype, and the names of its tensors.
 
-    An estimator is left out: it says nothing about values.
+    An estimator is left out: it does not affect values.
     """
     return {
         "format": _describe_format(q.format),
@@ -58,7 +58,7 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
     shape = tuple(data["shape"])
     whole = len(shape) <= _DIMENSIONS and all(type(n) is int and 0 <= n <= _LARGEST for n in shape)
     if not whole or math.prod(shape) > _LARGEST:
-        raise ValueError(f"shape {shape} found; expected whole numbers, at most 2^48 elements")
+        raise ValueError(f"shape {shape} found; expected integers, at most 2^48 elements")
     if data["dtype"] not in DTYPES:
         raise ValueError(f"dtype {data['dtype']!r} found; expected one of {', '.join(DTYPES)}")
     quantizer = Quantizer(
@@ -73,7 +73,7 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
 
 
 def label(q: Quantizer) -> str:
-    """Format, tile and scale rule in a line.
+    """Format, tile and scale rule as one line.
 
     >>> from halfstep.quant import get_quantizer
     >>> label(get_quantizer("mxfp8"))
@@ -83,10 +83,10 @@ def label(q: Quantizer) -> str:
 
 
 def from_label(text: str) -> Quantizer:
-    """The quantizer of a `label`, as far as it says: of a format that has a name.
+    """The quantizer with this `label`, with defaults for options that a label omits; its format must have a name.
 
     Raises:
-        MALFORMED: it is not a label, or names a format, a tile or a scale rule that is not known.
+        MALFORMED: it is not a label, or its format, tile or scale rule is unknown.
     """
     key, tile, rule = text.rsplit(", ", 2)
     if rule == "no scale":
@@ -108,13 +108,13 @@ def _restore_scales(tile: Any, rule: Any) -> Scales | None:
 
 
 def _describe_rule(rule: Scaling) -> Any:
-    """A name where that is enough, else a table of the name and every option."""
+    """The rule's name if that is enough, else a table of the name and all options."""
     name, options = named(rule)
     return name if str(rule) == name else {"name": name, **options}
 
 
 def _restore_rule(data: Any) -> Scaling:
-    """The rule of a description. A label has its options as words, `rceil margin=3`, and so had earlier files."""
+    """The rule of a description. In labels, and in earlier files, options are words: `rceil margin=3`."""
     if isinstance(data, str):
         name, *words = data.split() or [""]
         data = {"name": name, **{option: _value(text) for option, _, text in (word.partition("=") for word in words)}}
@@ -129,7 +129,7 @@ def _value(text: str) -> Any:
 
 
 def _describe_format(format: Format) -> Any:
-    """A name where that is enough, else every field."""
+    """The format's name if that is enough, else all fields."""
     try:
         if formats.get(format.name) == format:
             return format.name

@@ -1,4 +1,4 @@
-"""Training in FP4 after Wang et al. 2025: smooth derivatives of rounding, and outliers clamped before it."""
+"""For training in FP4 as in Wang et al. 2025: smooth derivatives of rounding, and clamped outliers."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -13,13 +13,13 @@ from halfstep.quant.logarithm import exp2, log2
 
 
 SMALLEST = 2.0**-60
-"""Of |2t/d - 1|, so that log2 has a normal number: there the derivative is 2^48 / 5, or its cap."""
+"""The smallest |2t/d - 1|, so that log2 gets a normal float: there the derivative is 2^48 / 5, or its cap."""
 _LARGEST = 2.0**100
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """The differentiable gradient estimator: rounding to nearest as a power curve, steep where rounding turns.
+    """The differentiable gradient estimator: the derivative of rounding to nearest, taken as that of a power curve.
 
     Between neighbouring values v and v + d of a format, with t = x - v and u = 2t/d - 1,
 
@@ -28,7 +28,7 @@ class Estimator:
 
     Beyond the largest value f' is that at the largest value, 1/k: nothing is clipped where a scale comes from the
     tensor's amax. Without a cap f' is 1 on average between any two values. A cap of 3 leaves, for k = 3, 5 and 10, a
-    mean of 0.778, 0.594 and 0.383: part of what the estimator does is to make the weight's gradient smaller, which Adam
+    mean of 0.778, 0.594 and 0.383: part of the estimator's effect is a smaller gradient of the weight, which Adam
     mostly undoes and SGD does not.
 
     Source: Wang et al. 2025, arXiv 2501.17116, section 3.1 and appendix C; k = 5 and the cap of 3 are theirs.
@@ -39,9 +39,9 @@ class Estimator:
     """
 
     k: float = 5.0
-    """1 is straight through; the larger, the nearer f is to rounding."""
+    """1 is straight-through; the larger k, the closer f is to rounding."""
     cap: float | None = 3.0
-    """The largest derivative; None is none: f' is then at most 2^100, near where rounding turns."""
+    """The largest derivative; None: no cap, f' is then at most 2^100, near a boundary of rounding."""
 
     def __post_init__(self) -> None:
         if not self.k >= 1 or self.k > 100:
@@ -54,8 +54,8 @@ class Estimator:
 
     @cached_property
     def text(self) -> str:
-        """Its fields as text, for operators of a traced graph: of numbers `torch.compile(dynamic=True)` makes
-        inputs of the graph."""
+        """The fields as text, for operators in a traced graph: `torch.compile(dynamic=True)` makes graph inputs of
+        floats."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -68,13 +68,13 @@ class Estimator:
 
     @property
     def largest(self) -> float:
-        """What f' does not exceed."""
+        """The upper bound of f'."""
         return _LARGEST if self.cap is None else min(self.cap, _LARGEST)
 
     def derivative(self, scaled: Tensor, format: Format) -> Tensor:
-        """f' at each number, in float32: numbers as they are rounded, after their scale.
+        """f' at each element, in float32; elements are given after scaling, as they are rounded.
 
-        NaN gives NaN. Kernels give these bits: log2 and exp2 are `quant.logarithm`'s, within 1e-6 of the curve.
+        NaN gives NaN. Kernels give the same bits: log2 and exp2 are `quant.logarithm`'s, within 1e-6 of the curve.
         """
         x = scaled.float()
         low, gap = _neighbours(x, format)
@@ -82,7 +82,7 @@ class Estimator:
         return torch.where(x.isnan(), x, (exp2(log2(away) * self.exponent) * (1 / self.k)).clamp(max=self.largest))
 
     def curve(self, scaled: Tensor, format: Format) -> Tensor:
-        """f at each number, in float64; beyond the largest value, that value."""
+        """f at each element, in float64; beyond the largest value, that value."""
         x = scaled.double()
         low, gap = _neighbours(x, format)
         place = ((x - low) * (2 / gap) - 1).clamp(-1, 1)
@@ -92,7 +92,7 @@ class Estimator:
 
 
 def _neighbours(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """The value below and the gap to the next one; at the ends, those of the last two values."""
+    """The value at or below x and the gap to the next one; beyond the ends, those of the last two values."""
     values = _values(format).to(x)
     index = (torch.searchsorted(values, x.contiguous(), right=True) - 1).clamp(0, len(values) - 2)
     return values[index], values[index + 1] - values[index]
@@ -110,23 +110,23 @@ _CUT = ~0xFFFF  # of float32's bits: sign, exponent and the upper seven of the m
 
 @dataclass(frozen=True)
 class Clamp:
-    """Values beyond the quantiles q_(1-a) and q_a are clamped to them, a being `quantile`.
+    """Clamps values to the quantiles q_(1-a) and q_a, where a is `quantile`.
 
-    The quantile at a stands at place a (n - 1) of the n values in order, from 0, between two of them in proportion, as
-    `torch.quantile` has it. A tile with an infinity or NaN becomes NaN, so that it is seen.
+    The quantile at a is at position a (n - 1) of the n values in order, counted from 0, interpolated linearly, as in
+    `torch.quantile`. A tile with an infinity or NaN becomes NaN, so that it is noticed.
 
-    Source: Wang et al. 2025, arXiv 2501.17116, section 3.2: outlier clamping and compensation. Whether the paper's
-    quantiles are a tensor's is not said there; the released code's are a token's, without compensation.
+    Source: Wang et al. 2025, arXiv 2501.17116, section 3.2: outlier clamping and compensation. The paper does not say
+    whether its quantiles are a tensor's; the released code's are a token's, without compensation.
     """
 
     quantile: float = 0.99
     tile: str = "tensor"
-    """Of what: `tensor`, or `row` (a token)."""
+    """The values that share quantiles: `tensor`, or `row` (a token)."""
     estimate: str = "exact"
-    """`exact`; or `histogram`: of the values cut to 8 significant bits, which is one pass over them, and exact for
-    bfloat16. It is nearer to zero than the exact one, by at most 2^-7 of it."""
+    """`exact`; or `histogram`: the quantile of the values truncated to 8 significant bits, which needs one pass over
+    them and is exact for bfloat16. It is closer to zero than the exact one, by at most 2^-7 of it."""
     compensation: bool = True
-    """Whether what clamping takes away stays part of the operand, unrounded and sparse: about 2 (1 - a) of the values.
+    """Whether the part that clamping removes stays in the operand, unrounded and sparse: about 2 (1 - a) of the values.
     A clamp without it loses them; on data with few large values that is worse than no clamp."""
 
     def __post_init__(self) -> None:
@@ -138,8 +138,8 @@ class Clamp:
 
     @cached_property
     def text(self) -> str:
-        """Its fields as text, for operators of a traced graph: of numbers `torch.compile(dynamic=True)` makes
-        inputs of the graph."""
+        """The fields as text, for operators in a traced graph: `torch.compile(dynamic=True)` makes graph inputs of
+        floats."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ class Clamp:
 
     def bounds(self, x: Tensor) -> Tensor:
         """The two quantiles of a matrix: (2, 1) or (2, rows), in float32 (float64 for float64). NaN where a value is
-        not finite; 0 where there is none."""
+        not finite; 0 for an empty tile."""
         wide = x if x.dtype == torch.float64 else x.float()
         tiles = wide if self.tile == "row" else wide.reshape(1, -1)
         if not tiles.shape[1]:
@@ -160,14 +160,14 @@ class Clamp:
         return torch.where(tiles.isfinite().all(1), found.to(tiles.dtype), torch.nan)
 
     def places(self, count: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Where the quantiles stand among so many values in order: the place below, and the share of the way to the
-        next. The lower one mirrors the upper one."""
+        """The positions of the two quantiles among `count` sorted values: the index below, and the fraction of the way
+        to the next. The lower one mirrors the upper one."""
         upper = self.quantile * (count - 1)
         lower = count - 1 - upper
         return (int(lower), lower - int(lower)), (int(upper), upper - int(upper))
 
     def most_beyond(self, rows: int, columns: int) -> int:
-        """How many numbers of a matrix are beyond its exact quantiles where no two are equal: else fewer."""
+        """How many elements of a matrix are outside of its exact quantiles if all are distinct; fewer otherwise."""
         tiles, count = (rows, columns) if self.tile == "row" else (1, rows * columns)
         return 2 * tiles * (count - 1 - self.places(count)[1][0]) if count else 0
 
@@ -178,8 +178,8 @@ class Clamp:
         return low + (high - low) * share
 
     def parts(self, x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-        """A matrix clamped at its bounds, and what that takes away; both in the bounds' dtype."""
+        """A matrix clamped to its bounds, and the part that this removes; both in the bounds' dtype."""
         wide = x.to(bounds.dtype)
         low, high = bounds[0][:, None], bounds[1][:, None]
-        clamped = torch.maximum(torch.minimum(wide, high), low)  # NaN where a bound is
+        clamped = torch.maximum(torch.minimum(wide, high), low)  # NaN where a bound is NaN
         return clamped, wide - clamped

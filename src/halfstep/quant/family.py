@@ -6,8 +6,8 @@ Each class offers
     encode(values, format)                          values of the format in, int64 codes out
     decode(codes, format)                           int64 codes in, float64 values out
 
-`noise` is None, or for each element a whole number in [0, 2^32): stochastic rounding goes up if and only if
-floor(remainder * 2^32) + noise >= 2^32, the remainder measured in gaps between neighbours.
+`noise` is None, or an integer in [0, 2^32) per element: stochastic rounding goes up if and only if floor(remainder *
+2^32) + noise >= 2^32, the remainder measured in gaps between neighbours.
 """
 
 import math
@@ -25,7 +25,7 @@ _FRACTION = 52  # bits of a float64's fraction
 
 
 class Family(Protocol):
-    """What each class of this file offers."""
+    """The interface of the classes in this file."""
 
     def rounded(self, x: Tensor, format: Format, rounding: str, overflow: str, noise: Tensor | None) -> Tensor: ...
 
@@ -35,7 +35,7 @@ class Family(Protocol):
 
 
 def of(format: Format) -> Family:
-    """What knows this kind of format; one that is listed code by code needs no arithmetic of its own."""
+    """The implementation for this kind of format; formats without arithmetic of their own are listed code by code."""
     return cast(Family, _ARITHMETIC.get(type(format), _LISTED))
 
 
@@ -43,12 +43,13 @@ class Floats:
     """Floats: with q = max(floor(log2 |x|), min_exponent) - mantissa_bits, x becomes ± rounding(|x| / 2^q) * 2^q."""
 
     def rounded(self, x: Tensor, format: Float, rounding: str, overflow: str, noise: Tensor | None) -> Tensor:
-        """float64 holds every intermediate exactly: a significand of at most 53 bits, scaled by powers of two."""
+        """Rounded values. float64 holds every intermediate exactly: a significand of at most 53 bits, scaled by powers
+        of two."""
         magnitude, negative = x.abs(), x.signbit()
         step_exponent = _exponent(magnitude, format) - format.mantissa_bits
         steps = magnitude * power_of_two(-step_exponent)
         whole = round_steps(steps, negative, rounding, noise)
-        if format.mantissa_bits == 0 and rounding == "nearest_even":  # the parity of a code is that of its exponent
+        if format.mantissa_bits == 0 and rounding == "nearest_even":  # a code's parity is its exponent's
             whole = torch.where((steps == 1.5) & ((step_exponent + format.bias) & 1 == 0), 1.0, whole)
         result = whole * power_of_two(step_exponent)
         if overflow == "saturate" or format.specials == "finite":
@@ -94,7 +95,7 @@ class Integers:
     """Integers: x becomes rounding(x * 2^fraction_bits), clamped to the range; NaN stays NaN and has no code."""
 
     def rounded(self, x: Tensor, format: Integer, rounding: str, overflow: str, noise: Tensor | None) -> Tensor:
-        """Beyond the range an integer saturates whatever `overflow` says: there is nothing else it could become."""
+        """Rounded values. Integers have no infinity or NaN, so they saturate whatever `overflow` says."""
         whole = round_steps(x.abs() * 2.0**format.fraction_bits, x.signbit(), rounding, noise)
         return torch.copysign(whole, x).clamp(format.low, format.high) * 2.0**-format.fraction_bits + 0.0
 
@@ -107,10 +108,11 @@ class Integers:
 
 
 class Posits:
-    """Posits: the bit string regime, exponent, fraction is cut to the word, and rounding happens on the string."""
+    """Posits: the bit string of regime, exponent and fraction is cut to the word's length and rounded as a string."""
 
     def rounded(self, x: Tensor, format: Posit, rounding: str, overflow: str, noise: Tensor | None) -> Tensor:
-        """Nearest modes decide on the bit string and never give zero; the others know the two neighbours by value.
+        """Rounded values. Nearest modes decide on the bit string and never give zero; the others compare the two
+        neighbours' values.
 
         Infinities become NaN (NaR); everything else stays within ± max, whatever `overflow` says.
         """
@@ -141,7 +143,7 @@ class Posits:
         negative = codes & sign_bit != 0
         body = torch.where(negative, 2 * sign_bit - codes, codes) & sign_bit - 1
         leads = body >> format.bits - 2 & 1
-        ends = torch.where(leads == 1, ~body & sign_bit - 1, body)  # its highest one is the bit that ends the regime
+        ends = torch.where(leads == 1, ~body & sign_bit - 1, body)  # its highest set bit ends the regime
         run = format.bits - 1 - torch.frexp(ends.double())[1].long()
         regime = torch.where(leads == 1, run - 1, -run)
         room = (format.bits - 2 - run).clamp(min=0)
@@ -154,7 +156,7 @@ class Posits:
 
 
 class Listed:
-    """Formats that are listed value by value (codebooks, bare exponents): rounding is a search among the boundaries."""
+    """Formats listed value by value (codebooks, bare exponents): rounding is a binary search in the boundaries."""
 
     def rounded(self, x: Tensor, format: Format, rounding: str, overflow: str, noise: Tensor | None) -> Tensor:
         """The neighbour of x that the rounding chooses; beyond the ends, the ends (see `Format.overflow_from`)."""
@@ -201,21 +203,21 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _exponent(magnitude: Tensor, format: Float) -> Tensor:
-    """max(floor(log2 |x|), min_exponent) from the bit field: magnitude = f * 2^e with f in [1/2, 1)."""
+    """max(floor(log2 |x|), min_exponent), by frexp: magnitude = f * 2^e with f in [1/2, 1)."""
     exponent = torch.frexp(magnitude)[1].long() - 1
     return torch.where(magnitude == 0, format.min_exponent, exponent.clamp(min=format.min_exponent))
 
 
 def _cut(magnitude: Tensor, format: Posit) -> tuple[Tensor, Tensor, Tensor]:
-    """The code at or below each number in [smallest, max], the bits cut off, and what half a step is in those bits."""
+    """The code at or below each value in [smallest, max], the bits cut off, and half a step in units of these bits."""
     bits = magnitude.view(torch.int64)  # a positive normal float64: minpos is at least 2^-960
     exponent = (bits >> _FRACTION) - 1023
     regime = exponent >> format.es
     payload = (exponent & (1 << format.es) - 1) << _FRACTION | bits & (1 << _FRACTION) - 1
-    length = torch.where(regime >= 0, regime + 2, 1 - regime)  # of the regime with the bit that ends it
+    length = torch.where(regime >= 0, regime + 2, 1 - regime)  # bits of the regime, with the bit that ends it
     room = (format.bits - 1 - length).clamp(min=0)
     prefix = torch.where(regime >= 0, ((torch.ones_like(regime) << regime.clamp(min=0) + 1) - 1) << 1, 1)
-    prefix = torch.where(length > format.bits - 1, prefix >> 1, prefix)  # max: the word ends before the regime does
+    prefix = torch.where(length > format.bits - 1, prefix >> 1, prefix)  # for max the word ends before the regime does
     shift = format.es + _FRACTION - room
     one = torch.ones_like(shift)
     return prefix << room | payload >> shift, payload & (one << shift) - 1, one << shift - 1

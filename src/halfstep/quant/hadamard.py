@@ -1,7 +1,7 @@
-"""Random Hadamard transforms: an orthogonal rotation of a product's shared dimension, before its operands are rounded.
+"""Random Hadamard transforms: an orthogonal rotation along a matmul's shared dimension, before operands are rounded.
 
-(A R) (R^T B) = A B: the product is the same, and an outlier is spread over a block of the dimension that is summed
-over. Scales of blocks as small as the rotation gain nothing by that: a block's maximum is stored well in any case.
+(A R) (R^T B) = A B: the result is the same, and an outlier is spread over a block of the shared dimension. Scales of
+blocks as small as the rotation gain nothing: a block's largest value is stored well in any case.
 """
 
 import math
@@ -19,20 +19,20 @@ from halfstep.quant.tile import pad
 
 RANDOM = "random"
 _SIGNS = "the signs of a Hadamard transform"
-_WORD = 32  # signs that a whole number holds
+_WORD = 32  # signs per integer
 _NVFP4 = "+++-+------+-+--"
 
 
 @dataclass(frozen=True)
 class Hadamard:
-    """Blocks of `size` numbers become x R, with R = diag(s) H / sqrt(size): s are signs, H is Sylvester's matrix,
-    H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]].
+    """A rotation of blocks of `size` values: x becomes x R, with R = diag(s) H / sqrt(size), signs s and Sylvester's
+    matrix H: H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]].
 
-    `seed` None is the sign vector that NVFP4's recipe has, of size 16; an integer draws signs that never change;
-    `"random"` draws them for each product, as stochastic rounding does its noise.
+    `seed` None is the sign vector of NVFP4's recipe, of size 16; an integer draws signs that never change; `"random"`
+    draws them for each matmul, as stochastic rounding does its noise.
 
     Raises:
-        QuantizationError: the size is no power of two from 2 on, or has no signs of its own; another seed.
+        QuantizationError: the size is no power of two from 2 on, or it is not 16 and there is no seed; another seed.
 
     Source: NVIDIA Transformer Engine and torchao (hadamard_utils), for the sign vector; Tseng et al. 2025, arXiv
     2502.20586, whose code draws the signs for each product.
@@ -60,8 +60,8 @@ class Hadamard:
 
     @cached_property
     def _fixed(self) -> str:
-        """The signs that do not change, `+` or `-`; none where they are drawn. Text, since of numbers
-        `torch.compile(dynamic=True)` makes unknowns."""
+        """The constant signs, as `+` or `-`; empty where they are drawn. Text, since `torch.compile(dynamic=True)`
+        makes symbols of numbers."""
         if self.seed is None:
             return _NVFP4
         if self.seed == RANDOM:
@@ -70,21 +70,19 @@ class Hadamard:
 
     @property
     def still(self) -> "Hadamard":
-        """This transform; where its signs are drawn for each product, one whose signs stay: for a caller that only
-        looks, and draws nothing from a run's generator."""
+        """This transform, but with constant signs where they would be drawn for each matmul: for a caller that only
+        inspects, and must not draw from a run's generator."""
         return replace(self, seed=0) if self.seed == RANDOM else self
 
     def signs(self, device: torch.device | str | None = None, seed: Seed | None = None) -> Tensor:
-        """s, float32 (size): for both operands of one product, since another call may draw others.
+        """s, float32 (size). Both operands of a matmul need the same: another call may draw others.
 
         Args:
-            seed: what signs that are drawn for each product follow from; None draws them from torch's default
-            generator.
+            seed: determines signs that are drawn for each matmul; None draws them from torch's default generator.
 
         Raises:
-            QuantizationError: they are drawn for each product, and a CUDA graph is being captured, which is no
-            `CUDAGraph` of
-                ours.
+            QuantizationError: they are drawn for each matmul while a CUDA graph is captured that is no
+                `halfstep.CUDAGraph`.
         """
         there = None if device is None else torch.device(device)
         on_gpu = there is not None and there.type == "cuda"
@@ -106,7 +104,7 @@ class Hadamard:
 
 
 def _made_of(seed: Seed, size: int, device: torch.device | None) -> Tensor:
-    """The signs that a seed's bits are; beyond 64 of them, those that the seed's noise begins with."""
+    """The signs for a seed: its bits; for more than 64 signs, the first bits of the seed's noise."""
     if size > 2 * _WORD:
         negative = noise_bits(seed, 0, size, device) >> 31
     else:
@@ -121,27 +119,28 @@ def _drawn_words(size: int) -> list[int]:
 
 
 def _words(negative: Sequence[bool | int]) -> list[int]:
-    """Whole numbers of so many signs, a bit each."""
+    """Signs packed in integers, one bit each."""
     words = (negative[start : start + _WORD] for start in range(0, len(negative), _WORD))
     return [sum(bool(bit) << i for i, bit in enumerate(word)) for word in words]
 
 
 def _made_there(words: Sequence[int] | Tensor, size: int, device: torch.device | None) -> Tensor:
-    """The signs as a GPU makes them of whole numbers: a copy from the host would be waited for."""
+    """The signs unpacked on the device: copying them from the host would synchronize."""
     places = torch.arange(min(_WORD, size), device=device, dtype=torch.int64)  # sizes are powers of two
     whole = (word if isinstance(word, Tensor) else torch.full_like(places, word) for word in words)
     return 1.0 - 2.0 * torch.cat([word >> places & 1 for word in whole]).float()
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
-    """Every block of len(signs) numbers along `dim` as x R, in float32 (float64 for float64 input).
+    """Every block of len(signs) values along `dim` as x R, in float32 (float64 for float64 input).
 
-    A last block that is short is filled with zeros, so the dimension grows to whole blocks: both operands of a product
-    do so alike, and the product stays what it is.
+    A short last block is padded with zeros, so the dimension grows to whole blocks: both operands of a matmul are
+    padded alike, so its result does not change.
 
-    The order of the sums is fixed, for kernels to follow: numbers are multiplied by their signs; then, for h = 1, 2,
-    4 ... size / 2, each pair (a, b) of places i and i + h, where i has no bit h, becomes (a + b, a - b); then all are
-    multiplied by 1 / sqrt(size), rounded to float32 (exact for sizes 4, 16, 64 ...). Every step is one rounding.
+    The order of operations is fixed, so that kernels can follow it: values are multiplied by their signs; then, for h =
+    1, 2, 4 ... size / 2, each pair (a, b) at indices i and i + h, where i has no bit h, becomes (a + b, a - b); then
+    all are multiplied by 1 / sqrt(size), rounded to float32 (exact for sizes 4, 16, 64 ...). Every step is rounded
+    once.
 
     >>> rotate(torch.tensor([16.0] + [0.0] * 15), Hadamard().signs())[:4]
     tensor([4., 4., 4., 4.])

@@ -1,4 +1,4 @@
-"""A quantizer: how a tensor is rounded onto a format, with scales of which tiles; and what it makes of a tensor."""
+"""Quantizers: how a tensor is rounded onto a format, with scales per tile; and quantized tensors."""
 
 import math
 from dataclasses import dataclass, replace
@@ -33,10 +33,10 @@ from halfstep.quant.tracing import has_memory
 
 @dataclass(frozen=True)
 class Scales:
-    """The elements of a `tile` share a scale, which a `rule` chooses.
+    """The tile of elements that share a scale, and the rule that computes the scale.
 
     Raises:
-        QuantizationError: a rule that keeps a state, and so one scale a tensor, with other tiles.
+        QuantizationError: a rule with a state, which has one scale per tensor, and another tile.
     """
 
     tile: Tile
@@ -44,7 +44,7 @@ class Scales:
 
     def __post_init__(self) -> None:
         if isinstance(self.rule, StatefulScaling) and self.tile != TENSOR:
-            raise QuantizationError(f"{self.rule.name} scaling with tile {self.tile}: it keeps one scale a tensor")
+            raise QuantizationError(f"{self.rule.name} scaling with tile {self.tile}: it needs one scale per tensor")
         _ = self.rule.text  # known from here on: a traced graph cannot take a cached property's lock
 
     def __str__(self) -> str:
@@ -58,12 +58,12 @@ class Scales:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How one operand is rounded: onto `format`, with a rounding mode and an overflow rule; in tiles that share a
-    scale if there are `scales`.
+    """How an operand is rounded: onto `format`, with a rounding mode and an overflow rule; in tiles that share a scale,
+    if there are `scales`.
 
     The matrix (last dimension; the others flattened to rows) is cut into tiles, each tile divided by its scale, each
-    quotient rounded. Columns in which some |x| reaches `outliers` are kept apart, as they are, and are 0 for
-    everything else. With a `clamp`, values beyond its quantiles are clamped first.
+    quotient rounded. Columns in which some |x| reaches `outliers` are kept apart, unrounded, and count as 0 in their
+    tiles. With a `clamp`, values beyond its quantiles are clamped first.
     """
 
     format: Format
@@ -73,7 +73,7 @@ class Quantizer:
     outliers: float | None = None
     clamp: Clamp | None = None
     estimator: Estimator | None = None
-    """What the derivative of rounding is taken for, where a product's weight is rounded so; None is 1."""
+    """The derivative assumed for rounding, where a matmul's weight is rounded by this quantizer; None is 1."""
 
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
@@ -102,25 +102,25 @@ class Quantizer:
 
     @property
     def tiling(self) -> Scales:
-        """`scales`, of a quantizer that has them."""
+        """`scales`, for a quantizer that has them."""
         assert self.scales is not None
         return self.scales
 
     @cached_property
     def stateful(self) -> StatefulScaling | None:
-        """The rule for scales, where it depends on earlier steps."""
+        """The scaling rule, if it depends on earlier steps; else None."""
         rule = self.scales and self.scales.rule
         return rule if isinstance(rule, StatefulScaling) else None
 
     @cached_property
     def plain(self) -> "Quantizer":
-        """This quantizer without clamp and estimator: what the clamped values are rounded by."""
+        """This quantizer without clamp and estimator: it rounds the clamped values."""
         return replace(self, clamp=None, estimator=None) if self.clamp or self.estimator else self
 
     @cached_property
     def by_rows(self) -> bool:
-        """Whether each row, or column, of numbers of 4 bits has a scale that is known from its amax, and is a power of
-        two, or the numbers are whole in some unit."""
+        """Whether this rounds to 4-bit values with one scale per row, or column, that its amax determines, and the
+        scales are powers of two or the values are multiples of a common step."""
         scales = self.scales
         if scales is None or self.format.bits > 4 or scales.tile not in (ROW, ROW.transposed) or not self.factors:
             return False
@@ -128,7 +128,7 @@ class Quantizer:
 
     @cached_property
     def factors(self) -> bool:
-        """Whether the amax of a tile alone gives what its elements are multiplied by (`Scaling.factor`)."""
+        """Whether the amax of a tile alone determines the factor on its elements (`Scaling.factor`)."""
         return (
             self.scales is not None
             and self.scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), self.format) is not None
@@ -136,9 +136,8 @@ class Quantizer:
 
     @property
     def steps(self) -> int | None:
-        """What makes whole numbers of at most 127 of all values, where a quantizer goes by rows with scales that are no
-        powers of two: its products are those of whole numbers. None elsewhere: values times powers of two fit 16 bits.
-        """
+        """The factor that makes all values integers of at most 127, for a quantizer that is `by_rows` with scales that
+        are no powers of two: its matmuls are integer ones. None for others: values times powers of two fit 16 bits."""
         return self._steps if self.by_rows and self.scales is not None and not self.scales.rule.exact else None
 
     @cached_property
@@ -148,18 +147,19 @@ class Quantizer:
 
     @cached_property
     def container(self) -> torch.dtype:
-        """The dtype that packed codes are in."""
+        """The dtype of packed codes."""
         return CONTAINERS[self.format.storage_bits]
 
     @cached_property
     def inner(self) -> "Quantizer | None":
-        """The quantizer of the rule for a part of the numbers, where the scale rule has one (`Scaling.inner`)."""
+        """The quantizer with the power-of-two rule inside the scale rule, if it has one (`Scaling.inner`); else
+        None."""
         rule = self.scales.rule.inner if self.scales is not None else None
         return None if self.scales is None or rule is None else replace(self, scales=replace(self.scales, rule=rule))
 
     @cached_property
     def down(self) -> "Quantizer":
-        """This quantizer with its tiles down the columns: for an operand whose shared dimension is its first."""
+        """This quantizer with its tiles along columns: for an operand whose shared dimension is its first."""
         return self if self.scales is None else replace(self, scales=self.scales.transposed)
 
     def quantize(self, x: Tensor, generator: torch.Generator | Seed | None = None) -> "Quantized":
@@ -199,10 +199,10 @@ class Quantizer:
         return self._quantized(x, {"codes": codes, **stored, **kept})
 
     def derivative(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
-        """What the `estimator` takes for the derivative of rounding at each element of x: float32, of x's shape.
+        """The `estimator`'s derivative of rounding at each element of x: float32, of x's shape.
 
         Args:
-            factor: what all of x is multiplied by before it is rounded, where its scale depends on earlier steps.
+            factor: the factor on x before rounding, where the scale depends on earlier steps.
 
         Raises:
             QuantizationError: there is no estimator, or no factor for a scale that depends on earlier steps.
@@ -228,10 +228,10 @@ class Quantizer:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """What a quantizer made of a tensor of that shape and dtype.
+    """A quantized tensor: the codes and scales of a tensor of that shape and dtype, and the quantizer that made them.
 
     `tensors` holds plain tensors by name: `codes` (rows, packed columns; see `quant.pack`), `scale` (tile rows, tile
-    columns) where there are tiles, and what else the scale rule keeps. Saved and loaded by `halfstep.ops.files`.
+    columns) where there are tiles, and other tensors of the scale rule. Saved and loaded by `halfstep.ops.files`.
     """
 
     quantizer: Quantizer
@@ -242,7 +242,7 @@ class Quantized:
     def __post_init__(self) -> None:
         first = next(iter(self.tensors.values()), None)
         if first is not None and not has_memory(first, or_fake=True):
-            return  # checked when the graph was made of it; tracing cannot
+            return  # checked when the tensor was made; tracing cannot
         expected = layout(self.quantizer, self.shape, self.dtype)
         if set(self.tensors) != set(expected):
             raise QuantizationError(f"tensors {sorted(self.tensors)} found; expected {sorted(expected)}")
@@ -272,7 +272,7 @@ class Quantized:
 
     @property
     def scale(self) -> Tensor:
-        """The stored scales, an entry a tile: bytes of E8M0 or E4M3, or float32, as the scale rule has it.
+        """The stored scales, one per tile: bytes of E8M0 or E4M3, or float32, as the scale rule has it.
 
         Raises:
             QuantizationError: the quantizer has no scales.
@@ -283,15 +283,14 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and whatever else is stored."""
+        """Bytes of all stored tensors: codes, scales and others."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """The values, in `dtype` (the original's when None) and the original shape.
+        """The values, in `dtype` (None: the original's) and the original shape.
 
-        An element times its scale is formed in float32 (float64 for a float64 result), or what a `NonlinearScaling`
-        makes of it, in float32; that is saturated to what the dtype holds and rounded to it. Tiles whose scale is NaN
-        give NaN.
+        An element times its scale, or the result of a `NonlinearScaling`, is computed in float32 (the former in float64
+        for a float64 result), then saturated to the dtype's range and rounded to it. Tiles whose scale is NaN give NaN.
         """
         result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
         rows, columns = self.matrix_shape
@@ -305,7 +304,7 @@ class Quantized:
                 values = rule.values(values.float(), self.tensors, tile, format).to(wide)
             else:
                 multiplier = tile.spread(rule.multiplier(self.tensors, format), rows, columns)
-                # A code that means a number other than 0 may stand in a tile without scale (a codebook's first entry).
+                # In a tile with scale 0 codes may decode to values other than 0 (a codebook's first entry).
                 values = torch.where(multiplier == 0, 0.0, values * multiplier.to(wide))
             limit = torch.finfo(result.dtype).max
             values = values.clamp(-limit, limit)
@@ -325,7 +324,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def layout(
     quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int | None, ...]]]:
-    """Name, dtype and shape of every tensor that a quantizer makes of one of that shape and dtype (None: any size)."""
+    """The name, dtype and shape of every tensor of a quantized tensor of that shape and dtype (None: any size)."""
     rows, columns = matrix_shape(shape)
     tensors: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
         "codes": (quantizer.container, (rows, packed_columns(columns, quantizer.format.bits)))
@@ -341,7 +340,7 @@ def layout(
 
 
 def _quotient(x: Tensor, multiplier: Tensor, rule: Scaling) -> Tensor:
-    """x / multiplier; 0 in tiles of zeros, and in lost ones, whose scale says so."""
+    """x / multiplier; 0 in tiles of zeros, and in tiles whose scale is NaN."""
     if rule.multiplies:
         return torch.where(multiplier.isnan(), 0.0, x * multiplier)
     wide = x.double() if rule.exact else x
@@ -364,12 +363,12 @@ def get_quantizer(
     rounding: str | None = None,
     overflow: str | None = None,
 ) -> Quantizer:
-    """The quantizer of a format's name: tiles and scales as a block format has them, none for a scalar format.
+    """The quantizer for a format's name: with tiles and scales for a block format, without for a scalar format.
 
     Args:
-        format: `"mxfp4"`, `"nvfp4"`, `"nf4"`, `"e4m3fn"` ...; a Format, a BlockFormat, a `torch.dtype`; or a
-            quantizer, to change something of it.
-        scale: the rule for the scale, where the format has a choice (`floor`, `ceil`, `even`, `rceil` for MX ...).
+        format: `"mxfp4"`, `"nvfp4"`, `"nf4"`, `"e4m3fn"` ...; a Format, a BlockFormat, a `torch.dtype`; or a quantizer,
+            to change some of its options.
+        scale: the scale rule, where the format has a choice (`floor`, `ceil`, `even`, `rceil` for MX ...).
 
     Raises:
         FormatError: unknown format.

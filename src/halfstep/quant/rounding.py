@@ -1,9 +1,9 @@
-"""Rounding to whole numbers: the modes, on magnitudes measured in steps of the format; draws for CUDA graphs.
+"""Rounding modes, on magnitudes measured in steps of the format; noise and seeds; and draws for CUDA graphs.
 
-A captured step reads what is drawn from the GPU's memory, where each replay puts its own.
+Each mode takes r >= 0 in float64, exact, and whether the value is negative, and returns integers in float64. The caller
+restores the sign, so `toward_zero` is a floor here.
 
-Each mode takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The
-sign is put back by the caller, so `toward_zero` is a floor here.
+A captured step reads drawn seeds from GPU memory, to which each replay writes its own.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ from halfstep.formats.exact import ROUNDINGS
 
 
 Seed = int | Tensor
-"""A seed of 64 bits: a number, or an int64 scalar in a GPU's memory, which the replays of a CUDA graph read."""
+"""A 64-bit seed: an int, or an int64 scalar on the GPU, which the replays of a CUDA graph read."""
 NOISE_BITS = 32
-"""Bits of noise that stochastic rounding compares with the remainder; see `noise_bits`."""
+"""Bits of noise that stochastic rounding adds to the remainder; see `noise_bits`."""
 NOISE_CHUNK = 1 << 14
 """Elements that share a pair of noise keys; see `noise_bits`."""
 
@@ -31,13 +31,13 @@ NOISE_CHUNK = 1 << 14
 
 
 def nearest_away(r: Tensor, negative: Tensor) -> Tensor:
-    """Round to the nearest whole number, ties to the larger magnitude (IEEE 754 roundTiesToAway)."""
+    """Round to the nearest integer, ties to the larger magnitude (IEEE 754 roundTiesToAway)."""
     down = torch.floor(r)
     return down + (r - down >= 0.5)
 
 
 def nearest_up(r: Tensor, negative: Tensor) -> Tensor:
-    """Round to the nearest whole number, ties to the one above: a look-up among thresholds that belong to the upper
+    """Round to the nearest integer, ties toward +infinity: as a lookup among thresholds that belong to the upper
     side."""
     down = torch.floor(r)
     rest = r - down
@@ -58,23 +58,22 @@ _MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def stochastic(r: Tensor, noise: Tensor) -> Tensor:
-    """Round up with the probability of the remainder, down otherwise; a whole number stays.
+    """Round up with the probability of the remainder, else down; integers stay.
 
-    `noise` holds whole numbers, uniform on [0, 2^32). Up if and only if remainder + noise / 2^32 >= 1, which has
-    probability floor(remainder * 2^32) / 2^32: exact whenever the remainder has at most 32 bits.
+    `noise` holds integers, uniform on [0, 2^32). Up if and only if remainder + noise / 2^32 >= 1, which has probability
+    floor(remainder * 2^32) / 2^32: exact whenever the remainder has at most 32 bits.
     """
     down = torch.floor(r)
     return down + ((r - down) * 2.0**NOISE_BITS + noise >= 2.0**NOISE_BITS)
 
 
 def noise_bits(seed: Seed, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """`count` whole numbers uniform on [0, 2^32), a function of (seed, element index) alone.
+    """`count` integers uniform on [0, 2^32), a function of (seed, element index) alone.
 
-    Element i of a tensor draws hash(seed, start + i), so the result depends on neither the number of threads nor
-    the order of work, and a kernel that computes the same hash in its lanes gives the same bits. Every NOISE_CHUNK
-    elements share two 32-bit keys, `noise_keys`; within them the hash is the mixer `lowbias32` of (first key + index),
-    with the second key put between its two multiplications.
-    Source: the `lowbias32` constants found by Wellons' hash prospector (bias 0.17).
+    Element i of a tensor draws hash(seed, start + i), so the result depends on neither the number of threads nor the
+    order of work, and a kernel that computes the same hash gives the same bits. Every NOISE_CHUNK elements share two
+    32-bit keys, `noise_keys`; within them the hash is `lowbias32` of (first key + index), with the second key XORed in
+    between its two multiplications. Source: the `lowbias32` constants found by Wellons' hash prospector (bias 0.17).
     """
     index = torch.arange(start, start + count, dtype=torch.int64, device=device)
     first = start // NOISE_CHUNK
@@ -84,7 +83,7 @@ def noise_bits(seed: Seed, start: int, count: int, device: torch.device | None =
 
 
 def noise_at(seed: Seed, index: Tensor) -> Tensor:
-    """`noise_bits` for elements anywhere: those of a part of a tensor get what they would get in the whole."""
+    """`noise_bits` for elements at any indices: a shard gets the noise of its elements in the whole tensor."""
     return _noise(index, *noise_keys(seed, index // NOISE_CHUNK))
 
 
@@ -116,7 +115,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def derive_seed(seed: int, *keys: int) -> int:
-    """A 64-bit seed for (seed, key, key ...): what a step and a tensor's number make of a run's one seed.
+    """A 64-bit seed hashed from (seed, key, key ...), such as the run's seed, the step and the number of a tensor.
 
     Source: the splitmix64 finaliser of Steele, Lea and Flood 2014.
     """
@@ -130,10 +129,11 @@ def derive_seed(seed: int, *keys: int) -> int:
 
 
 def draw_seed(source: torch.Generator | Seed | None, device: torch.device | None = None) -> Seed:
-    """A 64-bit seed: the one given, or one draw from the generator (torch's default one for None), for a tensor there.
+    """A 64-bit seed for a tensor on `device`: `source` if it is a seed, else one draw from the generator (None: torch's
+    default).
 
     Raises:
-        QuantizationError: it would be drawn while a CUDA graph is captured, which is no `CUDAGraph` of ours.
+        QuantizationError: it would be drawn while a CUDA graph is captured that is no `halfstep.CUDAGraph`.
     """
     if isinstance(source, (int, Tensor)):
         return source
@@ -146,7 +146,7 @@ def _drawn_seed(source: torch.Generator | None) -> tuple[int]:
 
 
 def number(seed: Seed | None) -> int | None:
-    """A seed for what is rounded on the host, where none is a tensor."""
+    """A seed as an int, for rounding on the host, where no seed is a tensor."""
     assert not isinstance(seed, Tensor)
     return seed
 
@@ -155,12 +155,12 @@ def number(seed: Seed | None) -> int | None:
 
 
 def round_steps(r: Tensor, negative: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
-    """`r` rounded by the mode of that name; noise, where there is some, makes it stochastic."""
+    """`r` rounded by the mode of that name; stochastically if noise is given."""
     return _MODES[rounding](r, negative) if noise is None else stochastic(r, noise)
 
 
 def carries_to_infinity(rounding: str, negative: Tensor) -> Tensor:
-    """Whether a finite number beyond the largest value leaves the range (IEEE 754 section 7.4)."""
+    """Whether a finite value beyond the largest one overflows to infinity (IEEE 754 section 7.4)."""
     sides = {"toward_zero": (False, False), "up": (True, False), "down": (False, True)}
     positive_side, negative_side = sides.get(rounding, (True, True))
     return torch.where(negative, negative_side, positive_side)
@@ -174,14 +174,14 @@ def check_rounding(name: str) -> None:
 # ---- draws in CUDA graphs --------------------------------------------------------------------------------------------
 
 Draw = Callable[[], Sequence[int]]
-"""Takes whole numbers of at most 64 bits from a generator."""
+"""Draws integers of at most 64 bits from a generator."""
 
 _OPEN = "halfstep_draws"
-_CELLS = 1024  # of a part
+_CELLS = 1024  # int64 cells per part
 
 
 class _Part(NamedTuple):
-    """Numbers that are sent together."""
+    """Draws that are copied to the device together."""
 
     cells: Tensor
     draws: list[Draw]
@@ -189,13 +189,14 @@ class _Part(NamedTuple):
 
 
 class Draws:
-    """What one run of a captured graph draws, in the order of an eager run, and where the graph reads it."""
+    """The draws of one replay of a captured graph, in the order of an eager run, and the GPU memory where the graph
+    reads them."""
 
     def __init__(self) -> None:
         self._parts: list[_Part] = []
 
     def cells(self, draw: Draw, count: int, device: torch.device) -> Tensor:
-        """Memory of that many int64s, which have what is drawn from the next `fill` on."""
+        """That many int64 cells on the device; every `fill` writes new draws to them."""
         last = self._parts[-1] if self._parts else None
         if last is None or last.cells.device != device or sum(last.counts) + count > len(last.cells):
             last = _Part(torch.empty(max(count, _CELLS), dtype=torch.int64, device=device), [], [])
@@ -206,23 +207,24 @@ class Draws:
         return last.cells[start : start + count]
 
     def fill(self) -> None:
-        """Draw for a run, and send it: the host waits for nothing, and the GPU's stream has it before what follows."""
+        """Draw for one replay and copy to the device, without synchronizing; the copy is ordered before what follows on
+        the stream."""
         for cells, draws, _ in self._parts:
             numbers = torch.tensor(
                 [n - (n >> 63 << 64) for draw in draws for n in draw()], device="cpu", dtype=torch.int64
             )
-            numbers = numbers.pin_memory() if cells.is_cuda else numbers  # which torch keeps until it was read
+            numbers = numbers.pin_memory() if cells.is_cuda else numbers  # torch keeps it until it is copied
             cells[: len(numbers)].copy_(numbers, non_blocking=True)
 
 
 class CUDAGraph(torch.cuda.CUDAGraph):
     """A `torch.cuda.CUDAGraph` whose replays draw noise as eager steps do: for code that rounds stochastically, or
-    rotates by signs that are drawn for each call, without a seed of its own. Layers that follow a recipe draw nothing
-    from a generator: any graph takes them.
+    rotates by signs drawn for each call, without a seed of its own. Layers that follow a recipe draw nothing from a
+    generator: they work in any graph.
 
-    Capturing draws nothing. Each replay takes from the generators, on the host, what the captured code would have taken
-    in that place, so that replays and eager steps may follow each other and `torch.get_rng_state` says where a run is.
-    A copy of 8 bytes a draw goes to the GPU before each replay; nothing waits for it.
+    Capturing draws nothing. Each replay takes from the generators, on the host, what the captured code would have
+    taken, so that replays and eager steps may alternate and `torch.get_rng_state` holds the state of a run. Before each
+    replay 8 bytes per draw are copied to the GPU, without synchronizing.
 
         graph = halfstep.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -259,8 +261,8 @@ class CUDAGraph(torch.cuda.CUDAGraph):
 
 
 def opened(draws: Draws | None) -> None:
-    """From here on these draws are those of the graph that is captured; None: of none. It is a word to this thread, and
-    to the threads of its backward passes."""
+    """Set the draws of the graph that is being captured, or None, for this thread and the threads of its backward
+    passes."""
     word = [draws]
     counted = sys.getrefcount(word)
     torch._C._stash_obj_in_tls(_OPEN, word)
@@ -274,7 +276,7 @@ def capturing() -> bool:
 
 
 def drawn(what: str, draw: Draw, count: int, device: torch.device | None) -> Sequence[int] | Tensor:
-    """The `count` numbers that `draw` gives; as cells of int64 there, where a CUDA graph is being captured.
+    """The `count` integers of `draw`; while a CUDA graph is captured, int64 cells on the device instead.
 
     Raises:
         QuantizationError: as `check_drawing`.
@@ -285,11 +287,11 @@ def drawn(what: str, draw: Draw, count: int, device: torch.device | None) -> Seq
 
 
 def check_drawing(what: str, device: torch.device | None) -> Draws:
-    """The draws of the graph that is captured.
+    """The draws of the graph that is being captured.
 
     Raises:
-        QuantizationError: all its replays would use what was drawn once, on the host, for the host's tensors or by a
-            graph of torch's own class.
+        QuantizationError: all replays would reuse one draw: for a tensor on the host, or in a graph of torch's own
+            class.
     """
     on_gpu = device is not None and device.type == "cuda"
     draws: Draws | None = torch._C._get_obj_in_tls(_OPEN)[0] if torch._C._is_key_in_tls(_OPEN) else None

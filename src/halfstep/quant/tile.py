@@ -1,4 +1,4 @@
-"""Tiles: which elements of a tensor share a scale; and tensors made larger by a constant, as whole tiles need them."""
+"""Tiles: which elements of a tensor share a scale; and padding of tensors to whole tiles."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from halfstep.errors import QuantizationError
 
 
 def pad(x: Tensor, widths: tuple[int, ...], fill: float = 0.0) -> Tensor:
-    """`torch.nn.functional.pad` by a constant, with its widths (none negative): the last dimension first.
+    """`torch.nn.functional.pad` with a constant and widths >= 0, given from the last dimension on.
 
-    torch 2.8 refuses it where a dimension of the result is empty. Such a result has no elements, nor had x.
+    torch 2.8 refuses it where a dimension of the result is empty. Such a result has no elements, nor has x.
     """
     if x.numel() == 0:
         ends = zip(widths[::2], widths[1::2], strict=True)
@@ -23,9 +23,9 @@ def pad(x: Tensor, widths: tuple[int, ...], fill: float = 0.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` x `columns` elements share a scale; 0 stands for the whole dimension.
+    """The shape of a tile, whose elements share a scale: `rows` x `columns`, where 0 stands for the whole dimension.
 
-    A tensor is seen as a matrix: its last dimension, and all others flattened to rows. The last tile of a row or
+    A tensor is treated as a matrix: its last dimension, and all others flattened to rows. The last tile of a row or
     column may be short.
     """
 
@@ -35,7 +35,7 @@ class Tile:
     def __post_init__(self) -> None:
         if not all(type(size) is int and size >= 0 for size in (self.rows, self.columns)):
             raise QuantizationError(
-                f"tile {self.rows}x{self.columns}: expected whole numbers, 0 for all of a dimension"
+                f"tile {self.rows}x{self.columns}: expected integers >= 0, 0 for the whole dimension"
             )
 
     def __str__(self) -> str:
@@ -49,18 +49,18 @@ class Tile:
         return Tile(self.columns, self.rows)
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """How many tiles a matrix has, down and across."""
+        """The number of tiles of a matrix, down and across."""
         return -(-rows // (self.rows or max(rows, 1))), -(-columns // (self.columns or max(columns, 1)))
 
     def reduce(self, x: Tensor, how: str, fill: float = 0.0) -> Tensor:
-        """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). A short tile is filled with `fill`."""
+        """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). Short tiles are padded with `fill`."""
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
         padded = pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]), fill)
         return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))
 
     def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:
-        """Each tile's number at each of its elements: (tile rows, tile columns) to (rows, columns)."""
+        """Each tile's value repeated for its elements: (tile rows, tile columns) to (rows, columns)."""
         high, wide = self.rows or rows, self.columns or columns
         tall = scales.repeat_interleave(high, 0)[:rows] if scales.shape[0] != 1 else scales.expand(rows, -1)
         return tall.repeat_interleave(wide, 1)[:, :columns] if scales.shape[1] != 1 else tall.expand(-1, columns)
@@ -73,10 +73,10 @@ ROW = Tile(1, 0)
 
 
 def block(columns: int) -> Tile:
-    """`columns` elements in a row share a scale."""
+    """The tile of `columns` elements of a row."""
     return Tile(1, columns)
 
 
 def square(size: int) -> Tile:
-    """`size` x `size` elements share a scale."""
+    """The tile of `size` x `size` elements."""
     return Tile(size, size)

@@ -1,6 +1,6 @@
-"""Functions that torch.compile leaves out of its graphs, and functions that it traces only within their callers.
+"""Decorators for functions that break graphs of torch.compile, or are traced only inside their callers.
 
-And whether a tensor's numbers can be read where they are.
+And whether code can read a tensor's storage.
 """
 
 import inspect
@@ -18,10 +18,10 @@ _KNOWN = all(hasattr(eval_frame, name) for name in _NAMES)
 
 
 def untraced(function: Function) -> Function:
-    """The function itself, marked: a call of it breaks the graph of a function that is traced.
+    """The function itself, marked so that a call of it breaks the graph of a traced function.
 
-    What torch.compiler.disable does with a second function around it, which imports the whole compiler at its first
-    call: seconds, though nothing is compiled. A torch that has it otherwise takes that.
+    `torch.compiler.disable` does this with a wrapper, which imports the whole compiler at its first call: seconds, even
+    if nothing is compiled. It is used where this torch lacks the private functions needed here.
     """
     if not _KNOWN:
         return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -31,9 +31,9 @@ def untraced(function: Function) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """The function itself, marked: it is traced where its caller is, and no graph begins with it.
+    """The function itself, marked so that it is traced inside its caller, but never begins a graph of its own.
 
-    Compiled by itself, for a caller that runs because its own graph broke, it would answer that a graph is traced.
+    Compiled by itself, for a caller whose own graph broke, it would wrongly answer that it is being traced.
     """
     if _KNOWN:
         _skip(function, "DEFAULT")
@@ -41,18 +41,18 @@ def inlined(function: Function) -> Function:
 
 
 def _skip(function: Callable[..., Any], callees: str) -> None:
-    """No graph begins with the function; SKIP: nor with one that it calls."""
+    """Let no graph begin with the function; with SKIP, nor with functions that it calls."""
     action, strategy, mark = (getattr(eval_frame, name) for name in _NAMES)
     mark(inspect.unwrap(function).__code__, strategy(action.SKIP, getattr(action, callees)))  # beneath torch.no_grad
 
 
 @inlined
 def has_memory(tensor: torch.Tensor, or_fake: bool = False) -> bool:
-    """Whether code that runs now can read the tensor's numbers from its memory. It cannot while a graph is traced, nor
-    within a transform of torch.func; and what a subclass's memory holds (a DTensor's) is its own.
+    """Whether code that runs now can read the tensor's storage. Not while a graph is traced, not within a transform of
+    torch.func, and not for a subclass (a DTensor), whose storage has a meaning of its own.
 
     Args:
-        or_fake: a FakeTensor counts too, if no graph is traced: an account of bytes runs calls with them.
+        or_fake: True for a FakeTensor too, if no graph is traced: memory accounting runs calls with them.
     """
     if torch.compiler.is_compiling():
         return False

@@ -1,4 +1,4 @@
-"""Products of matrices whose sums are not float32's: `quant.accumulator.accumulate`, an output's row at a time."""
+"""Matmuls with an emulated accumulator (`quant.accumulator.accumulate`), computed one row of the output at a time."""
 
 import numba
 import numpy as np
@@ -13,14 +13,14 @@ from halfstep.kernels.cpu.runs import add, elementwise
 from halfstep.quant.accumulator import LEAST, Accumulator, accumulate, exponent, unless_finite
 
 
-_COLUMNS = 128  # of the output at a time: their running sums stay in the first cache
+_COLUMNS = 128  # columns of the output at a time: their running sums stay in the L1 cache
 _ABOVE = 1024
 _HALVES = {formats.get("fp16").key: True, formats.get("bf16").key: False}
 
 
 def run(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> bool:
-    """lhs (rows, shared) times rhs (shared, columns), into `out` (rows, columns), of zeros. False where that is not
-    done here: it takes contiguous float32 matrices, and sums in fp16, bf16 or aligned."""
+    """lhs (rows, shared) @ rhs (shared, columns), added to `out` (rows, columns), which holds zeros. False where no
+    kernel supports it: all must be contiguous float32 matrices, and sums in fp16, bf16 or aligned."""
     if not all(plain(tensor, torch.float32) and tensor.dim() == 2 for tensor in (lhs, rhs, out)):
         return False
     if not accumulator.aligned and accumulator.format.key not in _HALVES:
@@ -33,7 +33,7 @@ def run(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> bool
         _products(lhs.numel() * rhs.shape[1], a, b, None, None, c, *terms, _HALVES[accumulator.format.key])
         return True
     exponents = exponent(lhs), exponent(rhs)
-    if sum(int(side.max()) for side in exponents) > 120:  # products that float32 may not hold
+    if sum(int(side.max()) for side in exponents) > 120:  # products may overflow float32
         out.copy_(accumulate(lhs, rhs, accumulator))
         return True
     biased = ((side.clamp(min=-_ABOVE // 2) + _ABOVE // 2).numpy().view(np.uint32) for side in exponents)
@@ -42,7 +42,7 @@ def run(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> bool
     return True
 
 
-# ---- sums that are rounded ------------------------------------------------------------------------------------------
+# ---- accumulators that round ----------------------------------------------------------------------------------------
 
 
 @elementwise
@@ -89,12 +89,12 @@ def _rounded_row(a, rhs, out, size, promote, half):
     add(out, running)
 
 
-# ---- sums that are aligned and cut ----------------------------------------------------------------------------------
+# ---- accumulators that align terms and truncate ---------------------------------------------------------------------
 
 
 @elementwise
 def _raise_exponents(out: Lane, a: Lane, b: Lane) -> Lane:
-    """Exponents plus `_ABOVE`, so that none is negative."""
+    """The larger of `out` and the exponent of a product; exponents are offset by `_ABOVE`, so that none is negative."""
     return out.max(a + b)
 
 
@@ -117,7 +117,7 @@ def _add_cut(out: Lane, terms: Lane, exponent: Lane, fraction: Lane) -> Lane:
 
 
 def _power(exponent: Lane) -> Lane:
-    """2 to the power of a whole number."""
+    """2 to the power of an integer."""
     return ((exponent + 127) << 23).float()
 
 
@@ -142,7 +142,8 @@ def _aligned_row(a, rhs, of_a, of_rhs, out, size, promote, fraction):
 
 @Kernel
 def _products(lhs, rhs, of_lhs, of_rhs, out, block, promote, how):
-    """Sums aligned to fraction bits, where there are exponents `of` both sides; else rounded, to half or not."""
+    """Matmul with sums aligned to `how` fraction bits, if the operands' exponents `of_lhs` and `of_rhs` are given; else
+    with sums rounded to fp16 if `how`, else to bf16."""
     tiles = (out.shape[1] + _COLUMNS - 1) // _COLUMNS
     for part in numba.prange(out.shape[0] * tiles):
         row, first = part % out.shape[0], part // out.shape[0] * _COLUMNS

@@ -1,4 +1,4 @@
-"""The largest magnitude of a tensor, from the bits of its numbers as they are stored: read once, nothing widened."""
+"""The amax of a CPU tensor, from the bits of its elements as stored: one pass, without widening."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from halfstep.kernels.cpu.scales import raised_by, stored_bits
 
 
 def run(x: Tensor) -> Tensor | None:
-    """max |x| as a float32 scalar; NaN where there is one. None where that is not found here: it takes a contiguous CPU
+    """max |x| as a float32 scalar; NaN where x has a NaN. None where no kernel supports it: x must be a contiguous CPU
     tensor (fp32, bf16, fp16) that is not empty."""
     if not plain(x) or not x.numel():
         return None
@@ -25,7 +25,7 @@ def run(x: Tensor) -> Tensor | None:
 
 
 def number(x: NDArray[Any]) -> float:
-    """The same of an `array`, as a number."""
+    """max |x| of an `array`, as a Python float."""
     found = np.empty(-(-x.size // CHUNK), np.uint32)
     _amax(x.size, x, found)
     return float(found.max().view(np.float32))
@@ -33,7 +33,7 @@ def number(x: NDArray[Any]) -> float:
 
 @inner
 def largest_magnitude(x):
-    """The bits, as a float32's, of the largest magnitude in a chunk of an `array`."""
+    """The float32 bits of the amax of a chunk of an `array`."""
     return stored_bits(raised_by(x.dtype.type(0), x))
 
 

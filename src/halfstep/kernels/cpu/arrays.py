@@ -1,4 +1,4 @@
-"""Tensors as the numpy arrays that kernels take, and which tensors can be taken so."""
+"""Tensors as the numpy arrays that kernels take, without copies, and which tensors are supported."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +11,11 @@ from halfstep.errors import ModelError
 
 
 _VIEWS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-"""numpy has no bfloat16, so the dtype of an array says what its bits are (`lanes.bits_of`)."""
+"""numpy has no bfloat16, so an array's integer dtype says which float its bits are (`lanes.bits_of`)."""
 
 
 def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether this is a dense contiguous CPU tensor of one of the dtypes (fp32, bf16 and fp16 where none is named)."""
+    """Whether this is a dense contiguous CPU tensor of one of the dtypes (default: fp32, bf16 and fp16)."""
     return (
         tensor.dtype in (dtypes or _VIEWS)
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -27,22 +27,22 @@ def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def separate(x: Tensor, out: Tensor) -> bool:
-    """Whether `out` is `x`, element for element, or shares no memory with it."""
+    """Whether `out` is x itself, with the same dtype, or has another storage."""
     if x.data_ptr() == out.data_ptr():
         return x.dtype == out.dtype
     return x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
 
 
 def array(tensor: Tensor, dtype: torch.dtype | None = None, kept: bool = True) -> Any:
-    """The memory of a plain tensor as a flat array: float32 as uint32, bfloat16 as uint16, float16 as int16, others as
-    they are; or of a `dtype` that has the same size an element.
+    """A plain tensor's storage as a flat array: float32 as uint32, bfloat16 as uint16, float16 as int16, other dtypes
+    as they are; or as `dtype`, which has the same size.
 
-    It does not use `Tensor.numpy`, which marks the storage as one that cannot be resized: FSDP2, which frees a
-    layer's whole weights after each use by resizing their storage to nothing, would then fail.
+    It does not use `Tensor.numpy`, which marks the storage as not resizable: FSDP2, which frees a layer's gathered
+    weights after each use by resizing their storage to 0, would then fail.
 
     Args:
-        kept: whether the array keeps the tensor; not for a caller that asks each time whether its memory is still
-            there.
+        kept: whether the array keeps the tensor alive; False for a caller that checks for itself that the storage still
+            exists.
     """
     assert dtype is None or dtype.itemsize == tensor.itemsize, f"{tensor.dtype} taken for {dtype}"
     kind = _BITS[tensor.dtype] if dtype is None else _TYPES[dtype]
@@ -52,10 +52,10 @@ def array(tensor: Tensor, dtype: torch.dtype | None = None, kept: bool = True) -
 
 
 def _nowhere(tensor: Tensor) -> int:
-    """The address of an empty tensor.
+    """The address for an empty tensor.
 
     Raises:
-        ModelError: the tensor is not empty, and has no memory.
+        ModelError: the tensor is not empty, but has no storage.
     """
     if tensor.numel():
         raise ModelError(
@@ -66,19 +66,19 @@ def _nowhere(tensor: Tensor) -> int:
 
 
 def empty(size: int, dtype: torch.dtype) -> Any:
-    """New memory for so many numbers of a dtype, as `array` has them."""
+    """An uninitialised array of that size, in the form that `array` gives of a dtype."""
     return np.empty(size, _BITS[dtype])
 
 
 def widened(numbers: Any) -> Any:
-    """What `array` has of numbers in 32 or 16 bits, as float32."""
+    """An array of `array` with 16- or 32-bit floats, as float32."""
     if numbers.dtype == np.uint16:
         return np.left_shift(numbers, 16, dtype=np.uint32).view(np.float32)
     return numbers.view(np.float32) if numbers.itemsize == 4 else numbers.view(np.float16).astype(np.float32)
 
 
 _NOWHERE = 64
-"""The address of no number, aligned as any is: numpy 2.0 takes none of 0."""
+"""An address for arrays without elements, aligned as any is: numpy 2.0 does not take 0."""
 
 
 _TYPES = {

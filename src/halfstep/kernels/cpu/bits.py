@@ -1,4 +1,4 @@
-"""Counting what raw bits hold: float32 by exponent and significant bits at once, narrower ones code by code."""
+"""Tables of the values in raw bits: float32 counted by exponent and significant bits, narrower formats by code."""
 
 from typing import Any, NamedTuple
 
@@ -15,18 +15,20 @@ from halfstep.kernels.cpu.runs import elementwise
 Counts = NDArray[np.int64]
 
 LOWEST = -150
-"""Row r of `float32_table` counts the values with exponent floor(log2 |x|) = LOWEST + r; row 0 the zeros, the last one
-what is not finite (infinities in column 1)."""
+"""Row r of `float32_table` counts the values with exponent floor(log2 |x|) = LOWEST + r; row 0 zeros, the last row
+values that are not finite (infinities in column 1)."""
 ROWS, COLUMNS = 279, 32
-"""Column b counts significands of b bits, 1 to 24; of four bits, the one that is 15/8 stands in `FIFTEEN` instead."""
+"""Column b counts significands of b bits, 1 to 24; of those with four bits, 15/8 is counted in column `FIFTEEN`
+instead."""
 FIFTEEN = 31
 
 WIDTH, NARROW = 54, 25
-"""Columns of a table, as many as the significands of float64 need, and those of float32 (`sorted_float32`)."""
+"""Columns of a table: as many as float64's significands need (WIDTH), and as float32's need (NARROW:
+`sorted_float32`)."""
 
 
 class Seen(NamedTuple):
-    """What `sorted_float32` says of a tensor beside its table."""
+    """What `sorted_float32` returns for a tensor besides its table."""
 
     zeros: int
     infinities: int
@@ -34,29 +36,30 @@ class Seen(NamedTuple):
     lowest: int
     """The exponent of the table's first row."""
     magnitudes: int
-    """Distinct ones."""
+    """The number of distinct magnitudes."""
     telling: int
-    """Distinct values that tell something: neither powers of two nor whole numbers below 2^24."""
+    """The number of distinct values that are evidence of a format: neither powers of two nor integers below 2^24."""
     telling_magnitudes: int
-    """Distinct magnitudes of these."""
+    """The number of distinct magnitudes of these."""
     smallest: int
     largest: int
-    """The ends of the magnitudes above zero, as bits."""
+    """The largest magnitude, and `smallest` the smallest above zero, as bits."""
 
 
 _NUMBERS = len(Seen._fields)
-_PIECE = 1024  # elements whose bins are found, in lanes, before they are counted, one by one
+_PIECE = 1024  # elements whose bins are computed, vectorised, before they are counted one by one
 _NOT_FINITE = np.uint32(0xFF000000)  # magnitudes from here on, above a bit of sign
 _LARGEST = {np.dtype(np.uint8): 0x7F, np.dtype(np.uint16): 0x7FFF, np.dtype(np.uint32): MAGNITUDE}
 
 
 def supports(bits: NDArray[Any]) -> bool:
-    """Whether these are raw bits that the functions here count: a flat dense array of uint8, uint16 or uint32."""
+    """Whether the functions in this file can count these raw bits: a flat contiguous array of uint8, uint16 or
+    uint32."""
     return bits.dtype in _LARGEST and bits.ndim == 1 and bits.flags.c_contiguous
 
 
 def add_float32(bits: NDArray[np.uint32], table: Counts, ends: NDArray[np.uint32]) -> None:
-    """Add float32 values to a table of (ROWS, COLUMNS), and lower ends[0] to the smallest magnitude above zero."""
+    """Add float32 values to a (ROWS, COLUMNS) table, and lower ends[0] to their smallest magnitude above zero."""
     parts = _parts(bits.size)
     found = np.zeros((parts, 2, ROWS * COLUMNS), np.uint32)
     smallest = np.full((parts, _PIECE), 0xFFFFFFFF, np.uint32)
@@ -66,10 +69,10 @@ def add_float32(bits: NDArray[np.uint32], table: Counts, ends: NDArray[np.uint32
 
 
 def sorted_float32(bits: NDArray[np.uint32], starts: Counts) -> tuple[Counts, Counts, Counts, list[Seen]]:
-    """The values of some small float32 tensors, sorted and counted; `starts` says where each begins, then the end.
+    """Sort and count the values of several small float32 tensors; `starts` holds where each begins, then the end.
 
-    First where each tensor's rows begin, then their end. Of all rows, which are exponents, the finite values above zero
-    by `NARROW` columns of significant bits, and the significands 15/8. Then what else was seen of each tensor.
+    Returns where each tensor's rows begin, then their end; for all rows, one per exponent, the finite values above zero
+    by `NARROW` columns of significant bits; how many of these have the significand 15/8; and a `Seen` per tensor.
     """
     keys = (bits << np.uint32(1)) | (bits >> np.uint32(31))  # by magnitude, then by sign
     if starts.size > 2:
@@ -79,7 +82,7 @@ def sorted_float32(bits: NDArray[np.uint32], starts: Counts) -> tuple[Counts, Co
 
 
 def add_codes(bits: NDArray[Any], table: Counts) -> None:
-    """Add codes of 8 or 16 bits to a table with an entry for each code."""
+    """Add 8- or 16-bit codes to a table with one entry per code."""
     found = np.zeros((_parts(bits.size), 2, table.size), np.uint32)
     _codes(bits.size, bits, found)
     table += found.sum((0, 1), dtype=np.int64)
@@ -98,9 +101,8 @@ def raise_amax(bits: NDArray[Any], first: int, largest: NDArray[Any], infinity: 
 
 
 def column_amax(bits: NDArray[np.uint32], starts: Counts, columns: Counts) -> NDArray[np.uint32]:
-    """The largest finite magnitude, as bits, of each column of some float32 matrices, of so many `columns` each (0: is
-    left out), one matrix after the other.
-    """
+    """The largest finite magnitude, as bits, of each column of several float32 matrices, one after the other; `columns`
+    is the number of columns of each (0: the matrix is skipped)."""
     ends = np.concatenate([[0], np.cumsum(columns)])
     largest = np.zeros(ends[-1], np.uint32)
     _column_amax(0, bits, starts, largest, ends)
@@ -108,7 +110,7 @@ def column_amax(bits: NDArray[np.uint32], starts: Counts, columns: Counts) -> ND
 
 
 def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
-    """The OR of the bits of all values except subnormal ones, whose last bits say nothing of their significands."""
+    """The OR of the bits of all values except subnormals, whose low bits are no evidence of the significand's width."""
     found = np.zeros((_parts(bits.size), _PIECE), bits.dtype)
     kind = bits.dtype.type
     _any(bits.size, bits, found, kind(_LARGEST[bits.dtype]), kind(smallest_normal))
@@ -116,7 +118,8 @@ def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
 
 
 def _parts(size: int) -> int:
-    """Parts of the work, each with a table of its own: as many as there are threads, where that pays."""
+    """How many parts the work is split into, each with its own table: the number of threads, where the size justifies
+    that."""
     return max(1, min(size >> 18, torch.get_num_threads()))
 
 
@@ -124,7 +127,7 @@ def _parts(size: int) -> int:
 def _bins(value: Lane) -> Lane:
     magnitude = value & MAGNITUDE
     below = magnitude < 0x00800000
-    spread = below.pick(magnitude.value_as_float().bits(), magnitude)  # a subnormal number's leading bit, found
+    spread = below.pick(magnitude.value_as_float().bits(), magnitude)  # a subnormal, normalized
     row = (spread >> 23) + below.pick(spread.constant(-126 & 0xFFFFFFFF), 23)
     row = magnitude.equals(0).pick(row.constant(0), row)
     significand = (spread & 0x007FFFFF) | 0x00800000
@@ -136,7 +139,7 @@ def _bins(value: Lane) -> Lane:
 
 @elementwise
 def _least(out: Lane, value: Lane) -> Lane:
-    """Magnitudes less one, so that zero is the largest of all."""
+    """The smaller of `out` and the magnitude's bits minus one, so that zero counts as the largest."""
     return ((value & MAGNITUDE) - 1).min(out)
 
 
@@ -153,7 +156,7 @@ def _seen(out: Lane, value: Lane, mask: Lane, smallest: Lane) -> Lane:
 
 @inner
 def _tally(bins, counts):
-    """Two counters for each bin, in turn: an addition need not wait for the one before it to the same bin."""
+    """Count bins with two counters each, used alternately, so that an addition need not wait for the previous one."""
     one, two = counts[0], counts[1]
     for i in range(0, bins.size - 1, 2):
         one[bins[i]] += np.uint32(1)

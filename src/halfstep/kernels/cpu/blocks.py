@@ -1,8 +1,8 @@
-"""Tiles of a row that share a scale, to packed codes and scales or to values: `quant.Quantizer`, bit for bit.
+"""Quantization in tiles of a row, to packed codes and scales or to values: `quant.Quantizer`, bit for bit.
 
-One pass, piece by piece: the largest magnitudes, scales (`rules`), then every element over its scale, rounded
-(`divided`). Only NVFP4 reads its tensor twice, as the scale of the whole comes first (`two_level`). Where there are
-signs a piece is rotated first, and rounded while it is near: nothing is written in float32.
+One pass, piece by piece: amaxes, scales (`rules`), then every element divided by its scale and rounded (`divided`).
+Only NVFP4 reads its tensor twice, as the tensor's scale is needed first (`two_level`). If signs are given, a piece is
+rotated first and rounded while it is in the cache: no float32 result is written.
 """
 
 from functools import cache
@@ -30,12 +30,12 @@ from halfstep.quant.tile import ROW, Tile
 
 LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
 UPRIGHT = (None,) * 4
-"""What is not rotated."""
+"""The arguments of a rotation, for tiles that are not rotated."""
 
 
 def numbers_of(quantizer: Quantizer, columns: int) -> Any:
-    """The `element_numbers` of blocks of rows of that many columns. None where the kernels here do not encode what this
-    quantizer makes of them: they take whole blocks."""
+    """The `element_numbers` for rows of that many columns. None where no kernel here encodes for this quantizer: rows
+    must be whole blocks."""
     if quantizer.scales is None or quantizer.outliers is not None:
         return None
     tile = quantizer.scales.tile
@@ -45,8 +45,8 @@ def numbers_of(quantizer: Quantizer, columns: int) -> Any:
 
 
 def values_of(quantizer: Quantizer, columns: int) -> Any:
-    """What elements are rounded to values by: the numbers of a format, and a codebook's cuts. None where the kernels
-    here do not make the values at once: they take blocks, and whole rows under a power of two each."""
+    """The constants with which elements are rounded to values, and a codebook's cut points. None where no kernel here
+    supports it: quantization must be in blocks, or in whole rows with one power of two each."""
     scales, format = quantizer.scales, quantizer.format
     if scales is None or scales.tile != ROW:
         wide = isinstance(format, Codebook) and format.bits == 8
@@ -58,8 +58,8 @@ def values_of(quantizer: Quantizer, columns: int) -> Any:
 
 
 def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> bool:
-    """Write what x is in these blocks to `tensors` (`codes`, `scale` ...), of their layout. False where that is not
-    done here: it takes contiguous CPU tensors (fp32, bf16, fp16) whose rows are whole blocks."""
+    """Write the tensors of `quantizer.quantize(x)` to `tensors` (`codes`, `scale` ...), which have its layout. False
+    where no kernel supports it: all must be contiguous CPU tensors, x fp32, bf16 or fp16 with rows of whole blocks."""
     format, scales = quantizer.format, quantizer.scales
     numbers = numbers_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
     if numbers is None or not all(map(Tensor.is_contiguous, tensors.values())):
@@ -80,7 +80,7 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
 
 
 def takes_values(x: Tensor, out: Tensor) -> bool:
-    """Whether values of `x` can be written to `out`: both plain, and apart in memory."""
+    """Whether x and `out` are plain tensors of different storages, so that kernels can write values of x to `out`."""
     out_fits = plain(out, torch.float32, torch.bfloat16)
     return plain(x) and out_fits and x.data_ptr() != out.data_ptr() and separate(x, out)
 
@@ -88,11 +88,12 @@ def takes_values(x: Tensor, out: Tensor) -> bool:
 def run_values(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
 ) -> bool | None:
-    """Write what x, rounded in these blocks or rows, stands for to `out`, without making its codes.
+    """Write x, quantized and dequantized, to `out`, without making codes.
 
-    Returns whether some may be below 2^-126, but not 0: True where that was not checked. None where it is not done
-    here: it takes contiguous CPU tensors of one shape, apart in memory. Of two levels of scales, a `tensor_scale`
-    (float32 scalar) becomes the tensor's, and is left out of the values.
+    Returns whether nonzero values below 2^-126 may occur: True where that was not checked. None where no kernel
+    supports it: x and out must be contiguous CPU tensors of one shape and different storages. With two levels of
+    scales, if `tensor_scale` (float32 scalar) is given the tensor's scale is written to it and not applied to the
+    values.
     """
     scales, numbers = quantizer.scales, values_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
     if numbers is None or x.shape != out.shape or not takes_values(x, out):
@@ -111,7 +112,7 @@ def round_values(
     x: Any, out: Any, sides: Any, ruled: Any, apart: Any, stored: Any, numbers: Any, cuts: Any, keys: Any = None,
     rotation: Any = UPRIGHT,
 ) -> bool:  # fmt: skip
-    """The same of `array`s, by what the functions here give of a tile, a rule and a format."""
+    """`run_values` on `array`s, with the constants that this file computes for a tile, a rule and a format."""
     run, above = sides
     size = NEAR if rotation[0] is not None else max(CHUNK // run, 1) * run
     found = np.zeros(-(-x.size // size), np.uint32)
@@ -121,12 +122,12 @@ def round_values(
 
 
 def sides_of(tile: Tile, columns: int) -> Any:
-    """A tile's length, and `levels` of it, None of a whole row."""
+    """A tile's length, and its `levels`, or None for a whole row."""
     return (max(columns, 1), None) if tile == ROW else (tile.columns, levels(tile))
 
 
 def ruled_by(format: Format, rule: Scaling, values: bool = False) -> Any:
-    """What `rules` takes of a rule that needs no look at the tensor."""
+    """The arguments of `rules` for a rule that needs nothing of the tensor."""
     if rule.exact:
         return power_scalars(format, rule), None, None, rules.steps_scalars(format) if values else None
     return None, np.float32(format.max), None, None
@@ -135,7 +136,7 @@ def ruled_by(format: Format, rule: Scaling, values: bool = False) -> Any:
 def ruled_of(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None
 ) -> tuple[Any, Any]:
-    """What `rules` takes for values of x in `out`, and `rules.apart` of them."""
+    """The arguments of `rules` for rounding x to values in `out`, and the `rules.apart` of them."""
     format, scales = quantizer.format, quantizer.scales
     assert scales is not None
     if not scales.rule.two_level:
@@ -145,20 +146,21 @@ def ruled_of(
 
 
 def cuts_of(format: Format) -> Any:
-    """What codes of a codebook are found by; None of other formats."""
+    """The lookup table or cut points of a codebook; None for other formats."""
     by_place = isinstance(format, Codebook) and format.bits == 8
     return search(format) if by_place else element_codes.cut_points(format, False)
 
 
 def levels(tile: Tile) -> tuple[np.uint32, ...]:
-    """The binary logarithm of a block's size, as the length of a tuple: kernels know it when they are compiled."""
+    """The binary logarithm of a block's size, as the length of a tuple, so that kernels are compiled for it."""
     return (np.uint32(0),) * LEVELS[tile.columns]
 
 
 @cache
 def element_numbers(format: Format, rounding: str, rule: Scaling) -> tuple[Any, Any] | None:
-    """What elements under scales of that rule are rounded and coded by: `element_codes.scalars`; of a codebook None,
-    and where its codes of 4 bits do not count up the codes by place. None in place of both where no kernel does it."""
+    """The constants with which elements are rounded and encoded, for scales of that rule: `element_codes.scalars`; for
+    a codebook None, and its codes in order of value where 4-bit codes do not count up. None where no kernel supports
+    it."""
     ruled = rule.quotient or rule.two_level or power_scalars(format, rule) is not None
     if not isinstance(format, Codebook):
         known = rounding in ("nearest_even", "stochastic") and (rule.narrow or ruled)
@@ -178,7 +180,7 @@ def element_numbers(format: Format, rounding: str, rule: Scaling) -> tuple[Any, 
 
 @inner_inlined
 def round_piece(x, run, levels, rule, whole, up, steps, apart, coding, stored, out, numbers, codes, cuts, keys, at):
-    """Round whole tiles to `out`; what `rules.note` noted of them."""
+    """Quantize whole tiles to `out`; returns the flags of `rules.note`."""
     largest = largest_of(x, run, levels)
     divisor, beside = rules.room(largest.size, whole, stored)
     noted = rules.note(largest, rule, whole, up, steps, coding, stored, divisor, beside)

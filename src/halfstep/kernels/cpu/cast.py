@@ -1,8 +1,8 @@
-"""Values to values: `quant.round_to` onto floats and integers, in fp32, bf16 and fp16, at the speed of a copy.
+"""Rounds values to values: `quant.round_to` onto floats and integers, in fp32, bf16 and fp16, at the speed of a copy.
 
-bfloat16 to bfloat16, nearest-even, goes in lanes of 16 bits (`Narrow`): twice as many lanes as `elements` has, and
-nothing widened. Rounding is on the bits of the number, below the format's smallest normal one, too: there the cut moves
-up a bit a binade, so that a step stays the same. A carry out of the significand is the next binade.
+bfloat16 to bfloat16, to nearest even, uses 16-bit lanes (`Narrow`): twice as many per register as `elements` has, and
+nothing is widened. Rounding is on the bits, below the format's smallest normal value too: there one more bit is dropped
+per binade, so that the step stays the same. A carry out of the significand moves to the next binade.
 """
 
 from functools import cache
@@ -34,14 +34,15 @@ _FRACTION = 7
 
 
 class Narrow(NamedTuple):
-    """The numbers of one rounding: uint16 in a kernel's arguments, lanes inside it. Values are bfloat16 bits."""
+    """The constants of one rounding of bfloat16: uint16 as a kernel's arguments, lanes inside it. Values are bfloat16
+    bits."""
 
     stop: Any
-    """The exponent field from which on the cut stays where it is."""
+    """The exponent field from which on the number of dropped bits is constant."""
     base: Any
-    """The cut, in bits from below, plus the exponent field, up to `stop`."""
+    """The number of dropped bits plus the exponent field, below `stop`."""
     step: Any
-    """The smallest value above zero; 0 where that is bfloat16's own and needs no care."""
+    """The smallest value above zero; 0 where that is bfloat16's own smallest value, which needs no special case."""
     half_step: Any
     largest: Any
     over: Any
@@ -55,7 +56,7 @@ class Narrow(NamedTuple):
 
 @cache
 def narrow_scalars(format: Format, overflow: str) -> tuple[np.uint16, ...]:
-    """The `Narrow` of a format that `elements.scalars` describes."""
+    """The `Narrow` of a format that `elements.scalars` supports."""
     wide = elements.scalars(format, "nearest_even", overflow, torch.bfloat16)
     p = elements.Rounding(*(int(number) >> 16 for number in wide))  # only fields that bfloat16 holds exactly are used
     step = format.min_exponent - format.mantissa_bits if isinstance(format, Float) else -format.fraction_bits
@@ -89,7 +90,7 @@ def rounded_narrow(bits: Lane, p: Narrow) -> Lane:
 def _cut(magnitude: Lane, p: Narrow) -> Lane:
     cut = (p.base - (magnitude >> _FRACTION).min(p.stop)).min(_FRACTION)
     one = magnitude.constant(1) << cut
-    # The bit above the fraction is the leading one, whatever the exponent's last bit is: what is cut to it is odd.
+    # The bit above the fraction is the implicit leading 1, whatever the exponent's last bit is, so it counts as odd.
     odd = ((magnitude | 1 << _FRACTION) >> cut) & 1
     return (magnitude + ((one - 1 + odd) >> 1)) & (one.constant(0) - one)
 
@@ -104,11 +105,12 @@ def run(
     factor: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> bool:
-    """Write `x`, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`). False where that
-    is not done here: it takes contiguous CPU tensors of one shape, the same one or apart in memory.
+    """Write x, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`). False where no
+    kernel supports it: both must be contiguous CPU tensors of one shape, either the same tensor or of different
+    storages.
 
-    With a `factor`, a float32 scalar, x * factor in float32 is rounded, and saturated. `amax`, a float32 scalar,
-    becomes the larger of itself and max |x|, NaN where there is one: while x is read anyway.
+    With a `factor`, a float32 scalar, x * factor in float32 is rounded, and saturated. `amax`, a float32 scalar, is
+    raised to max |x|, NaN where x has a NaN, in the same pass.
     """
     if not plain(x) or not plain(out) or x.shape != out.shape:
         return False
@@ -125,7 +127,7 @@ def run(
     _values(x.numel(), given, array(out), numbers, seed_keys(seed) if rounding == "stochastic" else None, times, found)
     if amax is not None and found is not None:
         noted = array(amax)
-        noted[0] = max(noted[0], found.max())  # the bits of magnitudes are in their order, and NaN's above all
+        noted[0] = max(noted[0], found.max())  # bits of magnitudes order like the magnitudes, with NaN above all
     return True
 
 
@@ -139,12 +141,12 @@ def run_whole(
     record: bool,
     coded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """x times the factor of the whole of it, rounded, in `dtype`; 1 / factor; and where it is `coded`, if the kernel
-    writes codes too, those of the values. The factor is the one that a state has in use, else max / amax of x itself;
-    `record` raises the state's amax. None where this is not for a kernel.
+    """x times one factor for the tensor, rounded, in `dtype`; 1 / factor; and if `coded`, the values' codes, where the
+    kernel can write them. The factor is the one in use in `state`, else max / amax of x. `record` raises the state's
+    amax. None where no kernel supports it.
 
-    It is for what `run` rounds times a factor, roundings without noise, and rules whose own factor is max / amax
-    (`Current`, and `Delayed` until its state has moved); the state is a plain float32 one.
+    Supported are tensors and formats as in `run`, roundings without noise, plain float32 states, and rules whose own
+    factor is max / amax (`Current`, and `Delayed` until its state has been advanced).
     """
     if rounding == "stochastic" or not x.numel() or (state is not None and state.dtype != torch.float32):
         return None
@@ -167,8 +169,8 @@ def run_whole(
 
 
 def round_whole(x: NDArray[Any], format: Format, out: NDArray[Any], numbers: Any) -> float:
-    """Write x, an `array`, times max / amax of it to out, rounded by the `elements.scalars` of the format and out's
-    dtype. Returns 1 / factor, a float32."""
+    """Write x, an `array`, times max / amax of x to out, rounded with the format's `elements.scalars` for out's dtype.
+    Returns 1 / factor, a float32."""
     return _whole(x.size, x, out, numbers, format.max, None, False, None, None, None)
 
 
@@ -198,7 +200,7 @@ def _noting(x, out, numbers, keys, factor):
 def _values(x, out, numbers, seed, factor, found):
     for chunk in prange((out.size + CHUNK - 1) // CHUNK):
         a, b = ends(chunk, out.size)
-        if found is None:  # in place without x: with it, the loop is compiled for arrays that do not overlap
+        if found is None:  # x is None when rounding in place: given x, the loop assumes that arrays do not overlap
             _piece(out[a:b], piece(x, a, b), numbers, chunk_keys(seed, chunk), factor)
         else:
             found[chunk] = _noting(x[a:b], out[a:b], numbers, chunk_keys(seed, chunk), factor)
@@ -211,7 +213,7 @@ def _number(bits):
 
 @inner
 def _factor(amax, largest):
-    """`quant.scaling.delayed.number_of`, as a float32."""
+    """`quant.scaling.delayed.number_of` as a float32."""
     if amax == 0:
         return np.float32(1)
     return np.float32(min(largest / amax, _FINITE) if amax <= _FINITE else np.nan)
@@ -219,8 +221,8 @@ def _factor(amax, largest):
 
 @Kernel
 def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding):
-    """x * factor, rounded, and its codes where there are `codes`. The factor is that of the state, or else largest /
-    amax of x; the state takes in the amax where it is to `record`. Returns 1 / factor."""
+    """Write x * factor, rounded, to out, and its codes if `codes` is given. The factor is the state's, or else largest
+    / amax of x; with `record` the state's amax is raised. Returns 1 / factor."""
     chunks, used = (x.size + CHUNK - 1) // CHUNK, np.uint32(0) if state is None else state[0]
     found, noting = np.zeros(chunks, np.uint32), record and used != 0
     if used == 0:
@@ -236,5 +238,5 @@ def _whole(x, out, numbers, largest, state, record, codes, code_numbers, coding)
         if codes is not None:
             encode_piece(out[a:b], codes[a:b], code_numbers, coding, None, None)
     if state is not None and record:
-        state[1] = raised_by(state[1], found)  # the bits of magnitudes are in their order, and NaN's above all
+        state[1] = raised_by(state[1], found)  # bits of magnitudes order like the magnitudes, with NaN above all
     return np.float32(1) / _number(used)

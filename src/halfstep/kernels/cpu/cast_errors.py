@@ -1,7 +1,7 @@
-"""What a cast would do to a tensor, rows by rows, without writing what it makes of them.
+"""The errors that a cast would make in a tensor, summed over rows without writing the rounded values.
 
-For finite values with room above them; `comparison.compare` takes any, and two arrays. The largest relative error is a
-division an element, and seldom grows: the loops multiply to see whether it does.
+For finite values with magnitudes below ROOM; `comparison.compare` takes any values, and two arrays. The largest
+relative error would cost a division per element but seldom grows, so the loops only multiply to see whether it does.
 """
 
 from functools import cache
@@ -27,13 +27,13 @@ from halfstep.quant.tile import Tile
 ROOM = 2.0**120
 """Magnitudes must be below it: then no value times its scale overflows."""
 
-_BLOCK = 16  # values of which the largest magnitude is found first
-_LEVELS = {16: 4, 32: 5, 64: 6}  # lengths of runs of one scale, and their logarithms; longer runs are cut
+_BLOCK = 16  # values per amax of the first pass
+_LEVELS = {16: 4, 32: 5, 64: 6}  # numbers of elements that share a scale, and their logarithms; longer ones are split
 _HUGE = np.finfo(np.float32).max
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
-    """Whether `CastErrors` can tell what this quantizer does to rows of that many columns."""
+    """Whether `CastErrors` supports this quantizer for rows of that many columns."""
     if quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
         return False
     if quantizer.scales is None:
@@ -50,15 +50,16 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
 
 
 class Rows:
-    """Rows of a matrix, whole tiles high: a flat array of float32, bfloat16 or float16 as `arrays.array` has it."""
+    """Some rows of a matrix, whole tiles high: a flat array of float32, bfloat16 or float16, as `arrays.array` gives
+    it."""
 
     def __init__(self, x: NDArray[Any], columns: int) -> None:
         self.x, self.columns = x.view(), columns
-        self.x.flags.writeable = False  # compiled once for what is mapped and what is not
+        self.x.flags.writeable = False  # so that memory-mapped and other arrays share one compiled kernel
         self._maxima: dict[int, NDArray[np.uint32]] = {}
 
     def maxima(self, run: int) -> NDArray[np.uint32]:
-        """The bits of the largest magnitude of every `run` elements."""
+        """The bits of the amax of every `run` elements."""
         if run not in self._maxima:
             if run == _BLOCK:
                 found = np.empty(self.x.size // _BLOCK, np.uint32)
@@ -72,17 +73,17 @@ class Rows:
         return self._maxima[run]
 
     def squares(self, amax: float) -> float:
-        """The sum of the squares of x / unit(amax)."""
+        """The sum of (x / unit(amax))^2."""
         found = np.zeros(parts_of(self.x.size), np.float64)
         sum_squares(self.x.size, self.x, _factor(amax), found)
         return float(found.sum())
 
 
 class CastErrors:
-    """What a quantizer that `knows` does to a tensor, summed over its rows.
+    """The errors of a quantizer that `knows` accepts, summed over a tensor's rows.
 
     Args:
-        amax: the tensor's largest magnitude, below ROOM.
+        amax: the tensor's amax, below ROOM.
     """
 
     def __init__(self, quantizer: Quantizer, amax: float) -> None:
@@ -96,7 +97,7 @@ class CastErrors:
         self._noise, self._nonzero, self._infinite, self._largest = 0.0, 0, 0, 0.0
 
     def add(self, rows: Rows) -> None:
-        """Take in more rows."""
+        """Add the errors of more rows."""
         found = np.zeros((parts_of(rows.x.size), 4), np.float64)
         found[:, 3] = self._largest
         chosen = self._quantizer.scales
@@ -112,11 +113,11 @@ class CastErrors:
         self._largest = float(found[:, 3].max())
 
     def errors(self, signal: float, nonzero: int) -> Errors:
-        """What all rows together came to: the sum of their `Rows.squares`, and how many values are not zero."""
+        """The errors of all rows, given the sum of their `Rows.squares` and their number of nonzero values."""
         return Errors(signal, self._noise, nonzero - self._nonzero, self._infinite, self._largest)
 
     def _scales(self, rows: Rows, tile: Tile, rule: Scaling) -> tuple[int, NDArray[np.float32]]:
-        """The length of the runs that share a scale, and the scales."""
+        """The number of neighbouring elements that share a scale, and the scales."""
         run = tile.columns or rows.columns
         if tile.rows or tile.columns:
             amax = rows.maxima(run)
@@ -140,12 +141,12 @@ class CastErrors:
 
 
 def _factor(amax: float) -> np.float32 | None:
-    """What values are multiplied by; None if they are not."""
+    """The factor on values before squaring; None if it is 1."""
     return None if unit(amax) == 1 else np.float32(1 / unit(amax))
 
 
 def _in_bands(amax: NDArray[np.uint32], high: int) -> NDArray[np.uint32]:
-    """The largest of every `high` rows of each column, in each of these rows."""
+    """The amax of every `high` rows of each column, repeated for each of these rows."""
     whole = len(amax) // high * high
     bands = amax[:whole].reshape(-1, high, amax.shape[1]).max(1).repeat(high, 0)
     rest = amax[whole:].max(0, initial=0) if whole < len(amax) else amax[:0]
@@ -154,7 +155,7 @@ def _in_bands(amax: NDArray[np.uint32], high: int) -> NDArray[np.uint32]:
 
 @cache
 def _saturating(format: Format) -> tuple[np.uint32, ...]:
-    """What `_nearest` needs, as bits."""
+    """The constants of `_nearest`, as bits."""
     p = elements.Rounding(*elements.scalars(format, "nearest_even", "saturate"))
     return p.magic, np.uint32(0 if isinstance(format, Integer) else int(p.shift) << 23), p.largest
 
@@ -171,7 +172,8 @@ def _maxima(x, found):
 
 @elementwise
 def _to_divide(out, amax):
-    """Where a tile is zero, or its scale is, any value over the scale shall be zero."""
+    """The divisor `out`, replaced by the largest float32 where a tile or its scale is zero, so that quotients are
+    zero."""
     return (amax.equals(0) | out.equals(0.0)).pick(out.constant(_HUGE), out)
 
 
@@ -199,7 +201,7 @@ def _value(x: Lane) -> Lane:
 
 @lanes(types.float32)
 def _made(x, scale, numbers, cuts):
-    """x rounded; where there is a scale x / scale, rounded, times scale."""
+    """x rounded; with a scale, x / scale rounded, times scale."""
     if scale is None:
         return elements.rounded(bits_of(x), elements.Rounding(*numbers)).float()
     quotient = bits_of(x).float() / scale
@@ -209,10 +211,11 @@ def _made(x, scale, numbers, cuts):
 
 
 def _nearest(bits: Lane, least: Lane, above: Lane, largest: Lane) -> Lane:
-    """Finite values rounded to nearest, ties to even, saturated.
+    """The bits of finite values rounded to nearest even, saturated.
 
-    A float32 sum with 2^23 steps has no bit below a step. The step is a bit of the significand, or the format's least
-    one: 2^23 of it have the bits `least`, and 2^23 of the other those of the power of two in x plus `above`.
+    Adding and subtracting 2^23 steps in float32 rounds to a multiple of the step. The step is a bit of the significand,
+    or the format's smallest: `least` is the bits of 2^23 times that; for the former, 2^23 steps have the exponent field
+    of x plus `above`.
     """
     magnitude = bits & MAGNITUDE
     magic = ((bits & INFINITY) + above).max(least).float()
@@ -221,7 +224,7 @@ def _nearest(bits: Lane, least: Lane, above: Lane, largest: Lane) -> Lane:
 
 @lanes(types.float32)
 def _difference(y, x, scale):
-    """y - x, or 0 where y is infinite; under a scale it never is."""
+    """y - x, or 0 where y is infinite; with a scale y never is."""
     if scale is not None:
         return y - x
     return (y.bits() & MAGNITUDE).equals(INFINITY).pick(y.constant(0.0), y - x)
@@ -244,7 +247,7 @@ def _plus_infinite(count, y, scale):
 
 @lanes(types.uint32)
 def _or_worse(seen, error, y, x, worst):
-    """Bits, the first of them set once |error| was above `worst` times |x| where y is not zero."""
+    """`seen` with its sign bit set if |error| is above `worst` times |x| where y is not zero."""
     minus = y.equals(0.0).pick(error.bits().constant(SIGN), error.bits() | SIGN).float()
     return seen | (x.bits() & MAGNITUDE).float().times_plus(worst, minus).bits()  # rounded once: the sign is right
 
@@ -276,7 +279,7 @@ def _squares(x, factor):
 
 @inner
 def _share(y, x):
-    """|y - x| / |x| where y is neither zero nor infinite; 0 where it is."""
+    """|y - x| / |x|; 0 where y is zero or infinite."""
     return np.float32(0) if y == 0 or np.isinf(y) else abs(y - x) / abs(x)
 
 
@@ -290,7 +293,7 @@ def _largest(x, scale, numbers, cuts):
 
 @specialized
 def _spread(scale, levels, a, b, by):
-    """In kernels: the scale of each element from a to b, in `by`; None where there is none."""
+    """In kernels: the scale of each element from a to b, written to `by`; None without scales."""
 
     def spread(scale, levels, a, b, by):
         for i in range((b - a) >> len(levels)):
@@ -302,7 +305,7 @@ def _spread(scale, levels, a, b, by):
 
 @inner
 def _above(share):
-    """A little more: the share itself was rounded."""
+    """A slightly larger share, since the share itself was rounded."""
     return np.float32(share) * np.float32(1 + 2.0**-22)
 
 

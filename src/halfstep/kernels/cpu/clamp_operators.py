@@ -1,6 +1,6 @@
-"""Quantiles, rows with a scale each, sparse products and estimators: a kernel where one supports the call, else torch.
+"""Quantiles, clamped rows with a scale each, sparse matmuls and gradient estimators: by a kernel, else by torch.
 
-As in `operators`, an operator under `torch.compile` is one opaque node that writes to `out`.
+As in `operators`, under `torch.compile` each is one opaque operator that writes to `out`.
 """
 
 import json
@@ -23,11 +23,11 @@ from halfstep.quant.tracing import has_memory
 
 FoldedOrNone = tuple[Tensor, Tensor] | None
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
-"""Numbers, their columns, and where rows start; or a whole matrix and twice None."""
+"""A sparse matrix: values, their columns, and where rows start; or a dense matrix and two None."""
 
 
 def bounds(x: Tensor, clamp: Clamp) -> Tensor:
-    """`Clamp.bounds` of a matrix."""
+    """The `Clamp.bounds` of a matrix."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.empty(2, x.shape[0] if clamp.tile == "row" else 1, dtype=wide, device=x.device)
     _QUANTILES(x, out, clamp)
@@ -35,14 +35,14 @@ def bounds(x: Tensor, clamp: Clamp) -> Tensor:
 
 
 def bounds_into(x: Tensor, out: Tensor, clamp: Clamp) -> None:
-    """The same into `out`."""
+    """`Clamp.bounds` of a matrix, written to `out`."""
     if not quantiles.run(x, out, clamp) and not blank(x, out):
         out.copy_(clamp.bounds(x))
 
 
 def amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
-    """The largest magnitude of each row (dim 1) or column (dim 0) between the bounds; NaN where a number or a bound
-    is."""
+    """The amax of each row (dim 1) or column (dim 0) of x clamped to the bounds; NaN where an element or a bound is
+    NaN."""
     if has_memory(x) and (found := rows.run_amax(x, bounds, dim)) is not None:
         return found
     low = high = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
@@ -50,7 +50,7 @@ def amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
         x, bounds = clamped(x, bounds), None
     if x.numel():
         low, high = torch.aminmax(x, dim=dim, keepdim=True)
-    # Clamping keeps the order, so what becomes of the ends suffices.
+    # Clamping is monotonic, so it is enough to clamp the minimum and the maximum.
     return torch.maximum(-clamped(low, bounds), clamped(high, bounds)).float()
 
 
@@ -58,8 +58,8 @@ def round_rows(
     x: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, seed: Seed | None,
     steps: int | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """x between its bounds, times factor (a row's or a column's), rounded and saturated: in whole `steps` of 1, int8;
-    without steps over the factor again, a power of two, in `dtype`."""
+    """x clamped to its bounds, times factor (of a row or a column), rounded and saturated: with `steps`, times that, as
+    int8; without, divided by the factor again, a power of two, in `dtype`."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     _ROUND_ROWS(x, bounds, factor, out, format, rounding, seed, steps)
     return out
@@ -69,14 +69,14 @@ def round_rows_into(
     x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: Seed | None,
     steps: int | None,
 ) -> None:  # fmt: skip
-    """The same into `out`."""
+    """The result of `round_rows`, written to `out`."""
     if not rows.run(x, out, bounds, factor, format, rounding, steps or 1) and not blank(x, out):
         rounded = round_to((clamped(x, bounds) * factor).nan_to_num(0.0), format, rounding, "saturate", seed)
         out.copy_(rounded * steps if steps is not None else rounded / factor)
 
 
 def clamped(x: Tensor, bounds: Tensor | None) -> Tensor:
-    """x in float32, between its bounds; NaN where one is."""
+    """x in float32 (float64 stays), clamped to its bounds; NaN where a bound is NaN."""
     wide = x if x.dtype == torch.float64 else x.float()
     if bounds is None:
         return wide
@@ -84,14 +84,15 @@ def clamped(x: Tensor, bounds: Tensor | None) -> Tensor:
 
 
 def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype) -> FoldedOrNone:
-    """x times scale (a row's or a column's), rounded as one tensor by a rule, in `dtype`, and the scale of that; None
-    where no kernel does it."""
+    """x times scale (of a row or a column), rounded as one tensor by a rule, in `dtype`, and that tensor's scale; None
+    where no kernel supports it."""
     return rows.run_folded(x, scale, format, rounding, rule, dtype) if has_memory(x) else None
 
 
 def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
-    """What is beyond the bounds of a matrix, less the bound."""
-    if not has_memory(x) and has_memory(x, or_fake=True):  # which has no values to count
+    """The part of a matrix that clamping removes: elements outside of the bounds, minus the bound, as a sparse
+    matrix."""
+    if not has_memory(x) and has_memory(x, or_fake=True):  # a FakeTensor has no values to count
         count = clamp.most_beyond(*x.shape)
         starts = x.new_empty(x.shape[0] + 1, dtype=torch.int64)
         return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.int32), starts
@@ -102,7 +103,7 @@ def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
 
 
 def sparse(whole: Tensor) -> Parts:
-    """The numbers of a matrix that are not 0, row by row."""
+    """The nonzero elements of a matrix, row by row, as `Parts`."""
     rows, columns = whole.nonzero(as_tuple=True)
     starts = torch.zeros(whole.shape[0] + 1, dtype=torch.int64, device=whole.device)
     torch.cumsum(torch.bincount(rows, minlength=whole.shape[0]), 0, out=starts[1:])
@@ -110,7 +111,7 @@ def sparse(whole: Tensor) -> Parts:
 
 
 def whole(values: Tensor, columns: Tensor, starts: Tensor, width: int) -> Tensor:
-    """The matrix that `sparse` made this of."""
+    """The dense matrix with these `Parts`."""
     height = len(starts) - 1
     rows = torch.repeat_interleave(
         torch.arange(height, device=values.device, dtype=torch.int64), starts.diff(), output_size=len(values)
@@ -122,7 +123,7 @@ def sparse_product(
     values: Tensor, columns: Tensor | None, starts: Tensor | None, width: int, down: bool, other: Tensor,
     scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The sparse matrix (rows, width), or its transpose where it lies `down`, times `other`, times scale: float32."""
+    """The sparse matrix (rows, width), or its transpose if `down`, @ `other`, times scale: float32."""
     height = values.shape[0] if starts is None else len(starts) - 1
     out = torch.empty(width if down else height, other.shape[1], dtype=torch.float32, device=values.device)
     _SPARSE_PRODUCT((values, columns, starts), width, down, other, scale, out)
@@ -130,7 +131,7 @@ def sparse_product(
 
 
 def sparse_product_into(parts: Parts, width: int, down: bool, other: Tensor, scale: Tensor | None, out: Tensor) -> None:
-    """The same into `out`."""
+    """The result of `sparse_product`, written to `out`."""
     if blank(out, out):
         return
     values, columns, starts = parts
@@ -145,13 +146,14 @@ def sparse_product_into(parts: Parts, width: int, down: bool, other: Tensor, sca
 
 
 def estimate(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | None) -> Tensor:
-    """`grad`, to which nothing else refers, times the derivative of rounding x: `Quantizer.derivative`."""
+    """`grad` multiplied in place by the derivative of rounding x (`Quantizer.derivative`); grad must have no other
+    reference."""
     _ESTIMATE(grad, x, quantizer, factor)
     return grad
 
 
 def estimate_into(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | None) -> None:
-    """The same in place."""
+    """Multiply `grad` by that derivative in place."""
     if blank(x, grad):
         return
     estimator, format, scales = quantizer.estimator, quantizer.format, quantizer.scales

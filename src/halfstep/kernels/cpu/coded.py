@@ -1,6 +1,7 @@
-"""Tensors that a kernel reads and writes as float32 and that are codes in blocks: decoded and encoded by the chunk.
+"""Optimizer moments stored as codes in blocks: decoded to float32 and encoded again, one chunk at a time, in kernels.
 
-No float32 copy exists but a chunk's, which stays in the cache. Codes and scales are those of `blocks` and `dequantize`.
+The only float32 copy is that of one chunk, which stays in the cache. Codes and scales are those of `blocks` and
+`dequantize`.
 """
 
 from collections.abc import Mapping
@@ -32,27 +33,27 @@ from halfstep.quant.tile import TENSOR, Tile
 
 
 class Coded(NamedTuple):
-    """Codes and scales of a tensor, in place of its numbers."""
+    """The codes and scales of a quantized tensor."""
 
     quantizer: Quantizer
     parts: Mapping[str, Tensor]
-    """By `Quantized`'s names."""
+    """The tensors, by `Quantized`'s names."""
     shape: tuple[int, ...]
-    """That it is quantised in."""
+    """The shape in which it is quantized."""
 
 
 class BlockCoding(NamedTuple):
-    """What kernels take for codes of a quantizer beside their tensors."""
+    """How kernels read and write the codes of a quantizer."""
 
     quantizer: Quantizer
     """With tiles no longer than a row."""
     whole: bool
-    """Whether one scale multiplies all of the tensor, so that its codes cannot be written before all has been seen."""
+    """Whether one scale is for the whole tensor, so that its codes can be written only when its amax is known."""
     tile: tuple[np.uint32, ...] | None
-    """`blocks.levels` of its tiles where kernels read and write it a tile at a time (`optimizer_loops`): codes of
-    floats, or places in a codebook, under scales that are the largest magnitude over the largest element."""
+    """`blocks.levels` of its tiles where kernels read and write it tile by tile (`optimizer_loops`): float or codebook
+    codes whose scales are amax over the format's largest value."""
     scales: tuple[str, ...]
-    """The names of the tensors beside the codes."""
+    """The names of the tensors besides the codes."""
     levels: Any
     decoding: Any
     scale_of: Any
@@ -61,11 +62,11 @@ class BlockCoding(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-@_disable_current_modes()  # an account asks among FakeTensors, which have no numbers
+@_disable_current_modes()  # memory accounting calls this under a FakeTensor mode, where tensors have no values
 def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> BlockCoding | None:
-    """How kernels take codes of that dtype in rows of so many columns; None where they do not: they take codes of 8
-    bits, rounded to nearest, in whole blocks along rows, with scales of which each follows from its block alone; or
-    under one scale of the tensor (`whole`)."""
+    """How kernels take codes of that dtype in rows of that many columns. None where they do not support it: codes must
+    have 8 bits, be rounded to nearest, in whole blocks along rows, with scales that depend on their own block alone; or
+    have one scale for the tensor (`whole`)."""
     quantizer = _with_tiles_in_rows(quantizer, columns)
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
@@ -98,7 +99,7 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> BlockCo
 
 
 def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
-    """Where a tile is longer than a row, the row is all that shares its scale."""
+    """The quantizer with tiles cut to the length of a row, where they are longer."""
     scales = quantizer.scales
     if scales is None or scales.tile.rows != 1 or not columns < (scales.tile.columns or 0):
         return quantizer
@@ -106,15 +107,15 @@ def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
 
 
 def usual(coding: BlockCoding, parts: Mapping[str, Tensor]) -> bool:
-    """Whether a kernel may read codes under the scale that they have now. On a GPU the host would wait for it."""
+    """Whether a kernel may read these codes with their current scale. For CUDA tensors this synchronizes."""
     return not coding.whole or (parts["scale"].numel() == 1 and usual_scale(parts["scale"]))
 
 
 def arguments(coding: BlockCoding, parts: Mapping[str, Tensor], factor: float = 1.0) -> tuple[Any, ...]:
-    """What a kernel takes for codes: themselves, and six that are None where there is an array of numbers.
+    """The arguments of a kernel for codes: the array of codes, and six more that are None for an array of floats.
 
     Args:
-        factor: what values are multiplied by before they are rounded, of codes under one scale.
+        factor: the factor on values before they are rounded, for codes with one scale per tensor.
     """
     codes, scale = parts["codes"], parts["scale"]
     if coding.whole:
@@ -127,12 +128,12 @@ def arguments(coding: BlockCoding, parts: Mapping[str, Tensor], factor: float = 
 
 _NEAREST = "nearest_even", "saturate"
 PLAIN = (None,) * 6
-"""What stands beside an array of numbers."""
+"""The six arguments after an array of floats."""
 
 
 @specialized
 def opened(kept, stored, levels, decoding, a, b):
-    """In kernels: the numbers a to b: part of the array itself; of codes, their values in float32."""
+    """In kernels: the values a to b in float32: a slice of an array of floats, or codes decoded."""
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, decoding, a, b: kept[a:b]
     if isinstance(levels, types.NoneType):
@@ -146,7 +147,7 @@ def opened(kept, stored, levels, decoding, a, b):
 
 @specialized
 def closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
-    """In kernels: what `opened` gave, changed since, encoded again where it is codes."""
+    """In kernels: encode the values that `opened` returned, after an update; nothing to do for floats."""
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: None
     if isinstance(levels, types.NoneType):
@@ -204,13 +205,13 @@ def _closed_groups(kept, stored, levels, rule, numbers, codes, values, a, b):
 # ---- one scale a tensor ----------------------------------------------------------------------------------------------
 
 
-_ROOM = 2.0**100  # for scales: a value times one of them stays below infinity
-_CODES = {torch.float16: torch.int16}  # the types in which codes travel that are no bytes
+_ROOM = 2.0**100  # the largest scale: a value times it stays finite
+_CODES = {torch.float16: torch.int16}  # the numpy types of codes that are no bytes
 
 
 @cache
 def knows_whole(quantizer: Quantizer, codes: torch.dtype) -> bool:
-    """Whether kernels do what this quantizer does to a tensor whose codes lie in that dtype."""
+    """Whether kernels support this quantizer with one scale per tensor and codes of that dtype."""
     scales, format = quantizer.scales, quantizer.format
     if (
         scales is None
@@ -230,12 +231,12 @@ def _is_byte(format: Float) -> bool:
 
 
 def usual_scale(scale: Tensor) -> bool:
-    """Whether a stored scale is one that values may be multiplied by without a look at what comes of it."""
+    """Whether a stored scale is small enough that values times it need no check for infinity."""
     return 0.0 <= float(scale) <= _ROOM
 
 
 def whole_factor(quantizer: Quantizer, amax: Any) -> Tensor | None:
-    """What a tensor of that amax is multiplied by; None where that is for the reference to say."""
+    """The factor for a tensor with that amax; None where kernels leave it to the reference."""
     assert quantizer.scales is not None
     found = quantizer.scales.rule.factor(torch.tensor(float(amax), dtype=torch.float32, device="cpu"), quantizer.format)
     return found if found is not None and bool(found.isfinite()) and usual_scale(found.reciprocal()) else None
@@ -257,7 +258,7 @@ def _values(code, scale, decoding):
 
 @elementwise
 def close_whole(value, factor, numbers, codes):
-    """In kernels: the codes of values, which are first multiplied by the factor."""
+    """In kernels: the codes of value * factor."""
     product = value * factor
     if numbers is None:
         return product.float_to_half()
@@ -266,7 +267,7 @@ def close_whole(value, factor, numbers, codes):
 
 @inner
 def open_whole(codes, scale, decoding):
-    """In kernels: the values of codes."""
+    """In kernels: the values of codes with one scale."""
     values = np.empty(CHUNK, np.float32)[: codes.size]
     _values(values, codes, scale, decoding)
     return values

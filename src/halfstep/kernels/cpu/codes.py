@@ -1,4 +1,4 @@
-"""Values to codes, packed or not: `quant.encode` onto floats and integers of at most 16 bits; back, from any format."""
+"""Encoding in floats and integers of at most 16 bits, packed or not (`quant.encode`), and decoding of any format."""
 
 import numpy as np
 from numba import prange, types
@@ -18,21 +18,21 @@ from halfstep.quant.rounding import Seed
 
 
 # ---- 4- and 6-bit codes in bytes and back, a chunk at a time: `quant.pack` for rows that fill their bytes ------------
-# A kernel writes the codes of a chunk a byte each, to a buffer that stays in the nearest cache, and packs them from
-# there. Codes of other widths go where they belong at once: what kind of codes these are, a kernel knows when it is
-# compiled.
+# A kernel writes the codes of a chunk to a buffer in the L1 cache, one byte each, and packs them from there. Codes of
+# other widths are written to the output directly. Which of the two is decided when the kernel is compiled.
 
 
 _GROUP = {4: 2, 6: 4}
 
 
 def fills(columns: int, bits: int) -> bool:
-    """Whether codes of that many bits are packed, and rows of so many of them leave no bits over."""
+    """Whether codes of that many bits are packed, and a row of `columns` codes fills whole bytes."""
     return bits in _GROUP and columns % _GROUP[bits] == 0
 
 
 def lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
-    """Whether these can be the codes of so many values, of dense tensors anywhere: a container each, or packed."""
+    """Whether `codes` has the dtype and size for the codes of `values`, unpacked or packed; for dense tensors of any
+    device."""
     if codes.dtype != CONTAINERS[format.storage_bits]:
         return False
     if not packed:
@@ -42,7 +42,8 @@ def lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
 
 
 def shifts(format: Format) -> tuple[np.uint8, ...] | None:
-    """How kernels pack: the places of two codes in a byte, or the bits that each of three bytes skips, or not."""
+    """The shifts for packing: of two 4-bit codes in a byte, or of each of three bytes that hold four 6-bit codes. None
+    for codes that are not packed."""
     if format.bits == 4:
         return (np.uint8(4), np.uint8(0)) if format.high_nibble_first else (np.uint8(0), np.uint8(4))
     return (np.uint8(0), np.uint8(2), np.uint8(4)) if format.bits == 6 else None
@@ -102,7 +103,7 @@ def _unpack_sixths(packed, out):
 
 @specialized
 def place(out, a, b, shifts):
-    """In kernels: where the codes a to b are written, one each."""
+    """In kernels: the array to which the codes a to b are written, one each: the output itself, or a buffer."""
     if isinstance(shifts, types.NoneType):
         return lambda out, a, b, shifts: out[a:b]
     return lambda out, a, b, shifts: np.empty(CHUNK, np.uint8)[: b - a]
@@ -110,7 +111,7 @@ def place(out, a, b, shifts):
 
 @specialized
 def pack(codes, out, a, b, shifts):
-    """In kernels: the codes a to b, written to their `place`, to where they belong in `out`."""
+    """In kernels: pack the codes a to b from their `place` into `out`, if it is a buffer."""
     if isinstance(shifts, types.NoneType):
         return lambda codes, out, a, b, shifts: None
     if len(shifts) == 2:
@@ -146,10 +147,10 @@ def unpack(packed, a, b, shifts):
 def run(
     x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None, packed: bool = False
 ) -> bool | None:
-    """Write the codes of `x`, rounded, to `out`. False: there is NaN in x, and the format has no code for it. None
-    where that is not done here: it takes contiguous CPU tensors of equal shape, fp32, bf16 or fp16.
+    """Write the codes of x, rounded, to `out`. False: x has a NaN and the format has no code for it. None where no
+    kernel supports it: both must be contiguous CPU tensors of one shape, x fp32, bf16 or fp16.
 
-    `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
+    `packed`: 4- and 6-bit codes are packed along the rows of `out`, which they fill, as by `quant.pack`.
     """
     known = element_codes.scalars(format, rounding, overflow) if plain(x) and plain(out, out.dtype) else None
     if known is None or not lie_in(out, x, format, packed):
@@ -161,8 +162,8 @@ def run(
 
 
 def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool | None:
-    """Write the values of `codes` to `out`. False: there is a code with more bits than the format has. None where that
-    is not done here: it takes contiguous CPU tensors, as `run` does."""
+    """Write the values of `codes` to `out`. False: a code has more bits than the format. None where no kernel supports
+    it: both must be contiguous CPU tensors, as for `run`."""
     known = format.bits <= 16 and plain(out) and plain(codes, codes.dtype)
     if not known or not lie_in(codes, out, format, packed):
         return None
@@ -193,7 +194,7 @@ def _largest_code(most, code):
 
 @inner
 def encode_piece(x, out, numbers, codes, keys, worst):
-    """The codes of a chunk. worst[0] becomes the largest magnitude's bits, where there is a `worst`."""
+    """Write the codes of a chunk. worst[0] becomes the bits of its amax, if `worst` is given."""
     largest = np.uint32(0)
     for i in range(x.size):
         out[i] = _code(x[i], numbers, codes, keys, i, out[i])
@@ -220,7 +221,7 @@ def _encode(x, out, numbers, codes, worst, shifts, seed):
 
 @specialized
 def _values_piece(out, codes, meaning):
-    """In kernels: the values of codes, by arithmetic or from a table."""
+    """In kernels: write the values of codes, by arithmetic or from a table."""
     return _look_up if isinstance(meaning, types.Array) else lambda out, codes, meaning: _decoded(out, codes, meaning)
 
 

@@ -1,4 +1,4 @@
-"""What a cast did to a tensor: squares of values and errors, and what became zero or infinite, in one pass."""
+"""The errors of a cast, given input and output: sums of squares, and counts of new zeros and infinities."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from halfstep.kernels.cpu.compiled import Kernel, inner
 
 
-PIECE = 4096  # values summed in float32, in lanes, before the sum goes to float64
+PIECE = 4096  # values summed in float32, vectorised, before the sum is added in float64
 _OPTIONS: Any = {
-    "fastmath": {"reassoc", "nsz", "contract"},  # sums in lanes; infinities and NaN stay what they are
+    "fastmath": {"reassoc", "nsz", "contract"},  # sums may be reordered; infinities and NaN are respected
     "error_model": "numpy",
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
@@ -21,35 +21,35 @@ _OPTIONS: Any = {
 
 
 class Errors(NamedTuple):
-    """Sums over the finite values x and what a cast made of them, y; squares are of x / unit and (y - x) / unit."""
+    """Sums over the finite values x and their cast values y; squares are of x / unit and (y - x) / unit."""
 
     signal: float = 0.0
     noise: float = 0.0
     zeroed: int = 0
-    """x is not zero, and y is."""
+    """How many nonzero x have y = 0."""
     infinite: int = 0
-    """y is infinite or NaN: left out of `noise`."""
+    """How many y are infinite or NaN: excluded from `noise`."""
     largest: float = 0.0
     """The largest |y - x| / |x| where y is neither zero nor infinite."""
 
     def __add__(self, other: Errors) -> Errors:  # type: ignore[override]
-        """Of both together."""
+        """The errors of both parts of a tensor together."""
         signal, noise, zeroed, infinite = (a + b for a, b in zip(self[:4], other[:4], strict=True))
         return Errors(signal, noise, int(zeroed), int(infinite), max(self.largest, other.largest))
 
 
 def unit(amax: float) -> float:
-    """What a tensor is divided by before it is squared: 1, or where squares leave float32, its largest magnitude."""
+    """The divisor of a tensor before squaring: 1, or its amax where squares would leave float32's range."""
     return 1.0 if 2.0**-30 < amax < 2.0**30 else max(amax, 2.0**-120)
 
 
 def parts_of(size: int) -> int:
-    """Parts of so many values, whose sums are taken apart."""
+    """The number of parts in which that many values are summed."""
     return max(1, min(size >> 16, 16))
 
 
 def compare(x: NDArray[np.float32], y: NDArray[np.float32], amax: float) -> Errors:
-    """Compare two flat arrays of equal size, in units of `unit(amax)`, where amax is near the largest |x|."""
+    """The errors of y as a cast of x, flat arrays of equal size, in units of `unit(amax)`; amax is close to max |x|."""
     found = np.zeros((parts_of(x.size), 5), np.float64)
     _compare(x.size, x, y, np.float32(1 / unit(amax)), found)
     signal, noise, zeroed, infinite, _ = found.sum(0)

@@ -1,10 +1,10 @@
-"""Compiling kernels: a loop over chunks, once serial and once parallel, kept on disk for the next process.
+"""Compiles kernels: loops over chunks, once serial and once parallel, cached on disk for other processes.
 
-numba's own on-disk cache notices edits to a function's own file only, and a kernel is made of functions and numbers of
-several: a stale kernel would be a silent wrong number. Here the folder of the compiled code carries a hash of all that
-kernels are made of. So every clone and environment of a user can share it. numba also numbers its files, and of two
-processes that compile at once one may file its code under the other's signature or processor. Here they are named after
-both.
+numba's own on-disk cache notices edits to a function's own file only, and a kernel is made of functions and constants
+from several files: a stale kernel would silently compute wrong values. Here the folder of compiled code is named after
+a hash of all sources of kernels, so every clone and environment of a user can share it. numba also numbers its files,
+so of two processes that compile at once one may store its code under the other's signature or processor. Here files are
+named after both.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _PROCESS = os.getpid()  # GNU OpenMP aborts a forked child that starts threads a
 
 
 class _Part(JITCodeLibrary):
-    """Code that is linked into a kernel's, which LLVM optimises whole: alone it is neither optimised nor executable."""
+    """Code linked into a kernel that LLVM optimises as a whole: by itself it is neither optimised nor executable."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -58,7 +58,7 @@ class _OptimisedPart(_Part):
 class _NoEnvironments:
     @staticmethod
     def set_env(name: str, environment: Any) -> None:
-        """Python's names and constants are for a function that Python calls."""
+        """Nothing: Python names and constants are needed only by functions that Python calls."""
 
 
 class _PartCompiler(Compiler):
@@ -78,28 +78,28 @@ _INLINED: Any = {**_PART, "forceinline": True}
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """A function that kernels alone call: compiled into them, without a wrapper for callers in Python."""
+    """A function that only kernels call: compiled into them, without a wrapper for Python."""
     return numba.njit(function, error_model="numpy", **_PART)
 
 
 def inner_optimised(function: Callable[..., Any]) -> Any:
-    """The same, optimised before it is linked too: a loop of many constants may be a quarter faster for it."""
+    """`inner`, optimised before it is linked too: a loop with many constants may be a quarter faster."""
     return numba.njit(function, error_model="numpy", **{**_PART, "pipeline_class": _OptimisedPartCompiler})
 
 
 def inner_inlined(function: Callable[..., Any]) -> Any:
-    """The same, inlined wherever it is called: for what a loop does to an element or to a tile, where a call would cost
-    as much (dozens of arguments on the stack, and an atomic count for every slice)."""
+    """`inner`, inlined wherever it is called: for the work on one element or one tile, where a call would cost as much
+    (dozens of arguments on the stack, and an atomic reference count for every slice)."""
     return numba.njit(function, error_model="numpy", **_INLINED)
 
 
 def inner_overload(function: Callable[..., Any], inlined: bool = False) -> Any:
-    """`numba.extending.overload` of a function that kernels alone call."""
+    """`numba.extending.overload` for a function that only kernels call."""
     return overload(function, jit_options=_INLINED if inlined else _PART)
 
 
 def specialized(choose: Callable[..., Any], inlined: bool = False) -> Any:
-    """Make `choose`, which returns a function for the numba types of its arguments, one that kernels call."""
+    """A function for kernels, whose implementation `choose` returns for the numba types of its arguments."""
 
     def stub(*arguments: Any) -> Any:
         raise NotImplementedError(f"{choose.__name__} is for kernels")
@@ -109,32 +109,32 @@ def specialized(choose: Callable[..., Any], inlined: bool = False) -> Any:
 
 
 specialized_inlined = partial(specialized, inlined=True)
-"""The same, inlined wherever it is called."""
+"""`specialized`, inlined wherever it is called."""
 
 
 @inner_inlined
 def ends(chunk, size):
-    """Where a chunk of so many elements begins, and where it stops."""
+    """Where a chunk of an array with `size` elements begins and ends."""
     return chunk * CHUNK, min(chunk * CHUNK + CHUNK, size)
 
 
 @inner_inlined
 def whole_lines(count):
-    """Room for so many float32 numbers from the beginning of a line of the cache: numba aligns to half of one, and
-    registers that lie across two lines take a tenth longer."""
+    """An array of that many float32 that starts at a cache line: numba aligns to half a line, and vectors that cross
+    lines take a tenth longer."""
     found = np.empty(count + 16, np.float32)
     skip = -found.ctypes.data % 64 // 4
     return found[skip : skip + count]
 
 
 def none(numba_type: Any) -> bool:
-    """Whether an argument is None."""
+    """Whether an argument's type is that of None."""
     return isinstance(numba_type, types.NoneType)
 
 
 @specialized
 def piece(array, start, stop):
-    """In kernels: array[start:stop], or None for None, decided when the kernel is compiled."""
+    """In kernels: array[start:stop], or None for None, decided at compile time."""
     if none(array):
         return lambda array, start, stop: None
     return lambda array, start, stop: array[start:stop]
@@ -142,7 +142,7 @@ def piece(array, start, stop):
 
 @specialized_inlined
 def each(numbers, i):
-    """In kernels: number i of an array, numbers i of two; None of None, and one number whatever i is."""
+    """In kernels: element i of an array, a pair of elements for a pair of arrays, and scalars and None unchanged."""
     if isinstance(numbers, types.BaseTuple):
         return lambda numbers, i: (numbers[0][i], numbers[1][i])
     if isinstance(numbers, types.NoneType | types.Number):
@@ -152,15 +152,16 @@ def each(numbers, i):
 
 @specialized_inlined
 def of_row(numbers, row):
-    """In kernels: what a row of a matrix takes of numbers by row (an array), by column (a matrix of one row: all of
-    them), or for all of it (one number, or None)."""
+    """In kernels: the scales of a row of a matrix: an element for scales by row (a 1D array), all for scales by column
+    (an array of one row), or the same scalar or None."""
     if isinstance(numbers, types.Array):
         return (lambda numbers, row: numbers[row]) if numbers.ndim == 1 else (lambda numbers, row: numbers[0])
     return lambda numbers, row: numbers
 
 
 class Kernel:
-    """A function that loops over chunks with `numba.prange`, compiled when first called, serial and parallel apart.
+    """A function that loops over chunks with `numba.prange`, compiled on first call, separately for serial and parallel
+    runs.
 
     Serial for small tensors, where torch has one thread, and in forked children (a DataLoader's worker).
     """
@@ -170,25 +171,26 @@ class Kernel:
         self.parallel = _compile(function, parallel=True)
 
     def __call__(self, size: int, *arguments: Any) -> Any:
-        """Run on `arguments`; `size` elements of work decide whether threads are worth their start."""
+        """Run on `arguments`; `size` is the number of elements of work, which decides whether threads are worth their
+        start."""
         threads = torch.get_num_threads()
         if threads == 1 or size <= CHUNK or os.getpid() != _PROCESS:
             return self.serial(*arguments)
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         result = self.parallel(*arguments)
-        if torch.get_num_threads() != threads:  # numba's pool sets the number of an OpenMP runtime that torch may share
+        if torch.get_num_threads() != threads:  # numba sets it for an OpenMP runtime that torch may share
             torch.set_num_threads(threads)
         return result
 
 
 SOURCES = ("formats", "quant", "kernels/cpu", "kernels/arithmetic")
-"""The rooms, and the file, whose functions and numbers kernels are made of."""
+"""The folders, and the file, from which kernels' functions and constants come."""
 
-_KEPT = 8  # folders of compiled code in the user's cache; the least recently used go
+_KEPT = 8  # folders of compiled code in the user's cache; the least recently used are removed
 
 
 def source_hash(folders: Iterable[Path]) -> str:
-    """Names the state of all Python files in folders, or of a file (named without .py), and of the compiler."""
+    """A hash of all Python files in folders, or of a file (named without .py), and of the compiler's versions."""
     digest = hashlib.sha256(f"numba {numba.__version__}, llvmlite {llvmlite.__version__}".encode())
     for folder in folders:
         for file in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
@@ -207,13 +209,13 @@ def _folder() -> str:
 
 def _compile(function: Callable[..., Any], parallel: bool) -> Any:
     dispatcher: Any = numba.njit(function, parallel=parallel, error_model="numpy", **_NO_CALLS_FROM_C)
-    with contextlib.suppress(RuntimeError):  # no folder can be written to: every process compiles for itself
+    with contextlib.suppress(RuntimeError):  # no writable folder: every process compiles for itself
         dispatcher._cache = _Cache(function, "parallel" if parallel else "serial")
     return dispatcher
 
 
 class _BesideTheSources(InTreeCacheLocator):
-    """A folder named after the hash of the sources, which is its only stamp."""
+    """A folder next to the sources, named after their hash, which also serves as numba's source stamp."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
@@ -234,7 +236,7 @@ def _place() -> Path:
 
 
 def kept_code(place: Path | None = None) -> str:
-    """How much compiled code is kept in the user's cache, and where."""
+    """The size and location of the compiled code in the user's cache, as text."""
     place = place or _place()
     folders, size = list(place.glob("kernels-*")), 0
     for file in place.glob("kernels-*/*.nb?"):
@@ -245,20 +247,20 @@ def kept_code(place: Path | None = None) -> str:
 
 @cache
 def _users_folder() -> str:
-    """The folder of these sources in the user's cache. It is now the last used; those long unused are removed."""
+    """The folder for these sources in the user's cache, marked as last used; folders long unused are removed."""
     place = _place()
     folder = place / _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
         forget_old(place)
-    except OSError:  # another process removes the same; or nothing can be written, which numba finds out for itself
+    except OSError:  # another process removes the same folder; or it is not writable, which numba handles
         pass
     return str(folder)
 
 
 def forget_old(place: Path, kept: int = _KEPT) -> None:
-    """Remove all but the last used folders of compiled code. What still runs from one compiles again into it."""
+    """Remove all but the last used folders of compiled code. A process that still uses one compiles into it again."""
     folders = sorted(place.glob("kernels-*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
     for old in folders[kept:]:
         shutil.rmtree(old, ignore_errors=True)
@@ -269,7 +271,8 @@ class _Places(CompileResultCacheImpl):
 
 
 class _Files(IndexDataCacheFile):
-    """Code in a file named after its key: the signature, numba's target (processor and features), and the bytecode."""
+    """Compiled code in a file named after its key: the signature, numba's target (processor and features), and the
+    bytecode."""
 
     def save(self, key: Any, data: Any) -> None:
         name = f"{self._index_name.removesuffix('.nbi')}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"

@@ -1,4 +1,4 @@
-"""Packed codes and the scales of their blocks back to values: `quant.Quantized.dequantize`, bit for bit."""
+"""Dequantizes packed codes with the scales of their blocks: `quant.Quantized.dequantize`, bit for bit."""
 
 from functools import cache
 from typing import Any
@@ -21,8 +21,8 @@ from halfstep.quant.quantizer import Quantizer
 
 
 def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
-    """Write the values of `tensors` (`codes`, `scale` ...), which have the quantizer's layout, to `out`. False where
-    that is not done here: it takes contiguous CPU tensors, fp32 or bf16, rows of whole blocks."""
+    """Write the values of `tensors` (`codes`, `scale` ...), which have the quantizer's layout, to `out`. False where no
+    kernel supports it: all must be contiguous CPU tensors, `out` fp32 or bf16 with rows of whole blocks."""
     format, scales = quantizer.format, quantizer.scales
     if scales is None or not plain(out, torch.float32, torch.bfloat16) or not out.dim():
         return False
@@ -43,7 +43,7 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
 
 @cache
 def meaning(format: Format) -> Any:
-    """What a code is: the numbers of its decoding, or a codebook's values."""
+    """How codes are decoded: the constants of `element_codes.decoding_scalars`, or a codebook's values."""
     if isinstance(format, Float | Integer):
         return element_codes.decoding_scalars(format)
     return element_codes.table(format, torch.float32).numpy()
@@ -83,10 +83,10 @@ def larger_code(most, code, meaning):
 
 @lanes(types.float32)
 def half_scale(scale, most, meaning):
-    """What `half_of` a block's codes is multiplied by, 0 for zeros; NaN where it is not exact, or a code not finite."""
+    """The factor on the `half_of` of a block's codes, 0 for zeros; NaN where it is inexact, or a code is not finite."""
     d, bits = element_codes.Decoding(*meaning), scale.bits()
     times = bits + d.offset - (112 << 23)
-    usual = ((bits - (1 << 23)) < 226 << 23) & ((times - (1 << 23)) < 226 << 23)  # normal numbers up to 2^100
+    usual = ((bits - (1 << 23)) < 226 << 23) & ((times - (1 << 23)) < 226 << 23)  # normal floats up to 2^100
     known = (usual | bits.equals(0)) & (most.to(32) <= d.half.min(d.largest)) & (d.half > 0)
     return known.pick(bits.equals(0).pick(bits, times), NAN).float()
 
@@ -96,7 +96,7 @@ _largest_code, _to_half_scales = reduction(larger_code), elementwise(half_scale)
 
 @inner
 def _half_scales(codes, scale, meaning, times):
-    """`half_scale` of many blocks. Whether none is NaN."""
+    """The `half_scale` of many blocks, written to `times`; returns whether none is NaN."""
     _to_half_scales(times, scale, _largest_code(np.uint8(0), codes, meaning), meaning)
     return larger_of(np.uint32(0), times) < INFINITY
 
@@ -111,7 +111,7 @@ def _halves_piece(codes, times, levels, out, meaning):
             for i in range(block):
                 j = start + i
                 out[j] = _restored_half(codes[j], half, meaning, out[j])
-        else:  # zeros, whatever the codes mean
+        else:  # a scale of 0 gives zeros, whatever the codes are
             out[start : start + block] = 0
 
 
@@ -137,7 +137,7 @@ def _table_piece(codes, scale, levels, out, table):
 
 @specialized
 def scales_from(stored):
-    """In kernels: scales that are float32 numbers, or the bytes of powers of two, as float32 numbers."""
+    """In kernels: stored scales as float32: they are float32 already, or bytes of powers of two."""
     if stored.dtype == types.float32:
         return lambda stored: stored
 
@@ -151,7 +151,7 @@ def scales_from(stored):
 
 @specialized
 def values_piece(codes, scale, levels, out, meaning):
-    """In kernels: the values of a chunk's blocks, from codes one a byte and their scales in float32."""
+    """In kernels: write the values of a chunk's blocks, from one-byte codes and float32 scales."""
     if isinstance(meaning, types.Array):
         return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)
     if len(meaning) > 2:

@@ -1,4 +1,4 @@
-"""An element of a block over the block's scale, rounded: its code, or its value times the scale."""
+"""Divides elements of a block by the block's scale and rounds: to codes, or to values times the scale."""
 
 from functools import cache
 from typing import Any
@@ -19,19 +19,20 @@ from halfstep.kernels.cpu.scales import quotient
 
 
 # ---- codebooks of 8 bits in absmax blocks, such as the dynamic map of 8-bit optimizers -------------------------------
-# A code is found by the upper 16 bits of its quotient, which leave at most two neighbours, and by the lower 16 bits of
-# the cut between them. One entry of a table has both: adding the quotient's own lower bits to it carries above the cut.
+# A code is looked up by the upper 16 bits of the quotient, which leave at most two candidates, and by comparing its
+# lower 16 bits with those of the cut point between them. One table entry holds both: adding the quotient's lower bits
+# to it carries if the quotient is above the cut point.
 
 
 Search = NDArray[np.uint32]
-"""By the upper 16 bits of a number, in the order of numbers: how many cuts are below all that have them, times 2^16,
-and what carries when a number above the next cut adds its lower half."""
+"""A table indexed by the upper 16 bits of a float32, in numerical order: (the number of cut points below all floats
+with these bits) * 2^16, plus a value to which the lower 16 bits of a float above the next cut point carry."""
 
 
 @cache
 def search(format: Format) -> Search | None:
-    """None where codes are not in the order of their values, or two cuts lie so near that the upper 16 bits of a number
-    do not tell them apart."""
+    """The table for a codebook. None where codes are not in the order of their values, or two cut points have the same
+    upper 16 bits."""
     cuts = np.array(element_codes.cut_points(format, False), np.float32) + np.float32(0)  # -0 is +0
     places = np.searchsorted(cuts, _lowest(np.arange(1 << 16)), side="left")
     if (np.diff(places, append=len(cuts)) > 1).any() or any(
@@ -46,7 +47,7 @@ def search(format: Format) -> Search | None:
 
 
 def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
-    """The smallest number whose ordered bits begin so."""
+    """The smallest float whose ordered bits begin with these 16."""
     above = keys >= 1 << 15
     upper = np.where(above, keys & 0x7FFF, keys ^ 0xFFFF).astype(np.uint32) << np.uint32(16)
     lowest = np.where(above, upper, upper | np.uint32(0xFFFF)).astype(np.uint32).view(np.float32)
@@ -55,7 +56,7 @@ def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
 
 @lanes(types.uint32)
 def _ordered_quotient(value: Lane, scale: Lane) -> Lane:
-    """The bits of value / scale, so that larger numbers have larger ones."""
+    """The bits of value / scale, transformed so that they order like the values."""
     bits = quotient(bits_of(value), scale)
     return (bits < SIGN).pick(bits | SIGN, ~bits)
 
@@ -67,7 +68,7 @@ def _upper(bits: Lane) -> Lane:
 
 @lanes(types.uint32)
 def _carried(entry: Lane, bits: Lane) -> Lane:
-    """In the upper half the place of an entry, or the next one for a number above its cut."""
+    """The entry plus the lower bits: its upper half is the code."""
     return entry + (bits & 0xFFFF)
 
 
@@ -78,8 +79,8 @@ def _place(carried: Lane) -> Lane:
 
 @inner_inlined
 def encode_block(x, a, size, scale, bits, places, out, b):
-    """A block of x, from a on, to the codes from b on. In three loops, by way of `bits`: of one, LLVM would take apart
-    the registers for every look-up and put them together again, which is twice the time."""
+    """Write the codes of a block of x, from a on, to out from b on. Three loops, through the buffer `bits`: in one loop
+    LLVM would take vectors apart for every lookup and rebuild them, which takes twice as long."""
     for i in range(size):
         bits[i] = _ordered_quotient(x[a + i], scale)
     for i in range(size):
@@ -96,11 +97,11 @@ _FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: fl
 
 @lanes("like")
 def rounded(value, divisor, scale, steps, numbers, codes, cuts, keys, index, like):
-    """The code of value / divisor; its value times the divisor, where `like` is a tensor of values.
+    """The code of value / divisor; or, where `like` is a float type, its value times the divisor.
 
     Args:
-        divisor: of a power of two the bits; or, with `steps` and no `scale`, its shift (`rules.note_scales`).
-        scale: what the value is multiplied by, where that is not the divisor: `like` holds the product exactly.
+        divisor: for a power of two its bits; or, with `steps` and no `scale`, its shift (`rules.note_scales`).
+        scale: the factor on the value, where that is not the divisor; `like` holds the product exactly.
     """
     if scale is None and steps is not None:
         return stored_as(nearest(bits_of(value), divisor, Steps(*steps)), like)
@@ -130,7 +131,7 @@ def _code(over: Lane, numbers: Any, codes: Any, cuts: Any, keys: Any, index: Lan
 
 
 def scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
-    """The product within the range of the type; 0 in a block of zeros, whatever its codes mean."""
+    """rounded * scale clamped to the type's finite range; 0 where the scale is 0, whatever the codes are."""
     product = rounded * scale
     limit = _FINITE[like]
     product = (product > limit).pick(product.constant(limit), product)
@@ -181,13 +182,13 @@ def _rows(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys
 
 @specialized
 def divided(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
-    """In kernels: every element of some tiles of a row, each with its numbers: as `rounded`.
+    """In kernels: `rounded` for every element of some tiles of a row, each with its tile's constants.
 
     Args:
-        run, levels: a tile's length, and `blocks.levels` of it where that is a power of two that has some; or None.
-        cuts: of codebooks; of those with 8 bits what `search` has.
+        run, levels: a tile's length, and its `blocks.levels`, or None where it has none.
+        cuts: of codebooks, the cut points; for 8 bits, the table of `search`.
         keys: `noise.keys_at` the first element; or `column_keys`.
-        place: of columns that are written `tall` elements apart, from `to` on: (to, tall, their size). Or None.
+        place: None; or, for columns written `tall` elements apart from `to` on, (to, tall, their size).
     """
 
     def blocks(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):

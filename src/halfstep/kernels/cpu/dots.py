@@ -1,7 +1,7 @@
-"""Sums of products of some rows of a weight with some rows of an input, decoded as they are read: one loop in vectors.
+"""Dot products of rows of a weight with rows of an input, decoding the weight's codes on the fly, in one vector loop.
 
-The order of a sum is written down here and nowhere else: element k of a row goes to lane k % STEP, in order, and the
-lanes are then added in halves. So it depends on neither the processor, the threads, the number of rows nor how the
+The order of summation is defined here and nowhere else: element k of a row is added to lane k % STEP, in order, and the
+lanes are then added in halves. So it does not depend on the processor, the threads, the number of rows or how the
 weight is stored.
 """
 
@@ -17,19 +17,19 @@ from halfstep.kernels.cpu.lanes import MAGNITUDE, UPPER, WIDTHS, Given, Lane, bi
 from halfstep.kernels.cpu.runs import Run, declared, place_of, spread
 
 
-# ---- what reads a step of a row --------------------------------------------------------------------------------------
+# ---- decoders of one step of a row -----------------------------------------------------------------------------------
 
 
 STEP = 32
-"""Elements of a row that are read at a time."""
+"""The number of elements of a row that are read at a time."""
 PAIRS = STEP // 2
-"""Of neighbours in a step; and elements that share a scale at least."""
+"""The number of neighbouring pairs in a step; also the smallest number of elements that share a scale."""
 VALUES = 16
-"""Of 4 bits."""
+"""The number of values of a 4-bit format."""
 
 
 def reads_pairs(meaning: Any) -> bool:
-    """Whether codes of a meaning, a numba type (`dots`), are read in the order of `in_pairs`."""
+    """Whether codes with this `meaning`, a numba type (see `dots`), are decoded in the order of `in_pairs`."""
     if isinstance(meaning, types.BaseTuple) and len(meaning) == 1:
         table: Any = meaning
         return bool(table[0].dtype == types.uint16)
@@ -46,8 +46,9 @@ def _paired(x, first, out):
 
 @specialized
 def in_pairs(x, meaning, first):
-    """In kernels: x as `dots` takes it: in every step the first of each pair, then the second; or the other way round,
-    where `first` is 1, as the first of two codes lies in the upper bits of their byte."""
+    """In kernels: x in the order in which `dots` decodes: in every step the first elements of all pairs, then the
+    second ones; or the second ones first if `first` is 1, for codes whose first of two is in the upper bits of their
+    byte."""
     if not reads_pairs(meaning):
         return lambda x, meaning, first: x
 
@@ -60,12 +61,12 @@ def in_pairs(x, meaning, first):
 
 
 def shuffled(builder: Any, one: Any, two: Any, places: list[int]) -> Any:
-    """Lanes of two vectors."""
+    """The vector of these lanes of two vectors."""
     return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WIDTHS[32], len(places)), places))
 
 
 def _spread_scales(builder: Any, scales: list[Any], count: int) -> Run | None:
-    """What so many lanes, those of a step or of either half of its pairs, are multiplied by."""
+    """The scales as a vector of `count` lanes: those of a step, or of one half of its pairs."""
     parts = [spread(builder, scale, count // len(scales)) for scale in scales]
     if len(parts) < 2:
         return Run(builder, parts[0]) if parts else None
@@ -73,10 +74,10 @@ def _spread_scales(builder: Any, scales: list[Any], count: int) -> Run | None:
 
 
 class Numbers:
-    """Values in 32 or 16 bits, in order."""
+    """Reads 32- or 16-bit floats, in order."""
 
     size = STEP
-    """Elements of the array in a step."""
+    """Array elements per step."""
 
     def values(self, codes: Lane, scales: list[Any]) -> Lane:
         numbers, scale = self.unscaled(codes), _spread_scales(codes.builder, scales, STEP)
@@ -87,7 +88,7 @@ class Numbers:
 
 
 class Table(Numbers):
-    """Codes of 8 or 16 bits, in order, whose values stand in a table in memory."""
+    """Reads 8- or 16-bit codes, in order, whose values are in a table in memory."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -97,7 +98,7 @@ class Table(Numbers):
 
 
 def _gathered(table: Any, codes: Lane) -> Run:
-    """Elements of a table in memory."""
+    """The elements of a table in memory at these indices."""
     builder, element = codes.builder, table.type.pointee
     first = Run(builder, spread(builder, builder.ptrtoint(table, WIDTHS[64]), STEP))
     size = 4 if element == ir.FloatType() else 2
@@ -110,7 +111,7 @@ def _gathered(table: Any, codes: Lane) -> Run:
 
 
 class _Pairs:
-    """Codes whose pairs are taken apart: the first of each, then the second."""
+    """Reads codes whose pairs are split: the first elements, then the second ones."""
 
     size = STEP
 
@@ -123,8 +124,8 @@ class _Pairs:
 
 
 class Bytes(_Pairs):
-    """Codes of 8 bits that are the upper bits of a float16, but for its larger range of exponents. The second of a pair
-    has its place in 16 bits already, and the first is moved there."""
+    """Reads 8-bit codes that, shifted, are the upper bits of a float16, apart from its larger exponent range. The
+    second of a pair is in place in 16 bits already; the first is shifted there."""
 
     def __init__(self, fewer: Run, unit: Run) -> None:
         self.fewer, self.unit = fewer, unit
@@ -136,7 +137,7 @@ class Bytes(_Pairs):
 
 
 class WholeNumbers(_Pairs):
-    """Whole numbers of 8 bits in two's complement."""
+    """Reads 8-bit integers in two's complement."""
 
     def halves(self, codes: Lane, scales: list[Any], scale: Run | None) -> list[Lane]:
         numbers = [each.shift_signed(8).value_as_float() for each in _at_top(codes)]
@@ -144,8 +145,8 @@ class WholeNumbers(_Pairs):
 
 
 class Words(_Pairs):
-    """Codes of 8 bits whose values fit bfloat16: permutations of registers look them up where the processor `permutes`
-    16 bits, from a table in memory elsewhere."""
+    """Reads 8-bit codes whose values fit bfloat16: looked up by register permutations if the processor `permutes`
+    16-bit lanes, else from a table in memory."""
 
     def __init__(self, table: Any, permutes: bool) -> None:
         self.table, self.permutes = table, permutes
@@ -171,13 +172,13 @@ class Words(_Pairs):
 
 
 def _at_top(codes: Lane) -> tuple[Lane, Lane]:
-    """The first and the second byte of each pair, in the upper half of 16 bits; below the second, the first remains."""
+    """The first and the second byte of each pair, in the upper half of 16 bits; the second keeps the first below it."""
     pairs = Run(codes.builder, codes.builder.bitcast(codes.value, ir.VectorType(WIDTHS[16], PAIRS)))
     return pairs << 8, pairs
 
 
 class Nibbles(_Pairs):
-    """Codes of 4 bits, whose values permutations of registers look up in tables of so many `at_once`."""
+    """Reads 4-bit codes, whose values are looked up by register permutations in tables of `at_once` values."""
 
     size = PAIRS
 
@@ -203,8 +204,8 @@ class Nibbles(_Pairs):
         return found[0] if len(found) == 1 else (codes << 28 > MAGNITUDE).pick(*found[::-1])
 
     def _permuted(self, table: Any, index: Any) -> Any:
-        """LLVM knows numbers that are taken from a register one by one for what they are together, a permutation, where
-        the processor has an instruction for that."""
+        """table[index]: lanes extracted one by one, which LLVM turns into one permutation where the processor has
+        it."""
         builder, count = self.builder, table.type.count
         parts = []
         for start in range(0, PAIRS, count):
@@ -222,30 +223,29 @@ def dots(
     context: Any, builder: Any, codes: Given, first: Given, stride: Given, meaning: Given, mask: Given, scales: Given,
     x: Given, columns: Given, js: Given, ms: Given, out: Given,
 ) -> Any:  # fmt: skip
-    """In kernels: out[j * len(ms) + m] = the sum of row j of the weight times row m of x; the largest of the codes,
-    each & mask (0 without a mask).
+    """In kernels: out[j * len(ms) + m] = dot product of row j of the weight and row m of x. Returns the largest code &
+    mask (0 without a mask).
 
     Args:
         codes: of the weight, flat: bytes with a `meaning`; without one, fp32, bf16 or fp16 values as `lanes.bits_of`
             takes them.
-        first, stride: where the first row begins, and how far the rows are apart, in elements.
-        meaning: of codes of 4 bits, two a byte, an array of their 16 values. Of others a tuple: an array of their 256
-            or 65,536 float32 values, or of 256 bfloat16 ones; or, of a byte each, how many bits of exponent it has less
-            than a float16, and 2^(15 - bias), what its value is over a float16's; or, of whole numbers in two's
-            complement, a byte each, nothing. Or None.
+        first, stride: where the first row begins, and the distance between rows, in elements.
+        meaning: for 4-bit codes, two per byte, an array of their 16 values. Else a tuple: an array of the 256 or 65,536
+            float32 values, or of 256 bfloat16 values; or, for one-byte floats, how many exponent bits fewer than
+            float16 they have, and 2^(15 - bias), the factor on float16's value; or, for int8, nothing. None: no codes.
         mask: the bits of a code without its sign, or None.
-        scales: None, or (stored, table, row, across, down, rights): what element k of row j is multiplied by stands at
-            (row + j >> down) * across + (k >> right), and is looked up in the table where that is not None. There are
-            as many `rights` as scales in a step, 1 or 2, and all are the same.
-        x: float32, flat: rows of so many `columns`, a multiple of `STEP`, as `in_pairs` leaves them.
-        js, ms: tuples, as long as there are rows.
+        scales: None, or (stored, table, row, across, down, rights): the scale of element k of row j is stored at (row +
+            j >> down) * across + (k >> right), and is looked up in the table if that is not None. `rights` has one
+            entry per scale in a step, 1 or 2, all equal.
+        x: float32, flat: rows of `columns` elements, a multiple of `STEP`, in the order of `in_pairs`.
+        js, ms: tuples whose lengths are the numbers of rows.
     """
     loop = _Loop(context, builder, codes, first, stride, meaning, mask, scales, x, columns, out)
     return loop.run(len(js.type), len(ms.type))
 
 
 class _Loop:
-    """The code of one call, as it is written."""
+    """Generates the code of one call of `dots`."""
 
     def __init__(
         self, context: Any, builder: Any, codes: Given, first: Given, stride: Given, meaning: Given, mask: Given,
@@ -258,7 +258,7 @@ class _Loop:
         self.meaning, self.read = meaning[0], self._reader(meaning)
 
     def _reader(self, meaning: Any) -> Any:
-        """What decodes codes."""
+        """The decoder for codes with this meaning."""
         kind = meaning[0]
         if isinstance(kind, types.NoneType):
             return Numbers()
@@ -275,12 +275,12 @@ class _Loop:
         return ir.Constant(WIDTHS[64], number)
 
     def _at(self, array: Any, index: Any, count: int) -> Lane:
-        """So many elements of an array from an index on."""
+        """`count` elements of an array from an index on."""
         pointer, align = place_of(self.context, self.builder, array, index, count)
         return Run(self.builder, self.builder.load(pointer, align=align), array[0].dtype)
 
     def _entry(self, array: Any, index: Any) -> Any:
-        """One element of an array, alone."""
+        """One element of an array, as a scalar."""
         return self.builder.extract_element(self._at(array, index, 1).value, ir.Constant(WIDTHS[32], 0))
 
     def run(self, js: int, ms: int) -> Any:
@@ -297,7 +297,7 @@ class _Loop:
         return self._folded(builder.load(most), lambda one, other: one.max(other))
 
     def _sum(self, js: range, ms: int, most: Any) -> None:
-        """The sums of some rows of the weight, side by side."""
+        """Compute the dot products of some rows of the weight side by side."""
         builder = self.builder
         zeros = ir.Constant(ir.VectorType(ir.FloatType(), STEP), [0.0] * STEP)
         sums = {(j, m): cgutils.alloca_once_value(builder, zeros) for j in js for m in range(ms)}
@@ -316,11 +316,11 @@ class _Loop:
             builder.store(self._total(builder.load(total)), builder.gep(out, [self._number(j * ms + m)]))
 
     def _step(self, array: Any, start: Any, step: Any, size: int) -> Lane:
-        """A step of a row that starts there, of so many elements an array's."""
+        """Step number `step` of a row that begins at `start`: `size` array elements."""
         return self._at(array, self.builder.add(start, self.builder.mul(step, self._number(size))), size)
 
     def _weight(self, j: int, step: Any, tiles: list[Any], most: Any) -> Any:
-        """A step of row j: float32, in the order of `in_pairs`."""
+        """A step of row j, decoded: float32, in the order of `in_pairs`."""
         builder = self.builder
         start = builder.add(self.first[1], builder.mul(self.stride[1], self._number(j)))
         size = self.read.size
@@ -331,7 +331,7 @@ class _Loop:
         return self.read.values(codes, [self._scale(j, tile) for tile in tiles])
 
     def _tiles(self, step: Any) -> list[Any]:
-        """Which tiles of their rows a step is in."""
+        """The tile indices of a step within its row."""
         if self.scales is None:
             return []
         builder = self.builder
@@ -340,7 +340,7 @@ class _Loop:
         return [builder.lshr(builder.add(first, self._number(i * PAIRS)), right) for i, right in enumerate(rights)]
 
     def _scale(self, j: int, tile: Any) -> Any:
-        """What elements of row j in a tile are multiplied by."""
+        """The scale of row j's elements in a tile."""
         assert self.scales is not None
         builder = self.builder
         stored, table, *places, _ = self.scales
@@ -356,7 +356,7 @@ class _Loop:
         return self._folded(lanes, lambda one, other: one + other)
 
     def _folded(self, whole: Any, join: Any) -> Any:
-        """One number of all lanes, half after half."""
+        """All lanes joined into one scalar, half with half."""
         while (count := whole.type.count) > 1:
             lower, upper = list(range(count // 2)), list(range(count // 2, count))
             halves = (Run(self.builder, shuffled(self.builder, whole, whole, places)) for places in (lower, upper))
@@ -365,6 +365,6 @@ class _Loop:
 
 
 def _has(context: Any, feature: str) -> bool:
-    """Whether the processor has it: avx512f are 32 registers of 16 numbers, and a permutation of as many (of AVX2's, 16
-    of 8); avx512bw are permutations of 16 bits."""
+    """Whether the processor has a feature: avx512f has 32 registers of 16 floats, and permutes 16 (AVX2: 16 registers
+    of 8); avx512bw permutes 16-bit lanes."""
     return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")

@@ -1,6 +1,6 @@
-"""The code of one element, in lanes, and back: `elements` rounds, this finds the code of the result.
+"""Encoding and decoding of one element, in lanes: `elements` rounds, this file computes the code of the result.
 
-A codebook's element is found by the cut points between its values.
+A codebook's code is found by the cut points between its values.
 """
 
 from functools import cache
@@ -16,27 +16,28 @@ from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane
 
 
 class Coding(NamedTuple):
-    """The numbers of one encoding, beside those of its `Rounding`; codes are without sign, but fnuz's NaN."""
+    """The constants of one encoding, besides those of its `Rounding`; codes are without sign, except fnuz's NaN."""
 
     bias: Any
-    """What the bits, shifted down to the format's, exceed the code by."""
+    """The difference between the float32 bits, shifted down to the format's, and the code."""
     largest: Any
     over: Any
     nan: Any
     sign_shift: Any
-    """How far the sign bit of a float32 is above that of a code."""
+    """The distance of a float32's sign bit from a code's."""
 
-    # Absent where signs are alike, -0 has a code and an infinity becomes `over`.
+    # None where both signs are treated alike, -0 has a code and an infinity becomes `over`.
     largest_negative: Any = None
     over_negative: Any = None
     infinite: Any = None
     infinite_negative: Any = None
     complement: Any = None
-    """Negative integers: the bits of a code, all set; 0 for floats."""
+    """For signed integers the mask of a code's bits, all set; 0 for floats."""
 
 
 def in_bytes(format: Format, rounding: str) -> Any:
-    """`scalars`, saturating, of a format whose codes are packed into bytes: of 4, 6 or 8 bits. None of others."""
+    """The saturating `scalars` of a format whose codes are packed into bytes (4, 6 or 8 bits); None for other
+    formats."""
     return scalars(format, rounding, "saturate") if format.bits in (4, 6, 8) else None
 
 
@@ -85,7 +86,7 @@ def scalars(format: Format, rounding: str, overflow: str) -> Any:
 
 
 def encoded(bits: Lane, p: elements.Rounding, c: Coding, noise: Lane | None = None) -> Lane:
-    """The code of float32 bits rounded as by `elements.rounded`; 32 bits wide."""
+    """The code of float32 bits after the rounding of `elements.rounded`, as 32 bits."""
     magnitude = bits & MAGNITUDE
     if noise is None and p.add is None:
         on_bits, steps = elements.nearest_both(magnitude, p)
@@ -97,10 +98,13 @@ def encoded(bits: Lane, p: elements.Rounding, c: Coding, noise: Lane | None = No
 
 
 def encoded_number(bits: Lane, p: elements.Rounding, c: Coding) -> Lane:
-    """The same in the lower 8 bits, to nearest, of what is not NaN, for floats that saturate and whose signs are alike:
-    next to 1.5 times the power of two whose last bit is a step, a float32 sum leaves the number of steps, and a
-    magnitude held to the largest needs no more looking at. What the binade's own code exceeds its place by is an even
-    number of steps, which the sum takes off too."""
+    """The code, in the low 8 bits, of float32 bits without NaN, rounded to nearest, for floats that saturate and treat
+    both signs alike.
+
+    A float32 sum with 1.5 times the power of two whose last bit is a step leaves the number of steps in its low bits,
+    and a magnitude clamped to the largest needs no further checks. The difference between the binade's own code and its
+    position is an even number of steps, which the sum subtracts too.
+    """
     magnitude = (bits & MAGNITUDE).min(p.largest)
     binade = (magnitude & INFINITY).max(p.min_normal)
     below = p.magic.constant(256) - ((p.min_normal >> p.shift) & 0xFF)
@@ -123,29 +127,29 @@ def _finish(bits: Lane, magnitude: Lane, code: Lane, p: elements.Rounding, c: Co
 
 
 class Decoding(NamedTuple):
-    """The numbers that turn a code into float32 bits."""
+    """The constants that turn a code into float32 bits."""
 
     sign_shift: Any
     shift: Any
     offset: Any
-    """Added to the magnitude's bits in float32 position."""
+    """Added to the magnitude's bits after they are shifted to float32's position."""
     min_normal: Any
-    """Codes below it count fixed steps."""
+    """Smaller codes count fixed steps."""
     step: Any
     largest: Any
     over: Any
-    """What the code above the largest one stands for: infinity or NaN. Those above that are NaN."""
+    """The value of the code after the largest: infinity or NaN. Higher codes are NaN."""
     nan: Any
-    """A code, with its sign, that is NaN."""
+    """A code, sign included, that is NaN."""
     half: Any
-    """Codes up to this one, without their signs, are a float16's upper bits, but for its larger range of exponents; 0
+    """Codes up to this one, without sign, are the upper bits of a float16, apart from its larger exponent range; 0
     where none are."""
 
 
 @cache
 def decoding_scalars(format: Format, dtype: torch.dtype | None = None) -> Any:
-    """The `Decoding` of a float that `scalars` describes; of an integer, the bits above its sign's and its step. With a
-    `dtype`, None where a value is not decoded by arithmetic, or would have to be rounded to it."""
+    """The `Decoding` of a float that `scalars` supports; for an integer, the number of bits above its sign, and its
+    step. With a `dtype`, None where a value is not decoded by arithmetic, or would need rounding to the dtype."""
     if dtype is not None and (
         format.bits > 16 or elements.scalars(format, "nearest_even", "ieee", dtype, torch.float64) is None
     ):
@@ -171,12 +175,13 @@ def decoding_scalars(format: Format, dtype: torch.dtype | None = None) -> Any:
 
 
 def are_halves(format: Float) -> bool:
-    """Whether `half_of` knows codes of the format."""
+    """Whether `half_of` supports codes of the format."""
     return format.exponent_bits <= 5 and format.bits <= 8 and format.specials != "fnuz"
 
 
 def _half_codes(format: Float, infinity: int, magnitude: int) -> int:
-    """The largest code that `half_of` may be given: all have their own meaning where it has float16's exponents."""
+    """The largest code that `half_of` supports. With float16's exponents, only codes with the same meaning as in
+    float16."""
     if not are_halves(format):
         return 0
     if format.exponent_bits == 5:
@@ -185,7 +190,7 @@ def _half_codes(format: Float, infinity: int, magnitude: int) -> int:
 
 
 def half_of(code: Lane, d: Decoding) -> Lane:
-    """The value of a byte's code over 2^(15 - bias), a float32: not of codes above `d.half`."""
+    """The value of a one-byte code over 2^(15 - bias), a float32; not for codes above `d.half`."""
     at_top = code.to(16) << (d.sign_shift - 16).to(16)
     fewer = (d.sign_shift - d.shift - 3).to(16)  # bits of exponent than float16's
     kept = at_top.constant(0x7FFF) >> fewer | 0x8000
@@ -193,7 +198,7 @@ def half_of(code: Lane, d: Decoding) -> Lane:
 
 
 def decoded(code: Lane, numbers: list[Lane]) -> Lane:
-    """The float32 bits of a code, given 32 bits wide, by `decoding_scalars`."""
+    """The float32 bits of a 32-bit code, with the constants of `decoding_scalars`."""
     if len(numbers) == 2:
         shift, step = numbers
         return ((code << shift).shift_signed(shift).value_as_float() * step.float()).bits()
@@ -210,7 +215,7 @@ def decoded(code: Lane, numbers: list[Lane]) -> Lane:
 
 @cache
 def table(format: Format, dtype: torch.dtype) -> torch.Tensor:
-    """The values of all codes, in `dtype`."""
+    """The values of all codes, in order of code, in `dtype`."""
     return torch.tensor([format.decode(code) for code in format.codes()], dtype=torch.float64, device="cpu").to(dtype)
 
 
@@ -219,7 +224,8 @@ def table(format: Format, dtype: torch.dtype) -> torch.Tensor:
 
 @cache
 def cut_points(format: Format, with_values: bool) -> Any:
-    """A codebook's cut points as float32, toward -inf: y > cut is then what it is for the exact cut. And its values."""
+    """A codebook's cut points as float32, rounded toward -inf so that y > cut holds exactly where it does for the exact
+    cut point; followed by its values if `with_values`. None for other formats."""
     if not isinstance(format, Codebook):
         return None
     cuts = [np.float32(b) for b in format.boundaries()]
@@ -231,14 +237,14 @@ def cut_points(format: Format, with_values: bool) -> Any:
 
 
 def order_of(format: Format) -> tuple[int, int] | None:
-    """The codes of a codebook of 4 bits by the places of their values, 4 bits each; None where they count up."""
+    """The codes of a 4-bit codebook in order of value, 4 bits each, in two words; None where they count up."""
     order = [min(c for c in format.codes() if format.decode(c) == value) for value in format.values()]
     low, high = (sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:]))
     return None if order == list(range(16)) else (low, high)
 
 
 def searched(y: Lane, cuts: list[Lane], order: list[Lane] | None) -> Lane:
-    """How many cuts y is above: the place of its value among the codebook's; `order` has the codes by place."""
+    """The code of y: the number of cut points below y, mapped by `order`, if given."""
     place = (y > cuts[0]).to(32)
     for cut in cuts[1:]:
         place = place + (y > cut).to(32)
@@ -249,7 +255,7 @@ def searched(y: Lane, cuts: list[Lane], order: list[Lane] | None) -> Lane:
 
 
 def looked_up(y: Lane, cuts: list[Lane]) -> Lane:
-    """The value on y's side of every cut; `cuts` goes on with the values."""
+    """The codebook's value nearest to y; `cuts` holds the cut points, then the values."""
     count = len(cuts) // 2
     value = cuts[count]
     for cut, above in zip(cuts[:count], cuts[count + 1 :], strict=True):

@@ -1,8 +1,8 @@
-"""What rounding does to one element, in lanes: magnitudes as float32 bits, one step size above and below min_normal.
+"""Rounding of one element, in lanes: on magnitudes as float32 bits, with one step size above and one below min_normal.
 
 A magnitude of at least `min_normal` is rounded on its bits: the step is a bit of the significand, and a carry out of it
-is the next binade. Below (and everywhere, in a format of whole multiples), the step is fixed: there a float32 sum with
-2^23 steps rounds to nearest-even by itself. Overflow is decided afterwards, on the rounded magnitude.
+moves to the next binade. Below (and everywhere, in an integer format) the step is fixed: there a float32 sum with 2^23
+steps rounds to nearest even by itself. Overflow is handled afterwards, on the rounded magnitude.
 """
 
 from functools import cache
@@ -21,14 +21,15 @@ _ALL = 0xFFFFFFFF
 
 
 class Rounding(NamedTuple):
-    """The numbers of one rounding: uint32 in a kernel's arguments, lanes inside it. Values are float32 bits."""
+    """The constants of one rounding: uint32 as a kernel's arguments, lanes inside it. Values are float32 bits."""
 
     min_normal: Any
-    """From here on the step is a bit of the significand; 0: everywhere, infinity: nowhere."""
+    """The magnitude from which on the step is a bit of the significand; 0: everywhere, infinity: nowhere."""
     shift: Any
     """Bits of the float32 significand that rounding drops: 23 - mantissa_bits."""
     half: Any
-    """Added before nearest rounding, together with the odd bit: half a step, less the bit that ties to even need."""
+    """Added before rounding to nearest, together with the odd bit: half a step, minus the bit that ties to even
+    need."""
     odd: Any
     """1 where ties go to even; 0 where a tie is decided by `half` alone."""
     magic: Any
@@ -39,21 +40,22 @@ class Rounding(NamedTuple):
     """The fixed step."""
     largest: Any
     over: Any
-    """What a rounded magnitude beyond the largest becomes."""
+    """The result for a rounded magnitude above the largest."""
     nan_above: Any
-    """Greater magnitudes give NaN: that of infinity, or the largest finite one where infinities do, too."""
+    """Magnitudes above it give NaN: infinity's bits, or those of the largest finite float32 where infinities give NaN
+    too."""
 
-    # Absent (None) where signs are alike, -0 is a value and an infinity becomes `over`: a third of the work is saved.
+    # None where both signs are treated alike, -0 is a value and an infinity becomes `over`: that saves a third.
     largest_negative: Any = None
     over_negative: Any = None
     infinite: Any = None
-    """What an infinity becomes, where `nan_above` does not make it NaN."""
+    """The result for an infinity, where `nan_above` does not make it NaN."""
     infinite_negative: Any = None
     zero_sign: Any = None
     """The sign bit, or 0 in formats without -0."""
-    # Present where the rounding is directed, or ties go away from zero.
+    # Not None for directed rounding, and where ties go away from zero.
     add: Any = None
-    """Up where the remainder, in 2^-32 steps, plus this is at least a step."""
+    """Rounds up where the remainder, in 2^-32 steps, plus this is at least a step."""
     add_negative: Any = None
 
 
@@ -65,8 +67,8 @@ _ADDED = {
     "nearest_away": (1 << 31, 1 << 31), "nearest_up": (1 << 31, (1 << 31) - 2), "toward_zero": (0, 0),
     "up": (_ALL, 0), "down": (0, _ALL),
 }  # fmt: skip
-# Below 0, ties to the upper side leave a half where it is. A remainder has its lowest bit set where anything is left,
-# and of 2^-24 steps (all that float32 has above a half) the next one is far above that bit.
+# For negative values, ties toward +inf keep the smaller magnitude. A remainder has its lowest bit set where anything is
+# left, and since float32 has only multiples of 2^-24 steps above a half, the next remainder is far above that bit.
 
 
 def float_bits(value: float) -> int:
@@ -75,13 +77,13 @@ def float_bits(value: float) -> int:
 
 
 def _step(format: Format, overflow: str, dtype: torch.dtype, source: torch.dtype | None) -> int | None:
-    """The exponent of a format's smallest step; None where `scalars` gives None."""
+    """The exponent of a format's smallest step; None where `scalars` returns None."""
     if isinstance(format, Integer):
         step, significant = -format.fraction_bits, format.high.bit_length()
         known = -100 < step < 100
     elif isinstance(format, Float):
         step, significant = format.min_exponent - format.mantissa_bits, format.mantissa_bits + 1
-        # Without a mantissa a tie goes by the parity of the exponent, which kernels do not look at.
+        # Without mantissa bits a tie depends on the parity of the exponent, which kernels do not support.
         known = 1 <= format.mantissa_bits <= 22 and format.max_exponent <= 127
         known = known and (format.min_exponent == -126 or -126 <= step <= 104)
     else:
@@ -101,9 +103,9 @@ def scalars(
     dtype: torch.dtype = torch.float32,
     source: torch.dtype | None = None,
 ) -> Any:
-    """The `Rounding` of a format as `Scalars`, for values written in `dtype`. None where its steps or its largest value
-    are no float32 numbers; with a `source`, also where `dtype` lacks a value that rounding a `source` number can give.
-    """
+    """The `Rounding` of a format as `Scalars`, for values written in `dtype`. None where its step or its largest value
+    is not exact in float32; with a `source`, also where `dtype` lacks a value that rounding a `source` value can
+    give."""
     if (step := _step(format, overflow, dtype, source)) is None:
         return None
     lowest, largest = shared_range(format, dtype) if overflow == "saturate" else (format.min, format.max)
@@ -111,7 +113,7 @@ def scalars(
     nan_above = INFINITY
     if isinstance(format, Float):
         fixed_below = ldexp(1, format.min_exponent)
-        if format.min_exponent == -126:  # float32's own: its subnormals are steps of the last bit, too
+        if format.min_exponent == -126:  # as in float32, whose subnormals have steps of the last bit too
             step, fixed_below = 0, 0.0
         if overflow == "ieee" and format.specials != "finite":
             beyond = inf if format.has_infinity else nan
@@ -158,7 +160,7 @@ def _special(value: float) -> int:
 
 
 def rounded(bits: Lane, p: Rounding, noise: Lane | None = None) -> Lane:
-    """Float32 bits rounded: by `noise`, as `p.add` says, or without either to nearest, ties to even.
+    """Float32 bits rounded: with `noise`, in the direction of `p.add`, or without either to nearest even.
 
     Noise rounds up if and only if floor(remainder * 2^32) + noise >= 2^32, the remainder in steps.
     """
@@ -173,17 +175,17 @@ def rounded(bits: Lane, p: Rounding, noise: Lane | None = None) -> Lane:
 
 
 def nearest_both(magnitude: Lane, p: Rounding) -> tuple[Lane, Lane]:
-    """The bits with the rounding's carry in them, dropped bits not yet cut; and 2^23 plus the number of fixed steps."""
+    """The bits with rounding's carry added, low bits not yet cleared; and 2^23 plus the number of fixed steps."""
     return magnitude + p.half + ((magnitude >> p.shift) & p.odd), magnitude.float() + p.magic.float()
 
 
 def noisy_both(bits: Lane, magnitude: Lane, noise: Lane | None, p: Rounding) -> tuple[Lane, Lane]:
-    """The bits with the carry in them, and the number of fixed steps, as a float.
+    """The bits with rounding's carry added, and the number of fixed steps, as a float.
 
-    Without noise, directed rounding adds what `p` has, and notices a remainder below 2^-32, too.
+    Without noise, directed rounding adds `p.add`, and notices a remainder below 2^-32 too.
     """
     steps = magnitude.float() * p.scale.float()
-    if p.zero_sign is not None:  # all numbers of an integer format come this way, however large
+    if p.zero_sign is not None:  # integer formats get here with values of any size
         steps = steps.min(2.0**23)
     whole = steps.truncated().value_as_float()
     rest = steps - whole
@@ -196,14 +198,14 @@ def noisy_both(bits: Lane, magnitude: Lane, noise: Lane | None, p: Rounding) -> 
 
 
 def kept(p: Rounding) -> Lane:
-    """The bits that rounding keeps."""
+    """The mask of the bits that rounding keeps."""
     return p.shift.constant(_ALL) << p.shift
 
 
 def finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Any) -> Lane:
-    """The rounded magnitude, or what is beyond the largest, with its sign; of 16 bits (`narrow`), the upper halves.
+    """The rounded magnitude, or the overflow result, with its sign; for 16 bits (`Narrow`), in upper halves.
 
-    A NaN's magnitude may have been rounded up into the sign bit, where it is above nothing: it is NaN all the same.
+    A NaN's magnitude may have been rounded up into the sign bit, where it compares as negative: it is NaN all the same.
     """
     nan, sign = (bits.constant(number >> 32 - bits.type.width) for number in (NAN, SIGN))
     rounded = within(bits, magnitude, rounded, p, p.nan_above, nan)
@@ -211,7 +213,7 @@ def finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Any) -> Lane:
 
 
 def within(bits: Lane, magnitude: Lane, value: Lane, p: Any, nan_above: Lane, nan: Lane) -> Lane:
-    """What was made of a magnitude, or what is beyond the largest, by the numbers of a rounding or an encoding."""
+    """The rounded value or code of a magnitude, replaced where it overflows, is infinite or NaN, by the constants p."""
     if p.over_negative is None:
         value = value.above(p.largest).pick(p.over, value)
     else:

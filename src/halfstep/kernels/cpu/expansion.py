@@ -1,6 +1,7 @@
-"""Range expansion in lanes: `quant.scaling.expansion`, bit for bit, on the polynomials of `quant.logarithm`.
+"""Range expansion in lanes: `quant.scaling.expansion`, bit for bit, with the polynomials of `quant.logarithm`.
 
-What a group's elements need is found for many groups at a time: one alone would wait for each of its operations.
+Each intermediate of a group is computed for many groups at a time: for one group, every operation would wait for the
+one before.
 """
 
 from functools import cache
@@ -25,11 +26,11 @@ from halfstep.quant.scaling.expansion import LARGEST, SMALLEST, SPAN, Expansion,
 
 LARGEST_FLOAT = 3.4028234663852886e38
 NOTHING = -126.0
-"""log2 of what rounds to no element: of a format whose range is at most 40 powers of two."""
+"""A log2 that rounds to zero, for formats whose range is at most 40 powers of two."""
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
-    """Whether kernels do what this quantizer does to rows of that many columns."""
+    """Whether kernels support this quantizer for rows of that many columns."""
     scales, format = quantizer.scales, quantizer.format
     return (
         scales is not None
@@ -46,16 +47,16 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
 
 
 def scalars(element: Format, rule: Expansion) -> tuple[Any, Any, Any]:
-    """log2 of the range that a group is given, log2 of the largest element, and something where exponents are in
-    sixteenths."""
+    """log2 of the range that a group is expanded to, log2 of the largest element, and a 1 where exponents are multiples
+    of 1/16, else None."""
     whole = np.float32(1) if rule.sixteenths else None
     return np.float32(log2_range(element, rule.sixteenths)), np.float32(log2_of(element.max)), whole
 
 
 @cache
 def meaning(element: Float) -> tuple[Any, ...]:
-    """What decodes a code; then what the polynomial of `log2` gives for each significand of the format. As one tuple,
-    since a parallel kernel takes none inside of another."""
+    """The constants for decoding a code, followed by the `log2` of each significand of the format. One flat tuple,
+    since a parallel kernel takes no nested one."""
     significands = (
         torch.arange(1 << element.mantissa_bits, dtype=torch.float32, device="cpu") / (1 << element.mantissa_bits) + 1
     )
@@ -82,8 +83,7 @@ def exp2(x: Lane) -> Lane:
 
 
 def _log2_of_few_bits(x: Lane, fractions: list[Lane]) -> Lane:
-    """`log2` of an element: what its polynomial gives for each significand is known, and one bit after the other of
-    the significand halves the choice."""
+    """The `log2` of an element of few bits: the result for each significand is precomputed, and selected bit by bit."""
     bits = x.bits()
     exponent = (bits - HALF_ROOT).shift_signed(23)
     for bit in range(24 - len(fractions).bit_length(), 23):
@@ -94,7 +94,7 @@ def _log2_of_few_bits(x: Lane, fractions: list[Lane]) -> Lane:
 
 @runs
 def _value(code, log_scale, root, center, meaning):
-    """The value of a code."""
+    """The value of a code of a group with this scale, exponent and center."""
     count = len(element_codes.Decoding._fields)
     d, fractions = element_codes.Decoding(*meaning[:count]), meaning[count:]
     magnitude = code.to(32) & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift)
@@ -108,7 +108,7 @@ def _value(code, log_scale, root, center, meaning):
 
 @runs
 def _code(value, log_scale, exponent, center, numbers, codes):
-    """The code of an element: far below every one for a ratio of 0."""
+    """The code of an element of a group; a ratio of 0 is encoded as a value far below all others."""
     bits = bits_of(value)
     ratio = (bits & MAGNITUDE).float() / center
     power = exponent * log2(ratio) - log_scale
@@ -120,12 +120,12 @@ def _code(value, log_scale, exponent, center, numbers, codes):
 
 @lanes(types.uint32)
 def _less(least, bits):
-    """The smaller of a number and a magnitude's bits less 1: zero is the largest there."""
+    """The smaller of `least` and a magnitude's bits minus 1, so that zero counts as the largest."""
     return least.min((bits & MAGNITUDE) - 1)
 
 
 def _ends(amax: Lane, least: Lane) -> tuple[Lane, Lane]:
-    """The largest and the smallest magnitude of a group; 1 of one that is lost, or of zeros."""
+    """The largest and the smallest magnitude of a group; 1 where the group is all zeros or not finite."""
     usual = (amax > 0) & (amax < INFINITY)
     one = amax.constant(127 << 23)
     largest = usual.pick(amax, one).float()
@@ -159,7 +159,7 @@ def _scale(amax, least, exponent, center, rule):
 
 @elementwise
 def _log_scale(scale):
-    """log2 of a scale; NaN of one that is NaN."""
+    """log2 of a scale; NaN for NaN."""
     return scale.is_nan().pick(scale, log2(scale))
 
 
@@ -187,7 +187,7 @@ def _values(codes, log_scale, root, center, levels, out, meaning):
 
 @inner
 def decode_groups(codes, scale, exponent, center, levels, out, meaning):
-    """The values of whole groups, one code a byte."""
+    """Write the values of whole groups, from one-byte codes."""
     log_scale, root, middle = (
         np.empty(scale.size, np.float32),
         np.empty(scale.size, np.float32),
@@ -221,7 +221,7 @@ def _groups(x, log_scale, exponent, center, levels, out, numbers, codes):
 
 @inner
 def encode_groups(x, scale, exponent, center, levels, out, rule, numbers, codes):
-    """Scales and codes of whole groups, given as float32 bits."""
+    """Write the scales and codes of whole groups, from float32 bits."""
     amax, least = np.empty(scale.size, np.uint32), np.empty(scale.size, np.uint32)
     span = np.empty(scale.size, np.float32)
     _note_ends(x, levels, amax, least)

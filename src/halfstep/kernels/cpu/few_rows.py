@@ -1,8 +1,8 @@
-"""Products of a few rows with a weight that is read as it is stored: a token's, when a quantised model generates text.
+"""Matmuls of a few rows with a weight that is read as stored: the case of generating text with a quantized model.
 
-Such a product takes as long as its weight takes to be read, so codes are decoded on their way into the sum and never
-written as values. The same loop takes values in 32 or 16 bits, in the same order: evaluation under a recipe, whose
-weights are rounded values, and inference from codes give the same bits (`ops/few_rows.py`).
+Such a matmul takes as long as reading its weight, so codes are decoded on their way into the sum and never written as
+values. The same loop takes values in 32 or 16 bits, in the same order: evaluation under a recipe, whose weights are
+rounded values, and inference from codes give the same bits (`ops/few_rows.py`).
 """
 
 from functools import cache
@@ -29,21 +29,21 @@ from halfstep.quant.tile import TENSOR, Tile
 
 
 ROWS = 8
-"""At most so many rows are few: with more of them the decoded weight pays for itself."""
-_FEWEST = 4  # rows of a weight, by which evaluation and inference know alike whose sums have this order
+"""The most rows that count as few: with more it is faster to decode the weight once."""
+_FEWEST = 4  # the fewest rows of a weight; evaluation and inference both use it to decide on this order of sums
 _GROUP = 64  # rows of a weight that a thread takes at a time
-_TOGETHER = {1: 1, 4: 2}  # rows of a weight that are read side by side, by how many rows they are multiplied with
-_SPEED = 32  # elements of a weight in the time of one that is rounded, by which `Kernel` knows what threads are worth
+_TOGETHER = {1: 1, 4: 2}  # rows of a weight that are read side by side, by rows of x
+_SPEED = 32  # elements of a weight read in the time of rounding one, the unit of `Kernel`'s `size`
 _SIDE_BY_SIDE = {ms: ((np.uint32(0),) * js, (np.uint32(0),) * ms) for ms, js in _TOGETHER.items()}
 _NO_SCALES = None, None, None, None, np.int64(0), np.int64(0)
 _NO_BIAS = np.empty(0, np.float32)
-_NOTHING = np.float32(-0.0)  # what a sum keeps every bit beside
-_LARGEST = np.uint32(127 + 100 << 23)  # of scales, as bits: a product with any code is then far from infinity
+_NOTHING = np.float32(-0.0)  # a bias that changes no bit of a sum
+_LARGEST = np.uint32(127 + 100 << 23)  # the largest scale, as bits: times any code it is far from infinity
 
 
 def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
     """Whether kernels here read a weight of that shape in the codes of this quantizer, or of one whose stateful scaling
-    has become a number: any format of 4, 8 or 16 bits, with scales of tiles whose sides are powers of two."""
+    was replaced by a constant: any format of 4, 8 or 16 bits, with scales of tiles whose sides are powers of two."""
     scales = quantizer.scales
     if rows < _FEWEST or columns % STEP or quantizer.clamp is not None or quantizer.by_rows:
         return False
@@ -68,17 +68,17 @@ def _known_rule(rule: Scaling) -> bool:
 
 
 def _shift(side: int) -> int | None:
-    """The binary logarithm of a tile's side, where it has one: 63 of the whole dimension."""
+    """The binary logarithm of a tile's side, 63 for a whole dimension; None where it is no power of two."""
     return 63 if side == 0 else side.bit_length() - 1 if side & (side - 1) == 0 else None
 
 
 def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
-    """What `run` takes of a weight (out, in). It does not keep the tensors: it holds while they, and their memory, do.
-    None of what is not a plain CPU tensor.
+    """The arguments of `run` for a weight (out, in); None where it is not a plain CPU tensor. They do not keep the
+    tensors alive: they are valid while the tensors and their storages are.
 
     Args:
         codes: (out, packed in), of one or two bytes.
-        scale: of tiles, as stored; None where none is, or where the whole tensor has one, which belongs to `times`.
+        scale: of tiles, as stored; None where there is none, or one for the whole tensor, which belongs to `times`.
     """
     format, tile = quantizer.format, Tile(0, 0)
     plainly = plain(codes, torch.uint16 if format.bits == 16 else torch.uint8)
@@ -100,12 +100,12 @@ def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
 
 
 def run(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
-    """Write x (rows, in), which is flat, times the transpose of a `given` weight (out, in), times `times`, plus bias
-    (out), float32, each rounded once in float32 and the last to its dtype, to `out` (..., out).
+    """Write x (rows, in), flat, @ the transpose of a `given` weight (out, in), times `times`, plus bias (out), float32,
+    to `out` (..., out): each operation is rounded once in float32 and the last to out's dtype.
 
     Returns:
-        False where codes are not finite, or scales so large that a value may be infinite: what was written is then not
-        the product.
+        False where codes are not finite, or scales so large that a value may be infinite: then `out` holds no valid
+            result.
     """
     across = out.shape[-1]
     rows = out.numel() // across
@@ -123,13 +123,13 @@ def run(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor |
 
 
 def run_values(x: Tensor, weight: Tensor, times: float | None, bias: Tensor | None, out: Tensor) -> None:
-    """The same of x, float32, and a weight (out, in) of values: float32, bfloat16 or float16."""
+    """`run` for x, float32, and a weight (out, in) of values: float32, bfloat16 or float16."""
     values = array(weight), None, np.int64(0), None, np.uint8(255), *_NO_SCALES
     run(array(x, torch.float32), values, times, bias, out)
 
 
 def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
-    """What `run` takes as `times`: a float32 scalar times a number."""
+    """`run`'s argument `times`: a float32 scalar tensor times a float."""
     if scale is None:
         return multiplier
     return float(scale if multiplier is None else scale * multiplier)
@@ -137,8 +137,8 @@ def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
 
 @cache
 def _meaning(format: Format) -> tuple[Any, np.uint8]:
-    """What `dots` takes of codes, and the largest one that has this meaning: arithmetic, where it is known; else values
-    to look up, in bfloat16 where they fit: registers have room for those of a byte."""
+    """The `meaning` of codes for `dots`, and the largest code for which it holds: arithmetic, where possible; else a
+    table of values, in bfloat16 where they fit: those of one byte fit in registers."""
     every = np.uint8(255)
     if format.key in (ieee754.bf16.key, ieee754.fp16.key):
         return None, every
@@ -155,7 +155,7 @@ def _meaning(format: Format) -> tuple[Any, np.uint8]:
 
 
 def _table(rule: Scaling) -> tuple[NDArray[np.float32] | None, Any]:
-    """The values of bytes that are scales, where they are; and the largest stored number that is usual."""
+    """The values of one-byte scales, or None for float32 scales; and the largest stored scale that needs no check."""
     if rule.exact:
         return element_codes.table(lookup.float8_e8m0fnu, torch.float32).numpy(), np.uint8(127 + 100)
     if rule.two_level:
@@ -165,7 +165,8 @@ def _table(rule: Scaling) -> tuple[NDArray[np.float32] | None, Any]:
 
 @reduction
 def _largest(largest, scale):
-    """Of bytes, or of the bits of float32 numbers: a sign is larger than all of them."""
+    """The largest of one-byte scales, or of the bits of float32 scales: negative ones compare as larger than all
+    others."""
     return largest.max(scale.bits() if scale.is_float else scale)
 
 
@@ -176,13 +177,13 @@ def _finished(total, times, bias, like):
 
 @specialized
 def _tiles_of(stored, *rest):
-    """In kernels: what `dots` takes of the scales, from a row on."""
+    """In kernels: the argument `scales` of `dots`, from a row on."""
     return (lambda stored, *rest: None) if none(stored) else lambda stored, *rest: (stored, *rest)
 
 
 @inner
 def _are_usual(stored, most, across, down, first, last):
-    """Whether the scales of some rows are numbers, and none is so large that a value may be infinite."""
+    """Whether the scales of some rows are finite, positive and small enough that no value is infinite."""
     if stored is None:
         return True
     return _largest(most, stored[(first >> down) * across : ((last >> down) + 1) * across]) == most
@@ -190,7 +191,7 @@ def _are_usual(stored, most, across, down, first, last):
 
 @inner
 def _rows(weight, meaning, mask, tiles, x, columns, first, js, ms, times, bias, out, found):
-    """Some rows of the weight, side by side, with all rows of x; the largest of their codes."""
+    """Compute some rows of the weight, side by side, with all rows of x; returns the largest of their codes."""
     most = np.uint8(0)
     for m in range(0, out.shape[0], len(ms)):
         rows = x[m * columns :]
@@ -216,7 +217,7 @@ def _products(
         found = np.empty(len(js) * len(ms), np.float32)
         most = np.uint8(0)
         for j in range(start, stop, len(js)):
-            first = min(j, out.shape[1] - len(js))  # the last rows may be computed twice, to the same end
+            first = min(j, out.shape[1] - len(js))  # the last rows may be computed twice, with the same result
             tiles = _tiles_of(stored, table, first, across, down, right)
             worst = _rows(weight, meaning, mask, tiles, ordered, columns, first, js, ms, times, bias, out, found)
             most = max(most, worst)

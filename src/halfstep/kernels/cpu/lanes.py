@@ -1,9 +1,9 @@
-"""Arithmetic on lanes: what a kernel does to one element, written in Python, traced into the loop that numba compiles.
+"""Arithmetic on lanes: a kernel's work on one element, written in Python and traced into the loop that numba compiles.
 
-numba widens uint16 and uint32 arithmetic to 64 bits, which costs four to eight times the vector lanes. A function under
-`@lanes(...)` is called once, while numba compiles, with a `Lane` for every argument: `+`, `&`, `<<` and the rest write
-one instruction each, at the width of their operands. Nothing but `plus_square` is contracted or reordered: float
-results are IEEE's.
+numba widens uint16 and uint32 arithmetic to 64 bits, which takes four to eight times the vector instructions. A
+function under `@lanes(...)` is called once, while numba compiles, with a `Lane` for every argument: `+`, `&`, `<<` and
+the rest emit one instruction each, at the width of their operands. Only `plus_square` may be contracted or reordered:
+all other float results are IEEE's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numba.np.arrayobj import populate_array
 
 
 intrinsic: Any = extending.intrinsic
-"""numba's own, whose types would say that nothing comes back from what it makes."""
+"""`numba.extending.intrinsic`, whose type annotations wrongly say that decorated functions return nothing."""
 WIDTHS = {8: ir.IntType(8), 16: ir.IntType(16), 32: ir.IntType(32), 64: ir.IntType(64)}
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 
 
 def _operator(integer: str | None, float_: str | None = None) -> Callable[[Lane, Lane | float], Lane]:
-    """A method that writes one instruction: of integers, or of floats."""
+    """A method that emits one instruction, for integers or for floats."""
 
     def operation(self: Lane, other: Lane | float) -> Lane:
         name = float_ if self.is_float else integer
@@ -35,7 +35,7 @@ def _operator(integer: str | None, float_: str | None = None) -> Callable[[Lane,
 
 
 def _comparison(sign: str) -> Callable[[Lane, Lane | float], Lane]:
-    """A method whose result is a truth value."""
+    """A method that emits a comparison, whose result is a truth value."""
 
     def compare(self: Lane, other: Lane | float) -> Lane:
         compared = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_unsigned
@@ -47,7 +47,7 @@ def _comparison(sign: str) -> Callable[[Lane, Lane | float], Lane]:
 class Lane:
     """An unsigned integer, a float32 or a truth value in a register. Integer operands must have equal widths.
 
-    `stored` is the numba type of an argument, which tells a float16 from a bfloat16; None for what is computed.
+    `stored` is the numba type of an argument, which distinguishes float16 from bfloat16; None for computed values.
     """
 
     def __init__(self, builder: ir.IRBuilder, value: Any, stored: Any = None) -> None:
@@ -64,7 +64,7 @@ class Lane:
         return bool(self.type == self.as_many(_FLOAT))
 
     def as_many(self, one: Any) -> Any:
-        """The LLVM type of as many of that type as this is."""
+        """The LLVM type with as many elements of type `one` as this lane has."""
         return one
 
     def _new(self, value: Any) -> Lane:
@@ -78,7 +78,7 @@ class Lane:
         return self.number(other)
 
     def number(self, number: float) -> Any:
-        """The LLVM constant of this lane's type."""
+        """An LLVM constant of this lane's type."""
         return ir.Constant(self.type, number)
 
     def constant(self, number: float) -> Lane:
@@ -90,7 +90,7 @@ class Lane:
     __and__, __or__, __xor__ = _operator("and_"), _operator("or_"), _operator("xor")
     __lshift__, __rshift__ = _operator("shl"), _operator("lshr")
     shift_signed = _operator("ashr")
-    """Shifted right with copies of the top bit coming in."""
+    """Shift right, copying the top bit."""
     __lt__, __le__, __gt__, __ge__ = map(_comparison, ("<", "<=", ">", ">="))
     equals = _comparison("==")
     """Equality, as a truth value (`==` keeps its Python meaning)."""
@@ -99,25 +99,25 @@ class Lane:
         return self._new(self.builder.not_(self.value))
 
     def sqrt(self) -> Lane:
-        """The square root of a float, rounded once."""
+        """The square root of a float, correctly rounded."""
         return self._new(self.builder.call(self.builder.module.declare_intrinsic("llvm.sqrt", [_FLOAT]), [self.value]))
 
     def plus_square(self, other: Lane) -> Lane:
-        """The sum of this float and another's square; a loop may add up in another order, in lanes, and round once."""
+        """This float plus another's square; a loop may sum in another order, vectorised, and fuse the
+        multiplication."""
         square = self.builder.fmul(other.value, other.value, flags=("contract",))
         return self._new(self.builder.fadd(self.value, square, flags=("reassoc", "nsz", "contract")))
 
     def times_plus(self, other: Lane, more: Lane) -> Lane:
-        """self * other + more, of floats, rounded once."""
+        """self * other + more, of floats, rounded once (FMA)."""
         return self._new(self.builder.fma(self.value, other.value, more.value))
 
     def below(self, other: Lane | int) -> Lane:
-        """self < other, of integers without their top bit, which every CPU compares by one instruction: AVX2 has
-        signed comparisons alone."""
+        """self < other, for integers without their top bit, as a signed comparison: AVX2 has no unsigned one."""
         return self._new(self.builder.icmp_signed("<", self.value, self._same(other)))
 
     def above(self, other: Lane | int) -> Lane:
-        """self > other, of such integers."""
+        """self > other, for integers without their top bit, as `below`."""
         return self._new(self.builder.icmp_signed(">", self.value, self._same(other)))
 
     def is_nan(self) -> Lane:
@@ -129,12 +129,12 @@ class Lane:
         return self._new(self.builder.select(self.value, if_true.value, if_true._same(if_false)))
 
     def min(self, other: Lane | float) -> Lane:
-        """The smaller; of floats, `other` where either is NaN."""
+        """The smaller; for floats, `other` where either is NaN."""
         other = self._new(self._same(other))
         return (self < other).pick(self, other)
 
     def max(self, other: Lane | float) -> Lane:
-        """The larger; of floats, `other` where either is NaN."""
+        """The larger; for floats, `other` where either is NaN."""
         other = self._new(self._same(other))
         return (self > other).pick(self, other)
 
@@ -143,11 +143,11 @@ class Lane:
         return self._new(self.builder.bitcast(self.value, self.as_many(WIDTHS[32])))
 
     def float(self) -> Lane:
-        """The float that has these 32 bits."""
+        """The float with these 32 bits."""
         return self._new(self.builder.bitcast(self.value, self.as_many(_FLOAT)))
 
     def to(self, width: int) -> Lane:
-        """The same whole number in another width; upper bits are cut, or zero. A truth value becomes 0 or 1."""
+        """The same integer in another width; upper bits are dropped, or zero. A truth value becomes 0 or 1."""
         own = getattr(self.type, "element", self.type).width
         if own == width:
             return self
@@ -155,19 +155,19 @@ class Lane:
         return self._new(convert(self.value, self.as_many(WIDTHS[width])))
 
     def value_as_float(self) -> Lane:
-        """A 32-bit whole number as a float. Below 2^31: the instruction for signed numbers, which every CPU has."""
+        """A 32-bit integer below 2^31 as a float: converted as signed, which every CPU can."""
         return self._new(self.builder.sitofp(self.value, self.as_many(_FLOAT)))
 
     def truncated(self) -> Lane:
-        """A float in [0, 2^31) as a 32-bit whole number, its fraction dropped."""
+        """A float in [0, 2^31) as a 32-bit integer, its fraction dropped."""
         return self._new(self.builder.fptosi(self.value, self.as_many(WIDTHS[32])))
 
     def truncated_wide(self) -> Lane:
-        """A float in [0, 2^32) as a 32-bit whole number, its fraction dropped."""
+        """A float in [0, 2^32) as a 32-bit integer, its fraction dropped."""
         return self._new(self.builder.fptoui(self.value, self.as_many(WIDTHS[32])))
 
     def half_to_float(self) -> Lane:
-        """The value of 16 bits that are a float16's."""
+        """The float of 16 bits that are a float16."""
         return self._new(
             self.builder.fpext(self.builder.bitcast(self.value, self.as_many(_HALF)), self.as_many(_FLOAT))
         )
@@ -180,21 +180,21 @@ class Lane:
 
 
 class Given(NamedTuple):
-    """An argument of a function that writes LLVM code: its numba type, and its LLVM value."""
+    """An argument of a function that emits LLVM code: its numba type and its LLVM value."""
 
     type: Any
     value: Any
 
 
 def emitted(returned: Callable[..., Any] | None = None, wide: bool = False, count: int | None = None) -> Any:
-    """Make a function that writes LLVM code, `write(context, builder, *given)`, one that numba code calls with as many
-    arguments as it is `Given`.
+    """Make `write(context, builder, *given)`, which emits LLVM code, callable from numba code with one argument per
+    `Given`.
 
     Args:
-        returned: from the arguments' numba types that of what comes back, whose LLVM value `write` returns; None where
-            nothing does.
+        returned: from the arguments' numba types to the type of the LLVM value that `write` returns; None where it
+            returns nothing.
         wide: whether the function that calls it is to be vectorised fully.
-        count: how many arguments there are, where `write` does not name them.
+        count: the number of arguments, where `write` does not name them.
     """
 
     def decorate(write: Callable[..., Any]) -> Any:
@@ -219,11 +219,10 @@ def emitted(returned: Callable[..., Any] | None = None, wide: bool = False, coun
 def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
     """Make a function on lanes callable from numba code.
 
-    Its arguments are scalars, which arrive as lanes, and tuples of them, which arrive as lists of lanes; None stays
-    None, and an argument named `like` arrives as its numba type. `result` is the numba type of what comes back, or the
-    name of an argument whose type it shares.
+    Scalar arguments arrive as lanes, tuples as lists of lanes, None as None, and an argument named `like` as its numba
+    type. `result` is the numba type of the return value, or the name of an argument that has the same type.
 
-    The function that calls it is not inlined (see `vectorise_fully`), so it should hold the loop.
+    The function that calls it is not inlined (see `vectorise_fully`), so it should contain the loop.
     """
 
     def decorate(body: Callable[..., Lane]) -> Any:
@@ -245,11 +244,11 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
 
 
 def vectorise_fully(function: Any) -> None:
-    """Let a function's loops use the widest registers: left alone, LLVM takes half of AVX-512, a third slower here.
+    """Let a function's loops use the widest registers: by default LLVM uses half of AVX-512, a third slower here.
 
-    llvmlite knows the attributes of LLVM without a value only, so this one is put into its set directly. The function
-    is not inlined, for it would lose the attribute: it works on a chunk, and a call costs nothing beside that. One that
-    is inlined everywhere (`compiled.inner_inlined`) has the attribute of its caller.
+    llvmlite knows only LLVM attributes without a value, so this one is added to its set directly. The function is not
+    inlined, since it would lose the attribute: it works on a chunk, beside which a call costs nothing. One that is
+    inlined everywhere (`compiled.inner_inlined`) has the attribute of its caller.
     """
     if "alwaysinline" not in function.attributes:
         function.attributes.add("noinline")
@@ -257,7 +256,7 @@ def vectorise_fully(function: Any) -> None:
 
 
 def trace(builder: Any, given: Given, lane: Callable[[Given], Any] | None = None) -> Any:
-    """An argument as lanes: a number as one, or what `lane` makes of it; a tuple as a list, and None as None."""
+    """An argument as lanes: a scalar as one lane, or as `lane` converts it; a tuple as a list, and None as None."""
     if isinstance(given.type, types.NoneType):
         return None
     if isinstance(given.type, types.BaseTuple):
@@ -266,12 +265,12 @@ def trace(builder: Any, given: Given, lane: Callable[[Given], Any] | None = None
 
 
 def parts_of(builder: Any, given: Given) -> list[Given]:
-    """The parts of a tuple."""
+    """The elements of a tuple argument."""
     return [Given(kind, builder.extract_value(given.value, n)) for n, kind in enumerate(given.type)]
 
 
 def data_of(context: Any, builder: Any, array: Given) -> Any:
-    """The address of an array's first element."""
+    """A pointer to an array's first element."""
     return context.make_array(array.type)(context, builder, array.value).data
 
 
@@ -289,11 +288,12 @@ def _viewed(dtype: Any) -> Any:
 
 
 as_bits, as_floats = _viewed(types.uint32), _viewed(types.float32)
-"""In kernels: an array of 32-bit numbers as uint32, and as float32. `array.view` takes a quarter second to compile."""
+"""In kernels: an array of 32-bit elements viewed as uint32, and as float32. `array.view` takes a quarter second to
+compile."""
 
 
 # ---- what every kernel does at its ends --------------------------------------------------------------------------
-# A tensor's dtype travels in its numpy type, as numpy has no bfloat16: float32 is itself or is viewed as uint32,
+# A tensor's dtype is encoded in its numpy type, as numpy has no bfloat16: float32 is itself or viewed as uint32,
 # bfloat16 is viewed as uint16, float16 as int16.
 
 SIGN, MAGNITUDE, INFINITY, NAN = 0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
@@ -310,7 +310,7 @@ def bits_of(value: Lane) -> Lane:
 
 
 def stored_as(bits: Lane, stored: Any) -> Lane:
-    """Float32 bits as the stored type, which holds that value exactly; NaN stays one."""
+    """Float32 bits converted to the stored type, in which the value is exact; NaN stays NaN."""
     if stored == types.uint16:
         return (bits >> 16).to(16)
     if stored == types.int16:
@@ -319,7 +319,7 @@ def stored_as(bits: Lane, stored: Any) -> Lane:
 
 
 def nearest_as(value: Lane, stored: Any) -> Lane:
-    """A float32 rounded to nearest-even into the stored type."""
+    """A float32 rounded to nearest even in the stored type."""
     return nearest_bf16(value.bits()) if stored == types.uint16 else stored_as(value.bits(), stored)
 
 
@@ -329,7 +329,7 @@ def nearest_bf16(bits: Lane) -> Lane:
 
 
 def rounded_up_half(bits: Lane) -> Lane:
-    """Float32 bits plus what carries into the upper half when that, rounded to nearest-even, goes up."""
+    """Float32 bits plus a carry into the upper half where rounding that to nearest even goes up."""
     return bits + ((bits >> 16) & 1) + 0x7FFF
 
 

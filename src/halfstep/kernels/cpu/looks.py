@@ -1,4 +1,4 @@
-"""A first look at rows and columns of some matrices: whether values come again, or may be on a grid times scales."""
+"""A quick check of rows and columns of matrices: whether values repeat, or may be a grid times scales."""
 
 from typing import NamedTuple
 
@@ -13,43 +13,45 @@ from halfstep.kernels.cpu.tables import near_grid
 Bits = NDArray[np.uint32]
 
 FIRST = 512
-"""Values of a line of which it is looked whether they come again; longer lines are cut there."""
+"""How many values of a row or column are checked for repetition; longer ones are cut."""
 
 BEGUN = (FIRST, 128, 64, 32)
-"""How many values of the first row may come again; of the first column and the last row no fewer than the last."""
+"""The lengths of the beginnings of the first row that are checked for repetition; the first column and the last row
+need at least the shortest."""
 
 LINES = 8
-"""Rows and columns that may be copies; fewer are none."""
+"""The fewest rows or columns that may be copies of each other."""
 
 COPIED, TURNED = 0.9, 0.1
-"""The largest shares of different rows and columns, and of values beside other diagonals, in copies."""
+"""The largest share of distinct rows and columns, and of values that differ along diagonals, in copies."""
 
 AGAIN = 3
-"""Significands that come again in a line; of random ones of 24 bits one does by a chance of 2^-4."""
+"""The number of significands that must repeat in a row or column; among random ones of 24 bits, one does with a
+probability of 2^-4."""
 
 
 class Repeats(NamedTuple):
-    """What comes again in some rows and a band of a matrix."""
+    """What repeats in some rows and a band of a matrix."""
 
     parts: int
-    """As bits, the parts in which an eighth of the magnitudes or more came before: those of `BEGUN`, the first column
+    """As bits, where an eighth or more of the magnitudes are repeated: in each beginning of `BEGUN`, the first column
     and the last row."""
     row: int
-    """Whether different magnitudes of the first row have the same significands, AGAIN times or more."""
+    """Whether at least AGAIN distinct magnitudes of the first row share their significand with another."""
     column: int
-    """The same of the first column."""
+    """The same for the first column."""
     alike: int
-    """Whether some rows or columns begin alike, or diagonals do."""
+    """Whether many rows or columns begin alike, or diagonals are constant."""
 
 
-_SLOTS = 4 * FIRST  # of a hash table
+_SLOTS = 4 * FIRST  # the size of the hash table
 _MAGNITUDE, _FRACTION, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x007FFFFF), np.uint32(0x7F800000)
 
 
 def repeats(rows: Bits, bands: Bits, starts: Counts, columns: Counts) -> list[Repeats]:
-    """What comes again in each of some matrices: of their rows, and of a band of each, as bits of float32. `starts` and
-    `columns` are two lines, for rows and for bands: where each matrix's begin, then the end, and its columns.
-    """
+    """What repeats in each of several matrices, given some of its rows and a band of each, as float32 bits. `starts`
+    and `columns` have two rows, for the rows and for the bands: where each matrix's data begins, then the end; and its
+    columns."""
     found = np.zeros((columns.shape[1], len(Repeats._fields)), np.int64)
     _repeats(0, rows, bands, starts, columns, found)
     return [Repeats(*row) for row in found.tolist()]
@@ -63,12 +65,13 @@ def suspects(
     limits: tuple[int, int, int],
     room: tuple[float, float],
 ) -> NDArray[np.bool_]:
-    """By matrix, which of the grids the magnitudes of each row's first few values are on (of the first row, more), each
-    row under a scale of its own; of some corners, the first that have two magnitudes or more.
+    """For each matrix, which of the grids may hold its magnitudes: the first few values of each row (of the first row,
+    more) are compared, each row with a scale of its own. Only the first few rows with at least two magnitudes are
+    checked.
 
-    `grids` are their values, joined, where each begins, and the ratios of any two values of each, ascending. `limits`:
-    the first row's values, the others', and how many rows. Values were rounded as in `on_grid`: `room` is the relative
-    one, and the smallest step.
+    `grids` are their values, concatenated; where each begins; and the ratios of any two values of each, ascending.
+    `limits`: the number of values of the first row, of the others, and the number of rows. Values may be rounded as in
+    `on_grid`: `room` is the relative rounding error and the smallest step.
     """
     found = np.ones((columns.size, grids[1].size - 1), np.bool_)
     _suspects(0, values, starts, columns, *grids, *limits, *room, found)
@@ -77,7 +80,8 @@ def suspects(
 
 @inner
 def _differ(keys, slots, kept):
-    """How many of some numbers below 2^31 differ: those are kept. `keys` and `kept` may be the same array."""
+    """Write the distinct ones of some integers below 2^31 to `kept` and return their number. `keys` and `kept` may be
+    the same array."""
     slots[:] = 0
     count = 0
     for key in keys:
@@ -94,7 +98,7 @@ def _differ(keys, slots, kept):
 
 @inner
 def _shared(line, room, slots):
-    """How many different magnitudes of a line share their significands with others."""
+    """How many distinct magnitudes of a row or column share their significand with another."""
     for i in range(line.size):
         room[i] = line[i] & _MAGNITUDE
     count = _differ(room[: line.size], slots, room)
@@ -105,7 +109,7 @@ def _shared(line, room, slots):
 
 @inner
 def _come_again(line, room, slots):
-    """Whether an eighth of a line's magnitudes, finite ones above zero, or more came before."""
+    """Whether an eighth or more of the finite nonzero magnitudes of a row or column are repetitions."""
     count = 0
     for bits in line:
         magnitude = bits & _MAGNITUDE
@@ -117,7 +121,7 @@ def _come_again(line, room, slots):
 
 @inner
 def _begin_alike(matrix, room, slots):
-    """Whether some of the rows begin alike, by hashes of 31 bits."""
+    """Whether many of the rows begin alike, by 31-bit hashes."""
     for row in range(len(matrix)):
         key = np.uint32(2166136261)
         for i in range(LINES):
@@ -128,7 +132,7 @@ def _begin_alike(matrix, room, slots):
 
 @inner
 def _turned(band):
-    """Whether values of the first rows differ from those beside them in a diagonal nearly nowhere."""
+    """Whether the first rows are nearly constant along diagonals, in either direction."""
     down, up, size = 0, 0, (LINES - 1) * (band.shape[1] - 1)
     for row in range(1, LINES):
         for column in range(1, band.shape[1]):
@@ -159,7 +163,8 @@ def _repeats(rows, bands, starts, columns, found):
 
 @inner
 def _levels(line, few, levels):
-    """The distinct magnitudes of the first few values that are finite and not zero, ascending: how many there are."""
+    """Write the distinct magnitudes of the first `few` finite nonzero values to `levels`, ascending; returns their
+    number."""
     count, seen = 0, 0
     for value in line:
         if seen == few or value == 0 or not np.isfinite(value):

@@ -1,6 +1,6 @@
-"""Resynchronise what is kept beside a weight that was written to: one pass, in place, reading where it can.
+"""Resynchronises a master with a weight that was written from outside: one pass, in place, writing only if needed.
 
-The conditions are those of `quant.masters`, which says why they never touch what an update wrote itself.
+The conditions are those of `quant.masters`, which explains why they never change what an update wrote.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,18 +21,18 @@ KEPT = {
     "none": None, "fp32": "master", "split": "low", "kahan": "compensation", "collage": "residual",
     "residue": "residue",
 }  # fmt: skip
-"""What a master of that name keeps."""
+"""The name of the tensor that each kind of master keeps."""
 
 PLAIN = {
     torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16,
     torch.int16: torch.uint16, torch.int8: torch.uint8,  # the lower bits of split weights
 }  # fmt: skip
-"""The numpy type in which a tensor's dtype travels."""
+"""The dtype in which a tensor is passed as a numpy array."""
 
 
 def run(weight: Tensor, master: str, kept: Mapping[str, Tensor]) -> bool:
-    """Make what is kept the weight's own where it cannot be what an update left beside it. False where that is not done
-    here: it takes dense contiguous CPU tensors, kept by a master of `KEPT`."""
+    """Replace the master's values where they cannot be what an update left beside this weight. False where no kernel
+    supports it: all must be dense contiguous CPU tensors, with a master in `KEPT`."""
     if KEPT.get(master) not in kept or not plain(weight, torch.bfloat16, torch.float16):
         return False
     if not all(plain(t, torch.float32, torch.bfloat16, torch.int16, torch.int8) for t in kept.values()):
@@ -47,42 +47,42 @@ def _array(tensor: Tensor) -> Any:
     return array(tensor, PLAIN[tensor.dtype])
 
 
-# ---- what follows the weight -----------------------------------------------------------------------------------
+# ---- the conditions, and the replacements ----------------------------------------------------------------------
 
 
 def _is_rest(weight: Lane, rest: Lane) -> Lane:
-    """Whether 2^7 |rest| is at most |weight|, by the exponents."""
+    """Whether 2^7 |rest| <= |weight|, by the bits."""
     return (rest & 0x7FFF) <= (weight & 0x7FFF).max(0x3C0) - 0x380
 
 
 def followed_rest(weight: Lane, rest: Lane) -> Lane:
-    """`quant.masters.base.drop_strange`, of bfloat16 bits."""
+    """`quant.masters.base.drop_strange` on bfloat16 bits."""
     return _is_rest(weight, rest).pick(rest, 0)
 
 
 def _has_image(weight: Lane, master: Lane) -> Lane:
-    """Whether the weight is the master's rounded image."""
+    """Whether the weight is the master, rounded."""
     image = master.float_to_half() if weight.stored == types.int16 else (rounded_up_half(master.bits()) >> 16).to(16)
     return ~master.is_nan() & image.equals(weight)
 
 
 def followed_master(weight: Lane, master: Lane) -> Lane:
-    """The master, where the weight is its rounded image; else the weight."""
+    """The master where the weight is the master, rounded; else the weight."""
     return _has_image(weight, master).pick(master, bits_of(weight).float())
 
 
 def joined(weight: Lane, low: Lane) -> Lane:
-    """The float32 of an upper half and the signed bits that follow it: 16, or 8."""
+    """The float32 of an upper half plus the signed lower bits: 16 of them, or 8."""
     return ((weight.to(32) << 16) + (low.to(32) << 32 - low.type.width).shift_signed(16)).float()
 
 
 def _is_half(weight: Lane, low: Lane) -> Lane:
-    """Whether the upper half and the lower bits together are no NaN."""
+    """Whether the upper half plus the lower bits is not NaN."""
     return ~joined(weight, low).is_nan()
 
 
 def _following(stands: Callable[[Lane, Lane], Lane], followed: Callable[[Lane, Lane], Lane]) -> Any:
-    """A loop that looks first, and writes where something kept does not stand beside the weight."""
+    """A loop that first checks, and writes only if some element fails the condition `stands`."""
     strange = reduction(lambda found, weight, kept: found | (~stands(weight, kept)).to(16))
     write = elementwise(lambda out, weight: followed(weight, out))
 

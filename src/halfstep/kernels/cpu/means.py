@@ -1,6 +1,6 @@
-"""The mean of several messages of codes in blocks whose scales are powers of two.
+"""The mean of several messages of codes in blocks with power-of-two scales.
 
-They are decoded, added up in order, divided and encoded a piece at a time, which stays in the nearest caches.
+They are decoded, added in order, divided and encoded piece by piece, so that data stays in the caches.
 """
 
 import numba
@@ -20,12 +20,12 @@ from halfstep.quant.quantizer import Quantizer
 def run(
     messages: Tensor, quantizer: Quantizer, size: int, scales: int, out: Tensor | None, total: Tensor | None
 ) -> bool:
-    """Write the mean of messages, one a row of bytes, as a message to `out`, and in float32 to `total`. False where
-    that is not done here: it takes CPU memory, whole blocks, and powers of two that take a byte, rounded to nearest.
+    """Write the mean of messages, each a row of bytes, as a message to `out`, and in float32 to `total`. False where no
+    kernel supports it: CPU tensors, whole blocks, and one-byte power-of-two scales, rounded to nearest.
 
     Args:
-        size: elements of a message, whose codes come first.
-        scales: where the bytes of its scales begin.
+        size: the number of elements of a message, whose codes come first.
+        scales: the offset of the scales, in bytes.
     """
     elements = blocks.numbers_of(quantizer, size)
     if elements is None or not plain(messages, messages.dtype):
@@ -33,7 +33,7 @@ def run(
     if quantizer.scales is None or not quantizer.scales.rule.exact or quantizer.rounding != "nearest_even":
         return False
     format, count = quantizer.format, len(messages)
-    inverse = np.float32(0 if count & count - 1 else 1 / count)  # of a power of two, by which a product is the quotient
+    inverse = np.float32(0 if count & count - 1 else 1 / count)  # for a power of two, where multiplying is exact
     read = dequantize.meaning(format), shifts(format), blocks.levels(quantizer.scales.tile)
     written = power_scalars(format, quantizer.scales.rule), *elements
     own = None if out is None else array(out), None if total is None else array(total)

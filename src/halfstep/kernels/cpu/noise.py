@@ -12,7 +12,7 @@ from halfstep.quant.rounding import Seed
 
 
 def seed_keys(seed: Seed | None) -> tuple[np.uint32, np.uint32] | None:
-    """A 64-bit seed of the host as kernels take it."""
+    """A 64-bit seed as the two uint32 that kernels take, lower half first; None for None."""
     assert not isinstance(seed, Tensor)
     if seed is None:
         return None
@@ -20,7 +20,7 @@ def seed_keys(seed: Seed | None) -> tuple[np.uint32, np.uint32] | None:
 
 
 def mix(x: Lane) -> Lane:
-    """`quant.rounding._mix`: the mixer lowbias32."""
+    """`quant.rounding._mix`: the integer hash lowbias32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -44,7 +44,7 @@ def _second_key(first: Lane, left: Lane) -> Lane:
 
 @specialized
 def chunk_keys(seed, chunk):
-    """In kernels: the two keys of a chunk, `quant.rounding.noise_keys`; None where there is no seed."""
+    """In kernels: the two noise keys of a chunk (`quant.rounding.noise_keys`); None without a seed."""
 
     def drawn(seed, chunk):
         left = _left_key(seed[0], np.int64(chunk))
@@ -56,7 +56,8 @@ def chunk_keys(seed, chunk):
 
 @specialized
 def keys_at(seed, place):
-    """In kernels: the keys of an element's chunk, of which the first counts from that element; None without a seed."""
+    """In kernels: the keys of the chunk of element `place`, offset so that the index counts from that element; None
+    without a seed."""
 
     def drawn(seed, place):
         keys = chunk_keys(seed, place // CHUNK)
@@ -67,7 +68,8 @@ def keys_at(seed, place):
 
 @specialized
 def column_keys(seed, to, tall, count):
-    """In kernels: `keys_at` of columns that are written `tall` elements apart, each within a chunk, from `to` on."""
+    """In kernels: `keys_at` for each of `count` columns written `tall` elements apart from `to` on, each within one
+    chunk."""
 
     def drawn(seed, to, tall, count):
         first, second = np.empty(count, np.uint32), np.empty(count, np.uint32)
@@ -79,7 +81,7 @@ def column_keys(seed, to, tall, count):
 
 
 def noise(keys: list[Lane] | None, index: Lane) -> Any:
-    """32 bits of noise for the element of that index within the chunk; None without keys."""
+    """32 bits of noise for the element with that index in the chunk; None without keys."""
     if keys is None:
         return None
     x = keys[0] + index.to(32)

@@ -1,12 +1,11 @@
-"""An optimizer's step of tensors that are kept alike in one pass over memory, for any update rule that is a formula.
+"""An optimizer step over tensors of one kind in one pass over memory, for any update rule that is a formula.
 
 Weights and gradients are fp32, bf16 or fp16, moments these or codes. Per element: decode to float32, update, round,
-store. The arithmetic is the formula's (`kernels.arithmetic`) operation by operation, so the results are equal bit for
-bit (no fast-math, no contraction). A tensor's dtype travels in its numpy type, as numpy has no bfloat16: float32 is
-itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are codes of 8 bits in tiles alike are read and
-written tile by tile (`optimizer_loops`), others chunk by chunk (`kernels.cpu.coded`). Norms of the whole tensor that a
-formula takes, and the largest magnitudes of moments under one scale, are each found in a pass before that writes
-nothing.
+store. The arithmetic is the formula's (`kernels.arithmetic`) operation by operation, so results are equal bit for bit
+(no fast-math, no contraction). A tensor's dtype is encoded in its numpy type, as numpy has no bfloat16: float32 is
+itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are 8-bit codes in equal tiles are read and written
+tile by tile (`optimizer_loops`), others chunk by chunk (`kernels.cpu.coded`). Norms of the whole tensor that a formula
+takes, and the amaxes of moments with one scale, each take a pass before, which writes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from halfstep.kernels.operator import blank
 
 
 Moment = Tensor | Coded
-"""As an optimizer keeps it."""
+"""A moment as an optimizer stores it."""
 Names = tuple[tuple[str, ...], tuple[str, ...]]
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -43,35 +42,35 @@ _dtype = attrgetter("dtype")
 
 
 class Codes(NamedTuple):
-    """A moment that kernels take as codes."""
+    """A moment stored as codes that kernels support."""
 
     coding: BlockCoding
     parts: Mapping[str, Tensor]
 
 
 class Numbers(NamedTuple):
-    """The numbers of a step."""
+    """The scalars of a step."""
 
     program: Program
     scale: Any
-    """What the stored gradient is multiplied by first, a float32: 1/S, the clipping coefficient, -1 to maximize."""
+    """The factor on the stored gradient, a float32: 1/S, times the clipping coefficient, times -1 to maximize."""
     given: tuple[float, ...]
-    """By `program.names`."""
+    """The values of `program.names`."""
     taken: tuple[Any, ...] | None
-    """What elements take; None where it depends on numbers of the tensor."""
+    """The scalars that elements take; None where they depend on scalar moments of the tensor."""
 
 
 def prepare(
     names: Names, weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor,
     moments: Mapping[str, Moment], rounding: str,
 ) -> Callable[[Tensor, Numbers, int | None], bool] | None:  # fmt: skip
-    """The update of a weight, what its master keeps and its moments, in place, for as long as they stay where they are:
-    a function of the gradient, the `Numbers` of the step and the seed that keys the noise of stochastic
-    rounding (`quant.noise_bits`; None rounds to nearest-even).
+    """The in-place update of a weight, its master and its moments, valid while their addresses stay the same: a
+    function of the gradient, the `Numbers` of the step, and the seed that keys the noise of stochastic rounding
+    (`quant.noise_bits`; None rounds to nearest even).
 
     None unless all are dense contiguous CPU tensors, rounded to nearest (bf16: stochastic too). The function returns
-    False where a moment under one scale grew beyond what the kernel takes, or is not finite: then nothing was touched.
-    `names` are those of moments of one number a tensor, and of every element; gradients will be like `grad`.
+    False, having written nothing, where a moment with one scale is not finite or too large for the kernel. `names` are
+    those of moments with one scalar per tensor, and of moments per element; gradients must be like `grad`.
     """
     (one_each, each), size, twice = names, weight.numel(), master == "none"
     floats, shared, parts = [weight, grad], [], list[Tensor]()
@@ -82,7 +81,7 @@ def prepare(
         elif isinstance(moment, Tensor):
             floats.append(moment)
             taken[name] = moment
-            twice = twice and name in each  # moments without a rest can be formed for their size alone
+            twice = twice and name in each  # moments with a residual have no pass that finds amaxes alone
         elif name in each:
             codes, columns = moment.parts["codes"], moment.shape[-1] if moment.shape else 1
             coding = coding_of(moment.quantizer, columns, codes.dtype)
@@ -112,7 +111,7 @@ def prepare(
         coded.append(id(held.coding.quantizer) if isinstance(held, Codes) else None)
         tiles.add(held.coding.tile if isinstance(held, Codes) else None)
         if isinstance(held, Codes) and held.coding.whole:
-            if not twice or not usual(*held):  # read last: on a GPU the host would wait for it
+            if not twice or not usual(*held):  # checked last: for a CUDA tensor it synchronizes
                 return None
             alone = False
     if hasattr(weight, "fake_mode"):
@@ -127,7 +126,7 @@ def prepare(
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What `prepare` returns."""
+    """The update that `prepare` returns."""
 
     weight: Any
     kept: Any
@@ -135,11 +134,11 @@ class Update:
     moments: Mapping[str, Tensor | Codes]
     rests: Mapping[str, Any]
     arguments: tuple[Any, ...] | None
-    """What the kernels take for the moments; None where some are under one scale, which each step finds."""
+    """The kernels' arguments for the moments; None where some have one scale, which changes with each step."""
     tile: Any
-    """That of all moments, where they are codes in tiles alike."""
+    """The `BlockCoding.tile` that all moments share; None where they do not."""
     kind: tuple[Any, ...] | None
-    """Updates of the same one may be taken together; None: it is taken alone."""
+    """Updates of the same kind may be run together; None: only alone."""
 
     def __call__(self, grad: Tensor, numbers: Numbers, seed: int | None) -> bool:
         element, taken, after = numbers.program.element, numbers.taken, tuple[Any, ...]()
@@ -170,9 +169,9 @@ class Update:
         return Updates([(self.weight, self.kept, self.arguments)], self.tile)
 
     def _factors(self, run: Updates, grad: Tensor, element: Part, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
-        """What new moments under one scale are multiplied by; None where they cannot be written."""
+        """The factors on new moments with one scale; None where they cannot be written."""
         codes = {name: moment for name, moment in self.moments.items() if isinstance(moment, Codes)}
-        if not all(usual(*moment) for moment in codes.values()):  # a scale may be anything by now
+        if not all(usual(*moment) for moment in codes.values()):  # scales may have changed
             return None
         factors: dict[str, Tensor] = {}
         for name, amax in zip(self.moments, run.largest(grad, element, taken, len(self.moments)), strict=True):
@@ -189,7 +188,7 @@ class Update:
 def _taken(
     moments: Mapping[str, Tensor | Codes], rests: Mapping[str, Any], factors: Mapping[str, Tensor]
 ) -> tuple[Any, ...]:
-    """What the kernels take for the moments."""
+    """The kernels' arguments for the moments."""
     taken = []
     for name, moment in moments.items():
         if isinstance(moment, Codes):
@@ -202,10 +201,10 @@ def _taken(
 
 
 class Updates:
-    """Updates of one kind, taken by one call of the kernel, for as long as their tensors stay where they are.
+    """Updates of one kind, run by one kernel call, valid while the tensors' addresses stay the same.
 
     Args:
-        tensors: of each update the weight, what its master keeps and what kernels take for the moments.
+        tensors: for each update the weight, its master's tensors and the kernels' arguments for the moments.
         tile: as `Update.tile`.
     """
 
@@ -226,7 +225,7 @@ class Updates:
                     kinds.append(type(part))
                     numbers += [] if part is None else [np.asarray(part).tobytes().ljust(8, b"\0")]
             rows.append(row)
-        self._kinds, self._numbers = tuple(kinds), np.frombuffer(b"".join(numbers) + b"\0", np.uint8)  # of the last
+        self._kinds, self._numbers = tuple(kinds), np.frombuffer(b"".join(numbers) + b"\0", np.uint8)  # all alike
         self._likes: dict[tuple[Part, torch.dtype], Like] = {}
         self._rows, self._starts = np.array(rows), np.zeros(len(rows) + 1, np.int64)
         np.cumsum(-(-self._rows[:, 1] // CHUNK), out=self._starts[1:])
@@ -235,28 +234,28 @@ class Updates:
     def __call__(
         self, grads: Sequence[Tensor], element: Part, taken: tuple[Any, ...], seeds: Sequence[int] | None
     ) -> None:
-        """Take a step by these gradients and by the numbers that elements take."""
+        """Take a step with these gradients and the scalars `taken`."""
         like = self._with(grads, element)
         keys = None if seeds is None else np.array(list(map(seed_keys, seeds)))
         step(self._size, self._starts, self._rows, like, taken, keys, self._tile)
 
     def norms(self, grad: Tensor, normed: Part, taken: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The norms that elements of the one tensor take."""
+        """The norms over the single tensor of this object that elements take."""
         found = np.empty(len(normed.results), np.float32)
         find_norms(self._size, self._rows, self._with([grad], normed), taken, found)
         return tuple(found)
 
     def largest(self, grad: Tensor, element: Part, taken: tuple[Any, ...], moments: int) -> Any:
-        """The largest magnitudes that so many moments of the one tensor will have."""
+        """The amaxes of the new moments of the single tensor of this object."""
         found = np.zeros((self._starts[-1], moments), np.uint32)
         note_largest(self._size, self._rows, self._with([grad], element), taken, found)
         return found.max(0, initial=0).view(np.float32)
 
     def _with(self, grads: Sequence[Tensor], element: Part) -> Like:
-        """What kernels take for the tensors, beside where they lie: these gradients are there from now on."""
+        """The kernels' argument for the tensors' types; sets the addresses of the gradients."""
         places, dtype = list(map(Tensor.data_ptr, grads)), grads[0].dtype
         if 0 in places:
-            list(map(array, grads))  # refuses those that are not empty and have no memory
+            list(map(array, grads))  # raises for those that are not empty but have no storage
         self._rows[:, 0] = places
         like = self._likes.get((element, dtype))
         if like is None:
@@ -268,8 +267,8 @@ class Updates:
 
 
 _TYPES: dict[tuple[Any, ...], LikeType] = {}
-"""By rule, the gradient's dtype and the kinds of the other parts."""
+"""Cached by rule, the gradient's dtype and the types of the other tensors."""
 REST = "_residual"
-"""What the name of a moment's second number ends in."""
+"""The suffix of the name of a moment's residual."""
 _BESIDE = [name for name in KEPT.values() if name]
 _NOTHING = (None,) * len(_BESIDE)

@@ -1,9 +1,9 @@
-"""What an optimizer's step does to one element, in lanes: read, moved by the rule's formula, rounded and written.
+"""An optimizer step of one element, in lanes: read, updated by the rule's formula, rounded and written.
 
-A tensor is an array, or a bare pointer: nothing counts who refers to it. A moment is a tuple of one of three kinds: of
-numbers, first they and last what they leave over or None, as kernels take it; of codes that a chunk is decoded of, the
-chunk's values alone; or of those read tile by tile (codes, what they are multiplied by, how they are decoded, where the
-tile's values begin).
+A tensor is an array or a raw pointer, which needs no reference counts. A moment is a tuple of one of three forms: of
+floats, as kernels take it, with the array first and its residual or None last; of codes decoded by the chunk, only the
+chunk's values; of codes decoded by the tile, (codes, their factor, how they are decoded, where the tile's values
+begin).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ _OPERATIONS: Mapping[str, Callable[..., Lane]] = {
 
 
 def moved(element: Part, given: Sequence[Lane]) -> list[Lane]:
-    """The new weight and moments, of the step's numbers, weight, gradient and moments."""
+    """The new weight and moments, from the step's scalars, weight, gradient and moments."""
     values = [*given, *map(given[-1].constant, element.constants)]
     for name, _, operands in element.operations:
         values.append(_OPERATIONS[name](*[values[place] for place in operands]))
@@ -52,18 +52,18 @@ def moved(element: Part, given: Sequence[Lane]) -> list[Lane]:
 
 
 class Spot:
-    """A place of an array, or beyond a bare pointer."""
+    """One element of an array, or at an offset from a raw pointer."""
 
     def __init__(self, context: Any, builder: Any, array: Given, index: Any) -> None:
         pointer = data_of(context, builder, array) if isinstance(array.type, types.Array) else array.value
         self.builder, self.stored, self.pointer = builder, array.type.dtype, builder.gep(pointer, [index])
 
     def read(self) -> Lane:
-        """The number there, as stored."""
+        """The element as stored."""
         return Lane(self.builder, self.builder.load(self.pointer), self.stored)
 
     def number(self) -> Lane:
-        """Its float32 value."""
+        """The element's float32 value."""
         return bits_of(self.read()).float()
 
     def write(self, value: Lane) -> None:
@@ -71,7 +71,7 @@ class Spot:
         self.builder.store(value.value, self.pointer)
 
     def keep(self, value: Lane) -> Lane:
-        """Write a computed float32, rounded to nearest-even; the number that it is now."""
+        """Write a float32, rounded to nearest even; returns the value that was stored."""
         half = self.stored == types.uint16
         new = (rounded(value) >> 16).to(16) if half else stored_as(value.bits(), self.stored)
         self.write(new)
@@ -79,7 +79,7 @@ class Spot:
 
 
 class Moment:
-    """A moment of one element, `k` of its chunk or tile, `i` of the tensor."""
+    """A moment of one element: element k of its chunk or tile, i of the tensor."""
 
     def __init__(self, context: Any, builder: Any, moment: Given, tiles: Given, i: Any, k: Any) -> None:
         parts, self.rest, self.values = parts_of(builder, moment), None, None
@@ -96,7 +96,7 @@ class Moment:
             self._times, self._decoding = (trace(builder, part) for part in parts[1:3])
 
     def read(self) -> Lane:
-        """Its value in float32."""
+        """The value in float32."""
         if self.values is not None:
             if self._looked_up:
                 return self.values.number()
@@ -105,7 +105,7 @@ class Moment:
         return number if self.rest is None else number + self.rest.number()
 
     def keep(self, new: Lane) -> None:
-        """Write it, rounded; of codes, to the tile's values."""
+        """Write the value, rounded; for codes, to the buffer of the tile's values."""
         if self.values is not None:
             self.values.write(new)
             return
@@ -115,11 +115,11 @@ class Moment:
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------
-# A NaN that arithmetic returns is quiet: its upper half alone is one too, so it is enough not to round it.
+# A NaN that arithmetic returns is quiet: its upper half alone is NaN too, so it is enough not to round it.
 
 
 def rounded(value: Lane) -> Lane:
-    """Bits whose upper half is the bfloat16 nearest to a computed float32."""
+    """Bits whose upper half is the bfloat16 nearest to a float32."""
     bits = value.bits()
     return value.is_nan().pick(bits, rounded_up_half(bits))
 
@@ -129,14 +129,14 @@ def _nearest_bf16(value: Lane) -> Lane:
 
 
 def _bf16(value: Lane) -> Lane:
-    """The nearest bfloat16, of a sum or difference of two: a NaN needs no care, since it is one of theirs or the
-    processor's own, whose lower half is zero, and nothing is carried."""
+    """The nearest bfloat16 to a sum or difference of two bfloat16. NaN needs no special case: it is one of theirs or
+    the processor's own, whose lower half is zero, so rounding does not carry."""
     return (rounded_up_half(value.bits()) & UPPER).float()
 
 
 def _stochastic(value: Lane, drawn: Lane) -> Lane:
-    """A computed float32 rounded to bfloat16, up with the probability of the remainder: add 16 noise bits, then
-    truncate. An infinity has no bits that these could carry from."""
+    """A float32 rounded stochastically to bfloat16: 16 noise bits are added, then it is truncated. An infinity's lower
+    bits are 0, so noise does not carry."""
     bits = value.bits()
     return (value.is_nan().pick(bits, bits + (drawn >> 16)) >> 16).to(16)
 
@@ -145,7 +145,8 @@ def _stochastic(value: Lane, drawn: Lane) -> Lane:
 
 
 class Weight:
-    """A weight of one element and what its master keeps, by `masters.KEPT`; None for what it does not."""
+    """The weight of one element and what its master keeps, by `masters.KEPT`; None for tensors that it does not
+    have."""
 
     def __init__(self, context: Any, builder: Any, weight: Given, kept: Given, i: Any) -> None:
         self._weight, spots = Spot(context, builder, weight, i), list[Any]()
@@ -155,7 +156,7 @@ class Weight:
         self._low = low or residue
 
     def read(self) -> Lane:
-        """The float32 that the rule sees."""
+        """The float32 weight that the rule updates."""
         weight = self._weight.read()
         self._high = bits_of(weight).float()
         full = self._high
@@ -174,10 +175,10 @@ class Weight:
         return full
 
     def keep(self, new: Lane, drawn: Lane | None) -> None:
-        """Write the weight and what is kept beside it, after the rule made `new` of what was read."""
-        if self._low is not None:  # the upper half with ties away; a NaN's payload may not carry
+        """Write the weight and what the master keeps, after the rule computed `new`."""
+        if self._low is not None:  # the upper half is rounded with ties away; a NaN's payload must not carry
             bits = new.bits()
-            if self._low.stored == types.uint8:  # of 24 bits, the last to nearest, ties to even
+            if self._low.stored == types.uint8:  # 24 bits are kept, rounded to nearest even
                 bits = bits + ((bits >> 8) & 1) + 0x7F
                 self._low.write((bits >> 8).to(8))
             else:
@@ -212,7 +213,7 @@ def _half(value: Lane) -> Lane:
 
 
 class _Element:
-    """One element of a step: its moments now and then, and how large those become; or what norms are taken of."""
+    """One element of a step: its old and new moments, and their magnitudes; or the values whose norms are taken."""
 
     def __init__(
         self, context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given,
@@ -227,17 +228,17 @@ class _Element:
         self.results, self._builder = moved(rule.type.element, [*taken, full, times, *self._old]), builder
 
     def then(self) -> list[Lane]:
-        """The moments after the step."""
+        """The new moments. Where one that is stored as codes would be infinite or NaN, all keep their old values."""
         new = self.results[1:]
         most = self.results[0].bits().constant(0)
         for moment, value in zip(self.moments, new, strict=True):
             most = most.max(value.bits() & MAGNITUDE) if moment.coded else most
-        if any(moment.coded for moment in self.moments):  # the scale of codes is others' too
+        if any(moment.coded for moment in self.moments):  # an infinity would spoil the scale of its block
             new = [most.below(INFINITY).pick(one, other) for one, other in zip(new, self._old, strict=True)]
         return new
 
     def most(self, then: Sequence[Lane], before: Given) -> list[Any]:
-        """The bits of the largest magnitudes of the moments so far, these among them."""
+        """`before`, raised to the bits of the new moments' magnitudes."""
         parts = zip(then, parts_of(self._builder, before), strict=False)
         return [Lane(self._builder, part.value).max(new.bits() & MAGNITUDE).value for new, part in parts]
 
@@ -247,11 +248,11 @@ def advance(
     context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given, values: Given,
     numbers: Given, keys: Given, begin: Given, at: Given, k: Given, most: Given,
 ) -> Any:  # fmt: skip
-    """In kernels: step element at + k. `values` are those of tiles, `begin` is where the chunk that `keys` are for
-    begins. What comes back is `most`, raised to the bits of the new moments' magnitudes; () stays."""
+    """In kernels: step element at + k. `values` is the buffer of tiles; `begin` is where the chunk of `keys` begins.
+    Returns `most`, raised to the bits of the new moments' magnitudes; () stays ()."""
     element = _Element(context, builder, rule, weight, kept, grad, moments, values, numbers, at, k)
     drawn = trace(builder, keys)
-    if drawn is not None:  # in 32 bits: LLVM forms each lane's index of 64 bits by itself
+    if drawn is not None:  # in 32 bits, since LLVM computes 64-bit indices lane by lane
         passed = builder.sub(at.value, begin.value)
         drawn = noise(drawn, Lane(builder, k.value).to(32) + Lane(builder, passed).to(32))
     then = element.then()
@@ -267,7 +268,7 @@ def foresee(
     context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given, values: Given,
     numbers: Given, at: Given, k: Given, most: Given,
 ) -> Any:  # fmt: skip
-    """In kernels: the same, and nothing is written."""
+    """In kernels: `advance` without writing anything."""
     element = _Element(context, builder, rule, weight, kept, grad, moments, values, numbers, at, k)
     return context.make_tuple(builder, most.type, element.most(element.then(), most))
 
@@ -277,7 +278,7 @@ def note_results(
     context: Any, builder: Any, rule: Given, weight: Given, kept: Given, grad: Given, moments: Given, values: Given,
     numbers: Given, at: Given, k: Given, results: Given, place: Given,
 ) -> None:  # fmt: skip
-    """In kernels: what the rule makes of element at + k, to `place` of the rows of `results`, each of SQUARES."""
+    """In kernels: write the formula's results for element at + k to `results`, in rows of SQUARES, at index `place`."""
     element = _Element(context, builder, rule, weight, kept, grad, moments, values, numbers, at, k)
     for n, number in enumerate(element.results):
         index = builder.add(place.value, ir.Constant(place.value.type, n * SQUARES))

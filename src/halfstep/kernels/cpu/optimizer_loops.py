@@ -1,9 +1,9 @@
-"""An optimizer's step in loops over the elements of a chunk, or of a tile, and the kernels that go over all of them.
+"""Optimizer steps in loops over the elements of a chunk or tile, and the kernels that loop over all chunks.
 
-Moments that are codes of a byte with a scale a tile are decoded in the loop that updates the weight, and written as
-soon as the tile's maximum is known. A tile stays in the registers and in the nearest cache, and memory is read while
-other tiles are computed with. Decoding a whole chunk, then updating, then encoding it (`coded.opened`, `coded.closed`)
-leaves memory idle in two of three loops and waits for it in the other.
+Moments stored as one-byte codes with a scale per tile are decoded in the loop that updates the weight, and written as
+soon as the tile's amax is known. A tile stays in registers and the L1 cache, and memory is read while other tiles are
+computed. Decoding a whole chunk, updating it, then encoding it (`coded.opened`, `coded.closed`) would leave memory idle
+in two of three loops, and wait for it in the other.
 """
 
 import numpy as np
@@ -31,7 +31,8 @@ def _from_table(value, scale):
 
 @specialized_inlined
 def open_tile(kept, start, tile, times, decoding, values, place):
-    """In kernels: what is looked up is so here, in a loop of its own, to values from `place` on."""
+    """In kernels: for codebooks, write the tile's values to `values` from `place` on, in a loop of its own; else
+    nothing."""
     size = 1 << len(tile)
 
     def looked_up(kept, start, tile, times, decoding, values, place):
@@ -48,7 +49,7 @@ def open_tile(kept, start, tile, times, decoding, values, place):
 
 @specialized_inlined
 def multiplier(kept, start, tile, scale, decoding):
-    """In kernels: what the codes of a tile are multiplied by; NaN where that would not give their values."""
+    """In kernels: the factor on the codes of a tile; NaN where it would not give their exact values."""
     size = 1 << len(tile)
 
     def of_halves(kept, start, tile, scale, decoding):
@@ -69,7 +70,8 @@ def multiplier(kept, start, tile, scale, decoding):
 
 @specialized_inlined
 def encode_tile(values, place, scale, kept, start, tile, numbers, codes):
-    """In kernels: the values of a tile, from `place` on, to codes, from `start` on. Values before them may be lost."""
+    """In kernels: write the codes of a tile's values, from `place` on, to `kept` from `start` on. Values before `place`
+    may be overwritten."""
     size = 1 << len(tile)
 
     def floats(values, place, scale, kept, start, tile, numbers, codes):
@@ -78,7 +80,7 @@ def encode_tile(values, place, scale, kept, start, tile, numbers, codes):
                 kept[start + i] = rounded(
                     values[place + i], scale, None, None, numbers, codes, None, None, i, kept[start + i]
                 )
-        else:  # of zeros, or lost
+        else:  # the tile is all zeros, or not finite
             for i in range(size):
                 kept[start + i] = 0
 
@@ -89,7 +91,7 @@ def encode_tile(values, place, scale, kept, start, tile, numbers, codes):
 
 
 # ---- moments, one after the other ------------------------------------------------------------------------------------
-# A moment is (numbers or codes, scale, levels, decoding, scale_of, numbers, codes, what the numbers left over).
+# A moment is (floats or codes, scale, levels, decoding, scale_of, numbers, codes, residual).
 
 
 def _are_numbers(moments):
@@ -98,7 +100,7 @@ def _are_numbers(moments):
 
 @specialized_inlined
 def open_chunk(moments, a, b):
-    """In kernels: the moments as they are; of codes the values a to b."""
+    """In kernels: the moments, with codes replaced by their values a to b."""
     if _are_numbers(moments):
         return lambda moments, a, b: bare(moments)
 
@@ -114,7 +116,7 @@ def open_chunk(moments, a, b):
 
 @specialized_inlined
 def close_chunk(moments, chunk, a, b):
-    """In kernels: what `open_chunk` gave, changed since, encoded again where it is codes."""
+    """In kernels: encode the values that `open_chunk` decoded, after the update."""
     if _are_numbers(moments):
         return lambda moments, chunk, a, b: None
 
@@ -128,7 +130,7 @@ def close_chunk(moments, chunk, a, b):
 
 @specialized_inlined
 def open_tiles(moments, t, tile, values, place):
-    """In kernels: of each moment tile `t`, with `values` from `place` on."""
+    """In kernels: tile `t` of each moment, for `advance`; decoded to `values` from `place` on where it is looked up."""
     size = 1 << len(tile)
     if not len(moments):
         return lambda moments, t, tile, values, place: ()
@@ -144,7 +146,7 @@ def open_tiles(moments, t, tile, values, place):
 
 @specialized_inlined
 def close_tiles(moments, t, tile, values, place, most):
-    """In kernels: the values of each moment to codes, with scales for these largest magnitudes."""
+    """In kernels: encode the values of each moment's tile, with scales computed from the amaxes `most`."""
     size = 1 << len(tile)
     if not len(moments):
         return lambda moments, t, tile, values, place, most: None
@@ -163,17 +165,17 @@ def close_tiles(moments, t, tile, values, place, most):
 
 @inner
 def step_chunk(rule, weight, kept, grad, chunk, numbers, keys, begin, at, size):
-    """Elements from `at` on of a chunk that begins at `begin`, whose moments are arrays of numbers."""
+    """Step `size` elements from `at` on, of the chunk that begins at `begin`; no moment is decoded by the tile."""
     for k in range(size):
         advance(rule, weight, kept, grad, chunk, None, numbers, keys, begin, at, k, ())
 
 
 @inner
 def _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, tile):
-    """A chunk whose moments are codes, a tile at a time, up to the first that this cannot read exactly.
-    Where that, or the end, is."""
+    """Step a chunk whose moments are codes, tile by tile, up to the first tile that this cannot decode exactly; returns
+    where that, or the end, is."""
     size = 1 << len(tile)
-    pointers = bare(moments)  # a reference to an array would be counted for every tile
+    pointers = bare(moments)  # raw pointers, since arrays would be reference-counted for every tile
     values = np.empty(len(moments) * size, np.float32)
     for t in range(begin // size, end // size):
         tiles = open_tiles(pointers, t, tile, values, 0)
@@ -188,13 +190,13 @@ def _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, ti
 
 @specialized
 def _seed_at(seeds, n):
-    """In kernels: the seed of a tensor, or None."""
+    """In kernels: the seed of tensor n, or None."""
     return (lambda seeds, n: None) if none(seeds) else lambda seeds, n: (seeds[n, 0], seeds[n, 1])
 
 
 @inner
 def _tensor_at(starts, place):
-    """Which tensor a chunk is of. `np.searchsorted` would take a quarter second to compile, in every process."""
+    """The tensor that a chunk belongs to. `np.searchsorted` would take a quarter second to compile in every process."""
     low, high = 0, starts.size - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -207,8 +209,8 @@ def _tensor_at(starts, place):
 
 @Kernel
 def step(starts, rows, like, numbers, seeds, tile):
-    """Step tensors `like` these (rule, gradient, weight, what its master keeps, moments), which lie where `rows` says,
-    in chunks that are numbered from `starts` on."""
+    """Step tensors of the types `like` (rule, gradient, weight, master's tensors, moments), whose addresses are in
+    `rows`; `starts` holds the number of the first chunk of each."""
     for place in prange(starts[-1]):
         n = _tensor_at(starts, place)
         chunk = place - starts[n]
@@ -226,7 +228,7 @@ def step(starts, rows, like, numbers, seeds, tile):
 
 @inner
 def _largest(rule, weight, grad, chunk, numbers, at, size):
-    """The bits of the largest magnitudes of the new moments."""
+    """The bits of the amaxes of the new moments."""
     most = zeros(chunk)
     for k in range(size):
         most = foresee(rule, weight, (None, None, None, None, None), grad, chunk, None, numbers, at, k, most)
@@ -245,7 +247,7 @@ def note_largest(rows, like, numbers, found):
 
 @inner
 def _note_results(rule, weight, kept, grad, chunk, numbers, at, start, size, results):
-    """What norms are taken of, of elements from `start` on of a chunk that begins at `at`."""
+    """Write the values whose norms are taken, for elements from `start` on of a chunk that begins at `at`."""
     for k in range(start, start + size):
         note_results(rule, weight, kept, grad, chunk, None, numbers, at, k, results, k - start)
 
@@ -265,7 +267,7 @@ def _add(sums, others):
 
 @inner
 def _halved(numbers):
-    """Their sum, in the order of `arithmetic.norm`; they are overwritten."""
+    """The sum of an array, in the order of `arithmetic.norm`; the array is overwritten."""
     half = numbers.size // 2
     while half:
         _add(numbers[:half], numbers[half : 2 * half])
@@ -275,7 +277,7 @@ def _halved(numbers):
 
 @Kernel
 def find_norms(rows, like, numbers, found):
-    """`arithmetic.norm` of each of the rule's results."""
+    """Write `arithmetic.norm` of each of the formula's results to `found`."""
     count, size = found.size, rows[0, 1]
     sums = np.empty((count, (size + SQUARES - 1) // SQUARES))
     for chunk in prange((size + CHUNK - 1) // CHUNK):

@@ -1,4 +1,4 @@
-"""The types of an optimizer's kernel: a rule, known by its operations, and the tuples that tensors come in."""
+"""Numba types of the optimizer's kernels: a rule, identified by its operations, and nested tuples of tensors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from halfstep.kernels.cpu.lanes import WIDTHS, Given, data_of, emitted, parts_of
 
 
 class RuleType(types.Opaque):
-    """The type of an update rule in kernels, which are compiled for its operations on one element."""
+    """The type of an update rule: kernels are compiled for its operations on one element."""
 
     element: Part
 
@@ -37,14 +37,14 @@ register_model(RuleType)(models.OpaqueModel)
 
 @specialized_inlined
 def zeros(moments):
-    """In kernels: for each moment the bits of 0."""
+    """In kernels: a tuple with the bits of 0 for each moment."""
     none = (np.uint32(0),) * len(moments)
     return lambda moments: none
 
 
 @emitted(lambda tiles: types.boolean)
 def readable(context: Any, builder: Any, tiles: Given) -> Any:
-    """In kernels: whether what the codes of all these tiles are multiplied by is no NaN."""
+    """In kernels: whether no factor on the codes of these tiles is NaN."""
     found = ir.Constant(ir.IntType(1), 1)
     for tile in parts_of(builder, tiles):
         times = builder.extract_value(tile.value, 1)
@@ -71,32 +71,32 @@ def _bare(context: Any, builder: Any, given: Given) -> Any:
 
 
 bare = emitted(_bare_type)(_bare)
-"""In kernels: a tuple, tuples within it too, with pointers in the place of arrays."""
+"""In kernels: a nested tuple with its arrays replaced by pointers."""
 
 
 class LikeType(types.Opaque):
     """The type of a `Like`."""
 
     parts: Any
-    """The types of its rule and its parts, in a tuple."""
+    """The tuple type of its rule and its parts."""
 
 
 @dataclass(frozen=True)
 class Like:
-    """A rule, and tensors and numbers as kernels know them: a tuple, tuples within it too, of arrays, numbers and None.
+    """A rule, and the types of tensors and the scalars that kernels take: a nested tuple of arrays, scalars and None.
 
-    Kernels are compiled for their types, and given the address of the numbers. To take arrays and numbers out of
-    Python's objects one by one would be a quarter of what LLVM has to compile.
+    Kernels are compiled for their types and given the address of the scalars. Unboxing arrays and scalars from Python
+    objects one by one would be a quarter of what LLVM has to compile.
     """
 
     _numba_type_: LikeType
     numbers: Any
-    """The numbers among the parts, in order, each at the beginning of 8 bytes."""
+    """The scalars among the parts, in order, each padded to 8 bytes."""
     address: int
 
 
 def like_type(element: Part, parts: tuple[Any, ...]) -> LikeType:
-    """The type of a rule's operations on one element and such parts; numba takes a millisecond to find out."""
+    """The type for a rule's operations on one element and such parts; numba needs a millisecond to compute it."""
     rule = RuleType(f"rule {sha256(repr(element).encode()).hexdigest()[:32]}")
     rule.element, found = element, types.Tuple.from_types([rule, *numba.typeof(parts)])
     like = LikeType(f"like {found}")
@@ -117,8 +117,8 @@ def _address(numba_type: Any, like: Any, c: Any) -> Any:
 
 @emitted(lambda like, rows, row: like.parts)
 def placed(context: Any, builder: Any, like: Given, rows: Given, row: Given) -> Any:
-    """In kernels: the rule and the parts of a `Like`, whose arrays lie where a row of `rows` says: the address and the
-    size of each. What is written to them counts no references."""
+    """In kernels: the rule and the parts of a `Like`, whose arrays have the addresses and sizes in a row of `rows`.
+    They are not reference-counted."""
     numbers = context.make_array(rows.type)(context, builder, rows.value)
     columns = builder.extract_value(numbers.shape, 1)
     cells = builder.gep(numbers.data, [builder.mul(row.value, columns)])
@@ -127,7 +127,7 @@ def placed(context: Any, builder: Any, like: Given, rows: Given, row: Given) -> 
 
 
 def _following(builder: Any, first: Any) -> Iterator[Any]:
-    """Pointers to that number and to those after it."""
+    """Pointers to an integer and to those after it."""
     return (builder.gep(first, [ir.Constant(WIDTHS[64], n)]) for n in count())
 
 

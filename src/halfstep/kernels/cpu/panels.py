@@ -1,9 +1,9 @@
-"""Tiles of several rows, squares and pieces of columns, rounded to values where they lie or in a transposed matrix.
+"""Quantization to values in tiles of several rows, squares and pieces of columns, written in place or transposed.
 
-A panel is the rows of a tile; lanes run along them (strips). What a product needs of an operand whose shared
-dimension is its first are tiles of the transposed view: the matrix is read as it lies, and its columns are written as
-rows, without a transposed copy of the input, which takes as long as the rounding. The last tiles may be short. Noise is
-that of what is written, row by row. Where there are signs a piece is rotated first: its rows are those of a block.
+A panel is the rows of a tile; lanes run along them (strips). A matmul whose operand's shared dimension is its first
+needs tiles of the transposed view: the matrix is read as it is, and its columns are written as rows, without a
+transposed copy of the input, which would take as long as the rounding. The last tiles may be short. Noise is indexed by
+position in the output. If signs are given a piece is rotated first: its rows are those of a block.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import ROW
 
 
-_WIDTH = 512  # columns of a panel that a thread takes at a time: 16 rows of them lie in the nearest cache
-_DEEP = 64  # rows of those, of tiles that are not higher
-_TALL = 512  # rows of those that it writes as columns: the results go to few rows, and fill whole lines of the cache
+_WIDTH = 512  # columns of a panel that a thread takes at a time: 16 rows of them fit the L1 cache
+_DEEP = 64  # rows that a thread takes at a time, where tiles are not higher
+_TALL = 512  # rows that it takes to write as columns: results go to few rows and fill whole cache lines
 _WIDE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TALLEST = 256
-_ROW = 32  # elements of a whole row, of the transposed view, that are rounded at a time
+_ROW = 32  # elements of a row of the transposed view that are rounded at a time, where the row is one tile
 
 
 def numbers_of(quantizer: Quantizer) -> Any:
-    """What `run_values` rounds elements by; None where it does not form the values of these tiles."""
+    """The constants with which `run_values` rounds elements; None where it does not support these tiles."""
     scales = quantizer.scales
     if scales is None or quantizer.outliers is not None or not (scales.rule.exact or scales.rule.two_level):
         return None
@@ -48,8 +48,8 @@ def numbers_of(quantizer: Quantizer) -> Any:
 def run_values(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
 ) -> bool | None:
-    """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`. None where it is not done
-    here: it takes contiguous CPU tensors of one shape, apart in memory, that are not empty."""
+    """Write x, quantized and dequantized, to `out`, as `blocks.run_values`. None where no kernel supports it: both must
+    be contiguous CPU tensors of one shape and different storages, and not empty."""
     numbers, scales = numbers_of(quantizer), quantizer.scales
     dense = x.dim() and x.numel() and x.shape == out.shape and blocks.takes_values(x, out)
     if numbers is None or scales is None or not dense:
@@ -62,10 +62,11 @@ def run_values(
 
 
 def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
-    """Write what x, a matrix's transposed view, rounded in blocks of its rows or rows of 32s, stands for to `out`.
+    """Write x, a transposed view of a matrix, quantized and dequantized in blocks of its rows or in whole rows, to
+    `out`.
 
-    Returns whether some may be below 2^-126, but not 0. None where it is not done here: it takes scales that are powers
-    of two, to nearest.
+    Returns whether nonzero values below 2^-126 may occur. None where no kernel supports it: scales must be powers of
+    two, and rounding to nearest.
     """
     format, scales = quantizer.format, quantizer.scales
     if scales is None or quantizer.rounding != "nearest_even" or not scales.rule.exact:
@@ -90,12 +91,13 @@ def round_tiles(
     x: Tensor, columns: int, sides: Any, known: Any, ruled: Any, apart: Any, out: Tensor, turn: Any, numbers: Any,
     seed: Seed | None, rotation: Any = blocks.UPRIGHT,
 ) -> bool:  # fmt: skip
-    """The same by what the functions here, and `_round_strip`, take of tiles, a rule and a format.
+    """`run_values` or `run_view` with the constants that this file and `_round_strip` take for tiles, a rule and a
+    format.
 
     Args:
-        x: in rows of so many columns.
+        x: with rows of that many columns.
         sides: the rows and columns that a thread takes at a time; those of a tile.
-        rotation: `rotated.rotation`, down the columns; its blocks are as high as what a thread takes.
+        rotation: `rotated.rotation`, along the columns; its blocks are as high as the rows that a thread takes.
     """
     (tall, width), tile = sides
     high, step = x.numel() // columns, out.shape[-1]
@@ -113,7 +115,7 @@ def _panels(
     rows, across = x.size // columns, (columns + width - 1) // width
     for i in numba.prange(found.size):
         row, a = i // across * tall, i % across * width
-        if turn is not None and known is None:  # the next rows go on with the same lines
+        if turn is not None and known is None:  # rows vary fastest, so that the next ones continue the same cache lines
             row, a = i % (found.size // across) * tall, i // (found.size // across) * width
         size = min(width, columns - a)
         to = row * step + a if turn is None else a * step + row
@@ -126,9 +128,9 @@ def _panels(
 
 
 # ---- strips ----------------------------------------------------------------------------------------------------------
-# Maxima are taken down the columns, where no register has to be turned, and those of a tile across them; then each
-# column has its scale beside it. Indices are unsigned, and loops over rows stand beside those over columns: numba then
-# knows that an index does not count from the end, makes no array for each row, and the loops vectorise.
+# Maxima are taken along columns, which needs no shuffles, and then across the columns of a tile; then each column gets
+# its tile's scale. Indices are unsigned, and the loop over rows is in the same function as the loop over columns: so
+# numba knows that an index does not count from the end, makes no array per row, and the loops vectorise.
 
 
 # ---- elements ------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def _strip(x, first, stride, tall, size, divisor, scale, steps, out, to, step, n
 
 @inner
 def _noisy_row(x, first, start, stop, divisor, scale, steps, out, to, numbers, keys, place):
-    """Elements `start` to `stop` of a row, the first of which is number `place` of its chunk."""
+    """Round elements `start` to `stop` of a row, the first of which is element `place` of its noise chunk."""
     for i in range(np.uintp(start), np.uintp(stop)):
         j, k, index = np.uintp(first) + i, np.uintp(to) + i, np.uintp(place) + i
         out[k] = rounded(x[j], divisor[i], each(scale, i), steps, numbers, None, None, keys, index, out[k])
@@ -153,7 +155,7 @@ def _noisy_row(x, first, start, stop, divisor, scale, steps, out, to, numbers, k
 
 @inner
 def _noisy(x, first, stride, tall, size, divisor, scale, steps, out, to, step, numbers, seed):
-    """Rows whose noise is that of `out` as it lies: with other keys from the next chunk on."""
+    """Round rows with the noise of their position in `out`, whose keys change from one chunk to the next."""
     for r in range(tall):
         row, at = first + r * stride, to + r * step
         chunk = at // CHUNK
@@ -167,7 +169,7 @@ def _noisy(x, first, stride, tall, size, divisor, scale, steps, out, to, step, n
 
 @inner_inlined
 def _write(x, first, stride, tall, size, divisor, scale, steps, values, out, to, step, turn, numbers, seed):
-    """Round the columns to `out`: rows that are `step` apart, or, where there is a `turn`, columns, without noise."""
+    """Round columns to `out`: as rows that are `step` apart, or, with `turn`, transposed, without noise."""
     if turn is not None:
         _strip(x, first, stride, tall, size, divisor, scale, steps, values, 0, size, numbers)
         transpose(values, turn, out, to, step)
@@ -182,7 +184,7 @@ def _write(x, first, stride, tall, size, divisor, scale, steps, values, out, to,
 
 @inner
 def _maxima(x, first, stride, tall, size, wide, largest):
-    """The largest magnitude of each tile, as it is stored; what a short tile lacks is 0."""
+    """The amax of each tile, as stored; columns missing from a short tile count as 0."""
     for i in range(np.uintp(largest.size)):
         largest[i] = 0
     for r in range(np.uintp(tall)):
@@ -199,7 +201,7 @@ def _maxima(x, first, stride, tall, size, wide, largest):
 
 @inner_inlined
 def _spread(numbers, wide):
-    """The number of its tile beside each column."""
+    """One value per tile, repeated for each of its columns."""
     if wide == 1:
         return numbers
     spread = np.empty(numbers.size * wide, numbers.dtype)
@@ -210,7 +212,7 @@ def _spread(numbers, wide):
 
 @specialized_inlined
 def _held(turn, count, out):
-    """In kernels: room for columns before they are turned; None where they are not."""
+    """In kernels: a buffer for columns before they are transposed; None where they are not."""
     return (lambda turn, count, out: None) if none(turn) else lambda turn, count, out: np.empty(count, out.dtype)
 
 
@@ -218,12 +220,13 @@ def _held(turn, count, out):
 def _round_strip(
     x, first, stride, tall, size, tile, known, rule, whole, up, steps, apart, out, to, step, turn, numbers, seed
 ):
-    """Round `size` columns of `tall` rows, from x at `first`, by tiles of `tile` rows and columns; what was noted.
+    """Round `size` columns of `tall` rows, from x at `first`, in tiles of `tile` rows and columns; returns the flags of
+    `rules.note`.
 
     Args:
-        known: the largest magnitude of each tile, of one that is as high as the matrix; or None.
+        known: the amax of each tile, where tiles are as high as the matrix; or None.
         rule, whole, up, steps: as `rules` takes them.
-        apart: None where values are to have the tensor's scale of two levels.
+        apart: None where values include the tensor's scale of two levels.
         out, to, step, turn: as `_write` takes them.
     """
     high, wide = tile

@@ -1,8 +1,8 @@
-"""Rounding to the nearest posit, as values or as codes, at the speed of floats.
+"""Rounding to the nearest posit, as values or as codes, as fast as to floats.
 
-The exponent and significand of a float32, less the bias, are one signed number d whose upper bits are the regime and
-whose lower bits are a posit's exponent and fraction: adding half of the bit at the cut, and cutting, rounds on the bit
-string. Where the cut is depends on the regime alone.
+The exponent and significand of a float32, minus the bias, are one signed integer d whose upper bits are the regime and
+whose lower bits are a posit's exponent and fraction: adding half of the last kept bit, and truncating, rounds on the
+bit string. The number of dropped bits depends on the regime alone.
 """
 
 from functools import cache
@@ -21,28 +21,28 @@ from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bit
 from halfstep.kernels.cpu.runs import elementwise
 
 
-_ONE = 127 << 23  # the bits of 1.0: what d is less than the bits
+_ONE = 127 << 23  # the bits of 1.0; d is a float32's bits minus these
 _CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
 _HELD = {torch.float32: (120, 24), torch.bfloat16: (120, 8), torch.float16: (15, 11)}
 """The largest power of two that kernels write in a dtype, and its significant bits."""
 
 
 class Cutting(NamedTuple):
-    """The numbers of one posit format: uint32 in a kernel's arguments, lanes inside it."""
+    """The constants of one posit format: uint32 as a kernel's arguments, lanes inside it."""
 
     smallest: Any
     largest: Any
     regime_shift: Any
-    """23 + es: the bits of d below the regime."""
+    """23 + es: the number of bits of d below the regime."""
     base: Any
-    """Bits that are cut where the regime is shortest."""
+    """The number of dropped bits where the regime is shortest."""
     bits: Any
 
 
 def run(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
-    """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`: its value, or its code where
-    these are integers. False where that is not done here: it takes contiguous CPU tensors of one shape, the same one or
-    apart in memory."""
+    """Write x, rounded to the nearest posit on the bit string, ties to even, to `out`: its value, or its code if out is
+    an integer tensor. False where no kernel supports it: both must be contiguous CPU tensors of one shape, either the
+    same tensor or of different storages."""
     numbers = scalars(format, rounding, x.dtype, out.dtype) if plain(x) and plain(out, out.dtype) else None
     if numbers is None or x.shape != out.shape or not separate(x, out):
         return False
@@ -53,11 +53,11 @@ def run(x: Tensor, out: Tensor, format: Posit, rounding: str) -> bool:
 
 @cache
 def scalars(format: Format, rounding: str, source: torch.dtype, target: torch.dtype) -> Any:
-    """The `Cutting` of a posit, as `Scalars`, for numbers of `source` rounded to values in `target`, or to codes where
-    that is their container.
+    """The `Cutting` of a posit format, as `Scalars`, for `source` values rounded to values in `target`, or to codes
+    where that is their container.
 
-    None where no bit of a float32 is cut, minpos and maxpos are no normal float32 numbers, `target` lacks a posit that
-    rounding a `source` number can give, or is rounded another way than to nearest.
+    None where no bit of a float32 is dropped, minpos or maxpos is no normal float32, `target` lacks a posit that
+    rounding a `source` value can give, or rounding is not to nearest.
     """
     if not isinstance(format, Posit) or rounding != "nearest_even":
         return None
@@ -80,17 +80,17 @@ def scalars(format: Format, rounding: str, source: torch.dtype, target: torch.dt
 
 
 def _cut(d: Lane, p: Cutting) -> tuple[Lane, Lane]:
-    """How many bits are cut, and the regime, from 0 up on either side of 1."""
+    """The number of dropped bits, and the regime, counted from 0 on either side of 1."""
     negative = d.shift_signed(31)
     regime = d.shift_signed(p.regime_shift) ^ negative
     return (regime + p.base).min(p.regime_shift), regime
 
 
 def _rounded(bits: Lane, p: Cutting) -> Lane:
-    """The magnitude's d, rounded, as if it were a number other than zero."""
+    """The rounded d of a magnitude, treated as if it were nonzero."""
     d = (bits & MAGNITUDE).min(p.largest).max(p.smallest) - _ONE
     cut, _ = _cut(d, p)
-    # A cut at the regime: the last bit of the code is the one that ends it, 0 after ones, 1 after zeros.
+    # Where the cut is at the regime, the last bit of the code is the one that ends it: 0 after ones, 1 after zeros.
     odd = (cut < p.regime_shift).pick((d >> cut) & 1, d >> 31)
     one = cut.constant(1) << cut
     return (d + (one >> 1) + odd - 1) & (one.constant(0) - one)

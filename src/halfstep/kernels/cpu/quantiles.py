@@ -1,7 +1,7 @@
-"""Signed quantiles, `quant.Clamp.bounds`: of a tensor by counting bits, of rows by keeping the few at either end.
+"""Signed quantiles (`quant.Clamp.bounds`): of a tensor by counting bits, of rows by keeping a few extreme values.
 
-A float32's upper 16 bits, turned so that they stand in the order of the numbers, name one of 65,536 buckets. One pass
-counts; where bits below them decide, a second pass takes out the numbers of at most four buckets and sorts these.
+The upper 16 bits of a float32, transformed to order like the values, are one of 65,536 buckets. One pass counts; if
+lower bits matter, a second pass extracts and sorts the values of at most four buckets.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ from halfstep.quant import Clamp
 
 
 _BUCKETS = 1 << 16
-_PARTS = 8  # of a tensor, each with counts of its own
-_FEW = 64  # numbers at either end of a row; where a quantile lies deeper, the row is sorted
+_PARTS = 8  # parts of a tensor, each with counts of its own
+_FEW = 64  # values kept at either end of a row; for a quantile further in, the row is sorted
 _LOWER = 0xFFFF
 
 
 def run(x: Tensor, out: Tensor, clamp: Clamp) -> bool:
-    """Write the two quantiles of the tensor, or of each row, to `out` (2, 1) or (2, rows), float32. False where that is
-    not done here: it takes a contiguous CPU matrix (fp32, bf16, fp16) that is not empty."""
+    """Write the two quantiles of the tensor, or of each row, to `out` (2, 1) or (2, rows), float32. False where no
+    kernel supports it: x must be a contiguous CPU matrix (fp32, bf16, fp16) that is not empty."""
     if not plain(x) or x.dim() != 2 or not 0 < x.numel() < 1 << 31:
         return False
     cut = clamp.estimate == "histogram"
@@ -46,7 +46,7 @@ def run(x: Tensor, out: Tensor, clamp: Clamp) -> bool:
 
 @lanes(types.uint32)
 def _ordered(value):
-    """Bits in the order of the numbers."""
+    """The bits of a value, transformed to order like the values."""
     bits = bits_of(value)
     return (bits > MAGNITUDE).pick(bits ^ 0xFFFFFFFF, bits | SIGN)
 
@@ -56,14 +56,14 @@ _order = elementwise(_ordered)
 
 @lanes(types.float32)
 def _number(ordered, cut):
-    """The number whose bits stand there in order, or their upper half."""
+    """The float with these ordered bits, or with their upper half."""
     bits = (ordered > MAGNITUDE).pick(ordered ^ SIGN, ordered ^ 0xFFFFFFFF)
     return cut.pick(bits & UPPER, bits).float()
 
 
 @inner
 def _quantile(ordered, place, share, cut):
-    """Between two places, given the bits that stand there."""
+    """The value interpolated between positions `place` and `place` + 1 of the ordered bits."""
     low, high = np.float64(_number(ordered[place], cut)), np.float64(_number(ordered[place + 1], cut))
     return np.float32(low + (high - low) * share)
 
@@ -117,14 +117,14 @@ def _tensor(x: Any, places: Any, shares: Any, cut: bool, found: Any) -> None:
     counts = np.zeros((_PARTS, _BUCKETS), np.int32)
     _count(x.size, x, counts)
     total = counts.sum(0, dtype=np.int64)
-    first, last = INFINITY >> 16, (INFINITY | SIGN) >> 16  # infinities and NaN lie at both ends of the order
+    first, last = INFINITY >> 16, (INFINITY | SIGN) >> 16  # infinities and NaN are at both ends of the order
     if total[: _LOWER - last + 1].any() or total[first | 1 << 15 :].any():
         found[:] = np.nan
         return
     ends = np.cumsum(total)
     buckets = np.searchsorted(ends, places, side="right")
     bits = (buckets.astype(np.uint32)) << np.uint32(16)
-    if cut:  # the lower bits of the number are 0: in the order, those of a negative one are all set
+    if cut:  # the low bits of the value are 0, so the ordered low bits of a negative one are all set
         bits[buckets < 1 << 15] |= np.uint32(_LOWER)
     else:
         for bucket in np.unique(buckets):
@@ -141,7 +141,7 @@ def _tensor(x: Any, places: Any, shares: Any, cut: bool, found: Any) -> None:
 
 @inner
 def _keep_largest(ordered, kept, flip):
-    """The largest numbers, ascending; with all bits flipped, the smallest ones, flipped."""
+    """Keep the largest values in `kept`, ascending; with all bits flipped, the smallest ones, flipped."""
     count = kept.size
     for i in range(count):
         kept[i] = 0

@@ -1,4 +1,4 @@
-"""Random Hadamard transforms in float32: `quant.rotate` along the rows of a matrix or down its columns, bit for bit."""
+"""Random Hadamard transforms in float32: `quant.rotate` along the rows or columns of a matrix, bit for bit."""
 
 import math
 from typing import Any
@@ -16,16 +16,15 @@ from halfstep.kernels.cpu.runs import multiply, place_of, places_of, spread
 from halfstep.quant.quantizer import matrix_shape
 
 
-WIDTH = 128  # columns that a thread takes at a time, and rows: what it sums lies in the nearest cache
+WIDTH = 128  # columns that a thread takes at a time, so that the data stays in the L1 cache
 LANES = 16  # of a float32 register
 NEAR = 1 << 12  # elements of rows that are rotated at a time
 LEVELS = {2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6}
 
 
 def run(x: Tensor, signs: Tensor, dim: int) -> Tensor | None:
-    """Every block of len(signs) numbers along `dim`, times signs, through the transform: float32, in whole blocks. None
-    where it is not done here: it takes a contiguous CPU tensor (fp32, bf16, fp16), its last dimension or a matrix's
-    first."""
+    """`quant.rotate(x, signs, dim)`: float32, padded to whole blocks. None where no kernel supports it: x must be a
+    contiguous CPU tensor (fp32, bf16, fp16), rotated along its last dimension or a matrix's first."""
     if not plain(x) or not x.numel() or not x.dim() or len(signs) not in LEVELS or not plain(signs, torch.float32):
         return None
     size, dim = len(signs), dim % x.dim()
@@ -43,14 +42,14 @@ def run(x: Tensor, signs: Tensor, dim: int) -> Tensor | None:
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
-    """x, with zeros that fill the last block of each row."""
+    """x with each row padded with zeros to whole blocks."""
     short = -x.shape[-1] % size
     return torch.nn.functional.pad(x, (0, short)) if short else x
 
 
 def rotation(signs: Tensor, part: float = 1.0) -> tuple[Any, ...]:
-    """What kernels take of it: signs, a factor, the binary logarithm of a block's size as the length of a tuple, and
-    what rotated numbers are multiplied by."""
+    """The kernels' arguments for a rotation: signs, the factor 1 / sqrt(size), the binary logarithm of a block's size
+    as the length of a tuple, and the factor on rotated values."""
     size = len(signs)
     return array(signs), np.float32(math.sqrt(1 / size)), (np.uint32(0),) * LEVELS[size], np.float32(part)
 
@@ -65,7 +64,7 @@ def _signed(value, sign):
 
 @lanes(types.float32)
 def _zero(sign):
-    """What fills a short block: 0 times its sign."""
+    """The padding of a short block: 0 times its sign."""
     return (sign & SIGN).float()
 
 
@@ -73,10 +72,10 @@ def _zero(sign):
 def transform(
     context: Any, builder: Any, x: Given, start: Given, scale: Given, out: Given, to: Given, levels: Given
 ) -> None:
-    """In kernels: a block of x from `start` on, through the transform and times `scale`, to `out` from `to` on.
+    """In kernels: write the transform of a block of x from `start` on, times `scale`, to `out` from `to` on.
 
-    The pair of each number is the one whose place differs in one bit: a + b in the lane of a is the sum of both lanes,
-    and a - b in the lane of b is a plus the lane's own number with the other sign.
+    The partner of each element is the one whose index differs in one bit: the lane of a gets a + b, the sum of both
+    lanes; the lane of b gets a - b, the partner plus the lane's own value with its sign flipped.
     """
     size = 1 << len(levels.type)
     floats, words = ir.VectorType(ir.FloatType(), size), ir.VectorType(ir.IntType(32), size)
@@ -96,7 +95,7 @@ def transform_down(
     context: Any, builder: Any, x: Given, start: Given, stride: Given, scale: Given, out: Given, to: Given,
     out_stride: Given, levels: Given,
 ) -> None:  # fmt: skip
-    """In kernels: the same down as many columns as a register holds, from rows of x a `stride` apart."""
+    """In kernels: the same along as many columns as a register holds, from rows of x that are `stride` apart."""
     size = 1 << len(levels.type)
     found = [
         builder.load(row, align=align) for row, align in places_of(context, builder, x, start, stride, size, LANES)
@@ -123,7 +122,7 @@ def _signed_blocks(x, signs, levels, out):
 
 @specialized_inlined
 def opened_piece(x, signs, scale, levels, part):
-    """In kernels: whole blocks; where there are signs that part of them, rotated, in memory of their own."""
+    """In kernels: whole blocks x; with signs, a new array of x rotated, times `part`."""
 
     def turned(x, signs, scale, levels, part):
         held = np.empty(x.size, np.float32)
@@ -149,9 +148,11 @@ def _along(x, rows, columns, signs, scale, out, levels):
 
 @inner
 def signed_panel(x, first, columns, tall, size, width, signs, part):
-    """`size` rows of `width` columns, of which `tall` are there: in rows of `part` that are whole registers long.
+    """Write `size` rows of `width` columns, times signs, to `part`, whose rows are `WIDTH` long; only `tall` rows exist
+    in x.
 
-    Loops over columns stand beside those over rows, with unsigned indices: see `panels`."""
+    Loops over columns are in the same function as those over rows, with unsigned indices: see `panels`.
+    """
     for r in range(np.uintp(tall)):
         row, here = np.uintp(first) + r * np.uintp(columns), r * np.uintp(WIDTH)
         for i in range(np.uintp(width)):
@@ -162,7 +163,7 @@ def signed_panel(x, first, columns, tall, size, width, signs, part):
 
 @inner
 def rotated_panel(x, rows, columns, row, a, width, signs, scale, levels):
-    """`size` rows of a rotated piece from `row` and column `a` on, each `WIDTH` numbers from the next."""
+    """A rotated block of rows, from `row` and column `a` on, as an array with rows `WIDTH` long."""
     size = 1 << len(levels)
     held = whole_lines(size * WIDTH)
     held[:] = 0
@@ -174,8 +175,8 @@ def rotated_panel(x, rows, columns, row, a, width, signs, scale, levels):
 
 @specialized_inlined
 def opened(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
-    """In kernels: `tall` rows from `row` and column `a` on, where there are signs that part of them, rotated: an array,
-    where they begin in it, how far the rows are apart, and how many there are."""
+    """In kernels: `tall` rows from `row` and column `a` on, with signs rotated and times `part`: an array, where they
+    begin in it, the distance between rows, and their number."""
 
     def upright(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
         return x, row * columns + a, columns, min(tall, rows - row)
@@ -190,7 +191,7 @@ def opened(x, rows, columns, row, a, tall, width, signs, scale, levels, part):
 
 @inner
 def _few_columns(part, start, count, scale, out, to, columns, levels):
-    """Columns that fill no register: through the part's own last ones."""
+    """Transform columns that do not fill a register, in place in `part`, then copy them."""
     for i in range(start, start + count, LANES):
         transform_down(part, i, WIDTH, scale, part, i, WIDTH, levels)
     for r in range(1 << len(levels)):

@@ -1,7 +1,7 @@
-"""Rotated, scaled and rounded in one pass: `rotated`, and then `blocks` or `panels`, bit for bit.
+"""Rotation and quantization to values in one pass: `rotated`, then `blocks` or `panels`, bit for bit.
 
-A piece is rotated while it is near, and its tiles are rounded from where they lie: nothing is written in float32. With
-two levels of scales everything is rotated twice, since the largest number of all comes first.
+A piece is rotated in the cache and its tiles are rounded from there: no float32 result is written. With two levels of
+scales the transform is computed twice, since the amax of the whole result is needed first.
 """
 
 from typing import Any
@@ -23,9 +23,9 @@ from halfstep.quant.scaling.two_level import TwoLevel
 
 
 def numbers_of(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: torch.dtype) -> Any:
-    """What elements are rounded by. None where the functions here do not rotate the matrix `x` along `dim` and round it
-    to values of that dtype: by tiles of a row, or of a column, that lie along the rotation and are no longer than its
-    blocks."""
+    """The constants with which elements are rounded. None where the functions here do not rotate the matrix x along
+    `dim` and round it to values of that dtype: tiles must be of one row, or one column, along the rotation, and no
+    longer than its blocks."""
     if quantizer.scales is None or quantizer.outliers is not None or dtype not in (torch.float32, torch.bfloat16):
         return None
     tile, rule, size = quantizer.scales.tile, quantizer.scales.rule, len(signs)
@@ -41,8 +41,8 @@ def run_powers(
     x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, numbers: Any, seed: int | None, part: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, bool]:  # fmt: skip
-    """That `part` of the rotated matrix, rounded by scales that are powers of two; along dim 0 the transposed view of
-    what is written row by row. And whether some values may be below 2^-126, but not 0."""
+    """x times `part`, rotated, then quantized with power-of-two scales and dequantized; for dim 0, the transposed view
+    of a contiguous matrix. And whether nonzero values below 2^-126 may occur."""
     size, scales = len(signs), quantizer.scales
     assert scales is not None
     ruled, turned = blocks.ruled_by(quantizer.format, scales.rule, values=True), rotated.rotation(signs, part)
@@ -63,8 +63,8 @@ def run_powers(
 
 
 def tensor_scale(x: Tensor, signs: Tensor, quantizer: Quantizer) -> Tensor | None:
-    """The tensor's scale, of two levels, for the matrix rotated along dim 0. None where some number is not finite:
-    then it is that of the tiles that are."""
+    """The tensor's scale, of two levels, for the matrix rotated along dim 0. None where a value is not finite: then it
+    depends on the finite tiles alone."""
     scales: Any = quantizer.scales
     pieces = -(-x.shape[0] // len(signs)) * -(-x.shape[1] // rotated.WIDTH)
     found = torch.empty(pieces, dtype=torch.float32, device="cpu")
@@ -76,7 +76,7 @@ def tensor_scale(x: Tensor, signs: Tensor, quantizer: Quantizer) -> Tensor | Non
 def run_two_levels(
     x: Tensor, signs: Tensor, quantizer: Quantizer, numbers: Any, seed: int | None, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The matrix rotated along dim 0 and rounded, over the tensor's scale, which is a float32 scalar."""
+    """The matrix rotated along dim 0, quantized, dequantized and divided by the tensor's scale, a float32 scalar."""
     (rows, columns), scales, size = x.shape, quantizer.scales, len(signs)
     assert scales is not None
     assert isinstance(scales.rule, TwoLevel)
@@ -88,7 +88,7 @@ def run_two_levels(
     return out
 
 
-# Columns are turned before they are rounded: where lanes run across tiles (`panels`), what all of a tile share is
+# Columns are transposed before they are rounded: with lanes across tiles (`panels`), the constants of a tile are
 # computed for each element, which takes 1.13 times as long, and 1.24 times with noise.
 
 

@@ -1,4 +1,4 @@
-"""Matrices with a scale a row, or a column, in one pass; what clamping takes away; and products of sparse matrices."""
+"""Matrices with a scale per row or column, in one pass; the part that clamping removes; and sparse matmuls."""
 
 from typing import Any
 
@@ -16,21 +16,22 @@ from halfstep.kernels.cpu.runs import elementwise, multiply, reduction
 from halfstep.quant.scaling import Scaling
 
 
-_TALL = 256  # rows that a thread takes at a time, for the columns' maxima
+_TALL = 256  # rows that a thread takes at a time for the columns' amaxes
 _OUTS = (torch.int8, torch.float32, torch.bfloat16)
 
 
 def scalars(format: Format, rounding: str) -> Any:
-    """What `run` rounds by; None for noise, more than 8 bits, and formats that `elements` does not describe."""
+    """The constants with which `run` rounds; None for stochastic rounding, more than 8 bits, and formats that
+    `elements` does not support."""
     return elements.scalars(format, rounding, "saturate") if rounding != "stochastic" and format.bits <= 8 else None
 
 
 def run(
     x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, steps: int
 ) -> bool:
-    """Write x between its bounds, (2, 1) or (2, rows), times factor, (rows, 1) or (1, columns), rounded: int8 in whole
-    steps, or, over the factor again, values that the dtype of `out` holds. 0 where that is NaN. False where that is not
-    done here: it takes contiguous CPU matrices, and steps that no seed decides."""
+    """Write x clamped to its bounds, (2, 1) or (2, rows), times factor, (rows, 1) or (1, columns), rounded, to `out`:
+    times `steps` as int8; or, divided by the factor again, values that out's dtype holds. 0 where the product is NaN.
+    False where no kernel supports it: contiguous CPU matrices, and rounding without noise."""
     if not _is_read(x, bounds) or not plain(out, *_OUTS) or not separate(x, out):
         return False
     if (numbers := scalars(format, rounding)) is None or factor.dtype != torch.float32:
@@ -42,13 +43,13 @@ def run(
 
 
 def _is_read(x: Tensor, bounds: Tensor | None) -> bool:
-    """Whether kernels here read a matrix and its bounds."""
+    """Whether kernels here support a matrix and its bounds."""
     return plain(x) and x.dim() == 2 and x.numel() > 0 and (bounds is None or bounds.dtype == torch.float32)
 
 
 def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor | None:
-    """The largest magnitude of each row (dim 1: (rows, 1)) or column ((1, columns)) between the bounds, in float32; NaN
-    where a number or a bound is. None where that is not done here."""
+    """The amax of each row (dim 1: (rows, 1)) or column ((1, columns)) of x clamped to the bounds, in float32; NaN
+    where an element or a bound is NaN. None where no kernel supports it."""
     if not _is_read(x, bounds):
         return None
     limits = _limits(bounds, x.shape[0])
@@ -62,8 +63,8 @@ def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor | None:
 
 
 def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What is beyond the bounds, less the bound: its numbers row by row, their columns, and where rows start. None
-    where that is not done here."""
+    """The elements outside of the bounds, minus the bound: values row by row, their columns, and where rows start. None
+    where no kernel supports it."""
     if not _is_read(x, bounds):
         return None
     bits, limits = matrix(x), _limits(bounds, x.shape[0])
@@ -81,9 +82,9 @@ def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor] | Non
 def run_folded(
     x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """x times scale, (rows, 1) or (1, columns), times the rule's factor of the largest of these, each product rounded
-    to float32; rounded and saturated, in `dtype`; and the factor's inverse. None where that is not done here: it takes
-    a contiguous CPU matrix, and a dtype that holds the format's values."""
+    """x times scale, (rows, 1) or (1, columns), times the rule's factor for the amax of that, each product rounded to
+    float32; rounded and saturated, in `dtype`; and 1 / factor. None where no kernel supports it: x must be a contiguous
+    CPU matrix, and `dtype` must hold the format's values."""
     numbers = elements.scalars(format, rounding, "saturate", dtype, torch.float32)
     if not _is_read(x, scale) or numbers is None or rounding == "stochastic":
         return None
@@ -99,12 +100,12 @@ def run_folded(
 
 
 def matrix(x: Tensor) -> Any:
-    """The memory of a matrix, in its shape."""
+    """The `array` of a matrix, in its shape."""
     return array(x).reshape(x.shape)
 
 
 def scales_of(scale: Tensor, x: Tensor) -> Any:
-    """The memory of a matrix's scales as `of_row` takes it: (rows, 1) by row, (1, columns) by column."""
+    """A matrix's scales as `of_row` takes them: (rows, 1) by row, (1, columns) by column."""
     numbers = array(scale.contiguous(), torch.float32)
     return numbers if scale.shape == (x.shape[0], 1) else numbers.reshape(1, -1)
 
@@ -182,7 +183,7 @@ def _fold(x, scale, factor, numbers, out):
         _folded(out[r], x[r], of_row(scale, r), factor, numbers)
 
 
-# ---- what is beyond -------------------------------------------------------------------------------------------------
+# ---- elements outside of the bounds ---------------------------------------------------------------------------------
 
 
 @reduction
@@ -205,7 +206,7 @@ def _less(value, low, high):
 
 @inner
 def _take_row(x, low, high, flags, values, columns):
-    eights, taken = flags.view(np.uint64), 0  # few are set
+    eights, taken = flags.view(np.uint64), 0  # few flags are set, so eight are tested at a time
     for e in range(eights.size):
         if eights[e]:
             for i in range(8 * e, min(8 * e + 8, x.size)):
@@ -231,16 +232,15 @@ def _take_beyond(x, low, high, starts, values, columns):
             _take_row(x[r], low[r], high[r], flags, values[a:b], columns[a:b])
 
 
-# ---- a sparse matrix times a dense one: each row's few numbers times rows of the other, added up in order ------------
+# ---- sparse matrix @ dense matrix: the nonzero values of each row times rows of the other, added in order ------------
 
 
 def run_sparse(
     values: Tensor, columns: Tensor, starts: Tensor, width: int, down: bool, other: Tensor, scale: Tensor | None,
     out: Tensor,
 ) -> bool:  # fmt: skip
-    """The sparse matrix (rows, width), or its transpose where it lies `down`, times `other`, and that times scale (of
-    each column, or one), into `out`. False where that is not done here: it takes contiguous CPU matrices, the sparse
-    one in float32."""
+    """Write the sparse matrix (rows, width), or its transpose if `down`, @ `other`, times scale (per column, or one),
+    to `out`. False where no kernel supports it: contiguous CPU matrices, the sparse one in float32."""
     if not (plain(values, torch.float32) and plain(other) and plain(out, torch.float32)) or not out.numel():
         return False
     parts = array(values, torch.float32), array(columns), array(starts)
@@ -280,7 +280,7 @@ def _product(values, columns, starts, other, scale, out):
 
 @Kernel
 def _transposed(values, columns, starts, turned, rows, begins):
-    """The transposed matrix, each row in order."""
+    """Write the transposed sparse matrix, each row in order."""
     for i in range(columns.size):
         begins[columns[i] + 1] += 1
     for c in range(begins.size - 1):

@@ -1,10 +1,10 @@
-"""The scales of many tiles from their largest magnitudes, by any rule that kernels know: one schedule for all of them.
+"""Computes the scales of many tiles from their amaxes, for any rule that kernels support, with one interface for all.
 
-A rule travels as (rule, whole, up, steps), known by which of them are None:
+A rule is passed as (rule, whole, up, steps), and identified by which of them are None:
 
 - a power of two: `scales.power_scalars`, None, None, and for values `steps_scalars`, None for codes.
-- the largest magnitude over the largest element: None, that element, None, None; in the dtype of what is stored.
-- two levels, a number of E4M3 for each tile and a float32 number for the tensor: what `rule_of` says of them.
+- amax over the format's largest value: None, that value, None, None; in the dtype of the stored scales.
+- two levels, an E4M3 scale for each tile and a float32 scale for the tensor: the result of `rule_of`.
 """
 
 from functools import cache
@@ -37,30 +37,30 @@ from halfstep.quant.scaling.base import finite
 from halfstep.quant.scaling.two_level import TwoLevel
 
 
-# ---- powers of two: values rounded where they stand, not divided by the scale, nor multiplied ------------------------
-# Next to a power of two whose last bit is a step of the format, times the scale, a float32 sum rounds to nearest-even
-# by itself. That holds for the scales at which every value of the format is a normal float32 number, no larger than the
-# largest; for any other scale, the kernels divide and multiply.
+# ---- powers of two: values are rounded without dividing by the scale and multiplying again ---------------------------
+# Adding and subtracting, in float32, a power of two whose last bit is a step of the format times the scale rounds to
+# nearest even. That is exact for scales with which every value of the format is a normal float32; for any other scale
+# kernels divide and multiply.
 
 
 class Steps(NamedTuple):
-    """The numbers of one element format: uint32 in a kernel's arguments, lanes inside it."""
+    """The constants of one element format: uint32 as a kernel's arguments, lanes inside it."""
 
     first: Any
-    """The byte of the smallest scale at which no value but 0 is below 2^-126."""
+    """The byte of the smallest scale with which no nonzero value is below 2^-126."""
     span: Any
-    """How many scales from there on are good; 0 for formats that need more care."""
+    """How many scales from there on are good; 0 for formats that this does not support."""
     largest: Any
-    """The bits of the largest value, less the 127 that a scale's byte has too many."""
+    """The bits of the largest value, minus the bias 127 that a scale's byte contains."""
     lowest: Any
-    """The exponent field of the smallest normal number, less those 127."""
+    """The exponent field of the smallest normal value, minus that bias."""
     cut: Any
-    """How far the step is below the number, as an exponent field."""
+    """How far the step is below the value's binade, as an exponent field."""
 
 
 @cache
 def steps_scalars(format: Format) -> tuple[np.uint32, ...]:
-    """The `Steps` of a format that `blocks` knows."""
+    """The `Steps` of a format that `blocks` supports."""
     first = max(2 - frexp(format.smallest)[1], 0)
     numbers = Steps(first, 0, 0, 0, 0)
     alike = elements.Rounding(*elements.scalars(format, "nearest_even", "saturate")).zero_sign is None
@@ -73,7 +73,7 @@ def steps_scalars(format: Format) -> tuple[np.uint32, ...]:
 
 UNSCALED = 127 << 23  # the exponent field of 1
 TINY, FAR = 1, 2
-"""What `note_scales` found: a block with values that may be below 2^-126, and one whose scale is not good."""
+"""Flags of `note_scales`: a tile may have values below 2^-126 (TINY), or a scale that is not good (FAR)."""
 
 
 @lanes(types.uint32)
@@ -93,7 +93,7 @@ def _noted(so_far, amax, byte, shift, steps):
 
 @inner
 def note_scales(largest, rule, steps, scale, shift):
-    """Each block's scale, from its largest magnitude as stored, and the scale as a shift of exponents (0 if unusable).
+    """Write each tile's scale, from its amax as stored, and the scale as a shift of exponents (0 if not good).
 
     Returns TINY, FAR, both or 0.
     """
@@ -108,7 +108,7 @@ def note_scales(largest, rule, steps, scale, shift):
 
 
 def nearest(bits: Lane, shift: Lane | int, p: Steps) -> Lane:
-    """The bits rounded in steps times the power of two that `shift` is the exponent field of."""
+    """The bits rounded in steps times the power of two whose exponent field is `shift`."""
     magnitude = (bits & MAGNITUDE).min(p.largest + shift)
     beside = ((magnitude & INFINITY).max(p.lowest + shift) + p.cut).float()
     near = ((magnitude.float() + beside) - beside).bits()
@@ -124,25 +124,25 @@ def unscaled(format: Format) -> tuple[np.uint32, ...] | None:
 # ---- two levels ------------------------------------------------------------------------------------------------------
 
 
-E4M3_BITS = 4  # significant ones
+E4M3_BITS = 4  # significant bits
 
 
 E4M3 = element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
-"""How tiles' scales are rounded, and coded."""
+"""The constants with which tiles' scales are rounded and encoded."""
 
 
 def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | None) -> Any:
-    """What `note` takes of a tensor that is empty or one that `amax` reads: E4M3's numbers; the format's largest value
-    and the tensor's scale, which is also written to `tensor_scale`; and whether scales go up."""
+    """The arguments of `note` for a tensor that is empty or supported by `amax`: E4M3's constants; the format's largest
+    value and the tensor's scale, which is also written to `tensor_scale`; and whether scales are rounded up."""
     rule: Any = scales.rule
     largest = amax.run(x)
     if largest is None:  # x is empty
         largest = torch.zeros((), dtype=torch.float32, device="cpu")
     known = largest.item()
-    if rule.clips and isfinite(known):  # the rule's own formula, without torch, which takes longer than a row of x
+    if rule.clips and isfinite(known):  # the rule's formula without torch, whose overhead exceeds rounding a row of x
         scale = tensor_scale_of(known, format)
     else:
-        if not isfinite(known):  # the largest of the tiles that are
+        if not isfinite(known):  # take the largest amax of finite tiles
             largest = finite(scales.tile.reduce(as_rows(x).float().abs(), "amax"))
         scale = np.float32(rule.tensor_scale(largest, format))
     if tensor_scale is not None:
@@ -151,18 +151,18 @@ def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | No
 
 
 def tensor_scale_of(amax: float, format: Format) -> np.float32:
-    """The tensor's scale from its largest magnitude, which is finite, by a rule that `clips`."""
+    """The tensor's scale from its finite amax, for a rule that `clips`."""
     return np.float32(np.float32(amax) / np.float32(ocp.float8_e4m3fn.max * format.max) or 1)
 
 
 def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
-    """The same for a tensor whose scale is known."""
+    """The arguments of `note` for a tensor whose scale is known."""
     return E4M3[0], (np.float32(format.max), np.float32(scale)), np.uint32(not rule.clips), None
 
 
 def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -> Any:
-    """Where values, in that dtype, leave out the tensor's scale the `Steps` that they are rounded in, or 0 where they
-    are not rounded so; None where they have it."""
+    """For values that leave out the tensor's scale, the `Steps` with which they are rounded, or 0 where these do not
+    apply; None for values that include it."""
     if not leaves:
         return None
     assert dtype == torch.float32 or format.significant_bits + E4M3_BITS <= 8  # it holds the products exactly
@@ -171,7 +171,8 @@ def apart(format: Format, seed: Seed | None, dtype: torch.dtype, leaves: bool) -
 
 @elementwise
 def _tile_scale(amax, largest, tensor_scale, numbers, up):
-    """amax / largest / tensor_scale as a number of E4M3; unless `up` is 0 the next one, where amax is still beyond."""
+    """amax / largest / tensor_scale rounded to E4M3; if `up` is not 0, the next larger one where amax would still
+    overflow."""
     p, amax = elements.Rounding(*numbers), bits_of(amax)
     known = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
     scale = elements.rounded((known / largest / tensor_scale).bits(), p)
@@ -182,7 +183,7 @@ def _tile_scale(amax, largest, tensor_scale, numbers, up):
 
 @elementwise
 def note_codes(scale, numbers, codes):
-    """In kernels: the codes of numbers of E4M3."""
+    """In kernels: the codes of E4M3 values."""
     return element_codes.encoded(scale.bits(), elements.Rounding(*numbers), element_codes.Coding(*codes)).to(8)
 
 
@@ -196,25 +197,25 @@ def _times(one, other):
 
 @elementwise
 def _narrow(amax, largest):
-    """amax / largest as the nearest bfloat16; NaN for a block with an infinity or NaN."""
+    """amax / largest as the nearest bfloat16; NaN for a tile with infinity or NaN."""
     return nearest_bf16(quotient_of(amax, largest).bits())
 
 
 @elementwise
 def _widened(stored):
-    """A scale in bfloat16 as a float32."""
+    """A bfloat16 scale as a float32."""
     return bits_of(stored).float()
 
 
 @specialized_inlined
 def steps_of(apart):
-    """In kernels: the steps that `apart` says; None where it says none."""
+    """In kernels: the steps in `apart`, or None if it has none."""
     return (lambda apart: apart) if isinstance(apart, types.BaseTuple) else lambda apart: None
 
 
 @specialized_inlined
 def room(count, whole, stored):
-    """In kernels: arrays for what elements of so many tiles are divided by, and for what stands beside that."""
+    """In kernels: buffers for the divisors of `count` tiles, and for the values beside them (see `note`)."""
     if none(whole):
         return lambda count, whole, stored: (np.empty(count, np.uint32), np.empty(count, np.uint32))
     if isinstance(whole, types.Float) and stored.dtype == types.float32:
@@ -224,10 +225,10 @@ def room(count, whole, stored):
 
 @specialized_inlined
 def note(largest, rule, whole, up, steps, coding, stored, divisor, beside):
-    """In kernels: from largest magnitudes, as stored, what elements are divided by. Beside it: the shifts of powers of
-    two, for values; of two levels the numbers of E4M3. What is kept of either goes to `stored`, unless that is None.
+    """In kernels: compute the divisors of elements from amaxes as stored. `beside` gets, for values and powers of two,
+    the shifts; for two levels, the E4M3 scales. The stored form is written to `stored`, unless that is None.
 
-    Returns what `note_scales` does, of powers of two for values; else 0.
+    Returns the flags of `note_scales` for powers of two and values; else 0.
     """
 
     def to_step(largest, rule, whole, up, steps, coding, stored, divisor, beside):

@@ -1,7 +1,7 @@
-"""Loops over elements, in lanes; and runs of lanes: what is done to many neighbours at a time, step by step.
+"""Loops over elements, in lanes; and runs: operations on many neighbouring elements at a time, step by step.
 
-A loop that is left to LLVM does one register after the other, and where every operation waits for the one before, so
-does the processor. A run is several registers, whose operations stand side by side and are under way together.
+LLVM's own vectorised loop handles one register after the other, so where every operation depends on the one before, the
+processor waits. A run is several registers, whose operations are interleaved and overlap in time.
 """
 
 import inspect
@@ -17,19 +17,19 @@ from halfstep.kernels.cpu.lanes import WIDTHS, Given, Lane, data_of, emitted, tr
 
 
 LONGEST = 128
-"""Elements: of float32 numbers, eight of the widest registers that there are."""
+"""The most elements of a run: eight of the widest registers of float32."""
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 
 def elementwise(body: Callable[..., Lane]) -> Any:
-    """Make a function on lanes a loop that kernels call with (out, ...): what it gives for each element goes to `out`,
-    for as many as that has and the first array among the arguments.
+    """Make a function on lanes a loop that kernels call with (out, ...): its result for each element is written to
+    `out`, for as many elements as out and the first array among the arguments have.
 
-    Arrays among its arguments arrive as lanes of their elements, arrays in tuples too; other arguments as
-    `lanes.lanes` has them. Where it names them it also gets `out`, the number that stands there now, and `index`, the
-    element's place; and `like`, the numba type that it is to return.
+    Array arguments arrive as lanes of their elements, arrays in tuples too; other arguments as in `lanes.lanes`. A
+    parameter named `out` gets the current value of the output element, `index` the element's index, and `like` the
+    numba type to return.
     """
     body = getattr(body, "body", body)  # of one that is under `lanes.lanes`
     names = list(inspect.signature(body).parameters)
@@ -53,8 +53,8 @@ def elementwise(body: Callable[..., Lane]) -> Any:
 
 
 def reduction(body: Callable[..., Lane]) -> Any:
-    """Make a function on lanes a loop that kernels call with (total, array, ...): it is given the total so far and what
-    else there is as `elementwise` has it, and returns the next total."""
+    """Make a function on lanes a loop that kernels call with (total, array, ...): for each element it gets the total so
+    far, and the arguments as in `elementwise`, and returns the next total."""
     body = getattr(body, "body", body)
 
     @emitted(lambda total, i, arguments: total, wide=True)
@@ -72,7 +72,7 @@ def reduction(body: Callable[..., Lane]) -> Any:
 
 @specialized_inlined
 def _fewest(out, arguments):
-    """In kernels: how many elements `out` has, or the first array among the arguments where it has fewer."""
+    """In kernels: the number of elements of `out`, or of the first array among the arguments if that has fewer."""
     first = next((n for n, kind in enumerate(arguments) if isinstance(kind, types.Array)), None)
     if first is None:
         return lambda out, arguments: out.size
@@ -80,7 +80,7 @@ def _fewest(out, arguments):
 
 
 def _elements(context: Any, builder: Any, arguments: Given, i: Given) -> Any:
-    """An element of an array, or of those in a tuple, as a lane; others as `lanes.lanes` has them."""
+    """The element of an array, or of arrays in a tuple, as a lane; others as in `lanes.lanes`."""
 
     def lane(given: Given) -> Lane:
         if not isinstance(given.type, types.Array):
@@ -97,13 +97,13 @@ def _spot(context: Any, builder: Any, array: Given, i: Given) -> Any:
 
 @elementwise
 def add(out, other):
-    """In kernels: float32 numbers plus others."""
+    """In kernels: add float32 arrays in place."""
     return out + other
 
 
 @elementwise
 def multiply(out, factor):
-    """In kernels: float32 numbers times a number, or each times its own."""
+    """In kernels: multiply a float32 array in place by a scalar or by another array."""
     return out * factor
 
 
@@ -111,7 +111,7 @@ def multiply(out, factor):
 
 
 class Run(Lane):
-    """As many lanes as its LLVM vector has elements."""
+    """A vector of lanes: as many as its LLVM vector has elements."""
 
     def as_many(self, one: Any) -> Any:
         return ir.VectorType(one, self.type.count)
@@ -125,7 +125,7 @@ class Run(Lane):
 
 
 def declared(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """An intrinsic of LLVM."""
+    """An LLVM intrinsic, declared in the module once."""
     found = builder.module.globals.get(name)
     return ir.Function(builder.module, ir.FunctionType(result, arguments), name) if found is None else found
 
@@ -136,18 +136,18 @@ def _length(levels: Any) -> int:
 
 @specialized
 def length(levels):
-    """In kernels: how many elements of blocks of 2^len(levels) a run takes."""
+    """In kernels: the number of elements of a run, for blocks of 2^len(levels)."""
     count = _length(levels)
     return lambda levels: count
 
 
 def runs(body: Callable[..., Lane]) -> Any:
-    """Make a function on lanes one that numba code calls with (out, start, levels, (...)): it writes what it gives for
-    the `length(levels)` elements from `start` on to `out`.
+    """Make a function on lanes callable from numba code with (out, start, levels, (...)): its results for the
+    `length(levels)` elements from `start` on are written to `out`.
 
-    Arrays among its arguments, which are given as a tuple, arrive as runs of their elements from `start` on, scalars as
-    runs of one number, and tuples of scalars as lists of those; None stays None. The function that calls it should hold
-    the loop, as for `lanes.lanes`.
+    Arguments are given as a tuple: arrays arrive as runs of their elements from `start` on, scalars as runs of one
+    value, and tuples of scalars as lists of those; None stays None. The function that calls it should contain the loop,
+    as for `lanes.lanes`.
     """
 
     @emitted(wide=True)
@@ -167,21 +167,21 @@ def runs(body: Callable[..., Lane]) -> Any:
 
 
 def place_of(context: Any, builder: Any, array: Given, start: Any, count: int) -> tuple[Any, int]:
-    """Where a run of an array is, and how it is aligned."""
+    """A vector pointer to `count` elements of an array from `start` on, and its alignment."""
     data = data_of(context, builder, array)
     pointer = builder.bitcast(builder.gep(data, [start]), ir.VectorType(data.type.pointee, count).as_pointer())
     return pointer, data.type.pointee.get_abi_size(context.target_data)
 
 
 def places_of(context: Any, builder: Any, array: Given, start: Given, stride: Given, rows: int, count: int) -> Any:
-    """The same of so many runs, a `stride` apart."""
+    """The same for `rows` runs that are `stride` apart."""
     for row in range(rows):
         offset = builder.mul(stride.value, ir.Constant(stride.value.type, row))
         yield place_of(context, builder, array, builder.add(start.value, offset), count)
 
 
 def spread(builder: Any, value: Any, count: int) -> Any:
-    """A vector of one number."""
+    """A vector with the same value in all lanes."""
     vector = ir.VectorType(value.type, count)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(WIDTHS[32], 0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(WIDTHS[32], count), None))
@@ -189,7 +189,8 @@ def spread(builder: Any, value: Any, count: int) -> Any:
 
 @emitted()
 def fill(context: Any, builder: Any, array: Given, start: Given, value: Given, levels: Given) -> None:
-    """In kernels: write `value` to 2^len(levels) elements from `start` on. LLVM would unroll a loop into scalars."""
+    """In kernels: write `value` to 2^len(levels) elements from `start` on. LLVM would unroll a loop into scalar
+    stores."""
     count = 1 << len(levels.type)
     pointer, align = place_of(context, builder, array, start.value, count)
     builder.store(spread(builder, value.value, count), pointer, align=align)
@@ -197,7 +198,7 @@ def fill(context: Any, builder: Any, array: Given, start: Given, value: Given, l
 
 @emitted(wide=True)
 def widest_registers(context: Any, builder: Any) -> None:
-    """In kernels: `vectorise_fully` for a function that has lanes only in what is inlined into it."""
+    """In kernels: `vectorise_fully` for a function whose lanes are all in functions inlined into it."""
 
 
 # ---- squares transposed in registers ---------------------------------------------------------------------------------
@@ -208,10 +209,10 @@ def _turn(
     context: Any, builder: Any, array: Given, start: Given, stride: Given, out: Given, to: Given, out_stride: Given,
     levels: Given,
 ) -> None:  # fmt: skip
-    """In kernels: write a square of `array`, a row every `stride` elements from `start` on, transposed to `out`.
+    """In kernels: write a square of `array`, whose rows are `stride` apart from `start` on, transposed to `out`.
 
-    Its side is a register's lanes, or the block. Taking turns in pairing rows i and i + half, lane by lane, rotates the
-    bits of (row, lane); after as many rounds as either has bits, they have changed places.
+    Its side is the number of lanes of a register, or the block's if that is less. Interleaving rows i and i + half
+    rotates the bits of (row, lane); after as many rounds as either has bits, rows and lanes are exchanged.
     """
     side = min(1 << len(levels.type), 64 // (array.type.dtype.bitwidth // 8))
     masks = [[i // 2 + half + i % 2 * side for i in range(side)] for half in (0, side // 2)]
@@ -227,7 +228,8 @@ def _turn(
 
 @inner
 def transpose(values, levels, out, start, rows):
-    """Write 2^len(levels) rows, which fill `values`, as columns of `out` from `start` on, each `rows` from the next."""
+    """Write the 2^len(levels) rows that fill `values` as columns of `out` from `start` on, whose rows are `rows`
+    long."""
     block = 1 << len(levels)
     size = values.size // block
     side = min(block, 64 // values.itemsize)

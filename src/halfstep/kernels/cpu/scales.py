@@ -1,4 +1,4 @@
-"""From the largest magnitude of a block to its scale, in lanes, and the block maxima themselves."""
+"""Amaxes of blocks, and the scales computed from them, in lanes."""
 
 from functools import cache
 from math import ceil
@@ -19,8 +19,8 @@ LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
 
 @cache
 def power_scalars(element: Format, rule: Scaling) -> Scalars | None:
-    """What `power_byte` needs of a rule's `power`: what is added to the bits of the maximum so that they carry, and the
-    exponent. None for other rules, and where the byte of a maximum of zero would not be 0."""
+    """The constants of `power_byte` for a rule's `power`: what is added to the bits of amax so that they carry, and the
+    exponent to subtract. None for other rules, and where the byte for an amax of 0 would not be 0."""
     power = rule.power(element)
     if power is None or not (0.5 <= power[0] <= 1 and -64 <= power[1] <= 64):
         return None
@@ -28,19 +28,19 @@ def power_scalars(element: Format, rule: Scaling) -> Scalars | None:
     return np.uint32((1 << 23) - ceil((2 * carry - 1) * 2**23)), np.uint32(exponent - 1 & 0xFFFFFFFF)
 
 
-# ---- the largest magnitude of every block --------------------------------------------------------------------------
+# ---- the amax of every block ---------------------------------------------------------------------------------------
 
 
 @lanes("one")
 def larger_stored(one, two):
-    """The larger magnitude of two stored numbers, as it is stored: in all three types its bits are ordered as it is."""
+    """The larger magnitude of two stored floats, as stored: in all three dtypes bits order like magnitudes."""
     bits = MAGNITUDE >> 32 - one.type.width
     return (one & bits).max(two & bits)
 
 
 @lanes(types.uint32)
 def stored_bits(stored):
-    """A stored number as float32 bits."""
+    """A stored float as float32 bits."""
     return bits_of(stored)
 
 
@@ -51,12 +51,12 @@ def _halving(x, out):
 
 
 as_bits = elementwise(stored_bits)
-"""In kernels: stored numbers as float32 bits."""
+"""In kernels: stored floats as float32 bits."""
 
 
 @inner
 def largest_stored(x, levels):
-    """The largest magnitude of each 2^levels elements, as it is stored. NaN is above infinity.
+    """The amax of each 2^levels elements, as stored. NaN is above infinity.
 
     A tree of pairwise maxima: each level is one flat loop, which vectorises; a maximum across a register does not.
     """
@@ -72,13 +72,13 @@ def largest_stored(x, levels):
 
 @lanes(types.uint32)
 def larger(bits, stored):
-    """The larger of a magnitude's bits and those of a stored number's."""
+    """The larger of a magnitude's float32 bits and those of a stored float."""
     return bits.max(bits_of(stored) & MAGNITUDE)
 
 
 @lanes("most")
 def raised(most, stored):
-    """The larger of a magnitude and that of a stored number: nothing is done to `most`, so that loops vectorise."""
+    """The larger of `most` and the magnitude of a stored float. `most` is not masked, so that loops vectorise."""
     return most.max(stored & MAGNITUDE >> 32 - stored.type.width)
 
 
@@ -95,8 +95,8 @@ def _largest_of_rows(x, run, levels):
 
 @specialized
 def largest_of(x, run, levels):
-    """In kernels: the same of tiles of `run` elements; where there are levels, 2^len(levels) of them. Of tiles long
-    enough, one maximum across a register, at the end of each, counts for little."""
+    """In kernels: the amax, as stored, of each tile of `run` elements, or of 2^len(levels) if levels are given. Tiles
+    long enough are reduced one by one: there one maximum across a register per tile costs little."""
     if none(levels):
         return lambda x, run, levels: _largest_of_rows(x, run, levels)
     count, size = len(levels), 1 << len(levels)
@@ -118,10 +118,10 @@ def largest_of(x, run, levels):
 
 @lanes(types.uint8)
 def power_byte(amax, rule):
-    """The byte k + 127 of the scale 2^k; 0 for a block of zeros, 255 for one with an infinity or NaN."""
+    """The byte k + 127 of the scale 2^k, from amax; 0 for a block of zeros, 255 for one with infinity or NaN."""
     added, element_exponent = rule
     amax = bits_of(amax)
-    whole = amax.value_as_float().bits() - (149 << 23)  # a subnormal's bits as if exponents went on below
+    whole = amax.value_as_float().bits() - (149 << 23)  # a subnormal, normalized with an exponent below the smallest
     normal = (amax < 1 << 23).pick(whole, amax)
     exponent = (normal + added).shift_signed(23) - element_exponent
     byte = (exponent >= 0x80000000).pick(exponent.constant(0), exponent).min(254)
@@ -137,16 +137,16 @@ def power_bits(byte):
 
 
 def quotient_of(amax, largest):
-    """amax / largest, or NaN for a block with an infinity or NaN."""
+    """amax / largest, or NaN for a block with infinity or NaN."""
     amax = bits_of(amax)
     return ((amax >= INFINITY).pick(amax.constant(NAN), amax)).float() / largest
 
 
 def quotient(bits: Lane, scale: Lane) -> Lane:
-    """The bits of x / scale; +0 where the scale says that its block is lost, or zero."""
+    """The bits of x / scale; +0 where the scale is NaN or 0."""
     if scale.stored == types.uint32:  # a power of two, given as bits: multiplying by its inverse is exact
         top = scale.constant(254 << 23)
-        inverse = (scale < 1 << 23).pick(top, top - scale)  # of 2^-127, a subnormal number, and of the others
+        inverse = (scale < 1 << 23).pick(top, top - scale)  # 2^-127 is subnormal
         inverse = inverse.equals(0).pick(scale.constant(1 << 22), inverse)
         return (scale > INFINITY).pick(scale.constant(0), (bits.float() * inverse.float()).bits())
     return (scale > 0.0).pick((bits.float() / scale).bits(), 0)

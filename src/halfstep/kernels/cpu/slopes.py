@@ -1,4 +1,4 @@
-"""A gradient times the derivative that an estimator takes for rounding: `quant.Estimator.derivative`, in one pass."""
+"""Multiplies a gradient by an estimator's derivative of rounding (`Estimator.derivative`), in one pass."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,19 +20,18 @@ from halfstep.quant.estimator import SMALLEST
 
 
 class Grid(NamedTuple):
-    """Where the values of a float format lie, in numbers of float32 bits."""
+    """The positions of a float format's values, as float32 bits."""
 
     lowest: Any
-    """The exponent field of the smallest normal number."""
+    """The exponent field of the smallest normal value."""
     shift: Any
-    """How far a gap is below the number, as an exponent field."""
+    """The distance of a gap between values below their binade, as an exponent field."""
     largest: Any
 
 
 @cache
 def scalars(format: Format) -> tuple[np.uint32, ...] | None:
-    """The `Grid` of a format of at most 8 bits whose values lie in binades around 0, as far as the largest; None of
-    others."""
+    """The `Grid` of a float format of at most 8 bits with symmetric range; None for others."""
     known = isinstance(format, Float) and format.bits <= 8 and format.min == -format.max
     if not known or elements.scalars(format, "nearest_even", "saturate") is None:
         return None
@@ -42,8 +41,8 @@ def scalars(format: Format) -> tuple[np.uint32, ...] | None:
 
 
 def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: Format, estimator: Estimator) -> bool:
-    """Multiply `grad` by f'(x * factor), where a factor is that of a tile, `high` x `wide`: (tile rows, columns). False
-    where that is not done here: it takes contiguous CPU matrices, the gradient in float32."""
+    """Multiply `grad` in place by f'(x * factor), with a factor per tile of `high` x `wide`: (tile rows, columns).
+    False where no kernel supports it: contiguous CPU matrices, the gradient in float32."""
     if not plain(grad, torch.float32) or not plain(x) or grad.shape != x.shape:
         return False
     if (grid := scalars(format)) is None or factor.dtype != torch.float32:
@@ -61,7 +60,7 @@ def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: F
 @elementwise
 def _run_of(out, value, factor, grid, numbers):
     g, (exponent, share, cap, smallest) = Grid(*grid), numbers
-    scaled = factor.is_nan().pick(factor.constant(0.0), bits_of(value).float() * factor).bits()  # of a lost tile
+    scaled = factor.is_nan().pick(factor.constant(0.0), bits_of(value).float() * factor).bits()  # NaN: not finite
     magnitude = scaled & MAGNITUDE
     inside = magnitude.min(g.largest)
     binade = (inside & INFINITY).max(g.lowest)

@@ -1,8 +1,8 @@
-"""What tables of counted values say of formats: which hold them, with bits to spare, or under some scale.
+"""Which formats hold all counted values of a table, with bits to spare, or with some scale.
 
-The tables of several tensors come one after the other: rows of exponents, columns of significant bits. `starts` says
-where each one's rows begin, then the end; `lowest` is its first row's exponent. A format is a row of four numbers: its
-largest exponent, that of its smallest value, its significant bits, and whether its largest code is NaN.
+The tables of several tensors are concatenated: rows are exponents, columns significant bits. `starts` holds where each
+table's rows begin, then the end; `lowest` is the exponent of its first row. A format is a row of four integers: its
+largest exponent, the exponent of its smallest value, its significant bits, and whether its largest code is NaN.
 """
 
 from typing import NamedTuple
@@ -15,24 +15,23 @@ from halfstep.kernels.cpu.compiled import Kernel, inner
 
 
 class First(NamedTuple):
-    """What a first look at a table says. Evidence in what fits is not weighed."""
+    """The result of a first look at a table; how strong the evidence is, is not decided here."""
 
     fits: int
-    """As bits, which formats may hold all values that tell."""
+    """As bits, which formats may hold all telling values."""
     mixes: int
-    """Those which may hold some of them, so that a mixture explains the others; none where too few values have no more
-    significant bits than a format has: none is evidence of more bits than are in use."""
+    """As bits, which formats may hold some of them, so that the tensor may be a mixture. No format if too few values
+    have no more significant bits than the format has, or if there is no evidence that more bits are in use."""
     most: int
-    """Significant bits that values of these exponents have, as stored, at most those in use."""
+    """The most significant bits that values of these exponents have in the stored format, limited to those in use."""
     left: int
-    """How many of these half of the values leave unused."""
+    """How many of these bits half of the values leave unused."""
 
 
 def sums(counts: Counts, starts: Counts, lowest: Counts, whole: int) -> tuple[Counts, Counts, Counts, Counts, Counts]:
-    """The running sums by significant bits; the counts of what is no power of two and no whole number below 2^whole;
-    the sums of rows; those of columns, by table; then by table the number of all values, the most significant bits, the
-    largest k for which all are multiples of 2^k (0 of none), and the number that the second counts.
-    """
+    """Running sums over significant bits; counts of telling values (no powers of two and no integers below 2^whole);
+    sums of rows; sums of columns, per table; and per table the number of values, the most significant bits, the largest
+    k for which all are multiples of 2^k (0 for an empty table), and the number of telling values."""
     found: tuple[Counts, Counts, Counts, Counts, Counts] = _sums(0, counts, starts, lowest, whole)
     return found
 
@@ -40,16 +39,15 @@ def sums(counts: Counts, starts: Counts, lowest: Counts, whole: int) -> tuple[Co
 def held(
     running: Counts, fifteens: Counts, starts: Counts, lowest: Counts, formats: Counts, scaled: NDArray[np.bool_]
 ) -> tuple[Counts, Counts]:
-    """By table and format how many values the format holds exactly, and the shift of its values: 0, or where it is
-    `scaled` the smallest under which nothing overflows. `running` are the first of the `sums`.
-    """
+    """For each table and format, how many values the format holds exactly, and the shift of exponents for this: 0, or
+    where `scaled` the smallest with which nothing overflows. `running` is the first result of `sums`."""
     found, shifts = np.zeros((2, starts.size - 1, len(formats)), np.int64)
     _held(0, running, fifteens, starts, lowest, formats, scaled, found, shifts)
     return found, shifts
 
 
 def added(counts: Counts, rows: Counts, total: Counts) -> None:
-    """Add each row of counts to that row of a total."""
+    """Add each row of counts to the row of `total` with that index."""
     _added(0, counts, rows, total)
 
 
@@ -61,9 +59,9 @@ def first_look(
     formats: Counts,
     ends: tuple[int, int, float, float],
 ) -> list[First]:
-    """A first look at each table, whose values are stored in the first of the formats, for the others. `ends`: the bits
-    that one of these has at most, those that are short, and the least share, and evidence, of a mixture.
-    """
+    """A first look at each table, whose values are stored in the first of the formats, for the other formats. `ends`:
+    the most bits of those, the number of unused bits that count as short, and the least share, and evidence, of a
+    mixture."""
     found = np.zeros((starts.size - 1, len(First._fields)), np.int64)
     _first_look(0, counts, telling, starts, lowest, formats, *ends, found)
     return [First(*row) for row in found.tolist()]
@@ -72,19 +70,18 @@ def first_look(
 def on_grid(
     levels: NDArray[np.float64], grid: NDArray[np.float64], tops: NDArray[np.float64], relative: float, step: float
 ) -> NDArray[np.bool_]:
-    """For each place of the largest level on a grid (both ascending) whether each level over the largest one times
-    that place is near a value of the grid: by `relative` of that value and `step` of the place.
-    """
+    """For each value of `tops` as the position of the largest level on a grid (both ascending), whether every level,
+    scaled so that the largest is there, is near a value of the grid: within `relative` of that value plus `step` of the
+    position."""
     found = np.ones(tops.size, np.bool_)
     _on_grid(0, levels, grid, tops, relative, step, found)
     return found
 
 
 def fitting(counts: Counts, telling: Counts, few: Counts, most: Counts, short: int) -> tuple[Counts, Counts, Counts]:
-    """Of one table, where `few` of a row are fewer than its `most`: the telling values of each row that fit these, and
-    all of them. Then three numbers: the values that fit in all rows, the telling ones beyond which leave `short` bits
-    or more unused, and those that use the last of the few.
-    """
+    """For one table, where a row's narrow format has `few` bits and its stored one `most`: the telling values of each
+    row that fit `few`, and all of them. Then three integers: the number of values that fit in all rows, of telling ones
+    that do not but leave `short` bits or more unused, and of those that use the last of the few bits."""
     rows, seen = np.zeros((2, few.size), np.int64), np.zeros(3, np.int64)
     _fitting(0, counts, telling, few, most, short, rows, seen)
     return rows[0], rows[1], seen
@@ -117,7 +114,7 @@ def _sums(counts, starts, lowest, whole):
 
 @inner
 def _bits(format, exponent, used):
-    """The significant bits that a format has for values of an exponent, at most those used."""
+    """The significant bits that a format has for values of an exponent, at most `used`."""
     if exponent > format[0]:
         return 0
     return max(min(format[2], exponent - format[1] + 1, used), 0)
@@ -147,7 +144,7 @@ def _added(counts, rows, total):
 
 @inner
 def _mixes(held, beyond, short, filled, able, expected, least, unused):
-    """Whether a mixture may explain this: where it may not, `Fit.mixed` says no as well."""
+    """Whether a mixture may explain these counts; where this says no, `Fit.mixed` does too."""
     written = beyond / 2.0**unused
     random = short <= 2 * written + 3 * np.sqrt(written) + 1
     share = held / (held + beyond)
@@ -156,7 +153,7 @@ def _mixes(held, beyond, short, filled, able, expected, least, unused):
 
 @inner
 def _fit(counts, telling, lowest, narrow, stored, used, unused, least):
-    """Whether all values may fit a format, and whether some may, of a table whose values use so many bits."""
+    """Whether all values, and whether some, may fit a format, in a table whose values use `used` bits."""
     held, beyond, short, filled, able, expected = 0, 0, 0, 0, 0, 0.0
     for row in range(len(counts)):
         most = _bits(stored, lowest + row, used)
@@ -178,7 +175,7 @@ def _fit(counts, telling, lowest, narrow, stored, used, unused, least):
 
 @inner
 def _half(telling, lowest, stored, used):
-    """The most bits that values have, and those that half of them leave unused."""
+    """The most bits that values have, and the number that half of them leave unused."""
     free, highest = np.zeros(WIDTH, np.int64), 0
     for row in range(len(telling)):
         most = _bits(stored, lowest + row, used)
@@ -214,7 +211,7 @@ def _first_look(counts, telling, starts, lowest, formats, few, unused, least, ev
 
 @inner
 def near_grid(levels, grid, top, relative, step):
-    """Whether all levels are near values of a grid, of which the largest is at a place of it."""
+    """Whether all levels, scaled so that the largest is at `top`, are near values of a grid."""
     for level in levels:
         scaled = level / levels[-1] * top
         place = min(max(np.searchsorted(grid, scaled), 1), grid.size - 1)

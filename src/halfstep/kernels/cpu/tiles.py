@@ -1,7 +1,7 @@
-"""Tiles of any shape: whole passes of torch around the rounding kernel of `cast`, and the decoding one of `codes`.
+"""Quantization to values in tiles of any shape: torch operators around the kernels of `cast` and `codes`.
 
-A row, a square, not a short last tile of either: up to three more passes over memory than `blocks` makes, and a tenth
-of the time of the reference, which works in float64.
+For rows, squares, and other whole tiles: up to three more passes over memory than `blocks` needs, and a tenth of the
+time of the reference, which works in float64.
 """
 
 from typing import Any
@@ -23,18 +23,18 @@ from halfstep.quant.scaling.base import finite
 
 
 def numbers_of(quantizer: Quantizer) -> Any:
-    """What `run` rounds elements by; None where it does not form the values of these tiles."""
+    """The constants with which `run` rounds elements; None where it does not support these tiles."""
     scales, format = quantizer.scales, quantizer.format
     if scales is None or quantizer.outliers is not None or not scales.rule.reads:
         return None
-    narrow = format.max < 2.0**100 and format.smallest > 2.0**-100  # room for factors in float32
+    narrow = format.max < 2.0**100 and format.smallest > 2.0**-100  # so that factors do not leave float32's range
     known = narrow and (scales.rule.exact or scales.rule.quotient)
     return elements.scalars(format, quantizer.rounding, "saturate") if known else None
 
 
 def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None) -> bool | None:
-    """Write what x, rounded in these tiles, stands for to `out`: as `blocks.run_values`. None where it is not done
-    here: it takes plain CPU tensors in whole tiles that are not empty."""
+    """Write x, quantized and dequantized, to `out`, as `blocks.run_values`. None where this does not support it: both
+    must be plain CPU tensors of whole tiles, and not empty."""
     numbers, scales = numbers_of(quantizer), quantizer.scales
     if numbers is None or scales is None or not (plain(x) and plain(out) and x.dim() and x.numel()):
         return None
@@ -44,12 +44,12 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None) -> bool
     if rows % high or columns % wide:
         return None
     cut = matrix.view(rows // high, high, columns // wide, wide)
-    amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float().abs()  # of -0 too
+    amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float().abs()  # -0 becomes 0
     if scales.rule.factor(amax, format) is None and _fused(x, out, rounding):
         multiplier = finite(amax / format.max).view(rows // high, columns // wide)
         arrays = [array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), multiplier)]
         _divided(x.numel(), *arrays, numbers, high, wide)
-        return True  # that was not checked
+        return True  # small values were not checked for
     scaled, multiplier = _scaled(cut, amax, scales.rule, format)
     cast.run(scaled, scaled, format, rounding, "saturate", seed)
     limit = torch.finfo(out.dtype).max
@@ -58,8 +58,8 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None) -> bool
 
 
 def run_decode(quantized: Quantized, out: Tensor, scales: Scales) -> bool:
-    """Write the values of `quantized`, which has these scales, to `out`. False where that is not done here: it takes
-    plain CPU tensors, scales beside codes and nothing else.
+    """Write the values of `quantized`, which has these scales, to `out`. False where this does not support it: plain
+    CPU tensors, with codes and scales alone.
 
     Into bf16, where a value times its scale is rounded once, only if both are exact there.
     """
@@ -79,16 +79,16 @@ def run_decode(quantized: Quantized, out: Tensor, scales: Scales) -> bool:
         scale = tile.spread(scale, rows, columns)
     limit = torch.finfo(out.dtype).max
     matrix.mul_(scale.to(out.dtype)).clamp_(-limit, limit)
-    if bool((scale == 0).any()):  # a tile of zeros, whatever its codes mean
+    if bool((scale == 0).any()):  # whatever the codes of a tile with scale 0 are
         matrix.masked_fill_(scale == 0, 0.0)
     return True
 
 
 def _scaled(cut: Tensor, amax: Tensor, rule: Scaling, format: Format) -> tuple[Tensor, Tensor]:
-    """Elements in units of their scale, in float32, and the scales."""
+    """Elements divided by their scale, in float32, and the scales."""
     factor = rule.factor(amax, format)
     if factor is not None:
-        return cut * factor, factor.reciprocal()  # a power of two moves no bit that rounding will look at
+        return cut * factor, factor.reciprocal()  # a power of two changes no bit that rounding depends on
     multiplier = finite(amax / format.max)
     lost = multiplier.isnan() | (multiplier == 0)
     scaled = cut.float() / torch.where(lost, 1.0, multiplier)
@@ -96,13 +96,13 @@ def _scaled(cut: Tensor, amax: Tensor, rule: Scaling, format: Format) -> tuple[T
 
 
 def _fused(x: Tensor, out: Tensor, rounding: str) -> bool:
-    """Whether one pass does what comes after the maxima: float32, in steps that no seed decides."""
+    """Whether one kernel pass can do all after the amaxes: float32, rounded to nearest."""
     return x.dtype == out.dtype == torch.float32 and rounding == "nearest_even" and not x.requires_grad
 
 
 @lanes(types.float32)
 def _times(value: Lane, scale: Lane, numbers: list[Lane]) -> Lane:
-    """value / scale, rounded, times scale; no larger than float32's largest number."""
+    """value / scale, rounded, times scale; clamped to float32's finite range."""
     product = elements.rounded((value / scale).bits(), elements.Rounding(*numbers)).float() * scale
     bits = product.bits()
     largest = bits.constant(INFINITY - 1)
@@ -114,7 +114,7 @@ def _tile_row(x, out, scale, numbers):
     if scale > 0:
         for i in range(x.size):
             out[i] = _times(x[i], scale, numbers)
-    else:  # a tile of zeros, or a lost one, whose scale is NaN
+    else:  # zeros for a tile of zeros, NaN for a tile whose scale is NaN
         out[:] = scale
 
 

@@ -1,6 +1,6 @@
-"""A few rows of numbers, rounded for `few_rows`: by the kernels of large tensors, one of which is chosen once for all.
+"""Rounds a few rows of activations for `few_rows`, with the kernels of large tensors, chosen once for all calls.
 
-What those ask of a tensor, and making tensors, takes longer than rounding a token's activations.
+Checking tensors and creating them would take longer than rounding a token's activations.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,17 @@ from halfstep.quant.tile import TENSOR
 
 
 Rounded = tuple[NDArray[np.float32], float | None]
-"""Flat values, and the scale of the whole tensor; None is 1."""
+"""Flat values, and the scale of the whole tensor; None for 1."""
 Rounder = Callable[[NDArray[Any]], Rounded | None]
-"""Rounds an `array` of whole rows; None where it leaves that to others."""
+"""Rounds an `array` of whole rows; returns None where it does not support the values."""
 
 
 def rounder(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Rounder | None:
-    """What rounds rows of that many numbers, to values that fit `dtype`; None where nothing here does.
+    """The function that rounds rows of that many elements to values that fit `dtype`; None where no kernel here
+    supports it.
 
-    The values are those that the kernels write to a tensor of that dtype. Of subnormal ones in bfloat16, and of numbers
-    that are not finite where the tensor has two levels of scales, the rounder says None.
+    The values are those that kernels write to a tensor of that dtype. The rounder returns None for subnormal results in
+    bfloat16, and for values that are not finite with two levels of scales.
     """
     scales = quantizer.scales
     if scales is None or quantizer.rounding != "nearest_even":

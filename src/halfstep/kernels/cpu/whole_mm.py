@@ -1,4 +1,4 @@
-"""Products of whole numbers of 8 bits, summed exactly: rows of 4 bits that have a scale each."""
+"""Integer matmuls of int8 operands, summed exactly: rows of 4-bit values with a scale each."""
 
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from halfstep.kernels.operator import Operator, blank, plus, times
 
 
 class Operand(Protocol):
-    """What `ops.operand` makes of a matrix."""
+    """A matrix as `ops.operand` makes it."""
 
     @property
     def values(self) -> Tensor: ...
@@ -23,17 +23,17 @@ class Operand(Protocol):
     def scale(self) -> Tensor | None: ...
 
 
-_LARGEST = 1 << 17  # of shared numbers: 127^2 times as many stay below 2^31
+_LARGEST = 1 << 17  # of the shared dimension: 127^2 times it stays below 2^31
 
 
 def run(
     lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None, more: Tensor | None
 ) -> Tensor | None:
-    """lhs (rows, shared) times rhs (shared, columns), times both scales and multiplier, plus `more` (rows, columns) and
+    """lhs (rows, shared) @ rhs (shared, columns), times both scales and multiplier, plus `more` (rows, columns) and
     bias (columns), in float32, rounded once to dtype.
 
-    Up to 2^24 / 127^2 shared numbers, and 116,508 of FP4's, the sum has the bits of float32's, which is exact there.
-    None for what is not whole numbers, with a scale for each row of lhs, and each column of rhs.
+    With a shared dimension up to 2^24 / 127^2, and 116,508 for FP4, the sum has the bits of float32's, which is exact
+    there. None unless both are int8, with a scale for each row of lhs and each column of rhs.
     """
     if lhs.values.dtype != torch.int8 or rhs.values.dtype != torch.int8 or lhs.values.shape[1] > _LARGEST:
         return None
@@ -68,10 +68,10 @@ def _into(
 
 
 def _sums(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """The sums, in a dtype that holds them exactly."""
+    """The integer sums, in a dtype that holds them exactly."""
     if lhs.device.type == "cpu" and lhs.numel() and rhs.numel():
         return torch._int_mm(lhs, rhs)
-    return torch.mm(lhs.double(), rhs.double())  # torch's int8 products on GPUs want aligned sides
+    return torch.mm(lhs.double(), rhs.double())  # torch's int8 matmul on GPUs needs aligned sizes
 
 
 def _flat(row: Tensor) -> Any:

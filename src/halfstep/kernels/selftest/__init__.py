@@ -5,4 +5,4 @@ from halfstep.kernels.selftest import elements, matrices, tiles
 
 CPU = (*elements.CPU, *tiles.CPU, *matrices.CPU)
 GPU = (*elements.GPU, *tiles.GPU)
-"""Triton's kernels: on a GPU, or on CPUs in Triton's interpreter."""
+"""The Triton kernels: on a GPU, or on CPUs in Triton's interpreter."""

@@ -1,4 +1,4 @@
-"""What a kernel's test is: inputs, what the kernel gives, what the reference gives; and how these are compared."""
+"""What a test of a kernel is: inputs, the kernel's result, the reference's result; and how these are compared."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,43 +15,44 @@ from halfstep.formats import Format, get
 _CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32, BFLOAT16, FLOAT16 = ({str(dtype).removeprefix("torch."): dtype} for dtype in DTYPES)
-"""Dtypes as subjects of tests."""
+"""Dtypes as subjects of tests, by name."""
 ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
 SEED = 0x9E3779B97F4A7C15
-"""What keys the noise of stochastic rounding."""
+"""The seed for the noise of stochastic rounding."""
 Run = Callable[..., Any]
 """A kernel."""
 Make = Callable[[tuple[int, int], torch.dtype, Any], Tensor]
-"""A matrix of that shape and dtype for a quantizer."""
+"""Makes a matrix of that shape and dtype for a quantizer."""
 
 
 class Case(NamedTuple):
-    """One result of a kernel, and what it must be."""
+    """One result of a kernel, and the expected one."""
 
     expected: Tensor
     found: Any
-    """What the kernel gave; None or False where it does not take such an input, which is no case then."""
+    """The kernel's result; None or False where it does not support the input: then the case is skipped."""
     what: str = ""
-    """Which result it is, where a kernel has several."""
+    """The name of the result, for a kernel with several."""
     given: Tensor | None = None
-    """The input, where there is a result for each of its numbers."""
+    """The input, if there is one result per element."""
 
 
 Cases = Iterator[Case]
 
 
 class KernelTest(NamedTuple):
-    """A kernel on one format."""
+    """A kernel on one format (or other subject)."""
 
     kernel: str
     format: str
     make: Callable[..., Cases]
-    """Gives the cases of a device and a point."""
+    """Makes the cases for a device and a point."""
     points: tuple[tuple[Any, ...], ...] = ((),)
-    """Dtypes, shapes, roundings: what `make` is given after the device."""
+    """Dtypes, shapes, roundings: the arguments of `make` after the device."""
 
     def cases(self, device: torch.device) -> Cases:
-        """All that the kernel takes, each with its point in words. On a CPU, Triton's kernels need its interpreter."""
+        """All cases that the kernel supports, with their points as text. On a CPU, Triton kernels need its
+        interpreter."""
         for point in self.points:
             for case in self.make(device, *point):
                 if isinstance(case.found, Tensor):
@@ -62,7 +63,7 @@ class KernelTest(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One kernel on one format: how many results were compared, and where the first one differs."""
+    """The result for one kernel on one format: how many elements were compared, and where the first difference is."""
 
     kernel: str
     format: str
@@ -71,7 +72,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether every bit was the reference's."""
+        """Whether every bit equals the reference's."""
         return self.difference is None
 
 
@@ -84,13 +85,13 @@ def kernel_tests(
     **how: Any,
 ) -> list[KernelTest]:
     """A test for each subject (a format, a quantizer, a dtype), whose cases are `make(subject, device, *point, **how)`
-    at all points; these may be a function of the subject."""
+    at all points; `points` may be a function of the subject."""
     of = points if callable(points) else lambda subject, fixed=tuple(points): fixed
     return [KernelTest(kernel, name, partial(make, one, **how), tuple(of(one))) for name, one in subjects.items()]
 
 
 def named(get: Callable[[str], Any], *names: str) -> dict[str, Any]:
-    """Subjects by their names."""
+    """Subjects by name."""
     return {name: get(name) for name in names}
 
 
@@ -98,7 +99,7 @@ FP8 = named(get, "float8_e4m3fn", "float8_e5m2")
 
 
 def outcome(test: KernelTest, device: torch.device = _CPU) -> Outcome:
-    """Compare every case of a test. A kernel that raises, or refuses all of them, is one that differs."""
+    """Compare every case of a test. A kernel that raises, or supports no case, counts as different."""
     compared, difference = 0, None
     try:
         for case in test.cases(device):
@@ -110,7 +111,7 @@ def outcome(test: KernelTest, device: torch.device = _CPU) -> Outcome:
 
 
 def compare(expected: Tensor, found: Tensor, what: str, given: Tensor | None = None) -> str | None:
-    """Where two results differ first (NaN is NaN, and -0 is not 0), or None."""
+    """Where two results first differ, as text (NaN equals NaN, -0 differs from 0); None where they are equal."""
     wide, other = (t.cpu().double() if expected.is_floating_point() else t.cpu().long() for t in (expected, found))
     same = ((wide == other) & (wide.signbit() == other.signbit())) | (wide.isnan() & other.isnan())
     if bool(same.all()):
@@ -130,12 +131,13 @@ def _text(value: Any) -> str:
 
 
 def written(run: Run, x: Tensor, out: Tensor, *given: Any) -> Any:
-    """`out`, to which a kernel wrote what it makes of x; False where it does not take x."""
+    """`out`, after a kernel wrote its result for x to it; False where the kernel does not support x."""
     return run(x.to(out.device), out, *given) and out
 
 
 def coded(run: Run, x: Tensor, out: Tensor, *given: Any, **more: bool) -> Any:
-    """The same of a kernel that says None where it does not take x, and False of what has no code, or no value."""
+    """`written` for a kernel that returns None where it does not support x, and False where a value has no code, or a
+    code no value."""
     done = run(x.to(out.device), out, *given, **more)
     assert done is not False, "the kernel refused what has a code"
     return done and out
@@ -145,8 +147,8 @@ def coded(run: Run, x: Tensor, out: Tensor, *given: Any, **more: bool) -> Any:
 
 
 def hard(size: int, dtype: torch.dtype = torch.float32, format: Format | None = None) -> Tensor:
-    """Random bit patterns, ordinary numbers, specials and subnormals, and the format's values and boundaries with
-    their neighbours: `size` of them, the hardest first."""
+    """`size` values, the hardest first: specials and subnormals, the format's values and boundaries with their
+    neighbours, random bit patterns, and normally distributed values."""
     generator = torch.Generator().manual_seed(size)
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, -3.4028235e38, 1.0]
     parts = [torch.tensor(special, dtype=torch.float32, device="cpu")]
@@ -159,38 +161,38 @@ def hard(size: int, dtype: torch.dtype = torch.float32, format: Format | None = 
 
 
 def finite(size: int, dtype: torch.dtype = torch.float32, format: Format | None = None) -> Tensor:
-    """The same with 1 for NaN, and the largest number for infinity."""
+    """`hard`, with 1 for NaN and the largest value for infinity."""
     return hard(size, dtype, format).nan_to_num(1.0)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Any = None) -> Tensor:
-    """`hard` numbers."""
+    """`hard` as a matrix."""
     return hard(math.prod(shape), dtype).view(shape)
 
 
 def bounded(shape: tuple[int, int], dtype: torch.dtype, quantizer: Any = None, limit: float = 1e30) -> Tensor:
-    """The same, with 1 for what is not finite or so large that products with small numbers may not be."""
+    """`matrix`, with 1 for values that are not finite, or so large that products with small values may not be."""
     x = matrix(shape, dtype)
     return torch.where(x.float().abs() < limit, x, 1.0)
 
 
 def whole(seed: int, *shape: int, most: int = 8) -> Tensor:
-    """Small whole numbers in float32: their products sum up exactly in any order."""
+    """Small integers in float32: their products have an exact sum in any order."""
     return torch.randint(
         -most, most + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu"
     ).float()
 
 
 def scalar(number: float, device: torch.device = _CPU) -> Tensor:
-    """A number in float32."""
+    """A float32 scalar."""
     return torch.full((), number, dtype=torch.float32, device=device)
 
 
 def seed_of(rounding: str) -> int | None:
-    """What keys the noise of that rounding; None where it has none."""
+    """The seed for that rounding; None where it draws no noise."""
     return SEED if rounding == "stochastic" else None
 
 
 def cell(seed: int, device: torch.device) -> Tensor:
-    """A seed in a GPU's memory, where the replays of a CUDA graph read it."""
+    """A seed as an int64 scalar on the device, where the replays of a CUDA graph read it."""
     return torch.full((), seed - (seed >> 63 << 64), device=device, dtype=torch.int64)

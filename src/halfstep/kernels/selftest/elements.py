@@ -1,4 +1,4 @@
-"""Tests of the kernels that take a tensor element by element, and of those that find its largest magnitude."""
+"""Tests of elementwise kernels, and of those that find the amax of a tensor."""
 
 from itertools import product
 from math import prod
@@ -52,7 +52,7 @@ def _scaled(
     format: formats.Format, device: torch.device, dtype: torch.dtype, size: int, into: torch.dtype, make: Run,
     noted: str, run: Run,
 ) -> Cases:  # fmt: skip
-    """Values of x times a factor, with the largest magnitude noted or not; NaN's bits are above all."""
+    """Values of x times a factor, with or without recording amax, for which NaN's bits are the largest."""
     x, factor, largest = make(size, dtype, format), scalar(3.7), scalar(0.5, device) if noted else None
     how = format, "nearest_even", "saturate", None, factor.to(device), largest
     found = written(run, x, torch.full_like(x, 7, dtype=into, device=device), *how)
@@ -78,7 +78,7 @@ def _codes(
 def _packed(
     format: formats.Format, device: torch.device, dtype: torch.dtype, size: int, run: Run, decode: Run
 ) -> Cases:
-    """Codes of 4 and 6 bits in the bytes where `quant.pack` puts them, and the values of these bytes."""
+    """4- and 6-bit codes packed as by `quant.pack`, and their values."""
     x, how = finite(4 * size, dtype, format).view(size, 4), (format, "nearest_even", "saturate", None)
     codes = quant.encode(x, format)
     packed = pack(codes, format.bits, format.high_nibble_first)
@@ -102,7 +102,7 @@ def _posit(format: formats.Posit, device: torch.device, dtype: torch.dtype, size
 
 
 def _finish(dtype: torch.dtype, device: torch.device, rows: int, columns: int, biased: str) -> Cases:
-    """Results of whole blocks, and with a rest; biases shorter and longer than a block."""
+    """Results that fill blocks and that do not; biases shorter and longer than a block."""
     product, bias, scale = hard(rows * columns).view(rows, columns), hard(columns, dtype), scalar(0.3)
     wide = product * scale + bias if biased else product * scale
     found = gpu_cast.run_finish(product.to(device), scale.to(device), bias.to(device) if biased else None, dtype)
@@ -110,7 +110,7 @@ def _finish(dtype: torch.dtype, device: torch.device, rows: int, columns: int, b
 
 
 def _seeds(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], count: int) -> Cases:
-    """Of tensors of any dimensions, as they lie and by other strides."""
+    """For tensors of any number of dimensions, contiguous and with other strides."""
     x, key = hard(prod(shape), dtype).view(shape), torch.tensor([2**62 + 5, -3], dtype=torch.int64, device="cpu")
     for one in (x, x.mT[..., ::2]) if len(shape) > 1 else (x,):
         found = gpu_cast.run_seeds(one.to(device), key.to(device), count, operator.steps(one))
@@ -118,7 +118,7 @@ def _seeds(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], cou
 
 
 def _history(format: formats.Format, device: torch.device, scaling: Delayed, skipped: float | None) -> Cases:
-    """States of many kinds at the end of a step, of one that was left out too."""
+    """Various states at the end of a step, and of a skipped step."""
     generator = torch.Generator().manual_seed(scaling.history)
     states = torch.rand((12, 1 + scaling.history), generator=generator, dtype=torch.float32, device="cpu")
     states[::2, 1:] *= states[::2, 1:] > 0.7
@@ -136,7 +136,7 @@ def _history(format: formats.Format, device: torch.device, scaling: Delayed, ski
 
 
 _SIZES, _GPU_SIZES = (0, 1, 17, (1 << 14) + 3), (0, 1, 17, (1 << 13) + 3)
-"""None, one, a part of a vector, and several chunks, or blocks, with a rest."""
+"""Nothing, one element, part of a vector, and several chunks or blocks plus a rest."""
 _KINDS, _FLOATS, _OVERFLOWS = (hard, finite), FLOAT32 | BFLOAT16 | FLOAT16, ("saturate", "ieee")
 _SCALED = FP8 | named(formats.get, "e4m3fnuz", "e2m1fn")
 _EVERY = _SCALED | named(formats.get, "e3m2fn", "int8", "bf16", "fp16")

@@ -1,4 +1,4 @@
-"""Tests of kernels of matrices: rows with a scale each, clamps, errors of casts; and products, a GPU's units' too."""
+"""Tests of kernels for matrices: scales per row, clamps, errors of casts, and matmuls, on a GPU's tensor cores too."""
 
 from dataclasses import replace
 from itertools import product
@@ -44,7 +44,7 @@ _SHAPE = (33, 64)
 
 
 def _quantiles(algorithm: str, device: torch.device, dtype: torch.dtype, tile: str) -> Cases:
-    """Quantiles of a tensor and of rows, and what is beyond them."""
+    """Quantiles of a tensor and of rows, and the elements outside of them."""
     x, clamp = bounded((33, 300), dtype), quant.Clamp(0.9, tile, algorithm)
     bounds = torch.empty(2, 33 if tile == "row" else 1, dtype=torch.float32, device="cpu")
     yield Case(clamp.bounds(x), quantiles.run(x, bounds, clamp) and bounds)
@@ -55,7 +55,7 @@ def _quantiles(algorithm: str, device: torch.device, dtype: torch.dtype, tile: s
 def _rows(
     format: formats.Format, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], into: torch.dtype
 ) -> Cases:
-    """Clamped, multiplied by a factor a row or a column, and rounded: in whole numbers, and to values."""
+    """Clamped, multiplied by a factor per row or column, and rounded: to int8, and to values."""
     x, bounds = bounded(_SHAPE, dtype), torch.tensor([[-1.25], [2.5]], dtype=torch.float32, device="cpu")
     factor, steps = (_factors(shape), 2) if into == torch.int8 else (torch.exp2(_factors(shape).round()), 1)
     out = torch.empty(_SHAPE, dtype=into, device="cpu")
@@ -67,7 +67,7 @@ def _rows(
 
 
 def _folded(format: formats.Format, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Cases:
-    """Times a factor a row or a column, and rounded as one tensor."""
+    """Multiplied by a factor per row or column, and rounded as one tensor."""
     x, scale, rule = bounded(_SHAPE, dtype), _factors(shape), delayed.current
     wide, made = x.float() * scale, rows.run_folded(x, scale, format, "nearest_even", rule, torch.bfloat16)
     factor = delayed.factor_of(wide.abs().max(), format)
@@ -90,7 +90,7 @@ def _slopes(format: formats.Format, device: torch.device, dtype: torch.dtype, ti
 
 
 def _cast_errors(quantizer: Quantizer, device: torch.device, dtype: torch.dtype) -> Cases:
-    """How many values a cast makes zero, and infinite, by the kernel that writes none of them."""
+    """How many values a cast makes zero, and infinite, counted by the kernel that does not write the values."""
     x = bounded((64, 128), dtype)
     cast_errors = CastErrors(quantizer, float(x.abs().max()))
     cast_errors.add(Rows(array(x), 128))
@@ -100,14 +100,14 @@ def _cast_errors(quantizer: Quantizer, device: torch.device, dtype: torch.dtype)
 
 
 class Operand(NamedTuple):
-    """A side of a product."""
+    """An operand of a matmul."""
 
     values: torch.Tensor
     scale: torch.Tensor | None
 
 
 def _carried(format: formats.Format, device: torch.device, rows: int, shared: int, columns: int, scaled: str) -> Cases:
-    """Operands of few bits, so that every sum is exact in float32: any path must give the exact product, rounded."""
+    """Operands of few bits, so that every sum is exact in float32: any path must give the exact result, rounded."""
     lhs, rhs = (quant.round_to(x, format).bfloat16() for x in (whole(1, rows, shared), whole(2, columns, shared)))
     exact, scale = lhs.double() @ rhs.double().t(), scalar(0.37)
     expected = (exact.float() * scale if scaled else exact).bfloat16()
@@ -115,7 +115,7 @@ def _carried(format: formats.Format, device: torch.device, rows: int, shared: in
 
 
 def _few_rows(quantizer: Quantizer, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
-    """Read from codes and from values; one row, and several."""
+    """The weight read from codes and from values; one row, and several."""
     x, made = whole(1, rows, shared), quantizer.quantize(whole(2, columns, shared))
     values, found = made.dequantize(torch.float32), torch.empty(rows, columns, dtype=torch.float32, device="cpu")
     exact = (x.double() @ values.double().t()).float()
@@ -127,14 +127,14 @@ def _few_rows(quantizer: Quantizer, device: torch.device, rows: int, shared: int
 
 
 def _accumulate(accumulator: quant.Accumulator, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
-    """Sums of products: rounded, or aligned and cut, promoted and not."""
+    """Emulated accumulators: rounding or aligned, with and without promotion."""
     sizes, out = ((rows, shared), (shared, columns)), torch.zeros(rows, columns, dtype=torch.float32, device="cpu")
     lhs, rhs = (bounded(size, torch.float32, limit=1e8).bfloat16().float() for size in sizes)
     yield Case(quant.accumulator.accumulate(lhs, rhs, accumulator), accumulate.run(lhs, rhs, out, accumulator) and out)
 
 
 def _sparse(dtype: torch.dtype, device: torch.device, down: str) -> Cases:
-    """A sparse matrix times a dense one."""
+    """A sparse matrix @ a dense one."""
     matrix = whole(1, 33, 65) * (whole(2, 33, 65, most=2) == 0)
     other = whole(3, 33 if down else 65, 50).to(dtype)
     out = torch.empty(65 if down else 33, 50, dtype=torch.float32, device="cpu")
@@ -144,7 +144,7 @@ def _sparse(dtype: torch.dtype, device: torch.device, down: str) -> Cases:
 
 
 def _whole_products(dtype: torch.dtype, device: torch.device, bias: str, more: str) -> Cases:
-    """Whole numbers times scales that are powers of two, so that all but the last rounding is exact."""
+    """Integer matmuls with power-of-two scales, so that all roundings but the last are exact."""
     lhs, rhs = whole(1, 33, 64, most=12), whole(2, 64, 40, most=12)
     first = torch.exp2(torch.arange(33, dtype=torch.float32, device="cpu") % 5 - 2)[:, None]
     second = torch.exp2(torch.arange(40, dtype=torch.float32, device="cpu") % 7 - 3)[None]
@@ -155,8 +155,8 @@ def _whole_products(dtype: torch.dtype, device: torch.device, bias: str, more: s
 
 
 def _units(sides: Any, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
-    """The product by FP8 and FP4 tensor cores of whole numbers, each tile times a scale of its own, so that any order
-    of summing gives the exact product: what is wrong here is a layout or a scale."""
+    """The matmul of integers on FP8 and FP4 tensor cores, each tile times a scale of its own, so that any order of
+    summation gives the exact result: a difference means a wrong layout or scale."""
     lhs, rhs = _scaled(sides[0], rows, shared, 1), _scaled(sides[1], columns, shared, 3)
     exact = lhs.dequantize(torch.float64) @ rhs.dequantize(torch.float64).t()
     a, b = (replace(one, tensors={key: part.to(device) for key, part in one.tensors.items()}) for one in (lhs, rhs))
@@ -171,8 +171,8 @@ def _units(sides: Any, device: torch.device, rows: int, shared: int, columns: in
 
 
 def _scaled(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantized:
-    """Whole numbers of at most 4 times 1, 2 or 4, one power a tile; 3/8 of that where scales are float32, half of it
-    where the tensor has a scale of its own."""
+    """Integers of at most 4, times 1, 2 or 4 for each tile; times 3/8 where scales are float32, half where the tensor
+    has a scale of its own."""
     (tile, rule), format = (quantizer.scales.tile, quantizer.scales.rule), quantizer.format
     codes = quant.encode(whole(seed, rows, columns, most=4), format)
     powers = torch.exp2(whole(seed + 1, *tile.grid(rows, columns), most=1) + 1)
@@ -183,7 +183,7 @@ def _scaled(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantiz
 
 
 def units(device: torch.device) -> list[KernelTest]:
-    """Every way of scaling that the units of that GPU take, at sizes that they take."""
+    """A test for every scaling that the tensor cores of that GPU take, at sizes that they take."""
     sizes = ((1, 16, 16), (33, 64, 48), (4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
     return kernel_tests(
         "units",
@@ -205,9 +205,9 @@ UNITS = {
     "mxfp8_e4m3": (get_quantizer("mxfp8_e4m3"), get_quantizer("mxfp8_e4m3")),
     "nvfp4": (get_quantizer("nvfp4"), get_quantizer("nvfp4")),
 }  # fmt: skip
-"""What tensor cores scale, by kind of tile: quantizers of the left and of the right."""
+"""Pairs of quantizers, for the left and the right operand, by kind of tile."""
 _SIDES = DTYPES[:2], ((33, 1), (1, 64))
-"""Dtypes, and the shapes of a factor a row and a column."""
+"""Dtypes, and the shapes of a factor per row and per column."""
 CPU = (
     *kernel_tests(
         "cast errors", named(get_quantizer, "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "int8_row", "fp8_128x128"),

@@ -1,4 +1,4 @@
-"""Tests of kernels that round tiles with a scale each, in one layout or both, and after a Hadamard transform."""
+"""Tests of kernels that quantize in tiles, in one layout or both, and after a Hadamard transform."""
 
 from dataclasses import replace
 from itertools import product
@@ -39,7 +39,8 @@ from halfstep.quant.scaling import delayed, get_scaling
 
 
 def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer) -> Tensor:
-    """Rows of many sizes, hard numbers in some: tiles of zeros, tiny ones, lost ones, near ties and usual ones."""
+    """Rows of many magnitudes, with hard values in some: tiles of zeros, of tiny values, with infinity or NaN, near
+    ties."""
     (count, columns), generator = shape, torch.Generator().manual_seed(shape[0])
     sizes = torch.arange(count, dtype=torch.float32, device="cpu")[:, None] * 7 % 60 - 30
     x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * torch.exp2(sizes)
@@ -52,8 +53,8 @@ def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer
 
 
 def tied(shape: tuple[int, int], dtype: torch.dtype = torch.float32, quantizer: Quantizer | None = None) -> Tensor:
-    """Tiles of 16 columns that `four_over_six` takes to 6 with the multiplier 256, or to 4 with 384, with equal errors;
-    the third 16 rows of 48 have smaller ones by 384, the first by 256: by 2^-15 a row."""
+    """Tiles of 16 columns for which `four_over_six` has equal errors with the multiplier 256 (amax to 6) and 384 (to
+    4). Of each 48 rows, the first 16 have smaller errors with 256 and the last 16 with 384, by 2^-15 a row."""
     generator, size = torch.Generator().manual_seed(shape[1]), (shape[0], shape[1] // 16)
     apart = torch.randint(0, 2**20, (*size, 4), generator=generator, dtype=torch.int64, device="cpu") * 2.0**-16
     tiny = torch.randn(*size, 7, generator=generator, dtype=torch.float32, device="cpu") * 2.0**-30
@@ -78,7 +79,7 @@ def valued(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], make: Make = hard_matrix,
     into: torch.dtype | None = None, run: Run = gpu_blocks.run_values,
 ) -> Cases:  # fmt: skip
-    """Values; of two levels, without the tensor's scale, too."""
+    """Dequantized values; with two levels of scales, also without the tensor's scale."""
     x, seed = make(shape, dtype, quantizer), seed_of(quantizer.rounding)
     out, expected = torch.full(shape, 7, dtype=into or dtype, device=device), quantizer.quantize(x, seed)
     yield Case(expected.dequantize(out.dtype), written(run, x, out, quantizer, seed), "", x)
@@ -94,7 +95,7 @@ def dequantised(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], make: Make = hard_matrix,
     into: torch.dtype | None = None, run: Run = gpu_blocks.run_dequantize,
 ) -> Cases:  # fmt: skip
-    """Values of codes and scales; and with codes in half of the rows that nothing was rounded to."""
+    """Values of codes and scales; also with random codes, which no rounding gives, in half of the rows."""
     made, generator = quantizer.quantize(make(shape, dtype, quantizer), SEED), torch.Generator().manual_seed(1)
     random = torch.randint(0, 256, made.codes.shape, generator=generator, dtype=torch.int64, device="cpu")
     for codes in (made.codes.clone(), random):
@@ -107,7 +108,7 @@ def dequantised(
 def both(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], form: str, outer: str
 ) -> Cases:
-    """Codes and scales of a matrix and of its transpose; by a seed, the transpose has the matrix's codes."""
+    """Codes and scales of a matrix and of its transpose; with a seed, the transpose has the matrix's codes."""
     x, seed = hard_matrix(shape, dtype, quantizer), seed_of(quantizer.rounding)
     copies = layouts.empty(x.to(device), quantizer, form, bool(outer))
     layouts.run(x.to(device), quantizer, *copies, _handed(seed, x, device))
@@ -123,8 +124,8 @@ def both(
 
 
 def _laid(scales: Tensor, quantizer: Any, form: str, rows: int) -> Tensor:
-    """Scales in that form, of a copy with so many rows; swizzled, in each row of a tile, by the formula of PyTorch's
-    documentation, entry by entry."""
+    """Scales in that form, for a copy with `rows` rows; swizzled, repeated for each row of a tile, by the formula of
+    PyTorch's documentation, entry by entry."""
     if form != "swizzled":
         apart = {"scale": scales, "tensor_scale": scalar(1.0)}
         return scales if form == "stored" else quantizer.scales.rule.multiplier(apart, quantizer.format)
@@ -139,7 +140,7 @@ def _laid(scales: Tensor, quantizer: Any, form: str, rows: int) -> Tensor:
 
 
 def _given(quantizer: Quantizer, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], kind: str) -> Cases:
-    """Both copies of a matrix times a factor that is given; NaN and infinity, too, and the largest magnitude."""
+    """Both copies of a matrix times a given factor, for NaN and infinity too; and the amax."""
     x, largest = hard_matrix(shape, dtype, quantizer), scalar(0.5, device)
     x[0, :8] = torch.tensor(
         [torch.nan, torch.inf, -torch.inf, 1e30, -0.0, 0.0, 1e-30, 3.0], dtype=torch.float32, device="cpu"
@@ -153,7 +154,7 @@ def _formed(
     quantizer: Quantizer, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], size: float,
     state: float | None,
 ) -> Cases:  # fmt: skip
-    """The same times a factor that the kernel forms: of the largest magnitude, where there is none, or it is 0."""
+    """Both copies times a factor that the kernel computes from amax, where none is given or it is 0."""
     x = hard_matrix(shape, dtype, quantizer).nan_to_num(1.0, 2.0, 2.0)
     x = x * size if size in (1.0, 2.0**-130) else torch.full_like(x, size)
     largest = x.float().abs().amax()
@@ -163,7 +164,7 @@ def _formed(
 
 
 def _times(x: Tensor, quantizer: Quantizer, device: torch.device, factor: Tensor, *given: Any) -> Cases:
-    """What was made of x times a factor. The sign of a NaN that was multiplied is the processor's."""
+    """The codes of x times a factor. The sign of a NaN depends on the processor, so it is not compared."""
     seed = seed_of(quantizer.rounding)
     along, down, scale = layouts.codes(x.to(device), quantizer, _handed(seed, x, device), *given)
     expected = Quantizer(quantizer.format, quantizer.rounding).quantize(x.float() * factor, seed).codes
@@ -174,7 +175,7 @@ def _times(x: Tensor, quantizer: Quantizer, device: torch.device, factor: Tensor
 
 
 def _replayed(quantizer: Quantizer, device: torch.device) -> Cases:
-    """The same launches twice, with seeds that are drawn into the GPU's memory before each run: two eager steps."""
+    """The same launches twice, with seeds drawn into GPU memory before each run, against two eager steps."""
     x = hard_matrix((130, 144), torch.float32, quantizer)
     ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
     draws, outs = Draws(), [torch.full(x.shape, 7.0, device=device, dtype=torch.float32) for _ in range(2)]
@@ -187,16 +188,16 @@ def _replayed(quantizer: Quantizer, device: torch.device) -> Cases:
 
 
 def _handed(seed: int | None, x: Tensor, device: torch.device, held: bool = True) -> Any:
-    """The seed as a number; for float32 in the GPU's memory, where it may be `held` there."""
+    """The seed as an int; for float32, if `held`, as a scalar on the device."""
     return cell(seed, device) if held and seed is not None and x.dtype == torch.float32 else seed
 
 
 Spun = tuple[Any, Hadamard]
-"""A quantizer of tiles along rows, and what rotates before it."""
+"""A quantizer of tiles along rows, and the rotation before it."""
 
 
 def spread(shape: tuple[int, int], dtype: torch.dtype, quantizer: Any) -> Tensor:
-    """Hard numbers, few of which are not finite: a rotation spreads them over its block."""
+    """Hard values, few of which are not finite, since a rotation spreads these over its block."""
     x = hard_matrix(shape, dtype, quantizer)
     small = torch.where(x.float().abs() < 1e30, x, 1.0)
     small[:2, :3], small[-1, -1] = x[:2, :3], torch.inf
@@ -217,8 +218,8 @@ def rotated_values(
     told: Run = gpu_rotated.told, run: Run = gpu_rotated.run_values, into: torch.dtype = torch.bfloat16,
     part: float = 0.75,
 ) -> Cases:  # fmt: skip
-    """Values: along rows of all and in the input's dtype, down columns of that part; of two levels, without the
-    tensor's scale, too."""
+    """Values: along rows, of the whole in the input's dtype; along columns, of that part; with two levels of scales,
+    also without the tensor's scale."""
     quantizer, part, into = (spun[0], 1.0, dtype) if dim else (spun[0].down, part, into)
     x, signs, seed = make(shape, dtype, spun[0]), spun[1].signs(), seed_of(quantizer.rounding)
     known, two_level = told(x, signs, dim, quantizer), quantizer.scales.rule.two_level
@@ -235,7 +236,7 @@ def rotated_values(
 
 
 def rotated_codes(spun: Spun, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], dim: int) -> Cases:
-    """Codes and scales: down columns, the transposed matrix's."""
+    """Codes and scales; along columns, those of the transpose."""
     (quantizer, hadamard), x = spun, spread(shape, dtype, spun[0])
     signs, seed = hadamard.signs(), seed_of(quantizer.rounding)
     told: Any = gpu_rotated.told(x, signs, dim, quantizer, turned=True)
@@ -248,7 +249,7 @@ def rotated_codes(spun: Spun, device: torch.device, dtype: torch.dtype, shape: t
 def _rotated_both(
     spun: Spun, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], form: str
 ) -> Cases:  # fmt: skip
-    """Codes and scales as the matrix lies, and of its rotated columns, by a seed each: one is in the GPU's memory."""
+    """Codes and scales of the matrix, and of its rotated transpose, with a seed each, one of which is on the device."""
     (quantizer, hadamard), x = spun, spread(shape, dtype, spun[0])
     signs, seeds = hadamard.signs(), (SEED, 7) if quantizer.rounding == "stochastic" else (None, None)
     told: Any = turned.told(x, quantizer, signs)
@@ -266,7 +267,7 @@ def _cpu_rotated(
     x: Tensor, signs: Tensor, dim: int, quantizer: Any, numbers: Any, seed: int | None, into: torch.dtype,
     part: float, scale: Any = None,
 ) -> Tensor | None:  # fmt: skip
-    """As the GPU's `rotated.run_values`; of two levels only with the tensor's scale apart."""
+    """The interface of the GPU's `rotated.run_values`; with two levels only with the tensor's scale apart."""
     if not quantizer.scales.rule.two_level:
         return rotated_tiles.run_powers(x, signs, dim, quantizer, numbers, seed, part, into)[0]
     if scale is None:
@@ -276,7 +277,7 @@ def _cpu_rotated(
 
 
 def _rotated_inputs(spun: Spun, *more: tuple[Any, ...]) -> list[Any]:
-    """Whole blocks of the rotation in a whole program, and short ones both ways; along both dimensions."""
+    """Whole blocks of the rotation that fill a program, and short ones in both directions; along both dimensions."""
     return [
         (*one, dim)
         for one in ((torch.bfloat16, (spun[1].size, 512)), (torch.float32, (spun[1].size + 3, 45)), *more)
@@ -349,7 +350,7 @@ def _in_tiles(quantizer: Any) -> list[Any]:
 
 
 def _taken(run: Run) -> Run:
-    """Whether a kernel took its input that tells more where it did."""
+    """Whether a kernel supported its input, for one that returns more than that."""
     return lambda *given: run(*given) is not None
 
 

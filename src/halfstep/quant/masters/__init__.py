@@ -1,4 +1,4 @@
-"""What takes the update: the weight itself, or a master kept beside it; found by name."""
+"""What the update is applied to: the weight itself, or a master kept beside it; found by name."""
 
 from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters.base import Kept, Master, Own
@@ -12,7 +12,7 @@ _by_name = family("halfstep.quant.masters", Master)  # type: ignore[type-abstrac
 
 
 def list_masters() -> list[str]:
-    """The names of what can be kept beside a weight."""
+    """The names of the masters that keep something beside a weight."""
     return sorted(_by_name().keys() - {"none"})
 
 

@@ -1,6 +1,6 @@
-"""Masters that keep something beside the weight: float32, a copy or in an integer the lower bits; or a second bfloat16.
+"""Masters kept beside the weight: a float32 copy; its lower bits, as an integer; or a second bfloat16.
 
-That second number is what rounding left over (Kahan), or the rest of a sum (Collage).
+The second bfloat16 is the accumulated rounding error (Kahan), or the low part of a sum (Collage).
 """
 
 from typing import ClassVar
@@ -12,7 +12,8 @@ from halfstep.quant.masters.base import Kept, Master, drop_strange
 
 
 class Full(Master):
-    """4 bytes a parameter; the stored weight is the copy rounded to nearest-even. Where it is not, the weight is newer.
+    """A float32 copy, 4 bytes per parameter. The stored weight is the copy rounded to nearest even; where it is not,
+    the weight was written since, and counts.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
     """
@@ -52,12 +53,13 @@ class _Lower(Master):
 
 
 class Split(_Lower):
-    """2 bytes a parameter: float32 bits = (bfloat16 bits << 16) + low, with low in [-2^15, 2^15).
+    """The lower half of a float32, 2 bytes per parameter: float32 bits = (bfloat16 bits << 16) + low, low in [-2^15,
+    2^15).
 
-    The bfloat16 half is therefore the float32 weight rounded to nearest with ties away from zero (to nearest-even, a
-    tie would leave 2^15 or -2^15 over, and 16 bits hold one of them). Beside another weight that was written from
-    outside, the lower half is at most half an ulp of it and stays; beside a zero or an infinity, where it would make a
-    NaN, it goes.
+    The bfloat16 half is therefore the float32 weight rounded to nearest with ties away from zero (to nearest even, a
+    tie would leave a low of 2^15 or -2^15, and 16 bits hold only one of them). If the weight was written from outside,
+    the lower half is at most half an ulp of it and stays; next to a zero or an infinity, where it would make a NaN, it
+    is dropped.
 
     Source: nothing is approximated: the two halves are the float32 number.
     """
@@ -78,15 +80,16 @@ split = Split("split")
 
 
 class Residue(_Lower):
-    """1 byte a parameter: bits of the master = (bfloat16 bits << 16) + (residue << 8), with residue in [-128, 128).
+    """Eight more bits, 1 byte per parameter: master bits = (bfloat16 bits << 16) + (residue << 8), residue in [-128,
+    128).
 
     The master is the float32 weight rounded to 16 significant bits, ties to even, so an update is lost below 2^-17 of
     its weight where bfloat16 alone loses it below 2^-9. The bfloat16 half is the master rounded to nearest, ties away
     from zero. As under `Split`, a residue beside a weight written from outside is at most half an ulp of it and stays,
-    but where it would make a NaN.
+    except where it would make a NaN.
 
-    Source: FlashOptim (Gonzalez Ortiz et al. 2026, arXiv 2602.23349, algorithm 1) keeps what rounding to bfloat16 left
-    over as so many 127ths of half an ulp; here weight and residue are the bits of one number.
+    Source: FlashOptim (Gonzalez Ortiz et al. 2026, arXiv 2602.23349, algorithm 1) stores the error of rounding to
+    bfloat16 in 127ths of half an ulp; here weight and residue are the bits of one number.
     """
 
     keeps: ClassVar = {"residue": torch.int8}
@@ -120,7 +123,7 @@ class _Pair(Master):
 
 
 class Kahan(_Pair):
-    """2 bytes a parameter: a bfloat16 compensation c. With u the wanted update, each line rounded to bfloat16:
+    """A bfloat16 compensation c, 2 bytes per parameter. With u the wanted update, each line rounded to bfloat16:
 
         c = c + u;  w' = w + c;  c' = c + (w - w')
 
@@ -146,12 +149,12 @@ kahan = Kahan("kahan")
 
 
 class Collage(_Pair):
-    """2 bytes a parameter: a bfloat16 residual. Grow(hi, lo, u), each operation rounded to bfloat16:
+    """A bfloat16 residual, 2 bytes per parameter. Grow(hi, lo, u), each operation rounded to bfloat16:
 
         t = hi + u;  lo = lo + (u - (t - hi));  hi' = t + lo;  lo' = lo - (hi' - t)
 
-    u is taken in float32 from the rule, weight decay included ("compact"), and rounded once; the paper's code
-    computes the update in bfloat16 as well.
+    u is taken in float32 from the rule, weight decay included ("compact"), and rounded once; the paper's code computes
+    the update in bfloat16 as well.
 
     Source: Yu et al. 2024 (Collage), arXiv 2405.03637, and its released code.
     """

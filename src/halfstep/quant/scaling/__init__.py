@@ -1,6 +1,6 @@
-"""How the scale of a tile is chosen: a kind of rule a file, found by name.
+"""Scaling rules: how the scale of a tile is computed, one kind of rule per file, found by name.
 
-A scale is multiplied to get back, but for a `NonlinearScaling`, which says how it gets back.
+Dequantizing multiplies by the scale, except for a `NonlinearScaling`, which defines its own inverse.
 """
 
 import json
@@ -15,7 +15,7 @@ from halfstep.registry import family
 
 __all__ = ["NonlinearScaling", "Scaling", "StatefulScaling", "from_text", "get_scaling", "named"]
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
 
 
 _by_name = family("halfstep.quant.scaling", Scaling)  # type: ignore[type-abstract]
@@ -47,15 +47,15 @@ def get_scaling(name: str | Scaling, **options: Any) -> Scaling:
 
 @cache
 def from_text(text: str) -> Scaling:
-    """The rule of a `Scaling.text`."""
+    """The rule with this `Scaling.text`."""
     return get_scaling(**json.loads(text))
 
 
 def named(rule: Scaling) -> tuple[str, dict[str, Any]]:
-    """The name and the options from which `get_scaling` makes this rule: what files and traced graphs say of it.
+    """The name and the options with which `get_scaling` makes this rule, for files and traced graphs.
 
     Raises:
-        QuantizationError: it is one of your own, which no name finds.
+        QuantizationError: a rule of the user's own, which is not found by name.
     """
     found = _by_name().get(rule.name)
     if found is None or type(found) is not type(rule) or replace(found, **rule.options) != rule:

@@ -1,4 +1,4 @@
-"""The tile's largest magnitude, or its range, is laid over the element format's values; the scales in 8 bits, too."""
+"""Scales that map a tile's amax, or its range, to the element format's range; stored in float32, bfloat16 or 8 bits."""
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ absmax = Absmax("absmax")
 
 
 class AbsmaxBf16(Scaling):
-    """scale = bf16(amax / max), formed in float32 and rounded to nearest-even; elements are divided by what is stored.
+    """scale = bf16(amax / max), computed in float32 and rounded to nearest even; elements are divided by the stored
+    scale.
 
-    Where the scale was rounded down, the largest elements saturate, which moves them by less than 2^-8 of their size.
+    Where the scale was rounded down, the largest elements saturate, which changes them by less than 2^-8 of their size.
     A tile so small that its scale rounds to 0 becomes zeros. The source adds 1e-10 to amax; this does not.
 
-    Source: Xi et al. 2025 (COAT), arXiv 2410.19313, and its released code: 1 x 16 groups of what norms and such save.
+    Source: Xi et al. 2025 (COAT), arXiv 2410.19313, and its released code: 1 x 16 groups of tensors saved by norms and
+    such.
     """
 
     holds = "bf16"
@@ -77,9 +79,10 @@ MAP = codebooks.dynamic8
 
 
 class DoubleAbsmax(Absmax):
-    """Absmax scales less their mean, in groups of 256 as codes of the dynamic map with an absmax scale each.
+    """Absmax scales that are quantized themselves: minus their mean, in groups of 256, as codes of the dynamic map with
+    an absmax scale each.
 
-    Elements are divided by the scale before it is compressed, and multiplied by it after.
+    Elements are divided by the scale before it is quantized, and multiplied by it afterwards.
 
     Source: Dettmers et al. 2023, arXiv 2305.14314, section 3 (double quantization), as in bitsandbytes.
     """
@@ -90,7 +93,7 @@ class DoubleAbsmax(Absmax):
         return self.compressed(super().scale(x, tile, element)[1], element)
 
     def compressed(self, exact: Tensor, element: Format) -> tuple[Stored, Tensor]:
-        """What is stored of the scales of tiles; and they, NaN in groups with one that is not finite."""
+        """The stored tensors for these tiles' scales; and the scales, NaN in groups with one that is not finite."""
         known = exact[exact.isfinite()]
         offset = (
             known.double().mean() if known.numel() else torch.zeros((), device=exact.device, dtype=torch.float32)
@@ -99,14 +102,14 @@ class DoubleAbsmax(Absmax):
         group_scale = _groups(rest).abs().nan_to_num(0).amax(1)
         codes = encode((rest / _spread(group_scale, rest)).nan_to_num(0), MAP).view(exact.shape)
         stored = {"scale": codes, "scale_scale": group_scale, "scale_offset": offset}
-        # A code has no NaN: the group of a lost tile is lost with it.
+        # The codes have no NaN, so one scale that is not finite makes the scale of its group NaN.
         stored["scale_scale"] = torch.where(_groups(rest).isnan().any(1), torch.nan, group_scale)
         return stored, torch.where(self.multiplier(stored, element).isnan(), torch.nan, exact)
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
         rest = decode(stored["scale"], MAP).flatten()
         scale = rest * _spread(stored["scale_scale"], rest) + stored["scale_offset"]
-        limit = torch.finfo(torch.float32).max  # what was rounded up must not become an infinity
+        limit = torch.finfo(torch.float32).max  # a scale that was rounded up must not become infinite
         return scale.clamp(-limit, limit).view(stored["scale"].shape)
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

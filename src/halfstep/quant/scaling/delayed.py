@@ -1,4 +1,4 @@
-"""Scales as FP8 libraries have them: of a tile from its own amax, or of a tensor from the amaxes of earlier steps."""
+"""Scales as in FP8 libraries: of a tile from its own amax, or of a tensor from the amaxes of earlier steps."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ class Current(Scaling):
     """factor = max / amax in float32; elements are multiplied by it, and scale = 1 / factor.
 
     A tile of zeros has factor 1; an amax so small that the factor overflows has the largest float32. Unlike in the
-    source, an infinity or NaN makes its tile NaN, so that it is seen.
+    source, an infinity or NaN makes its tile NaN, so that it is noticed.
 
     Source: NVIDIA Transformer Engine, Float8CurrentScaling (amax_epsilon 0); torchao's tensorwise scaling.
     """
@@ -40,15 +40,17 @@ def factor_of(amax: Tensor, element: Format) -> Tensor:
     if amax.is_cpu and amax.dim() == 0 and has_memory(amax):
         # the same, in one call
         return torch.scalar_tensor(number_of(amax.item(), element), dtype=torch.float32, device="cpu")
-    # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
+    # Divided in float64 and rounded once, which equals float32's division: CUDA's and a compiler's float32 division is
+    # not always correctly rounded.
     factor = (element.max / amax.double()).clamp(max=torch.finfo(torch.float32).max).float()
-    # NaN of infinities and NaN. A constant, which equals nothing, would hide from compilers that layers do the same.
+    # NaN where amax is infinite or NaN. A NaN constant, which never compares equal, would keep compilers from merging
+    # equal computations.
     lost = amax - amax
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, factor), lost)
 
 
 def number_of(amax: float, element: Format) -> float:
-    """The same of one amax, before it is rounded to float32."""
+    """`factor_of` one amax, as a Python float, not yet rounded to float32."""
     return 1.0 if amax == 0 else min(element.max / amax, torch.finfo(torch.float32).max) if isfinite(amax) else nan
 
 
@@ -59,14 +61,14 @@ current = Current("current")
 class Delayed(StatefulScaling):
     """factor = max / a / 2^margin, with a the largest (`max`) or the last (`most_recent`) amax of `history` steps.
 
-    The state of an operand is a float32 tensor of 1 + history: the factor in use, the amax of the step that runs, then
-    the steps before it, oldest first. A factor of 0 stands for just in time: until the state moves on, each tensor is
-    scaled by its own amax. A step of zeros does not enter the history, nor does an amax that is not finite: the factor
-    then follows the steps before it. What outgrows its history saturates.
+    The state of an operand is a float32 tensor of 1 + history: the factor in use, the amax of the current step, then
+    the earlier steps', oldest first. A factor of 0 means just-in-time scaling: until the state is advanced, each tensor
+    is scaled by its own amax. A step of zeros does not enter the history, nor does an amax that is not finite: the
+    factor then follows the steps before it. Values that outgrow the history saturate.
 
     Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own except for
-    `warmup`: its first step has factor 1 (`warmup` 0), under which small activations and gradients vanish, so that a
-    cold model wakes one layer a step. MS-AMP's ScalingMeta for a longer `warmup` and `restart`.
+    `warmup`: its first step has factor 1 (`warmup` 0), under which small activations and gradients vanish, so that only
+    one more layer per step passes values on. MS-AMP's ScalingMeta for a longer `warmup` and `restart`.
     """
 
     history: int = 1024
@@ -75,9 +77,9 @@ class Delayed(StatefulScaling):
     power_of_two: bool = False
     """Round the factor down to a power of two."""
     warmup: int = 1
-    """For how many steps, of those that enter the history, tensors are scaled just in time."""
+    """The number of steps, of those that enter the history, in which tensors are scaled just in time."""
     restart: bool = False
-    """An amax that is not finite empties the history, and `warmup` starts over."""
+    """Whether an amax that is not finite empties the history, so that `warmup` starts over."""
 
     multiplies = True
 
@@ -87,7 +89,7 @@ class Delayed(StatefulScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.first  # asked in traced graphs too, where nothing is found for the first time
+        _ = self.first  # cached now, since a traced graph cannot fill a cached property
         check_power(self, "margin")
         if self.history < 1 or self.algorithm not in ("max", "most_recent"):
             raise QuantizationError(
@@ -102,12 +104,12 @@ class Delayed(StatefulScaling):
 
     def init(self, device: torch.device | str | None = None) -> Tensor:
         state = torch.zeros(1 + self.history, dtype=torch.float32, device=device)
-        state[:1] = 0.0 if self.warmup else 1.0  # of one element alone it would be a copy that a GPU waits for
+        state[:1] = 0.0 if self.warmup else 1.0  # a slice: writing one element would synchronize a GPU
         return state
 
     def waits(self, state: Tensor) -> bool:
         if not self.warmup or not state.is_cpu or not has_memory(state):
-            return self.warmup > 0  # a GPU would have to be waited for, and a graph is traced once for all steps
+            return self.warmup > 0  # on a GPU reading it would synchronize, and a graph is traced once for all steps
         return not state[0].item()
 
     def in_use(self, state: Tensor, amax: Tensor | None, element: Format) -> Tensor:
@@ -115,13 +117,13 @@ class Delayed(StatefulScaling):
 
     def advance(self, states: Tensor, element: Format) -> None:
         factors, kept = states[..., :1], states[..., 1:]
-        usual = kept.isfinite()  # an older file's history may hold others
+        usual = kept.isfinite()  # a history loaded from an older file may hold others
         history = torch.where(usual, kept, 0.0)
         current = history[..., :1].clone()
         amax = current if self.algorithm == "most_recent" else history.amax(-1, keepdim=True)
         warm = ((history != 0).sum(-1, keepdim=True) >= self.warmup) | (factors != 0)
         factors.copy_(torch.where(warm & (amax > 0), self._factor(amax, element), factors))
-        moved = history.roll(-1, -1)  # this step's amax becomes the last, and the oldest gives its place to the next's
+        moved = history.roll(-1, -1)  # this step's amax becomes the last; the oldest is dropped
         moved[..., 0] = 0
         kept.copy_(torch.where(current != 0, moved, history))
         if self.restart:

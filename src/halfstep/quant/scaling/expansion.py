@@ -1,4 +1,4 @@
-"""Dynamic range expansion: the magnitudes of a tile are raised to the power that fills the element format's range."""
+"""Dynamic range expansion: a tile's magnitudes are raised to a power so that they fill the element format's range."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from halfstep.quant.tile import Tile
 SMALLEST, LARGEST = 2.0**-4, 8.0
 """Bounds of the exponent."""
 SPAN = 2.0**-126
-"""Magnitudes below this much of their tile's largest count as that much of it, and may become 0."""
+"""Magnitudes below this fraction of their tile's largest count as that fraction, and may become 0."""
 _WIDEST = 2.0**40
 
 
@@ -24,9 +24,9 @@ _WIDEST = 2.0**40
 class Expansion(NonlinearScaling):
     """element = sign(x) (|x| / center)^exponent / scale; x ~ sign(element) (|element| scale)^(1 / exponent) center.
 
-    With M and m the largest and the smallest magnitude of a tile that are not 0: center = sqrt(M m), scale =
-    (M / center)^exponent / max, and exponent = log2(range) / log2(M / m), in [1/16, 8] (tiles of one magnitude have 8).
-    Zeros stay zeros; a tile of zeros counts as one of ones. All in float32, whatever the input, on `quant.logarithm`:
+    With M and m the largest and the smallest nonzero magnitude of a tile: center = sqrt(M m), scale = (M /
+    center)^exponent / max, and exponent = log2(range) / log2(M / m), in [1/16, 8] (tiles of one magnitude have 8).
+    Zeros stay zeros; a tile of zeros counts as one of ones. All in float32, whatever the input, with `quant.logarithm`:
     an element is 2^(exponent log2(|x| / center) - log2 scale), a value is 2^((log2 |element| + log2 scale) (1 /
     exponent)) center.
 
@@ -78,10 +78,11 @@ class Expansion(NonlinearScaling):
 
 
 def log2_range(element: Format, sixteenths: bool) -> float:
-    """How many powers of two the magnitudes of a tile are made to span, a float32.
+    """log2 of the range that a tile's magnitudes are expanded to, a float32.
 
     Raises:
-        QuantizationError: the format is not a floating-point one, or has so wide a range that nothing is to be gained.
+        QuantizationError: the format is not a floating-point one, or its range is so wide that there is nothing to
+            gain.
     """
     if not isinstance(element, Float) or element.max / element.smallest > _WIDEST:
         raise QuantizationError(

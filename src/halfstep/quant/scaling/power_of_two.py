@@ -1,4 +1,4 @@
-"""Scales that are powers of two: kept as a bare exponent (E8M0), the rules of the MX formats; or chosen beforehand."""
+"""Power-of-two scales: stored as an exponent (E8M0), the rules of the MX formats; or fixed beforehand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from halfstep.quant.tracing import has_memory
 
 
 _FRACTION, _HALF = (1 << 52) - 1, 1022 << 52
-"""Of float64's bits those of the fraction, and the exponent's of numbers in [1/2, 1)."""
+"""The fraction bits of a float64, and the exponent bits of values in [1/2, 1)."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class PowerOfTwoScaling(Scaling):
     """
 
     carry: Callable[[Format], float] = field(repr=False)
-    """Where k goes up: for a tile's amax = f * 2^e, f in [1/2, 1), k = e - floor(log2 max) - 1, and 1 more from this f
-    on."""
+    """The f from which on k is 1 larger: for a tile's amax = f * 2^e, f in [1/2, 1), k = e - floor(log2 max) - 1, plus
+    1 where f >= carry."""
     margin: int = 0
-    """Added to k: that many powers of two between the tile's amax and the format's largest value stay free."""
+    """Added to k: leaves that many powers of two free between the tile's amax and the format's largest value."""
 
     exact = True
     holds = "float8_e8m0fnu"
@@ -43,7 +43,7 @@ class PowerOfTwoScaling(Scaling):
         return stored, self.multiplier(stored, element)
 
     def factor(self, amax: Tensor, element: Format) -> Tensor:
-        if amax.is_cpu and amax.dim() == 0 and has_memory(amax):  # the same, without the twenty calls of torch
+        if amax.is_cpu and amax.dim() == 0 and has_memory(amax):  # the same result without twenty calls of torch
             return torch.scalar_tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32, device="cpu")
         return self.multiplier({"scale": self._byte(amax.double(), element)}, element).reciprocal()
 
@@ -52,7 +52,7 @@ class PowerOfTwoScaling(Scaling):
 
     def _byte(self, amax: Tensor, element: Format) -> Tensor:
         carry, exponent = self.power(element)
-        bits = amax.view(torch.int64)  # what frexp says, which inductor cannot write down for CPUs without AVX-512
+        bits = amax.view(torch.int64)  # by bits, since Inductor cannot compile frexp for CPUs without AVX-512
         fraction = (bits & _FRACTION | _HALF).view(torch.float64)
         byte = ((bits >> 52) - 1022 - exponent + (fraction >= carry)).clamp(-127, 127) + 127
         return torch.where(amax == 0, 0, torch.where(amax.isfinite(), byte, 255)).to(torch.uint8)
@@ -75,7 +75,7 @@ class PowerOfTwoScaling(Scaling):
 
 def _floor(element: Format) -> float:
     """floor(log2 amax) - floor(log2 max): the OCP rule. The largest element may saturate."""
-    return 1.0  # f is below it
+    return 1.0  # f is always smaller
 
 
 def _ceil(element: Format) -> float:
@@ -90,12 +90,12 @@ def _even(element: Format) -> float:
 
 
 def _rceil(element: Format) -> float:
-    """ceil(log2(amax / max)): the smallest power of two at which no element saturates."""
+    """ceil(log2(amax / max)): the smallest power of two with which no element saturates."""
     return nextafter(frexp(element.max)[0], 1.0)
 
 
 def _below(element: Format) -> float:
-    """floor(log2(amax / max)) + 1: the smallest power of two at which every element stays below the largest value."""
+    """floor(log2(amax / max)) + 1: the smallest power of two with which every element is below the largest value."""
     return frexp(element.max)[0]
 
 
@@ -107,10 +107,10 @@ below = PowerOfTwoScaling("below", _below)
 
 
 class ThreeQuarters(Scaling):
-    """scale = 4/3 * 2^k, where 2^k is `below`'s for 3/4 of the numbers; its exponent is what is stored.
+    """scale = 4/3 * 2^k, where 2^k is the scale of `below` for 3/4 of the values; k is stored.
 
-    For E2M1 that is 2^k = 2^(floor(log2 amax) - 2), the OCP rule's, under which maxima lie in [4, 8); three quarters of
-    them lie in [3, 6), so stochastic rounding is right on average for all of them.
+    For E2M1 that is 2^k = 2^(floor(log2 amax) - 2), the OCP rule's, under which a tile's largest element is in [4, 8);
+    three quarters of it is in [3, 6), so stochastic rounding is unbiased for all elements.
 
     Source: Tseng, Yu and Park 2025, Training LLMs with MXFP4, arXiv 2502.20586, as their code has it.
     """
@@ -139,7 +139,7 @@ three_quarters = ThreeQuarters("three_quarters")
 
 @dataclass(frozen=True)
 class Fixed(Scaling):
-    """scale = 2^-bias, whatever the tensor holds: elements are multiplied by 2^bias, then rounded.
+    """scale = 2^-bias, whatever the tensor's values: elements are multiplied by 2^bias, then rounded.
 
     Source: Perez et al. 2023, arXiv 2309.17224, FP8-CSCALE; their bias is found by a sweep.
     """

@@ -1,4 +1,4 @@
-"""NVFP4's scales: an E4M3 scale a block, and one float32 scale for the tensor."""
+"""NVFP4's scales: an E4M3 scale per block, and one float32 scale per tensor."""
 
 from typing import ClassVar
 
@@ -12,15 +12,15 @@ from halfstep.quant.tile import Tile
 
 
 _BLOCK = ocp.float8_e4m3fn
-_LEAST = 2.0**-117  # times E4M3's smallest number it is float32's smallest normal one
+_LEAST = 2.0**-117  # times E4M3's smallest value it is float32's smallest normal value
 
 
 class TwoLevel(Scaling):
     """tensor_scale = amax(x) / (448 * max); scale = e4m3(amax(tile) / max / tensor_scale), in float32; no floor.
 
     The multiplier is scale * tensor_scale. `max` is the element format's largest value; the largest block's scale
-    becomes 448, E4M3's own. A scale that is rounded down clips: elements that are then beyond `max` become `max`.
-    Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
+    becomes 448, E4M3's largest. A scale that is rounded down clips: elements above `max` become `max`. Infinities and
+    NaN make their own block NaN only: the tensor's amax is taken over the others.
 
     Source: NVIDIA Transformer Engine, NVFP4 recipe and its reference implementation.
     """
@@ -36,7 +36,7 @@ class TwoLevel(Scaling):
         return stored, self.multiplier(stored, element)
 
     def tensor_scale(self, amax: Tensor, element: Format) -> Tensor:
-        """The tensor's scale, a float32 scalar, from the maxima of its tiles, or from the one of them that counts."""
+        """The tensor's scale, a float32 scalar, from its tiles' amaxes, or from the largest finite one."""
         return _tensor_scale(_largest(amax), _BLOCK.max * element.max)
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
@@ -50,11 +50,11 @@ class TwoLevel(Scaling):
 
 
 class TwoLevelUp(TwoLevel):
-    """The same, with the smallest scale in E4M3 at which no element of the block is clipped: its next number where
+    """`TwoLevel` with the smallest E4M3 scale with which no element of the block is clipped: the next larger one where
     amax(tile) over the nearest one's multiplier, in float32, is more than `max`.
 
-    So that the largest block has one, the tensor's scale is float32's next number where 448 times the nearest is too
-    small; and it is at least 2^-117, at which all multipliers are normal numbers. A block that is not of zeros has at
+    So that the largest block has one, the tensor's scale is the next larger float32 where 448 times the nearest is too
+    small; and it is at least 2^-117, with which all multipliers are normal floats. A block that is not all zeros has at
     least E4M3's smallest scale, 2^-9.
     """
 
@@ -72,11 +72,12 @@ class TwoLevelUp(TwoLevel):
 
 
 class FourOverSix(TwoLevel):
-    """Each block maps its maximum to 6 or to 4, whichever leaves the smaller sum of absolute errors (a tie: to 6).
+    """`TwoLevel`, where each block maps its amax to 6 or to 4, whichever has the smaller sum of absolute errors (ties:
+    6).
 
     The room of 256 leaves the block scales the factor of 1.5 between the two.
 
-    The sums are compared exactly, in any order of summing, for float32 elements of E2M1 and tiles of up to 2^20: an
+    The sums are compared exactly, in any order of summation, for float32 elements of E2M1 and tiles of up to 2^20: an
     element's two errors differ by 0 where it becomes 0 under both scales, and elsewhere by at most 6 times the larger
     multiplier, in multiples of a power of two above 2^-27 of the smaller (of the larger, where that is 0).
 
@@ -84,7 +85,7 @@ class FourOverSix(TwoLevel):
     """
 
     room: ClassVar[float] = 256.0
-    """The E4M3 scale of the largest block, if its maximum goes to 6."""
+    """The E4M3 scale of the largest block, if its amax is mapped to 6."""
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))
@@ -101,12 +102,12 @@ class FourOverSix(TwoLevel):
 
 
 def _largest(amax: Tensor) -> Tensor:
-    """The largest of the finite tiles' maxima."""
+    """The largest amax of the finite tiles."""
     return amax.nan_to_num(0).amax() if amax.numel() else amax.new_zeros(())
 
 
 def _tensor_scale(amax: Tensor, largest: float) -> Tensor:
-    """What brings the largest of the blocks' maxima to `largest`."""
+    """The scale that maps the largest amax of the blocks to `largest`."""
     scale = over(amax, largest).float()
     return torch.where(scale == 0, 1.0, scale)
 
