@@ -50,15 +50,21 @@ than it takes; three seeds elsewhere."""
 
 INTRODUCTION = """# Beyond language
 
-`make bench-domains` writes this page. Each task is trained with the same hyper-parameters, first weights and batches in
-every precision. The verdict goes by the difference of the final losses (gan: of its metric) from fp32's with the same
-seed, whose 95% interval is in brackets, and by a margin of 1% ([demo.md](demo.md) has the rule). Where a task was run
-with one seed in 16 bits, the interval borrows its width from fp32's three seeds, which is an upper bound.
+Do 16 bits also match fp32 beyond language models? The second table has a verdict for each task. To run one:
+
+```
+halfstep compare --task vision --recipes fp32,bf16-mixed,fp16-mixed
+```
+
+Each task is trained with the same hyper-parameters, initial weights and batches in every precision. A verdict compares
+the final losses (gan: its metric) with fp32's with the same seed: the 95% interval of the difference is in brackets,
+and the margin is 1% ([demo.md](demo.md) has the rule). If a task was run with one seed in 16 bits, the width of the
+interval is that of fp32's three seeds, which is an upper bound. `make bench-domains` writes this page.
 
 The models have ten to four hundred thousand parameters and train for seconds. vision, detection and gan use real
 digits of 8 by 8 pixels; pronunciation reads the words of a dictionary, lm and mlm the Python standard library;
-translation, speech and the recommender use generated data. The papers' models are thousands of times larger, so only
-this can be compared: whether 16 bits lose something. The figures cannot.
+translation, speech and the recommender use generated data. The papers' models are thousands of times larger, so the
+figures cannot be compared with the papers', only whether 16 bits lose something.
 
 | task | seeds | metric | fp32 | bf16-mixed | fp16-mixed | the paper's |
 | --- | --- | --- | --- | --- | --- | --- |"""
@@ -69,7 +75,7 @@ SCALING = """## A task that needs its loss scale
 
 Micikevicius et al. trained Multibox SSD: 76.9% mAP in fp32, *diverges* in fp16 without a loss scale, 77.1% with one.
 `{command}` is our small version of it, with 1701 anchors an image, no batch norm (as in SSD), and a loss that is the
-mean over all outputs, `reduction="mean"`. Nothing is planted: that mean is what makes the gradients small.
+mean over all outputs, `reduction="mean"`. Nothing is contrived: that mean makes the gradients small.
 
 | recipe | verdict | final loss | to fp32, same seed | mAP@0.5 |
 | --- | --- | --- | --- | --- |"""
@@ -164,7 +170,7 @@ def _scaling(found: dict[str, Any]) -> list[str]:
     shares = {scale: max(values) for scale, values in found["flushed"].items()}
     lines += [
         "",
-        "A cast to fp16 makes this share of fp32's non-zero activation gradients zero, at most over the run:",
+        "The largest share, over the run, of fp32's non-zero activation gradients that a cast to fp16 makes zero:",
         ", ".join(f"{share:.1%} times {scale}" for scale, share in shares.items()) + ".",
         "",
     ]

@@ -23,7 +23,7 @@ def to_bfloat16(model: nn.Module, batches: Batches, setup: Setup) -> Iterator[Te
     model.to(torch.bfloat16)
     optimizer, schedule = setup(model)
     for x, y in batches:
-        if x.is_floating_point():  # token numbers stay whole
+        if x.is_floating_point():  # token ids stay integers
             x = x.to(torch.bfloat16)
         loss = loss_fn(model, x, y)
         loss.backward()

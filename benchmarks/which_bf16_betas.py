@@ -10,9 +10,9 @@ from typing import Any
 LIGHT, PLUS, MATCHES = "bf16-collage-light", "bf16-collage-plus", 0.005
 BETAS = """## Both values of beta2
 
-The runs above have beta2 = 0.95, as large models are trained. torch's default is 0.999, which bf16 rounds to 1: a
-second moment of one bf16 number, as `bf16-collage-light` has, then hardly decays. `bf16-collage-plus` holds it as two
-numbers, and `bf16-kahan` in float32. `python benchmarks/ledger.py betas` trains the same model with both values.
+The runs above have beta2 = 0.95, the usual value for large models. torch's default is 0.999, which bf16 rounds to 1: a
+second moment stored in bf16, as in `bf16-collage-light`, then hardly decays. `bf16-collage-plus` stores it as the sum
+of two bf16 tensors, and `bf16-kahan` in float32. `python benchmarks/ledger.py betas` trains the same model with both.
 
 | recipe | beta2 | final loss | to fp32, same seed | from seed to seed |
 | --- | --- | --- | --- | --- |"""
@@ -33,8 +33,8 @@ def both_betas(data: dict[str, Any]) -> Iterator[str]:
     experiment, machine = data["comparisons"][last]["experiment"], data["machine"]
     text = (
         f"With beta2 = {last} `{LIGHT}` lies {gap:+.2%} from fp32 and `{PLUS}` {rows[PLUS]['gap']:+.2%}. "
-        + ("In so few steps that still matches" if gap < MATCHES else "That degrades")
-        + ". It costs more where gradients shrink and a second moment that does not decay keeps steps too small: on "
+        + ("In so few steps this still matches" if gap < MATCHES else "This degrades")
+        + ". It costs more if gradients shrink and a second moment that does not decay keeps steps too small: on "
         "a small regression `bf16-collage-light` degrades, [`collage-beta2`](claims.md#collage-beta2), and "
         f"`{PLUS}`, at 12 bytes, does not. {experiment['seeds']} seeds, {experiment['steps']} steps; torch "
         f"{machine['torch']} on {machine['cpu']}, one thread."

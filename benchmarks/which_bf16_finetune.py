@@ -74,11 +74,11 @@ def shares(before: float, losses: dict[str, list[float | None]]) -> dict[str, di
 
 TEXT = """## Fine-tuning
 
-Fine-tuning takes small rates, and so updates that are small beside their weights: the harm of a 16-bit weight without a
-master is largest here. transformers 5 loads a checkpoint in the 16 bits of its file, and an optimizer then trains it so
-(`bf16-nomaster`). What a script of yours loses so [one command](audit.md#a-script-that-runs) says. A small GPT
+A 16-bit weight without a master does most harm in fine-tuning: learning rates are small, and so are updates relative to
+weights. transformers 5 loads a checkpoint in the 16 bits of its file, and an optimizer then trains it in that dtype
+(`bf16-nomaster`). [One command](audit.md#a-script-that-runs) says what your script loses. A small GPT
 ({size}), pre-trained on Python's standard library, was fine-tuned for {steps} steps on READMEs of installed packages.
-Of fp32's improvement with the same seed there arrives, with 95% intervals over {seeds} seeds:
+The table shows the share of fp32's improvement with the same seed, with 95% intervals over {seeds} seeds:
 
 | recipe | bytes/param | {rates} |
 | --- | --- |{lines}"""
@@ -101,11 +101,11 @@ def fine_tuning(data: dict[str, Any]) -> Iterator[str]:
             )
     gains = ", ".join(f"{_gain(found):.3f} at {rate}" for rate, found in rates.items())
     machine = data["machine"]
-    yield from ["", "![Of fp32's improvement, what arrives under each recipe](images/finetune.png)"]
+    yield from ["", "![Share of fp32's improvement that each recipe reaches](images/finetune.png)"]
     text = (
-        f"fp32 lowers the validation loss of {next(iter(rates.values()))['before']:.3f} by {gains}. Masters, or "
-        "stochastic rounding at no bytes more, are the cure; with 8-bit moments too (`bf16-7byte`, `bf16-6byte`) "
-        "three seeds tell no loss. `python benchmarks/which_bf16_finetune.py`; "
+        f"fp32 lowers the validation loss of {next(iter(rates.values()))['before']:.3f} by {gains}. Masters "
+        "prevent the loss, and so does stochastic rounding, without more bytes; with 8-bit moments too (`bf16-7byte`, "
+        "`bf16-6byte`) three seeds show no loss. `python benchmarks/which_bf16_finetune.py`; "
         f"torch {machine['torch']} on {machine['cpu']}, one thread."
     )
     yield from ["", *textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)]

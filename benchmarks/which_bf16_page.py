@@ -16,20 +16,27 @@ PURE, CAST = two_loops.LOOPS
 
 INTRODUCTION = """# model.to(bfloat16), or autocast?
 
-`make bench-which-bf16` writes this page. The question comes from a forum: should one call `model.to(bfloat16)` and
-`x.to(bfloat16)`, with no master copy and bf16 gradients, or train under `torch.autocast`?
+Should one call `model.to(bfloat16)` and `x.to(bfloat16)`, with no master copy and bf16 gradients, or train under
+`torch.autocast`? The question comes from a forum; the verdict is below. A recipe is one line:
 
-The figures of `bf16-kahan`, `bf16-collage-light` and `bf16-collage-plus` are from before 22 November 2026. Their first
-step then dropped about 3 in 1,000 of the compensations that it starts with, and now drops none; the table of both
-values of beta2 has them as they are now.
+```
+model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe="bf16-stochastic")
+```
+
+`make bench-which-bf16` writes this page.
 """
 OLDER = (
-    " The verdicts on lm are by this rule, which held before 22 November 2026, since of these runs no final loss by "
-    "seed is kept; those on vision are by the present one ([demo.md](demo.md)), with fp32's seeds for noise."
+    " The verdicts on lm follow this rule, used before 22 November 2026, because final losses by seed of these runs "
+    "were not saved; those on vision follow the present one ([demo.md](demo.md)), with fp32's seeds for noise."
+)
+KAHAN = (
+    "The figures of `bf16-kahan`, `bf16-collage-light` and `bf16-collage-plus` are from before 22 November 2026. Their "
+    "first step then dropped about 3 in 1,000 of the compensations that it starts with, and now drops none; the table "
+    "of both values of beta2 has the present figures."
 )
 LOOPS = """## Both loops, as asked
 
-The loops are in plain torch, with torch's AdamW. Clipping and the schedule are those of the runs below, where the
+Both loops are in plain torch, with torch's AdamW, and have the clipping and the schedule of the runs below, where the
 first loop is `bf16-pure` and the second `bf16-mixed`. On a GPU `x.device.type` is `"cuda"`.
 
 ```python
@@ -80,10 +87,10 @@ def verdict(data: Figures) -> list[str]:
     fits = {name for name, row in {**rows, **loops}.items() if row["status"] == "matches"}
     good = sorted((name for name in rows if name in fits and name != "fp32"), key=lambda name: total(rows[name]))
     answer = {
-        (True, True): "Here either will do.",
+        (True, True): "Either works here.",
         (False, True): "Autocast, or a recipe that keeps what an update rounds away.",
-        (True, False): "Here model.to(bfloat16).",
-        (False, False): "Here neither stays with fp32.",
+        (True, False): "model.to(bfloat16), here.",
+        (False, False): "Neither matches fp32 here.",
     }[PURE in fits, CAST in fits]
     lines = [f"**{answer}** On a small GPT, after {data['steps']} steps:", ""]
     for loop, row in loops.items():
@@ -94,27 +101,27 @@ def verdict(data: Figures) -> list[str]:
     if good:
         beta2 = lm["experiment"]["betas"][1]
         lines += item(
-            f"The cheapest that matches is `{good[0]}`, {total(rows[good[0]]):g} bytes, with beta2 = {beta2:g}. What "
-            "becomes of it with 0.999 stands [below](#both-values-of-beta2)."
+            f"The cheapest that matches is `{good[0]}`, {total(rows[good[0]]):g} bytes, with beta2 = {beta2:g}; "
+            "for 0.999 see [below](#both-values-of-beta2)."
         )
     without, pure = rows["bf16-nomaster"], rows["bf16-pure"]
     if "bf16-master" in fits and "bf16-nomaster" not in fits:
         lines += item(
-            "bf16 gradients do no harm: `bf16-master` has them, and matches. The harm is done by a bf16 weight that "
-            "takes the update itself and rounds it away, the more so as the learning rate falls."
+            "bf16 gradients do no harm: `bf16-master` has them, and matches. The harm comes from adding updates to a "
+            "bf16 weight, which rounds them away, more so as the learning rate falls."
         )
     if without["status"] == pure["status"] == "degrades":
         lines += item(
-            f"fp32 optimizer states do not make up for it: {gap(without)} with them (`bf16-nomaster`), {gap(pure)} "
+            f"fp32 optimizer states do not help: {gap(without)} with them (`bf16-nomaster`), {gap(pure)} "
             "without "
             "(`bf16-pure`). Note that torch's AdamW keeps its states in the weights' dtype: after "
             "`model.to(bfloat16)` they "
             "are bf16 too, 8 bytes in all and not 12."
         )
     if "bf16-stochastic" in fits and "bf16-nomaster" not in fits:
-        lines += item("The cure takes no more bytes: `bf16-stochastic` has as many as `bf16-nomaster`, and matches.")
+        lines += item("The fix needs no more bytes: `bf16-stochastic` has as many as `bf16-nomaster`, and matches.")
     spread = vision["band"]["half_width"] / vision["band"]["mean"] / 2
-    found = "of `{}` {} seeds cannot tell" if other["status"] == "cannot tell" else "`{0}` {2}"
+    found = "for `{}` {} seeds cannot tell" if other["status"] == "cannot tell" else "`{0}` {2}"
     lines += item(
         "On a small network on images, whose inputs `x.to(bfloat16)` rounds too, "
         f"{found.format(PURE, other['seeds'], other['status'])}: {gap(other)} to fp32's loss with the same seed, where "
@@ -137,27 +144,25 @@ def notes(rule: str, at: list[int]) -> list[str]:
     """How to read the tables."""
     return [
         *item(f"*Verdict*: {rule}" + ("" if "interval" in rule else OLDER)),
+        *item(KAHAN),
         *item(
             "*Bytes* are measured on live tensors between backward and step: weights, gradients, master, states. The "
             "bf16 "
-            "copies that autocast makes while a pass runs (up to 2 bytes) are not in them."
+            "copies that autocast makes while a pass runs (up to 2 bytes) are not included."
         ),
         *item(
-            "*Descent quality* is the part of an update that arrives in what is stored, masters included: 1 when "
-            "nothing is "
-            "lost, 0 when everything stalls. *Lost share* is the part of the updates that moved nothing. Both are "
-            f"means over seeds, at steps {', '.join(map(str, at))}. At the last of these the learning rate has all but "
-            "vanished, and the quality under stochastic rounding is noise around 1."
+            "*Descent quality* is the share of an update that reaches the stored weights, masters included: 1 if "
+            "nothing is lost, 0 if everything stalls. *Lost share* is the share of updates that change nothing. Both "
+            f"are means over seeds, at steps {', '.join(map(str, at))}. At the last of these the learning rate is "
+            "almost zero, and the quality under stochastic rounding is noise around 1."
         ),
         *item(
             "*Time* is a training step over fp32's, interleaved in one run on one thread. This processor has no "
-            "16-bit matrix "
-            "units: it says what the rounding costs here, not what a GPU gains."
+            "native 16-bit matmuls: the column shows the cost of rounding here, not the gain on a GPU."
         ),
         *item(
-            "There is one backward a step and nothing to accumulate, so `bf16-fp32grad` trains as `bf16-nomaster` "
-            "does, and "
-            "`bf16-megatron` as `bf16-master`. With many micro-batches a step they would differ."
+            "There is one backward a step and nothing to accumulate, so `bf16-fp32grad` trains like `bf16-nomaster`, "
+            "and `bf16-megatron` like `bf16-master`. With many micro-batches a step they would differ."
         ),
     ]
 
@@ -229,7 +234,7 @@ ZEROED = """# Do weights become zero in the cast?
 
 `make bench-which-bf16` writes this page. A reply in a forum says that bf16 training suffers because *a significant
 number of weight values become zero when cast to bf16 (fp16)*. The table counts over the fp32 runs of
-[which_bf16.md](which_bf16.md). For weights and gradients it gives the share, of what is not zero already, that a cast
+[which_bf16.md](which_bf16.md). For weights and gradients it gives the share of non-zero values that a cast
 without any scale makes zero. For updates it gives the share that is lost when they are added to a weight stored in
 that format. The figures are means over {seeds} seeds at steps {steps}.
 
@@ -269,7 +274,7 @@ def zeroed(data: Figures) -> str:
         *item(
             f"What bf16 loses is *updates*: {share(updates[0])} of them early, {share(updates[-2])} at step "
             f"{steps[-2]}, "
-            f"{share(updates[-1])} when the learning rate is gone. That is why something must keep the rest of an "
+            f"{share(updates[-1])} when the learning rate is gone. That is why something must store the rest of an "
             "update; "
             "a count of zeroed weights does not show it."
         ),
@@ -279,7 +284,7 @@ def zeroed(data: Figures) -> str:
             f"activations' at the worst of the steps, {share(max(gradients['fp16']))} of the weights'."
         ),
         *item(
-            f"FP8 without a scale is another matter: e4m3fn zeroes up to {share(worst['float8_e4m3fn'])} of the "
+            f"FP8 without a scale does zero weights: e4m3fn zeroes up to {share(worst['float8_e4m3fn'])} of the "
             "weights and "
             f"{share(max(gradients['float8_e4m3fn']))} of their gradients, e5m2 {share(worst['float8_e5m2'])} and "
             f"{share(max(gradients['float8_e5m2']))}."

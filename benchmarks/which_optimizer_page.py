@@ -28,36 +28,43 @@ HEIGHT = 24.0
 
 PAGE = """# Which optimizer fits my memory?
 
-`python benchmarks/which_optimizer.py --keep` trains every recipe and writes this page. What a run needs beside these
-bytes, activations first of all, `halfstep memory` tells of your own model ([memory.md](memory.md)).
+Pick the recipe with the fewest bytes a parameter that still matches fp32.
 
 {answer}
+
+For your own model, `halfstep memory` adds activations and everything else ([memory.md](memory.md)):
+
+```
+halfstep memory path/to/config.json --recipe adamw-8bit --device-memory 24GB
+```
+
+`python benchmarks/which_optimizer.py --keep` trains every recipe and writes this page.
 
 ![Bytes a parameter against loss](images/which_optimizer.png)
 
 ## Every recipe
 
-Bytes last from step to step: weights, gradients, master and optimizer states of Adam, as tests measure them on live
-tensors. The loss is the validation loss of a small Llama on the text of Python's own library after {steps} steps, to
-fp32's with the same seed, with its 95% interval over {seeds} seeds. A recipe matches where all of the interval lies
-below a loss of 1%; so few steps of so small a model show what breaks at once, and not what breaks late. Time is that of
-a step of this model to fp32's on a CPU: it tells what emulation costs here, and nothing of a GPU.
+Bytes are those that persist from step to step: weights, gradients, master and optimizer states of Adam, as tests
+measure them on live tensors. The loss is the validation loss of a small Llama on the text of Python's own library after
+{steps} steps, relative to fp32's with the same seed, with its 95% interval over {seeds} seeds. A recipe matches if all
+of the interval lies below a loss of 1%. So few steps of so small a model show what breaks early, not what breaks late.
+Time is that of a step of this model relative to fp32's on a CPU: it shows the cost of emulation, not a GPU's speed.
 
 | recipe | bytes/param | weights, grads, master, states | 1B | 7B | 13B | to fp32 | verdict | time |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 
-GiB for models of 1, 6.74 and 13 billion parameters, all of them kept as a layer's weight is. Embeddings, norms and
-small tensors, which some recipes keep in fp32, take more. The bytes of `fp8lm-o1`, `-o2` and `-o3` are those of one
+GiB for models of 1, 6.74 and 13 billion parameters, all of them stored as a layer's weight is. Embeddings, norms and
+small tensors, which some recipes store in fp32, take more. The bytes of `fp8lm-o1`, `-o2` and `-o3` are those of one
 rank: with several, gradients are in fp32 ([recipes.md](recipes.md)).
 
-GaLore's rows have a rank of half the model's width, and its step is taken whole, since the learning rate is that of the
-others. With a rate of its own it does better: [claims.md](claims.md) has that comparison, beside LoRA.
+GaLore's rows have a rank of half the model's width and a scale of 1, since the learning rate is that of the
+others. With a tuned rate it does better: [claims.md](claims.md) has that comparison, with LoRA.
 
 ## Without a recipe
 
-The same moments are optimizers that stand alone in any loop, with torch's schedulers, clipping and scalers, over
-parameters as they are:
+The same moments are available as optimizers for any loop, with torch's schedulers, clipping and scalers. They do not
+change the parameters' dtype:
 
 | optimizer | moments of | bytes of states |
 | --- | --- | --- |
@@ -74,13 +81,13 @@ optimizer.step()
 torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.float32_state_dict())
 ```
 
-`GaLoreAdamW` and `GaLoreAdamW8bit` take galore-torch's groups ([recipes.md](recipes.md)) and keep mr + 2nr numbers of
+`GaLoreAdamW` and `GaLoreAdamW8bit` take galore-torch's groups ([recipes.md](recipes.md)) and store mr + 2nr values for
 an m x n matrix, m <= n, at rank r.
 
 States of torch's AdamW load into the first three, and so do those of bitsandbytes' and torchao's 8-bit AdamW, code for
-code where the formats are the same. States saved in one format load in another: a warning says what is rounded anew.
-What another update rule kept (Adamax, SGD) is an error. Under `fully_shard` a rank keeps codes of its own part where
-the parts are whole tiles, and fp32 where they are not, with a warning.
+code if the formats are the same. States saved in one format load in another: a warning says what is rounded again.
+States of another update rule (Adamax, SGD) raise. Under `fully_shard` a rank stores codes if its shards are whole
+tiles, and otherwise fp32, with a warning.
 
 {machine}
 """
@@ -122,7 +129,7 @@ def answer(data: Figures) -> list[str]:
     lines = [f"**Fewest bytes a parameter of those that match fp32 here:** {names}."]
     lines += [
         "",
-        "How many parameters fit into half of a device, the other half being left to activations and buffers:",
+        "Parameters that fit into half of a device (the other half is for activations and buffers):",
         "",
     ]
     lines += ["| recipe | bytes/param | " + " | ".join(f"{size} GiB" for size in DEVICES) + " |"]
