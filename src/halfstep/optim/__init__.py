@@ -1,4 +1,4 @@
-"""Optimizers that store weights, masters and moments in few bits, and the loss scale."""
+"""Optimizers that store weights, master weights and moments in few bits, and the loss scaler."""
 
 from halfstep.optim.checks import check_moments, check_optimizer
 from halfstep.optim.classes import Combined, Lamb, Lion

@@ -1,4 +1,4 @@
-"""What is refused before anything moves: parameters, gradients and options that an update cannot take."""
+"""Checks of parameters, gradients, options and saved states, which raise before any weight or state changes."""
 
 import fnmatch
 import warnings
@@ -39,7 +39,7 @@ NO_GRADIENT = (
 params_of: Any = itemgetter("params")
 
 Namer = Callable[[torch.Tensor, int], str]
-"""What to call a parameter, which has that number, in an error."""
+"""namer(parameter, index): a parameter's name in error messages."""
 
 
 def check_optimizer(
@@ -47,11 +47,11 @@ def check_optimizer(
     names: Mapping[Any, str] | None = None,
     projections: Mapping[Any, Projection] | None = None,
 ) -> UpdateRule:
-    """The rule of a torch optimizer that `convert` can take. Nothing is changed.
+    """The update rule of a torch optimizer, which `convert` can take. Nothing is changed.
 
     Args:
-        names: of the parameters, for errors.
-        projections: of parameters that will be updated in a subspace, how.
+        names: the parameters' names, for errors.
+        projections: the projections of parameters that will be updated in a subspace.
 
     Raises:
         OptimizerError: its class, an option, a parameter or a state has no counterpart here.
@@ -83,10 +83,10 @@ def check_optimizer(
 
 
 def check_moments(recipe: Recipe) -> None:
-    """Refuse a recipe that says how a moment is kept that no update rule has.
+    """Check that every glob in a recipe's `moments` matches a moment of some update rule.
 
     Raises:
-        OptimizerError: there is such a name in it.
+        OptimizerError: a glob matches none.
     """
     known = {*stored_names(), PROJECTOR}
     for stage in recipe.by_stage:
@@ -97,10 +97,10 @@ def check_moments(recipe: Recipe) -> None:
 
 
 def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:
-    """Refuse parameters that no recipe stores.
+    """Check that all parameters are of dtypes that recipes store.
 
     Raises:
-        OptimizerError: there is one.
+        OptimizerError: a parameter is not.
     """
     for index, parameter in enumerate(chain.from_iterable(map(params_of, groups))):
         if parameter.dtype not in DTYPES.values():
@@ -113,10 +113,10 @@ def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:
 
 
 def check_step(groups: Iterable[Mapping[str, Any]], rule: UpdateRule, name: Namer) -> None:
-    """Refuse what cannot be stepped on, before anything has moved.
+    """Check gradients and options before a step.
 
     Raises:
-        OptimizerError: a gradient is sparse, or an option was set that has no counterpart.
+        OptimizerError: a gradient is sparse, or an option is set that has no counterpart.
     """
     for group in groups:
         rule.check(group)
@@ -131,10 +131,10 @@ def check_step(groups: Iterable[Mapping[str, Any]], rule: UpdateRule, name: Name
 def check_new_group(
     new: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], rule: UpdateRule, defaults: Collection[str]
 ) -> None:
-    """Refuse a group for an optimizer of several rules that does not say all of its own; there are no defaults of all.
+    """Check a new group of an optimizer with several rules: it must give all options, since there are no defaults.
 
     Raises:
-        OptimizerError: it names none of the rules, or lacks options that groups of its rule have.
+        OptimizerError: the group names none of the rules, or lacks options that other groups of its rule have.
     """
     own = rule.of(new)
     like: Mapping[str, Any] = next((group for group in groups if rule.of(group) is own), new)
@@ -148,10 +148,10 @@ def check_new_group(
 
 
 def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[str] = ()) -> None:
-    """Refuse a saved state that the rule would leave unused; `foreign` are names that it may not hold either.
+    """Check that a saved state holds no entry that the rule would ignore, and none of the names in `foreign`.
 
     Raises:
-        OptimizerError: it holds one.
+        OptimizerError: it does.
     """
     for name, why in rule.refused_states.items():
         if state.get(name) is not None:
@@ -173,11 +173,14 @@ def check_subspace(
     parameter: torch.Tensor,
     number: object,
 ) -> None:
-    """Refuse a saved state of another subspace: moments are nothing without their projector, and those of the whole
-    gradient have no place in one.
+    """Check that a saved state fits the parameter's projection: moments of a subspace are only valid with their
+    projector, and moments of the whole gradient cannot be used in a subspace.
+
+    Args:
+        kinds, shapes: the storage and the shape of the parameter's moments, by name.
 
     Raises:
-        OptimizerError: it is.
+        OptimizerError: it does not fit.
     """
     found, remedy = saved.get(PROJECTOR), "Resume as it was saved, or load the weights alone and start from zero"
     if found is not None and PROJECTOR not in kinds:
@@ -202,7 +205,7 @@ def check_subspace(
 
 
 def warn_of_late(parameters: Sequence[str]) -> None:
-    """Say that masters of these start from what is stored of the weights."""
+    """Warn that the masters of these parameters start from weights that are rounded already."""
     warnings.warn(
         f"the masters of {some(parameters)} start from weights that are rounded already: they were "
         "frozen, or not in the optimizer, when halfstep.prepare took the others' float32 values. To keep all bits, "

@@ -1,4 +1,4 @@
-"""What is handed to `halfstep.prepare`, in torch's manner: optimizers that torch.optim lacks, and several as one."""
+"""Optimizers to hand to `halfstep.prepare`: Lion and LAMB, which torch.optim lacks, and several combined as one."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -11,7 +11,7 @@ from halfstep.optim.rules import RULE, UpdateRule, rule_of
 
 
 class Described(torch.optim.Optimizer):
-    """Says what is to be optimised and how; `halfstep.prepare` makes the optimizer that steps."""
+    """A description of an optimizer, which does not step itself; `halfstep.prepare` makes the one that steps."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -22,7 +22,7 @@ class Described(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
-        """Steps are taken by what `halfstep.prepare` returns.
+        """Refused: the optimizer that `halfstep.prepare` returns steps.
 
         Raises:
             OptimizerError: always.
@@ -34,7 +34,7 @@ class Described(torch.optim.Optimizer):
 
 
 class Lion(Described):
-    """Lion's options (Chen et al. 2023, arXiv 2302.06675)."""
+    """Lion with torch.optim's interface (Chen et al. 2023, arXiv 2302.06675), for `halfstep.prepare`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Lion(Described):
 
 
 class Lamb(Described):
-    """LAMB's options (You et al. 2019, arXiv 1904.00962)."""
+    """LAMB with torch.optim's interface (You et al. 2019, arXiv 1904.00962), for `halfstep.prepare`."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class Lamb(Described):
 
 
 class Combined(Described):
-    """Several of torch's optimizers as one, for `halfstep.prepare`: each goes on to update its own groups by its rule.
+    """Several of torch's optimizers as one, for `halfstep.prepare`: each updates its own groups by its own rule.
 
         halfstep.optim.Combined(torch.optim.Muon(matrices), torch.optim.AdamW(others))
 
-    The groups are those of the optimizers given, in their order, and stay shared with them: schedulers on either work.
-    Moments and step counts that they have are taken over.
+    The parameter groups are those of the given optimizers, in order, and stay shared with them: schedulers on either
+    work. Existing moments and step counts are taken over.
 
     Raises:
-        OptimizerError: there is none; one has no update rule; or two have the same parameter.
+        OptimizerError: no optimizer is given; one has no update rule; or two have the same parameter.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -99,7 +99,7 @@ class Combined(Described):
 
 
 def combined(rules: Mapping[str, UpdateRule]) -> UpdateRule:
-    """The rule that is, for each parameter group, the one of these that the group names."""
+    """A rule that is, for each parameter group, the one of `rules` that the group names."""
 
     return UpdateRule("+".join(rules), Combined, _unused, _unused, elementwise=False, parts=dict(rules))
 

@@ -1,4 +1,4 @@
-"""From torch's optimizer to one in few bits, which goes on where that one stands."""
+"""`convert`: a torch optimizer to a `LowBit` one that continues from its state."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -27,28 +27,27 @@ def convert(
     recipe_change: str = "refuse",
     rule: UpdateRule | None = None,
 ) -> LowBit:
-    """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
+    """An optimizer that continues `optimizer` under a recipe, with the same groups, moments and step counts.
 
     The parameter groups are shared, not copied, so a scheduler built on the old optimizer before, or on the new one
-    after, sets the learning rate of both. The old one's state and its hooks move over, and the old one refuses to be
-    stepped, saved or loaded from then on.
+    after, sets the learning rate of both. The old one's state and hooks move over; it raises if it is stepped, saved or
+    loaded from then on.
 
     Args:
         masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
-        generator: where the seed of stochastic rounding comes from. Where processes train together, all take the seed
-            of the first one.
-        model: a weak reference to the model: once parameters have left it, the others are not stepped on in silence.
-        process_group: the processes that train together; None is the default group, where there is one.
-        projections: of parameters that are updated in a subspace of their gradients, how.
-        recipe_change: whether it loads states of other recipes, `refuse` or `allow`.
-        rule: what `check_optimizer` said of it; None asks.
+        generator: the source of the seed of stochastic rounding. If processes train together, all take the first one's
+            seed.
+        model: a weak reference to the model, to detect parameters that were replaced since.
+        process_group: the processes that train together; None: the default group, if there is one.
+        projections: the projections of parameters that are updated in a subspace of their gradients.
+        recipe_change: whether states of other recipes may be loaded, "refuse" or "allow".
+        rule: the result of `check_optimizer`; None: it is called here.
 
     Raises:
-        OptimizerError: the class, an option, a parameter or a state cannot be expressed; the optimizer is left as it
-            was.
+        OptimizerError: the class, an option, a parameter or a state has no counterpart; the optimizer is not changed.
     """
     rule = rule or check_optimizer(optimizer, projections=projections)
-    # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
+    # Drawn only if used, so that recipes that round to nearest do not change the model's dropout masks.
     seed = int(draw_seed(generator)) if recipe.update_rounding == "stochastic" else 0
     result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group, projections)
     result.defaults = {**optimizer.defaults, **result.defaults}
@@ -60,9 +59,9 @@ def convert(
     _move_hooks(optimizer, result)
     for old in (optimizer, *(optimizer.optimizers if isinstance(optimizer, Combined) else ())):
         old.state.clear()
-        # A scheduler built on it asks whether it has stepped; its steps are the new one's now.
+        # A scheduler built on it checks whether it has stepped; the new optimizer steps instead.
         old._opt_called = True  # type: ignore[attr-defined]
-        if not isinstance(old, Described):  # which never stepped and says so itself
+        if not isinstance(old, Described):  # a Described raises by itself
             old.register_step_pre_hook(_refuse)
         old.register_state_dict_pre_hook(_refuse)
         old.register_load_state_dict_pre_hook(_refuse)
@@ -70,10 +69,10 @@ def convert(
 
 
 def _move_hooks(optimizer: torch.optim.Optimizer, result: LowBit) -> None:
-    """Let what was registered on the old optimizer see the new one; a handle that removes a hook goes on to do so."""
+    """Move the hooks of the old optimizer to the new one; their handles still remove them."""
     for name, hooks in vars(optimizer).items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
-            setattr(result, name, hooks)  # a handle refers to this very dictionary
+            setattr(result, name, hooks)  # handles refer to this dictionary
             setattr(optimizer, name, OrderedDict())
 
 

@@ -1,4 +1,4 @@
-"""The loss scale as tensors, and how it grows and shrinks: torch.amp.GradScaler's trajectory, accessors and state."""
+"""`DynamicScale`: the loss scale as tensors, with torch.amp.GradScaler's updates, accessors and state."""
 
 import math
 import warnings
@@ -12,20 +12,20 @@ from halfstep.optim.gradients import NO_GRADIENT, no_gradient
 from halfstep.recipe.projection import LARGEST, SMALLEST
 
 
-EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
+EXTRA = "halfstep"  # the one key beside torch's five: for the hysteresis and the follower's state
 _FIVE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _MAX_STATIC_SKIPS = 32
-_MANY_SKIPS = 20  # in a row; a scale that began 2^20 times too large is found by then
+_MANY_SKIPS = 20  # in a row: a scale that started 2^20 times too large would be right by then
 _MANY, _STUCK, _GRADIENTLESS = 1, 2, 3  # messages to the host, the most urgent last
 
 
 class DynamicScale:
-    """S, which grows after `growth_interval` steps without overflow and shrinks after one.
+    """The loss scale S, which grows after `growth_interval` steps without overflow and shrinks after an overflow.
 
-    Its numbers are tensors, on the first GPU on which a loss is scaled or gradients are checked, else on the CPU. They
-    keep their memory, so a CUDA graph that holds a step moves them on with each replay. The host reads them when asked.
-    What ends a run (a scale at its floor) is posted to the host's memory, which it reads without waiting: on a GPU it
-    hears of it an update or so later.
+    S and its counters are tensors, on the first GPU on which a loss is scaled or gradients are checked, else on the
+    CPU. They are updated in place, so each replay of a CUDA graph of a step updates them. The host reads them only when
+    asked. Conditions that end a run (a scale at its floor) are copied to pinned host memory, which the host reads
+    without waiting: on a GPU it raises an update or so later.
 
     Source: torch.amp.grad_scaler; DeepSpeed's DynamicLossScaler for the hysteresis.
     """
@@ -62,11 +62,11 @@ class DynamicScale:
         self._overflowed: tuple[str, ...] = ()
         self._make(init_scale, [0, hysteresis, 0, 0])
 
-    # ---- the numbers ------------------------------------------------------------------------------------------------
+    # ---- the tensors ------------------------------------------------------------------------------------------------
 
     def _make(self, scale: float, counts: list[int]) -> None:
-        """Make the tensors, on the CPU, of S and of how many steps it has not grown for, how many overflows it takes to
-        lower it, and how many steps were skipped, in a row and in all."""
+        """Create the tensors on the CPU: S, and int64 counts of steps since the last growth or overflow, of overflows
+        left until S is lowered, of steps skipped in a row and in all, and a message for the host."""
         self._scale = torch.full((), scale, dtype=torch.float32, device="cpu")
         self._counts = torch.tensor([*counts, 0], dtype=torch.int64, device="cpu")
         self._box = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -76,11 +76,11 @@ class DynamicScale:
 
     @staticmethod
     def _waits(device: torch.device) -> bool:
-        """Whether the host would wait for a number on that device: then none is read within a step."""
+        """Whether the host would have to wait to read a tensor on that device: then none is read within a step."""
         return device.type == "cuda"
 
     def _move(self, device: torch.device) -> None:
-        """Move the numbers to a device that gradients are on, if it is a GPU and they are on none yet."""
+        """Move the tensors to the gradients' device, if it is a GPU and they are on none yet."""
         if self._waits(device) and self._scale.device.type != device.type:
             self._scale = self._scale.to(device, non_blocking=True)
             self._counts = self._counts.to(device, non_blocking=True)
@@ -88,19 +88,19 @@ class DynamicScale:
             self._box = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def _factor(self, device: torch.device) -> torch.Tensor:
-        """S there, a float32 scalar."""
+        """S on that device, a float32 scalar."""
         self._move(device)
         return self._scale.to(device)
 
     def _adapt(self, found: torch.Tensor, names: tuple[str, ...], lost: torch.Tensor) -> None:
-        """Move on after a step.
+        """Update S and the counters after a step.
 
         Args:
-            found: a float32 scalar, above 0 where the step is skipped.
-            names, lost: of every gradient, and whether it was not finite.
+            found: a float32 scalar, above 0 if the step is skipped.
+            names, lost: the name of every gradient, and whether it was not finite.
 
         Raises:
-            LossScaleError: no other scale helps, or another rank has no gradient; of earlier steps on a GPU.
+            LossScaleError: no other scale can help, or another rank has no gradient; on a GPU, in an earlier step.
         """
         self._move(found.device)
         found, lost, waits = found.to(self._scale.device), lost.to(self._scale.device), self._waits(found.device)
@@ -136,7 +136,7 @@ class DynamicScale:
             self._hear()
 
     def _hear(self) -> None:
-        """Warn or raise what was posted to the host, once."""
+        """Warn or raise, once, for a message that was copied to the host."""
         heard = int(self._box)
         if not heard:
             return
@@ -155,7 +155,7 @@ class DynamicScale:
         )
 
     def _stuck(self) -> str:
-        """What to say where no other scale helps."""
+        """The message for overflows that no other scale can avoid."""
         scale, names = float(self._scale), self.overflowed
         where, advice = f"at the loss scale's floor, {scale:g}", "No smaller one helps: "
         if not self._dynamic:
@@ -169,11 +169,11 @@ class DynamicScale:
             "or lower the learning rate"
         )
 
-    # ---- read -------------------------------------------------------------------------------------------------------
+    # ---- counters and state -----------------------------------------------------------------------------------------
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped; as `get_scale`, it waits for a GPU."""
+        """How many steps were skipped in all. Like `get_scale`, it waits for a GPU."""
         return int(self._counts[3])
 
     @skipped_steps.setter
@@ -189,13 +189,13 @@ class DynamicScale:
         return self._overflowed
 
     def _note_overflowed(self) -> None:
-        """Read which gradients were not finite, if a step was skipped since they were read last."""
+        """Read the flags of gradients that were not finite, if a step was skipped since the last read."""
         if self._flags is not None and self._seen_skips != self.skipped_steps:
             self._seen_skips, flags = self.skipped_steps, self._flags.tolist()
             self._overflowed = tuple(name for name, lost in zip(self._flagged, flags, strict=True) if lost)
 
     def _scale_state(self) -> dict[str, Any]:
-        """torch's five keys."""
+        """The five entries of torch.amp.GradScaler's state dict."""
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
         return dict(zip(_FIVE, (float(self._scale), *rule, int(self._counts[0])), strict=True))
 
@@ -209,7 +209,7 @@ class DynamicScale:
     # ---- torch.amp.GradScaler's accessors -------------------------------------------------------------------------
 
     def get_scale(self) -> float:
-        """S, or 1 when disabled. On a GPU it is read there, which waits for all that was launched."""
+        """S, or 1 if disabled. On a GPU, reading it waits for all launched kernels."""
         return float(self._scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
@@ -242,10 +242,10 @@ class DynamicScale:
 
 
 def check_keys(state: Mapping[str, Any]) -> None:
-    """Refuse a state that lacks one of torch's keys, or whose scale scales nothing.
+    """Check that a state has torch's five keys and a positive, finite scale.
 
     Raises:
-        LossScaleError: it does.
+        LossScaleError: it does not.
     """
     missing = [key for key in _FIVE if key not in state]
     if missing:
@@ -261,5 +261,5 @@ def check_keys(state: Mapping[str, Any]) -> None:
 
 
 def float32(value: float) -> float:
-    """Rounded to float32, in which torch keeps the scale; infinite beyond its range."""
+    """The value rounded to float32, as torch stores the scale; infinite beyond its range."""
     return float(torch.tensor(value, dtype=torch.float64, device="cpu").float())

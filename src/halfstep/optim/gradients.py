@@ -1,4 +1,4 @@
-"""What a loss scaler does to an optimizer's gradients: name them, check that they are finite, multiply them."""
+"""An optimizer's gradients for a loss scaler: their names, checks that they are finite, norms, multiplication."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,17 +16,18 @@ from halfstep.optim.shards import local, whole
 
 
 NO_GRADIENT = 2.0
-"""What a rank without gradients says of what it found; 1 is an overflow, 0 none."""
+"""The value of `found` on a rank without gradients; 1 means an overflow, 0 none."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The parameters whose gradients it has, in order: its own, or of all ranks (`distributed.Dealt`)."""
+    """The parameters whose gradients the optimizer has, in order: its own, or those of all ranks
+    (`distributed.Dealt`)."""
     of_all_ranks: Sequence[Tensor] = getattr(optimizer, "reduced", ())
     return iter(of_all_ranks or [parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 
 def names_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
-    """The names of `parameters_of`, in order."""
+    """The names of the parameters of `parameters_of`, in order."""
     found: dict[Any, str] = {
         parameter: f"parameter {p} of group {g}"
         for g, group in enumerate(optimizer.param_groups)
@@ -36,20 +37,20 @@ def names_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 
 
 def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor | None]:
-    """The gradients of all of its parameters, in order; of a sparse one, its stored values."""
+    """The gradients of the parameters of `parameters_of`, in order; the values tensor of a sparse one."""
     grads = [parameter.grad for parameter in parameters_of(optimizer)]
     return [grad._values() if grad is not None and grad.is_sparse else grad for grad in grads]
 
 
 @torch.no_grad()
 def find_nonfinite(grads: Sequence[Tensor | None], device: torch.device, process_group: Any) -> tuple[Tensor, Tensor]:
-    """A float32 scalar above 0 where any rank has an infinity or NaN, `NO_GRADIENT` where one has no gradient at all;
-    and for each of this rank's whether it is not finite. Neither is read here.
+    """(found, lost). found: a float32 scalar above 0 if any rank has an infinity or NaN, `NO_GRADIENT` if one has no
+    gradient at all. lost: a boolean for each gradient of this rank, True if it is not finite. The host reads neither.
 
     Args:
-        grads: of every parameter, None where there is none.
-        device: where ranks exchange what they found.
-        process_group: over which they do; None is the default group where there is one.
+        grads: the gradient of every parameter, or None.
+        device: the device of the results and of the all-reduce.
+        process_group: the ranks that exchange `found`; None: the default group, if there is one.
     """
     finite = [torch.ones((), dtype=torch.bool, device=device)] * len(grads)
     for places, parts in alike([None if grad is None else values_of(local(grad)) for grad in grads]):
@@ -64,15 +65,15 @@ def find_nonfinite(grads: Sequence[Tensor | None], device: torch.device, process
 
 
 def _are_finite(parts: Sequence[Tensor]) -> Tensor:
-    """Whether all elements of each tensor are finite, in one read of it."""
-    if parts[0].is_cpu:  # where the norm takes six times as long; the extremes of a tensor with a NaN are NaN
+    """Whether all elements of each tensor are finite, by one pass over it."""
+    if parts[0].is_cpu:  # the norm takes six times as long there; aminmax returns NaN if there is one
         return torch.stack([end for part in parts for end in torch.aminmax(part)]).view(-1, 2).isfinite().all(1)
     return torch.stack(torch._foreach_norm(parts, torch.inf)).isfinite()  # type: ignore[arg-type]
 
 
 def alike(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], list[Tensor]]]:
-    """Those that have elements, with their places, in groups of one device and dtype, which one launch takes; what is
-    no plain tensor by itself."""
+    """The tensors that have elements, with their indices, grouped by device and dtype for foreach functions. Tensor
+    subclasses are groups of their own."""
     groups: dict[object, tuple[list[int], list[Tensor]]] = {}
     for place, tensor in enumerate(tensors):
         if tensor is not None and tensor.numel():
@@ -84,7 +85,7 @@ def alike(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], list[Tensor
 
 
 def no_gradient(elsewhere: bool) -> str:
-    """What to say where no parameter has a gradient, on this rank or another one."""
+    """The message for an optimizer without gradients, on this rank or another one (`elsewhere`)."""
     where = "on another rank no parameter" if elsewhere else "no parameter"
     return (
         f"{where} of the optimizer has a gradient; call scaler.scale(loss).backward() first. If you did, something "
@@ -94,12 +95,12 @@ def no_gradient(elsewhere: bool) -> str:
 
 
 def takes_float32(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer steps on float32 gradients of 16-bit parameters (`LowBit` does, torch's do not)."""
+    """Whether the optimizer takes float32 gradients of 16-bit parameters (`LowBit` does, torch's do not)."""
     return bool(getattr(optimizer, "takes_float32_gradients", False))
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The norm of all gradients together, taken in that dtype; a plain tensor, of all ranks where they are sharded."""
+    """The norm of all gradients together, computed in `dtype`; a plain tensor, over all ranks if they are sharded."""
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) if _alone(grad) else grad for grad in grads]
     for places, members in alike([None if _alone(grad) else grad for grad in grads]):
         for place, one in zip(places, torch._foreach_norm(members, norm_type, dtype=dtype), strict=True):
@@ -110,17 +111,18 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = t
 
 
 def _alone(grad: Tensor) -> bool:
-    """Whether its norm is not taken beside others': it is spread over ranks, or in codes, or empty."""
+    """Whether a gradient's norm is computed by itself, since it is a DTensor or CodeTensor, or empty."""
     return foreign(grad) is not None or not grad.numel()
 
 
 @torch.no_grad()
 def multiply(optimizer: torch.optim.Optimizer, factor: Tensor, names: Mapping[nn.Parameter, str]) -> None:
-    """Multiply every gradient where it is, in float32, in few launches; 16-bit ones leave for float32 where the
-    optimizer takes that. The factor, a float64 scalar, is not read.
+    """Multiply every gradient by a factor in float32, in few launches. 16-bit gradients are replaced by float32 ones if
+    the optimizer takes these. The host does not read the factor, a float64 scalar.
 
     Raises:
-        LossScaleError: a gradient is fp16 and cannot leave: its small values would become zero. Nothing was changed.
+        LossScaleError: a gradient is fp16 and cannot become float32: small values would become zero. Nothing was
+            changed.
     """
     wide, every = takes_float32(optimizer), list(parameters_of(optimizer))
     leaving = [p for p in every if wide and _half(p.grad) and can_widen(p)]
@@ -144,7 +146,7 @@ def multiply(optimizer: torch.optim.Optimizer, factor: Tensor, names: Mapping[nn
         by = factor.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
         if foreign(first) is not None:
             first.mul_(by)
-        elif _half(first):  # in which a factor of their device would be rounded first
+        elif _half(first):  # a factor on their device would be rounded to 16 bits first
             copies = _float32(members)
             torch._foreach_mul_(copies, by)
             torch._foreach_copy_(members, copies)
@@ -153,7 +155,7 @@ def multiply(optimizer: torch.optim.Optimizer, factor: Tensor, names: Mapping[nn
 
 
 def _float32(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in float32."""
+    """Copies of the gradients in float32."""
     wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
     for places, members in alike([local(grad) for grad in grads]):
         torch._foreach_copy_([local(wide[place]) for place in places], members)
@@ -175,54 +177,54 @@ _STOCK_REMEDY = (
 
 
 def gone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the gradients have been dropped: none is there, or all are zeros."""
+    """Whether the gradients were dropped: all are None or zeros."""
     return not any(p.grad is not None and bool(p.grad.any()) for p in parameters_of(optimizer))
 
 
 def treated(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether gradients that `multiply` saw are there still."""
+    """Whether any gradient is one that `multiply` has changed."""
     return any(is_marked(parameter.grad) for parameter in parameters_of(optimizer))
 
 
 def narrow_all(optimizer: torch.optim.Optimizer) -> None:
-    """Gradients that are no longer there will be of their parameters' own dtype again."""
+    """Call `narrow` for all parameters."""
     for parameter in parameters_of(optimizer):
         narrow(parameter)
 
 
-# ---- 16-bit gradients that left their dtype for float32, until they are gone -----------------------------------------
-# A 16-bit gradient that is divided by a loss scale or clipped where it stands is rounded, and a small one is lost. So
-# it leaves for float32 when that happens, and its parameter takes float32 gradients from then on. Once it is gone, the
-# parameter's own dtype returns: `optimizer.zero_grad()` sees to it, the loss scaler's next `scale`, and where neither
-# is called (`model.zero_grad()` or `p.grad = None`, then a bare backward) hooks on the parameter.
+# ---- 16-bit gradients that are float32 from unscaling or clipping until they are dropped -----------------------------
+# Dividing a 16-bit gradient by the loss scale, or clipping it, in place rounds it, and small values are lost. So it is
+# replaced by a float32 gradient then, and its parameter accumulates in float32 from then on. Once that gradient is
+# dropped, the parameter's gradients have their own dtype again: by `optimizer.zero_grad()`, by the loss scaler's next
+# `scale`, or, if neither is called (`model.zero_grad()` or `p.grad = None`, then backward), by hooks on the parameter.
 
 
-_OWN = "_halfstep_own_gradients"  # on a parameter whose gradient has left
-_TREATED = "_halfstep_treated"  # on a gradient that was unscaled or clipped: whatever drops it drops this
+_OWN = "_halfstep_own_gradients"  # on a parameter with a widened gradient
+_TREATED = "_halfstep_treated"  # on a gradient that was unscaled or clipped; it vanishes with the gradient
 
 
 @dataclass
 class _Own:
-    """The dtype that the parameter's gradients had, and will have again."""
+    """The dtype that a parameter's gradients had before `widen`, to be restored."""
 
     stored: torch.dtype
-    """The parameter's, by which others notice that it became another one since."""
+    """The parameter's dtype then, to notice a later cast."""
     grads: torch.dtype | None
     handles: tuple[RemovableHandle, ...] = ()
     fresh: bool = False
-    """Whether the gradient that is arriving has nothing to be added to."""
+    """Whether the gradient that backward is computing is not added to an existing one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # hooks and a gradient's dtype stay behind when a parameter is pickled
+        return type(None), ()  # a pickled parameter has neither the hooks nor the gradient dtype
 
 
 def can_widen(parameter: Tensor) -> bool:
-    """Whether this torch (2.10 or newer) lets the parameter have gradients of another dtype."""
+    """Whether this torch (2.10 or newer) supports gradients of another dtype than the parameter's."""
     return hasattr(parameter, "grad_dtype")
 
 
 def widen(parameter: Tensor, grad: Tensor) -> None:
-    """Put a float32 gradient in the place of the parameter's 16-bit one."""
+    """Replace the parameter's 16-bit gradient by a float32 one, and let it accumulate in float32."""
     if _own(parameter) is None:
         own = _Own(parameter.dtype, parameter.grad_dtype)
         if parameter.requires_grad:
@@ -235,7 +237,7 @@ def widen(parameter: Tensor, grad: Tensor) -> None:
 
 
 def put_back(parameter: Tensor, grad: Tensor | None) -> None:
-    """Give a parameter a gradient that it had before, whatever backward ran in between."""
+    """Restore a gradient that the parameter had before, even if it is a widened one."""
     if grad is not None and parameter.dtype != grad.dtype == torch.float32 and is_marked(grad):
         widen(parameter, grad)
     else:
@@ -243,17 +245,17 @@ def put_back(parameter: Tensor, grad: Tensor | None) -> None:
 
 
 def mark(grad: Tensor) -> None:
-    """Say of a gradient that it was unscaled or clipped."""
+    """Mark a gradient as unscaled or clipped."""
     setattr(grad, _TREATED, True)
 
 
 def is_marked(grad: Tensor | None) -> bool:
-    """Whether it was unscaled or clipped, and is still the same tensor (perhaps added to)."""
+    """Whether the gradient is marked as unscaled or clipped; it may have been accumulated into since."""
     return hasattr(grad, _TREATED)
 
 
 def narrow(parameter: Tensor) -> None:
-    """Let the parameter have its own gradients again, if the one that left is gone, or zeros."""
+    """Undo `widen`: restore the dtype of the parameter's gradients, if the widened one was dropped or is zeros."""
     own, grad = _own(parameter), parameter.grad
     if own is None or (grad is not None and not own.fresh and bool(grad.any())):
         return
@@ -271,9 +273,9 @@ def _own(parameter: Tensor) -> _Own | None:
 
 
 def _hooks(parameter: Tensor) -> tuple[RemovableHandle, ...]:
-    """A gradient that arrives where none is (or zeros) becomes the parameter's own kind, once it is there.
+    """Register hooks that call `narrow` after a gradient was stored where there was none, or zeros.
 
-    (torch lets no hook change the dtype of one on its way.)
+    (torch does not allow a hook to change a gradient's dtype before it is stored.)
     """
     reference = weakref.ref(parameter)
 

@@ -1,7 +1,4 @@
-"""A whole training step as one CUDA graph, and updates in the backward pass.
-
-The host launches one thing, the graph. In the backward pass each parameter steps as soon as its gradient is there.
-"""
+"""`GraphedStep`: a training step as one CUDA graph. `PerLayer`: parameters that step within the backward pass."""
 
 import weakref
 from collections.abc import Callable
@@ -21,7 +18,7 @@ from halfstep.quant import CUDAGraph
 
 
 class GraphedStep:
-    """A training step that is captured in a `CUDAGraph` and replayed: the same bits, without the host's time.
+    """A training step that is captured in a `CUDAGraph` and replayed: equal bit for bit, without overhead of the host.
 
         def step(x, y):
             optimizer.zero_grad()
@@ -35,22 +32,23 @@ class GraphedStep:
         for x, y in loader:
             loss = step(x, y)
 
-    The first `warmup` calls run the function as it is, and so does every call of a model on a CPU. The next one
-    captures it, and from then on a call copies its tensors to where the graph reads them and replays it. All of them
-    are steps of the run. Learning rates are those of the optimizer's groups at each call: schedulers work as ever.
+    The first `warmup` calls run the function eagerly, as do all calls with a model on a CPU. The next call captures it;
+    from then on a call copies its tensors to the graph's inputs and replays it. Every call is a step of the run.
+    Learning rates are read from the optimizer's groups at each call, so schedulers work.
 
     Args:
-        step: forward, backward, `scaler.step` and `scaler.update`, by tensors that it is called with, in dictionaries
-            or lists too. It may not read a number of a tensor (`loss.item()`), nor do on the host what each step needs.
-        optimizer: of `halfstep.prepare`. Built with `capturable=True`, its first step names a parameter that no kernel
-            on the GPU steps.
-        warmup: at least 1: kernels are compiled and states begin.
+        step: forward, backward, `scaler.step` and `scaler.update` on the tensors that it is called with (dictionaries
+            and lists of tensors too). It must not read a tensor's value (`loss.item()`), nor do per-step work on the
+            host.
+        optimizer: the one of `halfstep.prepare`. If built with `capturable=True`, its first step raises for a parameter
+            that no GPU kernel steps, and names it.
+        warmup: at least 1, to compile kernels and create states.
 
     Raises:
-        OptimizerError: the optimizer is not halfstep's; kernels on the GPU do not step all of its parameters; options
-            other than learning rates have changed since the capture.
-        ModelError: a call has other arguments than the captured one. Nothing has moved. Or the step returned, in its
-            first call, an object whose tensors no replay would copy.
+        OptimizerError: the optimizer is not halfstep's; GPU kernels do not step all of its parameters; options other
+            than learning rates have changed since the capture.
+        ModelError: a call's arguments differ from the captured ones in structure, shape or dtype. Nothing was changed.
+            Or the first call returned an object whose tensors a replay could not copy.
     """
 
     def __init__(self, step: Callable[..., Any], optimizer: LowBit, warmup: int = 3) -> None:
@@ -62,12 +60,12 @@ class GraphedStep:
         if warmup < 1:
             raise OptimizerError(f"warmup={warmup}: expected at least 1, since states begin in the first step")
         self.step = step
-        """The function itself: for a batch of another shape."""
+        """The function itself, for batches of another shape."""
         self._optimizer, self._left = optimizer, warmup
         self._graph: CUDAGraph | None = None
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """What the step returns; of a replay, copies of its tensors."""
+        """The step's result; for a replay, with copies of its tensors."""
         device = next(p for group in self._optimizer.param_groups for p in group["params"]).device
         if not _has_graphs(device):
             return self.step(*given, **named)
@@ -82,7 +80,7 @@ class GraphedStep:
         return tree_map_only(Tensor, Tensor.clone, self._found)
 
     def _aside(self, given: Any, named: Any) -> Any:
-        """A step on a stream of its own, as torch asks for before a capture."""
+        """Run the step eagerly on a side stream, as torch requires before a capture."""
         aside, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
@@ -110,7 +108,7 @@ class GraphedStep:
         return graph
 
     def _take(self, given: Any, named: Any) -> None:
-        """Copy the tensors of a call to where the graph reads them."""
+        """Copy the tensors of a call to the graph's inputs, after checking that the arguments match."""
         leaves, form = tree_flatten((given, named))
         if form != self._form:
             raise ModelError(_OTHER.format("arguments in another structure", "those that were captured"))
@@ -123,7 +121,7 @@ class GraphedStep:
 
 
 _CONSTANT = bool | int | float | complex | str | bytes | torch.dtype | torch.device | None
-"""Arguments beside tensors: their `repr` says all of them."""
+"""The types of arguments other than tensors, which can be compared by their `repr`."""
 
 _UNSEEN = (
     "an argument of the step is a {}, and a graph would read what it held at the capture, whatever it holds later. "
@@ -142,7 +140,7 @@ def _has_graphs(device: torch.device) -> bool:
 
 
 def _kind(leaf: Any) -> str:
-    """What may not change of an argument."""
+    """The properties of an argument that must not change between calls, as text."""
     return f"a {leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
@@ -156,27 +154,28 @@ _OTHER = (
 
 
 class PerLayer:
-    """Lets an optimizer step in the backward pass, so that no two layers' gradients are in memory at once.
+    """Makes an optimizer step each parameter within the backward pass, so that the gradients of all layers are never in
+    memory at once.
 
         model, optimizer, scaler = halfstep.prepare(model, optimizer, "galore-8bit")
         halfstep.optim.PerLayer(optimizer)
 
-    The loop stays as it is: `optimizer.step()` then ends the step, of which each micro-batch's `backward()` took its
-    part. Gradients of several micro-batches accumulate in the subspace, where there is one: the first of them chooses
-    it, when it is time to, and the others are projected to the same. Others accumulate in `.grad`, as always.
+    The training loop does not change; `optimizer.step()` ends the step. The gradients of projected parameters are
+    accumulated over micro-batches in their subspace, which the first micro-batch chooses if it is due. Others are
+    accumulated in `.grad`, as usual.
 
-    Norms of all gradients together are not known while a layer steps, so `scaler.clip_grad_norm_` is an error here, and
-    torch's own finds no gradients and returns 0: clip layer by layer with `max_norm`. A copy of the optimizer steps in
-    `step()` again.
+    The norm of all gradients is not known while a layer steps, so `scaler.clip_grad_norm_` is an error, and torch's own
+    finds no gradients and returns 0: clip layer by layer with `max_norm`. A copy of the optimizer steps in `step()`
+    again.
 
     Args:
-        optimizer: what `halfstep.prepare` returned, or one of `halfstep.optim`'s classes.
-        micro_batches: how many backward passes make a step.
-        max_norm: what the norm of each parameter's gradient is clipped to; of a projected one, in its subspace.
+        optimizer: the one that `halfstep.prepare` returned, or of one of `halfstep.optim`'s classes.
+        micro_batches: the number of backward passes in a step.
+        max_norm: the norm that each parameter's gradient is clipped to; for a projected one, in its subspace.
 
     Raises:
-        OptimizerError: several ranks train together, or parameters are sharded; the recipe scales its loss or keeps
-            weights as codes; the optimizer steps so already; an argument means nothing. Nothing was changed.
+        OptimizerError: several ranks train together, or parameters are sharded; the recipe scales its loss or stores
+            weights as codes; the optimizer has a PerLayer already; an argument is invalid. Nothing was changed.
 
     Source: Zhao et al. 2024, section 4.3; Lv et al. 2023, arXiv 2306.09782.
     """
@@ -193,7 +192,7 @@ class PerLayer:
         self._handles += [p.register_post_accumulate_grad_hook(self._take) for p in self._places if p.requires_grad]
 
     def remove(self) -> None:
-        """Step in `optimizer.step()` again."""
+        """Undo: the optimizer steps in `optimizer.step()` again."""
         self.drop()
         for handle in self._handles:
             handle.remove()
@@ -202,13 +201,13 @@ class PerLayer:
             optimizer.per_layer = None
 
     def drop(self) -> None:
-        """Forget gradients of a step that is not whole: what `zero_grad` does."""
+        """Drop the gradients of an incomplete step; `zero_grad` calls it."""
         self._sums.clear()
         self._arrived = {p: count for p, count in self._arrived.items() if count >= self._micro_batches}
 
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
-        """A micro-batch's gradient has arrived."""
+        """A hook after a parameter's gradient was accumulated in a micro-batch: steps after the last one."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -241,7 +240,7 @@ class PerLayer:
 
     @torch.no_grad()
     def _end(self, optimizer: Any, *_: Any) -> None:
-        """`optimizer.step()`: parameters that some micro-batches did not use take what the others brought."""
+        """A hook before `optimizer.step()`: steps the parameters that were not used in every micro-batch."""
         most = max(self._arrived.values(), default=0)
         if 0 < most < self._micro_batches:
             raise OptimizerError(

@@ -1,4 +1,4 @@
-"""Loss scaling: torch.amp.GradScaler's interface and trajectory, plus what people miss in it."""
+"""`LossScaler`: torch.amp.GradScaler's interface and scales, with additions."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ Outputs = TypeVar("Outputs", Tensor, list[Any], tuple[Any, ...], Iterable[Any])
 
 
 class Follower(Protocol):
-    """What moves on with the scaler's updates, and is saved with its state."""
+    """An object that advances with the scaler's updates and is saved with its state."""
 
     def advance(self, skipped: bool | Tensor = False) -> None:
-        """End an optimizer step, which was skipped where gradients overflowed; a tensor says so on a GPU."""
+        """End an optimizer step; `skipped`, a scalar tensor on a GPU, if gradients overflowed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, by names that are none of the scaler's."""
+        """The entries to save; their names are not the scaler's."""
 
     def differs(self, saved: Mapping[str, Any]) -> str | None:
-        """What recipe such a state was saved under, where it is another one and a change was asked for.
+        """The recipe that a state was saved under, if it is another one and a change is allowed; else None.
 
         Raises:
-            RecipeError: it is another one, and no change was asked for.
+            RecipeError: it is another recipe, and no change is allowed.
         """
 
     def begin(self, saved: Mapping[str, Any]) -> list[str]:
-        """Begin after the state of another recipe; what is to be told of it."""
+        """Go on from the state of another recipe; returns texts for a warning."""
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load it; what is missing starts over, and a warning says so."""
+        """Load a state; missing entries start over, with a warning."""
 
 
 class LossScaler(Unscaling):
     """Multiplies the loss by S, divides the gradients by S, skips steps whose gradients overflowed, and adapts S.
 
-    A drop-in for `torch.amp.GradScaler`: the same methods, the same five state keys, the same scales step by step.
-    Beyond it: a constant scale (`dynamic=False`), a floor (`min_scale`), DeepSpeed's `hysteresis`, `clip_grad_norm_`,
-    the number of skipped steps, the names of the parameters that overflowed, and fp16 gradients. With optimizers that
-    follow torch's protocol for it (halfstep's, torch's fused ones) the division by S happens inside the update.
+    A drop-in replacement for `torch.amp.GradScaler`: the same methods, the same five state keys, the same scales step
+    by step. In addition: a constant scale (`dynamic=False`), a floor (`min_scale`), DeepSpeed's `hysteresis`,
+    `clip_grad_norm_`, the number of skipped steps, the names of the parameters that overflowed, and fp16 gradients.
+    With optimizers that follow torch's protocol for it (halfstep's, torch's fused ones) the division by S happens
+    inside the update.
 
-    A copy or a pickle of a scaler holds a copy of the model whose scaling states it moves: copy both together. To save
-    one for later use `state_dict`.
+    A copy or a pickle of a scaler holds a copy of the model whose scaling states it advances: copy both together. Use
+    `state_dict` to save one.
 
     Args:
-        device: accepted for the drop-in's sake; the scale follows the loss.
+        device: accepted for compatibility; the scale is on the loss's device.
         init_scale: S at the start.
-        growth_factor: what S is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: what S is multiplied by after an overflow.
+        growth_factor: the factor of S after `growth_interval` steps without overflow.
+        backoff_factor: the factor of S after an overflow.
         enabled: False makes every method the identity, except `step` and `clip_grad_norm_`.
         dynamic: False keeps S constant; overflowing steps are skipped all the same.
         min_scale: an overflow at this scale is an error. torch has no floor: S falls to 0 and 1/S becomes infinite.
-        hysteresis: how many overflows it takes to lower S (DeepSpeed's meaning: refilled when S grows).
+        hysteresis: the number of overflows that lower S (as in DeepSpeed, reset when S grows).
         names: the parameters' names, for `overflowed`.
-        follower: what moves on with every `update()` and is saved with this state (a model's scaling states).
-        process_group: over which the overflow flags are combined; None is the default group where there is one.
+        follower: an object to advance with every `update()` and to save with this state (a model's scaling states).
+        process_group: the ranks that combine their overflow flags; None: the default group, if there is one.
 
     Source: torch.amp.grad_scaler; DeepSpeed's DynamicLossScaler for the hysteresis; Micikevicius et al. 2018.
     """
@@ -104,7 +105,7 @@ class LossScaler(Unscaling):
 
     def _scaled(self, outputs: Outputs) -> Outputs:
         if isinstance(outputs, Tensor):
-            # A copy: the graph keeps it, and an update before another backward through it writes to the scale.
+            # A copy: autograd saves it, and an update before another backward through it would write to the scale.
             return outputs * self._factor(outputs.device).clone()
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self._scaled(output) for output in outputs)
@@ -114,7 +115,7 @@ class LossScaler(Unscaling):
 
     @untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step()` on the unscaled gradients, unless one of them is infinite or NaN: then nothing.
+        """`optimizer.step()` with unscaled gradients; nothing if one of them is infinite or NaN.
 
         Raises:
             LossScaleError: called twice since the last update(); with a closure, while the loss is scaled; otherwise
@@ -152,14 +153,14 @@ class LossScaler(Unscaling):
 
     @untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt S to what the steps since the last update found; call it once, after them.
+        """Adapt S to the overflows since the last update; call it once, after all optimizers' steps.
 
-        Where no optimizer has stepped (every one was skipped, or its gradients were dropped), the model's scaling
-        states forget the batch instead of moving on.
+        If no optimizer has stepped (each was skipped, or its gradients were dropped), the model's scaling states drop
+        the batch's amaxes instead of advancing.
 
         Raises:
-            LossScaleError: no step was taken or unscaled; or the gradients overflow at the scale's floor, or in
-                too many steps in a row of a constant scale.
+            LossScaleError: neither `step` nor `unscale_` was called; or the gradients overflow at the scale's floor, or
+                in too many steps in a row of a constant scale.
         """
         pending, moved = self._pending.take(), []
         for optimizer, one in pending:
@@ -176,7 +177,7 @@ class LossScaler(Unscaling):
             self._follower.advance(_none(moved))
 
     def _move_on(self, checked: list[Pending]) -> None:
-        """Adapt S to what was found, where it was found."""
+        """Adapt S to the combined overflow flags of the optimizers, on their device."""
         found = [p.found_inf for p in checked if p.found_inf is not None]
         lost = [p.lost for p in checked if p.lost is not None]
         there = found[0].device
@@ -186,8 +187,8 @@ class LossScaler(Unscaling):
     # ---- saving ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys; none when disabled. The recipe's name and digest, hysteresis in progress, scaling states,
-        and how far a recipe's stages are, add one key in all."""
+        """torch's five keys, unless disabled; and one more for the recipe's name and digest, the hysteresis, scaling
+        states and the stage."""
         extra: dict[str, Any] = self._follower.state_dict() if self._follower is not None else {}
         if self._enabled and self._hysteresis > 1:
             extra["patience"] = int(self._counts[1])
@@ -203,9 +204,9 @@ class LossScaler(Unscaling):
         """Load a state of this class or of `torch.amp.GradScaler`.
 
         Raises:
-            RecipeError: the state names another recipe, and no change was asked for.
-            LossScaleError: the state is empty (it was saved by a disabled scaler) or lacks a key; scaling states of
-                another model or recipe.
+            RecipeError: the state names another recipe, and no change is allowed.
+            LossScaleError: the state is empty (it was saved by a disabled scaler) or lacks a key; or it has scaling
+                states of another model or recipe.
         """
         extra = state_dict.get(EXTRA, {})
         other = self._follower.differs(extra) if self._follower is not None else None
@@ -220,7 +221,7 @@ class LossScaler(Unscaling):
             self._load_scale(state_dict, extra.get("patience"))
 
     def _begin_after(self, other: str, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another recipe, whose loss scale is not this one's, and say so."""
+        """Go on from the state of another recipe, without its loss scale, and warn."""
         assert self._follower is not None
         told = self._follower.begin(state.get(EXTRA, {}))
         if self._enabled:
@@ -246,7 +247,7 @@ class LossScaler(Unscaling):
         return {name: value for name, value in vars(self).items() if name not in left} | {"numbers": numbers}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaler:
-        memo[id(self._process_group)] = self._process_group  # ranks do not multiply
+        memo[id(self._process_group)] = self._process_group  # process groups cannot be copied
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
@@ -263,7 +264,7 @@ def _divides(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _none(moved: list[bool | Tensor]) -> bool | Tensor:
-    """Whether there were optimizers, and not one of them has moved."""
+    """Whether there were optimizers and none of them has stepped; a scalar tensor if that is known on a GPU alone."""
     for one in moved:
         if one is True:
             return False

@@ -1,4 +1,4 @@
-"""One optimizer for every update rule and every storage format: decode, update in float32, round, write."""
+"""`LowBit`: one optimizer for all update rules and storage formats: decode, update in float32, round, write."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from halfstep.recipe import Projection, Recipe
 
 
 class _Bytes(NamedTuple):
-    """A tensor of FP8 in a pickle, whose loader, torch's legacy one, knows no such storage."""
+    """An FP8 tensor as bytes, for pickles: torch's legacy loader has no FP8 storages."""
 
     bytes: Tensor
     dtype: torch.dtype
@@ -44,34 +44,34 @@ def _pickled(value: Any) -> Any:
 class LowBit(Stepping):
     """An update rule over weights and moments stored in few bits, with torch.optim's semantics.
 
-    Each step decodes weight, gradient and moments to float32, applies the rule, and rounds each result once to
-    its own format. Where there is a master copy, it takes the update and the weight is its rounded image. A weight that
-    was written to from outside, in whatever way, resyncs its master (`masters.Master`).
+    Each step decodes weight, gradient and moments to float32, applies the rule, and rounds each result once to its own
+    format. If there are master weights, they are updated and the weight is the rounded master. If a weight was written
+    to from outside, in whatever way, its master follows (`masters.Master`).
 
-    It follows torch's protocol for loss scaling (`grad_scale` and `found_inf`, as the fused optimizers do), so the
+    It follows torch's protocol for loss scaling (`grad_scale` and `found_inf`, like the fused optimizers), so the
     gradient is divided by the scale in float32, inside the update: fp16 gradients are never unscaled in place, which
-    would flush the small ones. `torch.amp.GradScaler` works with it as well as `halfstep.LossScaler`.
+    would flush small ones to zero. It works with `torch.amp.GradScaler` and `halfstep.LossScaler`.
 
-    State a parameter: `step`, the rule's moments under torch's names, and what the recipe's master keeps. It is saved,
-    loaded, copied and pickled like that of torch's optimizers.
+    The state of a parameter: `step`, the rule's moments under torch's names, and the tensors of its master. It is
+    saved, loaded, copied and pickled as in torch's optimizers.
 
     Args:
         model, process_group: as for `convert`.
-        projections: of parameters that are updated in a subspace, how.
+        projections: the projections of parameters that are updated in a subspace.
     """
 
     _step_supports_amp_scaling = True
-    takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
+    takes_float32_gradients = True  # of 16-bit parameters too, for a loss scaler to unscale and clip in float32
     per_layer: Any = None
-    """The `PerLayer` by which it steps in the backward pass."""
+    """The `PerLayer` by which it steps in the backward pass, if any."""
     check_new: Callable[[Collection[Tensor]], None] | None = None
-    """Refuses parameters of the model that the recipe stores otherwise than they come, as it says of all of them."""
+    """A function that raises for parameters of the model that are not stored as the recipe says."""
     check_reduced: Callable[[], None] | None = None
-    """Refuses gradients that ranks have not averaged as the recipe says, before each step."""
+    """A function that raises, before a step, if ranks have not averaged gradients as the recipe says."""
     reduced: Sequence[Tensor] = ()
-    """All parameters whose gradients are here, where other ranks step some of them (`distributed.Dealt`)."""
+    """All parameters with gradients on this rank, if other ranks step some of them (`distributed.Dealt`)."""
     awaits_scaler = False
-    """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
+    """Whether the recipe scales its loss and no scaler was used yet: a step without one warns, once."""
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class LowBit(Stepping):
 
     @contextmanager
     def watched(self, watch: Callable[[Update], None]) -> Iterator[None]:
-        """While this lasts, `watch` is told of every update, which then takes the reference path: equal, and slower."""
+        """A context in which `watch` is called with every update. Updates then take the reference path, which is equal
+        and slower."""
         self._watch = watch
         try:
             yield
@@ -105,7 +106,7 @@ class LowBit(Stepping):
         return f"parameter {index}" + (f" ({name})" if name else "")
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
+        # A copy has neither the reference to the model nor the process group.
         own = {name: getattr(self, name) for name in ("rule", "recipe", "awaits_scaler", "origin")}
         held = set(self._parameters())
         own["projections"] = {p: projection for p, projection in self.projections.items() if p in held}
@@ -116,7 +117,7 @@ class LowBit(Stepping):
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's load_state_dict comes by here too, with less than a copy brings.
+        # torch's load_state_dict calls this too, with fewer entries than a copy has.
         absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "projections": {}}
         begun = {
             "_agreed": False,
@@ -131,12 +132,12 @@ class LowBit(Stepping):
             own.update({name: value.bytes.view(value.dtype) for name, value in own.items() if type(value) is _Bytes})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; the recipe holds for the new parameters too.
+        """As torch's; the recipe applies to the new parameters too.
 
         Raises:
-            OptimizerError: one is of a dtype that no recipe stores, or an adapter's in fewer than 32 bits, where the
-                recipe keeps adapters in float32; or the optimizer combines several, and the group names none of their
-                rules or leaves options out. Nothing was added.
+            OptimizerError: a parameter has a dtype that no recipe stores, or belongs to an adapter, is not float32, and
+                the recipe stores adapters in float32; or the optimizer combines several, and the group names none of
+                their rules or lacks options. Nothing was added.
         """
         if self.rule.parts:
             check_new_group(param_group, self.param_groups, self.rule, self.defaults)
@@ -151,7 +152,7 @@ class LowBit(Stepping):
         self._known = len(self._parameters())
 
     def agree_on_the_seed(self) -> None:
-        """Take the seed of stochastic rounding from the first of the processes that train together, once."""
+        """Take the seed of stochastic rounding from the first rank of the process group, once."""
         if self._agreed or self.recipe.update_rounding != "stochastic" or not are_several(self._process_group):
             return
         own, self._agreed = self.defaults["rounding_seed"], True
@@ -163,11 +164,11 @@ class LowBit(Stepping):
     @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient.
+        """Update every parameter that has a gradient, once.
 
         Raises:
-            OptimizerError: a gradient is sparse; parameters of the optimizer have left the model and others have come;
-                there is no gradient, and weights are codes, which no other optimizer may step on. Nothing has moved.
+            OptimizerError: a gradient is sparse; the model's parameters were replaced; or there is no gradient, and
+                weights are codes, which no other optimizer can step. Nothing was changed.
         """
         if self._present is not None:
             self._present.check(self.param_groups)
@@ -195,7 +196,7 @@ class LowBit(Stepping):
         if ways and found_inf is not None and float(found_inf):
             return loss
         grad_scale = 1.0 if scale is None or not ways else 1.0 / float(scale)
-        # Where training is one long autocast: the update's products are float32's, and no cast of a weight outlives it.
+        # In case the loop runs under autocast: update in float32, and drop cached casts of weights afterwards.
         with torch.autocast(ways[0].parameter.device.type if ways else "cpu", enabled=False):
             for way in together.looking:
                 self._look(way, way.parameter.grad, grad_scale)
@@ -209,7 +210,7 @@ class LowBit(Stepping):
         return loss
 
     def _plan_step(self) -> None:
-        """Find how each parameter that has a gradient is stepped, from now on and until something has moved.
+        """Decide how each parameter with a gradient is stepped, until a tensor or option changes.
 
         Raises:
             OptimizerError: as `step`.
@@ -229,19 +230,19 @@ class LowBit(Stepping):
         self._together.take(self, stepped, kernels=self._watch is None)
 
     def check(self) -> None:
-        """What a step begins with: gradients and options are such that it can be taken.
+        """Check parameters, gradients and options before a step.
 
         Raises:
             OptimizerError: as `step`.
         """
         for group in self.param_groups:
-            group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
+            group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # a group added to the old optimizer
         check_parameters(self.param_groups, self._name)
         held = self._parameters()
         if self._present is not None:
             self._present.check_shapes(held)
         if self.check_new is not None and len(held) != self._known:
-            self.check_new(held)  # they came by way of the old optimizer
+            self.check_new(held)  # parameters added to the old optimizer
             self._known = len(held)
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
@@ -251,7 +252,8 @@ class LowBit(Stepping):
         return list(chain.from_iterable(map(params_of, self.param_groups)))
 
     def _start_late(self) -> None:
-        """Start the masters of parameters that were frozen, or not here, when the others' were taken; say it, once."""
+        """Start the masters of parameters that were frozen, or not in the optimizer, when the others' were taken; warn
+        once."""
         late = []
         for index, parameter in enumerate(self._parameters()):
             master = self._master(parameter)
@@ -266,17 +268,18 @@ class LowBit(Stepping):
 
     @property
     def steps_all_together(self) -> bool:
-        """Whether kernels on a GPU took all parameters of the last step, and the host read nothing."""
+        """Whether GPU kernels stepped all parameters of the last step without a read by the host."""
         return self._together.all
 
     def follow_options(self) -> None:
-        """As `Together.follow_options`."""
+        """`Together.follow_options`: update the options that CUDA graphs read."""
         self._together.follow_options(self)
 
     # ---- one parameter at a time, for `PerLayer` -----------------------------------------------------------------
 
     def lowered(self, parameter: Tensor, group: dict[str, Any], index: int, first: bool) -> Tensor | None:
-        """A micro-batch's gradient in fewer numbers, if its rule can; the first one chooses the subspace."""
+        """A micro-batch's gradient projected to its subspace, which the first one chooses if due; None if the parameter
+        is not projected."""
         if self.plan(parameter, group).rule.lower is None or parameter.grad is None:
             return None
         way = self.way(parameter, group, index, parameter.grad, self.varies(group), kernels=False)
@@ -286,7 +289,7 @@ class LowBit(Stepping):
         return way.rule.lower(self._next(way, parameter.grad, 1.0))
 
     def step_on(self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor) -> None:
-        """One update of one parameter, by a gradient or by what `lowered` made of it."""
+        """Update one parameter by a gradient, or by a sum of results of `lowered`."""
         if not self._master(parameter).keeps.keys() <= self.state.get(parameter, {}).keys():
             self._start_late()
         way = self.way(parameter, group, index, grad, self.varies(group))
@@ -300,7 +303,7 @@ class LowBit(Stepping):
         return are_several(self._process_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
+        """As torch's; parameters whose gradients became float32 by unscaling get their own gradient dtype back."""
         super().zero_grad(set_to_none)
         held = set(self._parameters()) if self.reduced else ()
         for parameter in self.reduced:

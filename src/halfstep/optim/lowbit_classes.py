@@ -1,4 +1,4 @@
-"""AdamW with moments in few bits, by the names that people know: optimizers for any loop, without `prepare`."""
+"""AdamW with moments in few bits, under the names of other libraries: optimizers for any loop, without `prepare`."""
 
 import warnings
 from collections.abc import Mapping
@@ -24,28 +24,28 @@ Moments = str | Storage | tuple[tuple[str, str | Storage], ...]
 
 
 class LowBitAdamW(LowBit):
-    """AdamW over parameters as they are, with moments kept in few bits; `torch.optim.AdamW` for any loop.
+    """AdamW with moments in few bits and parameters in their own dtype; a `torch.optim.AdamW` for any loop.
 
     Schedulers, clipping, `torch.amp.GradScaler`, `state_dict` and torch.distributed.checkpoint work as with torch's. A
-    state of torch's AdamW loads into it, and `float32_state_dict()` loads into torch's.
+    state of torch's AdamW loads into it, and its `float32_state_dict()` loads into torch's.
 
     Args:
         params: parameters in fp32, bf16 or fp16, or torch's parameter groups.
         lr, betas, eps, weight_decay, maximize: as torch's.
-        amsgrad: is refused.
-        moments: how they are kept, as `Recipe.moments`; None is as the class says.
-        bf16_stochastic_round: whether updates of bf16 parameters are rounded stochastically. Rounded to nearest, which
-            is the default, small ones are lost, and a warning says so.
-        generator: where the seed of that noise comes from: a generator, or the seed.
+        amsgrad: not supported; True raises.
+        moments: how moments are stored, as `Recipe.moments`; None: as the class says.
+        bf16_stochastic_round: round updates of bf16 parameters stochastically. Rounded to nearest, the default, small
+            updates are lost, and a warning says so.
+        generator: the source of the noise's seed: a generator, or the seed.
 
     Raises:
-        OptimizerError: a parameter of another dtype, an option that has no counterpart, or moments of a name that no
+        OptimizerError: a parameter has another dtype, an option has no counterpart, or `moments` names a moment that no
             update rule has.
-        RecipeError: moments in a format that there is not.
+        RecipeError: `moments` names an unknown format.
     """
 
     recipe_name: ClassVar = "bf16-mixed"
-    """The recipe whose moments these are."""
+    """The recipe that gives the default for `moments`."""
     _warned: frozenset[torch.dtype] = frozenset()
 
     def __init__(
@@ -75,7 +75,7 @@ class LowBitAdamW(LowBit):
         self._warn_of_lost_updates()
 
     def check(self) -> None:
-        """As `LowBit.check`; and says what weights lose that became 16-bit ones since the last step."""
+        """As `LowBit.check`; also warns of lost updates if parameters became 16-bit since the last step."""
         super().check()
         self._warn_of_lost_updates()
 
@@ -101,8 +101,8 @@ class AdamW8bit(LowBitAdamW):
     """AdamW with both moments in 8 bits: dynamic maps in blocks, as the recipe `adamw-8bit`.
 
     Args:
-        block_size: how many elements share a scale.
-        min_8bit_size: parameters of fewer elements keep fp32 moments.
+        block_size: the number of elements that share a scale.
+        min_8bit_size: parameters with fewer elements have fp32 moments.
         params, options: as in `LowBitAdamW`.
 
     Source: Dettmers et al. 2022, arXiv 2110.02861; the names of options are bitsandbytes' and torchao's.
@@ -120,7 +120,7 @@ class AdamWFp8(LowBitAdamW):
     """AdamW with both moments in FP8 in blocks, as the recipe `fp8-adam`.
 
     Args:
-        block_size: how many elements share a scale.
+        block_size: the number of elements that share a scale.
         params, options: as in `LowBitAdamW`.
 
     Source: torchao's AdamWFp8.
@@ -133,7 +133,7 @@ class AdamWFp8(LowBitAdamW):
 
 
 class CoatAdamW(LowBitAdamW):
-    """AdamW with both moments in E4M3, groups of 128 stretched to the format's range, as the recipe `coat`.
+    """AdamW with both moments in E4M3, in groups of 128 expanded to the format's range, as the recipe `coat`.
 
     Args:
         params, options: as in `LowBitAdamW`.
@@ -145,7 +145,7 @@ class CoatAdamW(LowBitAdamW):
 
 
 def _in_blocks(optimizer: LowBitAdamW, size: int, smallest: int | None = None) -> Moments:
-    """The moments of the optimizer's recipe, in blocks of that many elements."""
+    """The `moments` of the optimizer's recipe, with blocks of `size` elements."""
     moments = get_recipe(optimizer.recipe_name).moments
     assert isinstance(moments, tuple)
     return tuple((name, _in_block(kind, size, smallest)) for name, kind in moments)
@@ -157,7 +157,7 @@ def _in_block(kind: str | Storage, size: int, smallest: int | None) -> Storage:
     return replace(kind, quantizer=quantizer, smallest=kind.smallest if smallest is None else smallest)
 
 
-# ---- GaLore, by galore-torch's names: parameter groups say what is projected -----------------------------------------
+# ---- GaLore with galore-torch's interface: options of parameter groups select what is projected ----------------------
 
 
 _SIDES = {"std": "short", "reverse_std": "long", "left": "left", "right": "right"}
@@ -171,18 +171,18 @@ class GaLoreAdamW(LowBitAdamW):
                   {"params": others}]
         optimizer = GaLoreAdamW(groups, lr=0.01)
 
-    A group with a `rank` is projected. Unlike galore-torch, eps is added after the bias is corrected, as in the paper,
-    and a rank that a matrix does not have is an error.
+    A group with a `rank` is projected. Unlike in galore-torch, eps is added after bias correction, as in the paper, and
+    a rank larger than a matrix's is an error.
 
     Args:
         params: parameters or groups; without a `rank` in any, this is AdamW.
-        lr, betas, eps, weight_decay: as galore-torch's; the decay is the whole weight's.
-        correct_bias: True; without it, it is refused.
-        no_deprecation_warning: accepted for the import's sake.
+        lr, betas, eps, weight_decay: as in galore-torch; the decay applies to the whole weight.
+        correct_bias: must be True.
+        no_deprecation_warning: accepted for compatibility.
         options: as in `LowBitAdamW`.
 
     Raises:
-        OptimizerError: a projected parameter is no matrix, has not the rank, or is sharded; an option means nothing.
+        OptimizerError: a projected parameter is no matrix, has a smaller rank, or is sharded; an option is invalid.
 
     Source: Zhao et al. 2024, arXiv 2403.03507; the names of options are galore-torch's.
     """
@@ -205,10 +205,10 @@ class GaLoreAdamW(LowBitAdamW):
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; a group with a `rank` is projected.
+        """As torch's; a group with a `rank` is projected.
 
         Raises:
-            OptimizerError: as the class. Nothing was added.
+            OptimizerError: as for the class. Nothing was added.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -242,7 +242,7 @@ class GaLoreAdamW(LowBitAdamW):
             raise OptimizerError(f"{name}: {error}") from error
 
     def group_projection(self, group: Mapping[str, Any]) -> Projection | None:
-        """How the group's parameters are projected; None without a `rank`."""
+        """The projection of the group's parameters; None without a `rank`."""
         if "rank" not in group:
             return None
         given = {**_USUAL, **group}

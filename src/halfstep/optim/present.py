@@ -1,4 +1,4 @@
-"""Whether what an optimizer was made for is still there: the model's parameters, and all that its last step read."""
+"""`Present`: checks that a model still has an optimizer's parameters. `Unmoved`: that no tensor of its step changed."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from halfstep.optim.shards import is_spread, part, placed
 
 
 Reference = Callable[[], nn.Module | None]
-"""A weak reference to the model; it gives None once the model is gone."""
+"""A weak reference to the model; it returns None once the model is gone."""
 Places = tuple[list[int], list[int]]
 """The addresses of gradients, and of the scales of those that are codes."""
 
@@ -27,22 +27,22 @@ _params: Any = itemgetter("params")
 _seed, _values, _alive = methodcaller("get", "rounding_seed"), methodcaller("values"), weakref.ref.__call__
 
 
-# ---- of the model: nothing would train what replaces its parameters --------------------------------------------------
+# ---- parameters of the model: those that replace them would not be trained -------------------------------------------
 
 
 class Present:
-    """Remembers what a model's parameters were when its optimizer was made, which holds some of them."""
+    """Records a model's parameters when its optimizer is made, to detect later that they were replaced."""
 
     def __init__(self, model: Reference, groups: Iterable[Mapping[str, Any]]) -> None:
         self._model = model
-        # Not by weak references: torch.utils.swap_tensors, which parametrizes codes, takes no tensor that has one.
+        # Strong references: torch.utils.swap_tensors, for parametrized CodeTensors, refuses tensors with weak ones.
         self._held = {parameter for group in groups for parameter in group["params"]}
         self._known = {id(p): weakref.ref(p) for p in self._named().values() if p not in self._held}
         self._were = {id(p): (p.dtype, p.shape) for p in self._named().values()}
         self._seen: _Seen | None = None
 
     def name(self, parameter: Tensor) -> str | None:
-        """The model's name for a parameter."""
+        """The parameter's name in the model; None if it has none."""
         return next((name for name, p in self._named().items() if p is parameter), None)
 
     def _named(self) -> dict[str, nn.Parameter]:
@@ -50,11 +50,11 @@ class Present:
         return {} if model is None else dict(model.named_parameters())
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Called before a step. Sharded parameters are not looked for.
+        """Check, before a step, that the optimizer still has the model's parameters. Sharded ones are not checked.
 
         Raises:
-            OptimizerError: parameters of the optimizer have left the model, and others have come that it lacks; one
-                has another dtype than it had.
+            OptimizerError: parameters of the optimizer are no longer in the model, which has new ones that the
+                optimizer lacks; or a parameter's dtype has changed.
         """
         model = self._model()
         if model is None:
@@ -99,10 +99,10 @@ class Present:
         )
 
     def check_shapes(self, held: Sequence[Tensor]) -> None:
-        """Called before a step where something has moved.
+        """Check that parameters have the shapes that they, and so their states, had.
 
         Raises:
-            OptimizerError: one has another shape than it had, and so than its states.
+            OptimizerError: a parameter's shape has changed.
         """
         for parameter in held:
             _, was = self._were.get(id(parameter), (None, parameter.shape))
@@ -120,9 +120,8 @@ class Present:
 
 
 class _Seen:
-    """A check that found every parameter of the optimizer in the model, each of the dtype that it had. As long as each
-    module has the parts and the parameters that it had then, the model has all of these still. No module is kept alive.
-    """
+    """A snapshot of the model's structure from a successful check: as long as each module has the same children and
+    parameters, and the parameters the same dtypes, the check need not be repeated. It keeps no module alive."""
 
     def __init__(self, modules: Sequence[nn.Module], held: Sequence[Tensor]) -> None:
         self._wholes: list[Any] = []
@@ -135,7 +134,7 @@ class _Seen:
         self._found = self._now(held)
 
     def stands(self, held: Sequence[Tensor]) -> bool:
-        """Whether another check of these would find the same."""
+        """Whether nothing has changed, so that another check would succeed too."""
         return self._now(held) == self._found
 
     def _now(self, held: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
@@ -148,7 +147,7 @@ class _Seen:
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
-    """A model's modules, faster than by their names."""
+    """All modules of a model; faster than `model.modules()`, which builds names."""
     found, waiting = {id(model): model}, [model]
     while waiting:
         for module in waiting.pop()._modules.values():
@@ -158,16 +157,17 @@ def _modules(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-# ---- of a step: asked at every one, so in a few passes over lists ----------------------------------------------------
+# ---- tensors of a step: compared at every step, so by few passes over lists ------------------------------------------
 
 
 class Unmoved:
-    """What a step of all parameters that had a gradient read: the same tensors at the same addresses, or not.
+    """A record of all tensors that an optimizer step read, to check whether the next step has the same tensors at the
+    same addresses.
 
     Args:
         groups, state: the optimizer's.
-        taken: by parameter, the gradient as a kernel was given it; None where no kernel was.
-        launched: the parameters whose gradients' addresses are asked for.
+        taken: by parameter, the gradient as it was passed to a kernel; None if no kernel stepped the parameter.
+        launched: the parameters whose gradients' addresses `gradients` returns.
     """
 
     def __init__(
@@ -232,14 +232,14 @@ class Unmoved:
     def gradients(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
     ) -> dict[torch.device, Places] | None:
-        """By device, where gradients are now. None where anything else has moved, other parameters have gradients than
-        before, or gradients are of another kind."""
+        """The present addresses of gradients, by device. None if any other tensor has changed or moved, if other
+        parameters have gradients than before, or if gradients have other classes, dtypes or layouts."""
         if (
             list(map(len, map(_params, groups))) != self._sizes
             or list(map(_seed, groups)) != self._seeds
             or not all(map(is_, groups, self._groups))
             or not all(map(is_, chain.from_iterable(map(_params, groups)), self._parameters))
-            or list(map(type, self._parameters)) != self._classes  # codes became values, as `revert` has it
+            or list(map(type, self._parameters)) != self._classes  # CodeTensors became plain parameters (`revert`)
             or len(state) != len(self._keys)
             or not all(map(is_, state, self._keys))
             or not all(map(is_, state.values(), self._states))
@@ -276,7 +276,7 @@ class Unmoved:
             or not all(map(Tensor.is_contiguous, grads))
             or any(
                 grads[place].is_neg() for place in self._single
-            )  # imaginary parts of conjugates; longer ones have gaps
+            )  # imaginary parts of conjugated tensors; longer ones are not contiguous
         ):
             return None
         addresses = list(map(Tensor.data_ptr, grads))
@@ -294,5 +294,5 @@ class Unmoved:
 
 
 def _within(tensor: Tensor) -> tuple[str, ...]:
-    """The names of what a tensor of another class has its numbers in, on this rank, and of what says how."""
+    """The names of the attributes of a CodeTensor or DTensor that hold its local tensors and their layout."""
     return (*tensor.parts, "quantizer") if isinstance(tensor, CodeTensor) else ("_local_tensor", "placements")

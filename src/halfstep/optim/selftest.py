@@ -1,4 +1,4 @@
-"""Tests of the optimizer's steps by kernels against its rules: on a CPU each tensor alone, on a GPU many together."""
+"""Self-tests of optimizer kernels against the update rules: one tensor at a time on a CPU, many together on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,8 @@ from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 
 _SIZES, _LARGE, _SCALE = (0, 1, 17, 1024, 4096 + 259), 17, 8.0
-"""Of the tensors of one launch: none, few, a block, and several with a rest; and what gradients are multiplied by."""
+"""The sizes of the tensors of one launch: empty, few elements, one block, several and a remainder; the size from which
+a recipe's codes are used; and the gradients' loss scale."""
 _ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 _GRADIENTS: dict[str, Callable[[int, int], Tensor]] = {
     "ordinary": lambda size, step: _normal(size + 1, size) * 1e-3**step,
@@ -29,14 +30,14 @@ _GRADIENTS: dict[str, Callable[[int, int], Tensor]] = {
     "hard": lambda size, step: hard(size) * 1e-3**step,
     "hard, then ordinary": lambda size, step: _normal(size + 1, size) if step else hard(size),
 }
-"""By kind, of a size at a step: what one scale of a tensor can hold, and what it cannot."""
+"""Functions of (size, step) that return gradients, by kind: within the range of one scale of a tensor, and beyond."""
 
 
 def stepped(
     recipe: Recipe, device: torch.device, kind: str, sizes: tuple[int, ...] = _SIZES, scaled: str = "scaled",
     make: Run = _ADAMW, way: str = "together",
 ) -> Cases:  # fmt: skip
-    """Weights and states after two steps under that recipe."""
+    """Cases that compare weights and states after two steps by kernels with those by the update rule."""
     grads = [[_GRADIENTS[kind](size, step) for size in sizes] for step in range(2)]
     expected = _after(recipe, torch.device("cpu"), grads, scaled, make, "by the rule")
     found = _after(recipe, device, grads, scaled, make, way)
@@ -46,8 +47,8 @@ def stepped(
 def _after(
     recipe: Recipe, device: torch.device, grads: list[list[Tensor]], scaled: str, make: Run, way: str
 ) -> dict[str, Tensor]:
-    """Weights and states after steps with those gradients, by a rule, by kernels, or together; none where not all are
-    stepped so."""
+    """Weights and states, by name, after steps with these gradients: `way` is "by the rule", "by kernels" or
+    "together". Empty if not all tensors were stepped "together"."""
     weights = [_normal(len(grad), len(grad)).to(device) for grad in grads[0]]
     parameters = [
         nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
@@ -57,7 +58,7 @@ def _after(
             grads=recipe.codes.grads.quantizer if recipe.codes.grads else None,
         )
         for weight in weights
-    ]  # a large one as the recipe keeps weights that rules round
+    ]  # large ones are CodeTensors if the recipe stores rounded weights as codes
     copies = {p: w.clone() for p, w in zip(parameters, weights, strict=True)} if recipe.master or recipe.codes else {}
     others = {"params": parameters[1::2], "lr": 3e-3, "weight_decay": 0.0}  # a group with options of its own
     optimizer = convert(make([{"params": parameters[::2]}, others]), recipe, copies, 7)  # type: ignore[arg-type]
@@ -72,10 +73,10 @@ def _after(
                 code_tensor.round_gradient(parameter)
         for overflowed in (0.0, 1.0) if scaled and not number else (0.0,):  # the second moves nothing
             told = {"grad_scale": scalar(_SCALE, device), "found_inf": scalar(overflowed, device)} if scaled else {}
-            vars(optimizer).update(told)  # as loss scalers tell it
+            vars(optimizer).update(told)  # as loss scalers set them
             optimizer.step()
         for parameter in parameters:
-            parameter.detach()[::7] = 0.0  # as a mask would: what is kept beside them follows
+            parameter.detach()[::7] = 0.0  # as a mask would: masters must follow
     found: dict[str, Tensor] = {}
     for p in parameters:
         kept = p.parts if isinstance(p, code_tensor.CodeTensor) else {"weight": p.detach()}
@@ -88,7 +89,7 @@ def _normal(seed: int, *shape: int) -> Tensor:
 
 
 def _parts(recipe: Recipe, device: torch.device, rows: slice, columns: slice, place: tuple[int, int, int]) -> Cases:
-    """A part of a tensor, as a rank has it, moves as it does in the whole: noise is that of its place there."""
+    """A case that steps a rank's shard of a tensor: stochastic rounding uses the noise of its elements in the whole."""
     whole = _normal(1, 40, 30, 20).bfloat16()
     parameter = nn.Parameter(whole.clone())
     optimizer = convert(_ADAMW([parameter]), recipe, {}, 7)
@@ -136,7 +137,7 @@ _OPTIMIZERS: dict[str, tuple[tuple[str, ...], Run]] = {
     "rmsprop": (("fp32", "adamw-8bit"), partial(torch.optim.RMSprop, lr=1e-2, centered=True)),
     "adagrad": (("fp32",), partial(torch.optim.Adagrad, lr=1e-2, lr_decay=0.1, maximize=True)),
 }  # fmt: skip
-"""By kernel: the recipes, and torch's optimizer of groups."""
+"""By kernel: the recipes to test, and a function from parameter groups to an optimizer."""
 GPU = (
     *(
         test
@@ -145,7 +146,7 @@ GPU = (
     ),
     *kernel_tests(
         "adamw of parts", named(get_recipe, "bf16-stochastic"), _parts,
-        (  # of a tensor of 40, 30 and 20, rows and columns, and where they lie: start, run and stride
+        (  # shards of a tensor of shape (40, 30, 20): rows, columns, and (start, run, stride) of `shards.run_of`
             (slice(0, 13), slice(0, 30), (0, 7800, 24000)), (slice(13, 40), slice(0, 30), (7800, 16200, 24000)),
             (slice(0, 40), slice(7, 30), (140, 460, 600)), (slice(20, 40), slice(0, 7), (12000, 140, 600)),
         ),

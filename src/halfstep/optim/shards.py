@@ -1,4 +1,4 @@
-"""Ranks that train together: their one seed, and parameters spread over them (DTensors), of which each has a part."""
+"""Ranks that train together: their common seed, and sharded parameters (DTensors) and their shards."""
 
 from math import prod
 from typing import Any
@@ -13,49 +13,49 @@ from halfstep.recipe import Storage
 
 
 def are_several(process_group: Any) -> bool:
-    """Whether several processes train together."""
+    """Whether the process group has more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
 
 
 def first_ranks(seed: int, process_group: Any) -> int:
-    """The seed that the group's first process gave; each of them calls this once."""
+    """The seed of the group's first rank, by a broadcast; every rank must call it."""
     box = [seed]
     dist.broadcast_object_list(box, group=process_group, group_src=0)
     return box[0]
 
 
-# ---- parameters spread over ranks: this one's part, and where in the whole it lies -----------------------------------
+# ---- sharded parameters: this rank's shard and its position in the whole ---------------------------------------------
 
 
 def is_spread(tensor: Tensor) -> bool:
-    """Whether ranks hold parts of it."""
+    """Whether it is a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def placed(tensor: Any) -> object:
-    """How it is spread, and its shape; None where it is not."""
+    """The shape, placements and mesh shape of a DTensor; None for other tensors."""
     return (tensor.shape, tensor.placements, tensor.device_mesh.shape) if is_spread(tensor) else None
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part, sharing memory with the whole."""
+    """This rank's shard of a DTensor, sharing its memory; other tensors unchanged."""
     return tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def part(tensor: Tensor) -> Tensor:
-    """The same of one that is, as `to_local` without what autograd needs: for a step that asks at every parameter."""
+    """This rank's shard of a DTensor, faster than by `to_local`, without autograd."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def like(whole: Any, tensor: Any) -> Tensor:
-    """A tensor cut as `whole` is; a gradient may still be a sum over ranks."""
+    """The tensor redistributed to the placements of `whole`; a gradient may be a partial sum before."""
     if is_spread(tensor) and tensor.placements != whole.placements:
         tensor = tensor.redistribute(placements=whole.placements)
     return tensor  # type: ignore[no-any-return]
 
 
 def spread_like(part: Tensor, whole: Tensor) -> Tensor:
-    """A tensor that is spread as `whole` is, with `part` as this rank's part."""
+    """A DTensor with the placements of `whole` and `part` as this rank's shard; `part` itself if `whole` is none."""
     if not is_spread(whole):
         return part
     result = torch.empty_like(whole, dtype=part.dtype)
@@ -64,12 +64,12 @@ def spread_like(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of it, gathered from the ranks that hold parts."""
+    """The full tensor, gathered from all ranks."""
     return tensor.full_tensor() if is_spread(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that every rank has all of, cut as `tensor` is.
+    """A tensor that every rank has in full, as a DTensor with the placements of `tensor`.
 
     Raises:
         OptimizerError: as `positions`.
@@ -83,10 +83,10 @@ def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def positions(whole: Any) -> Tensor | None:
-    """The index, in the whole tensor laid out flat, of each element of this rank's part; None where that is the whole.
+    """The index, in the flattened whole tensor, of each element of this rank's shard; None if that is the whole.
 
     Raises:
-        OptimizerError: it is cut in another way than in runs along its dimensions.
+        OptimizerError: a placement is neither Shard nor Replicate.
     """
     if not is_spread(whole):
         return None
@@ -100,8 +100,8 @@ def positions(whole: Any) -> Tensor | None:
 
 
 def run_of(whole: Any) -> tuple[int, int, int] | None:
-    """The same as start, run and stride: this rank's element i is number start + i // run * stride + i % run of the
-    whole. None where that is not so: a cut along other dimensions than the first and one more.
+    """`positions` as (start, run, stride): element i of this rank's shard has the index start + i // run * stride +
+    i % run in the whole. None if there are no such three: shards along other dimensions than the first and one more.
 
     Raises:
         OptimizerError: as `positions`.
@@ -118,7 +118,7 @@ def run_of(whole: Any) -> tuple[int, int, int] | None:
 
 
 def _cut(whole: Any) -> tuple[list[int], list[int]]:
-    """Where along each dimension this rank's part begins, and how long it is."""
+    """The start and the size of this rank's shard along each dimension."""
     starts, sizes = [0] * whole.dim(), list(whole.shape)
     for axis, placement in enumerate(whole.placements):
         if placement.is_replicate():
@@ -135,15 +135,15 @@ def _cut(whole: Any) -> tuple[list[int], list[int]]:
     return starts, sizes
 
 
-# ---- moments that are codes: each rank encodes its own part, in whole tiles ------------------------------------------
+# ---- moments stored as codes: each rank encodes its own shard, in whole tiles ----------------------------------------
 
 
 def fits(kind: Storage, parameter: Tensor) -> bool:
-    """Whether every rank's part is as long as the others' and made of whole tiles: then codes and scales of the parts,
-    laid side by side, are those of the whole, and a checkpoint of one number of ranks is one of every other.
+    """Whether all ranks' shards are of one size and made of whole tiles. Then the concatenated codes and scales of the
+    shards are those of the whole, and checkpoints do not depend on the number of ranks.
 
     Raises:
-        OptimizerError: tiles are not pieces of a row, or all of them hang together.
+        OptimizerError: tiles are not pieces of rows, or scales have two levels.
     """
     scales = kind.quantizer.scales
     if scales is None or scales.tile.rows != 1 or not scales.tile.columns or scales.rule.two_level:
@@ -159,7 +159,7 @@ def fits(kind: Storage, parameter: Tensor) -> bool:
 
 
 def start_codes(kind: Storage, name: str, parameter: Any) -> dict[str, Tensor]:
-    """The tensors of a moment that is zero, spread as the parameter is."""
+    """The tensors of a moment of zeros, as DTensors sharded like the parameter."""
     own = codes.store_zeros(kind, name, tuple(local(parameter).shape), local(parameter).device)
     dim = 1 if kind.flat else 0
     placements = [type(placement)(dim) if placement.is_shard() else placement for placement in parameter.placements]
@@ -172,7 +172,7 @@ def start_codes(kind: Storage, name: str, parameter: Any) -> dict[str, Tensor]:
 
 
 def _runs(whole: Any) -> int | None:
-    """Into how many runs of rows it is cut; None where it is cut otherwise."""
+    """The number of shards along the first dimension; None if it is sharded otherwise."""
     parts = 1
     for axis, placement in enumerate(whole.placements):
         if placement.is_replicate():

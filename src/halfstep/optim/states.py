@@ -1,6 +1,6 @@
-"""How a parameter is updated, and its state: moments as their storage says, and saved states taken over.
+"""`Plan`: how a parameter is updated and its moments are stored; `adopt`: saved states to such moments.
 
-And GaLore: any rule whose step depends on gradients alone, taken in a subspace of a matrix's gradient.
+And GaLore (`projected`): an update rule applied in a subspace of a matrix's gradient.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from halfstep.recipe import PROJECTOR, Projection, Recipe, Storage, Subspace, ge
 
 
 FORMATS = "state_formats"
-"""The option of a parameter group that says how states that are codes are kept: `description.label`, by name."""
+"""The option of a parameter group that describes its moments stored as codes: `description.label`, by name."""
 _FLAT = ", flat"
 
 
@@ -32,8 +32,12 @@ _FLAT = ", flat"
 
 
 def kind_of(recipe: Recipe, name: str | None, shape: tuple[int, ...], parameter: Tensor) -> Storage:
-    """How a recipe keeps a parameter's moment of that shape, and of the name `UpdateRule.kept_as`. Where the parts of
-    one that is spread over ranks are not whole tiles, it is kept in fp32, and a warning says so.
+    """The storage of a parameter's moment under a recipe. fp32, with a warning, if the shards of a sharded one are not
+    made of whole tiles.
+
+    Args:
+        name: `UpdateRule.kept_as` of the moment; None: fp32.
+        shape: the moment's shape.
 
     Raises:
         OptimizerError: as `shards.fits`.
@@ -54,10 +58,10 @@ def _as_spread(kind: Storage, parameter: Tensor) -> Storage:
 
 
 def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
-    """The tensors that float32 values are kept in.
+    """The tensors in which the storage holds float32 values.
 
     Raises:
-        OptimizerError: the values are spread over ranks, and would be codes.
+        OptimizerError: the values are sharded, and the storage uses codes.
     """
     if kind.dtype is None and is_spread(values):
         raise OptimizerError(
@@ -68,7 +72,7 @@ def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
-    """What `FORMATS` says of states that are codes."""
+    """The value of `FORMATS`: the labels of the storages that use codes, by name."""
     return {n: label(k.quantizer) + _FLAT * k.flat for n, k in kinds.items() if k.dtype is None}
 
 
@@ -77,21 +81,21 @@ def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How parameters of one shape are updated."""
+    """How parameters of one shape and dtype are updated, and how their moments are stored."""
 
     rule: UpdateRule
     kinds: Mapping[str, Storage]
-    """How the moments are kept, by name."""
+    """The storages of the moments, by name."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Their shapes."""
+    """The shapes of the moments."""
     parts: tuple[str, ...]
-    """The names of all tensors that they are kept in."""
+    """The names of all tensors that store the moments."""
     held: frozenset[str]
-    """The names of all that a state holds once it has begun."""
+    """The names of all entries of an initialized state, masters aside."""
     coded: bool
-    """Whether any is codes."""
+    """Whether any moment is stored as codes."""
     master: Master
-    """What takes the update of a weight of this dtype."""
+    """The kind of master weight."""
 
 
 def plan_of(
@@ -120,7 +124,7 @@ def plan_of(
 
 
 def foreign(saved: Mapping[str, Any], recipe: Recipe, master: Master) -> frozenset[str]:
-    """What masters of other recipes kept in a saved state."""
+    """The names of entries in a saved state that belong to masters of other recipes."""
     own = {*get_master(recipe.master).keeps, *master.keeps}
     return frozenset(name for name in saved if is_master(name) and name not in own)
 
@@ -135,27 +139,28 @@ def adopt(
     number: object,
     refused: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """A parameter's saved state as `kinds` keep its moments, on the parameter's device, sharing no memory with it.
+    """A parameter's saved state with moments in the storages `kinds`, on the parameter's device, in new memory.
 
-    A master alone says that no step was taken. torch.optim.SGD counts none: with a momentum there was at least one.
+    A state with a master alone means that no step was taken. torch.optim.SGD counts no steps: if there is a momentum
+    buffer, `step` is set to 1.
 
     Args:
-        kinds: of the rule's moments, and of a master that takes updates in place of codes, by name.
-        shapes: of moments, where not the parameter's own.
-        masters: whose tensors keep the dtypes that they have there.
-        formats: what the saved groups say of states that are codes (`labels`).
-        refused: whether an entry of that name, of which nothing here is made, is another optimizer's.
+        kinds: the storages of the rule's moments, and of the master of a CodeTensor, by name.
+        shapes: the shapes of moments that differ from the parameter's.
+        masters: masters whose tensors are loaded in the dtypes that they declare.
+        formats: the saved groups' description of states that are codes (`labels`).
+        refused: whether an unused entry of that name belongs to another optimizer.
 
     Raises:
-        OptimizerError: it belongs to a parameter of another shape or to another optimizer, or holds codes of another
-            format.
+        OptimizerError: the state belongs to a parameter of another shape or to another optimizer, or holds codes of
+            another format.
     """
     state: dict[str, Any] = {}
     keeps = {name: dtype for master in masters for name, dtype in master.keeps.items()}
     coded = {name: format for name, format in (formats or {}).items() if isinstance(saved.get(name), Tensor)}
     sources = {name: _source(format, name, saved) for name, format in coded.items()}
     made = [*kinds.items(), *((name, source) for name, source in sources.items() if source is not None)]
-    # Of everything that a moment may be made of, with a residual and without.
+    # The names of all tensors that may store a moment, with a residual and without.
     parts = {part for name, kind in made for part in Storage(kind.quantizer, residual=True).parts(name)}
     own = [name for name in kinds if not is_master(name)]
     if _has_stepped(saved) and not all(isinstance(saved.get(name), Tensor) for name in own):
@@ -187,7 +192,7 @@ def adopt(
 
 
 def _has_stepped(saved: Mapping[str, Any]) -> bool:
-    """Whether it holds more than the masters that there are before the first step."""
+    """Whether a saved state has entries other than masters, which exist before the first step."""
     beside = (value for name, value in saved.items() if name != "step" and not is_master(name))
     return any(value is not None for value in beside) or bool(saved.get("step"))
 
@@ -208,7 +213,7 @@ def _kept(
     value: Tensor = saved[name]
     own = labels({name: kind}).get(name)
     if value.dtype == torch.float32 and value.shape == parameter.shape and f"{name}_scale" not in saved:
-        format = None  # a tensor too small to be codes
+        format = None  # a moment too small to be stored as codes
     if not value.is_floating_point() or format is not None or f"{name}_scale" in saved:
         source = kind if format == own else _source(format, name, saved)
         if format is None or source is None or (is_master(name) and format != own):
@@ -239,7 +244,7 @@ def _kept(
 
 
 def _source(format: str | None, name: str, saved: Mapping[str, Any]) -> Storage | None:
-    """How codes of another format were kept, as far as their label says."""
+    """The storage that saved codes were written by, from their label; None if it cannot be parsed."""
     try:
         quantizer = from_label((format or "").removesuffix(_FLAT))
     except MALFORMED:
@@ -264,7 +269,7 @@ def _other_shape(value: Tensor, parameter: Tensor, name: str, number: object) ->
 
 
 def widened(state: Mapping[str, Any], kinds: Mapping[str, Storage], parameter: Tensor) -> dict[str, Any]:
-    """A parameter's state with its moments in float32 and without what masters keep: as torch's optimizers have it."""
+    """A parameter's state as in torch's optimizers: moments in float32, without masters."""
     parts = {part for name, kind in kinds.items() for part in kind.parts(name)}
     own = {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
     moments = {
@@ -275,11 +280,12 @@ def widened(state: Mapping[str, Any], kinds: Mapping[str, Storage], parameter: T
 
 
 def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) -> UpdateRule:
-    """The rule for a matrix of that shape: the same one where the projection leaves the matrix out.
+    """The rule in a subspace of the gradient of a matrix of that shape; `rule` itself if the projection does not apply
+    to the shape.
 
     Raises:
-        OptimizerError: the rule's step depends on more than gradients.
-        RecipeError: the rank is larger than the matrix has, and no share is given.
+        OptimizerError: the rule's step depends on norms or signs of the whole tensor.
+        RecipeError: the rank exceeds the matrix's, and no share is given.
     """
     if rule.decay is None:
         raise OptimizerError(
@@ -305,7 +311,7 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
 
 @dataclass(frozen=True)
 class _Projected:
-    """What a rule does in a subspace."""
+    """The functions of a rule that is applied in a subspace (GaLore)."""
 
     rule: UpdateRule
     decay: Callable[[Group], tuple[float, float]]
@@ -318,33 +324,33 @@ class _Projected:
         return self.rule.shape(name, self.subspace.moment(shape))
 
     def down(self, projector: Tensor, grad: Tensor) -> Tensor:
-        """R = P^T G, or G Q."""
+        """Project a gradient: R = P^T G, or G Q."""
         return projector.T @ grad if self.subspace.left else grad @ projector
 
     def up(self, projector: Tensor, low: Tensor) -> Tensor:
-        """P R, or R Q^T."""
+        """Project a step back: P R, or R Q^T."""
         return projector @ low if self.subspace.left else low @ projector.T
 
     # ---- the subspace -------------------------------------------------------------------------------------------
 
     def look(self, step: Step, name: Callable[[], str]) -> None:
-        """Choose the subspace of the gradient where it is time to, and where there is none yet: zeros span none.
+        """Choose a new subspace from the gradient if it is due, or if there is none yet (a projector of zeros).
 
         Raises:
-            OptimizerError: the gradient is not finite, or its singular vectors are not found and there are no old ones.
+            OptimizerError: the gradient is not finite; or its SVD did not converge, and there is no earlier subspace.
         """
         projector = step.moments[PROJECTOR]
         begun = bool(projector.any())
         if begun and (step.number - 1) % self.projection.gap:
             return
         grad = step.grad.float() * step.grad_scale
-        if bool(grad.isfinite().logical_not().any()):  # so asked, tensors without values have none
+        if bool(grad.isfinite().logical_not().any()):  # False for empty and fake tensors
             raise OptimizerError(
                 f"{name()} has a gradient that is not finite, at step {step.number}, which chooses the subspace of its "
                 "updates: skip such steps (a loss scaler does), or clip. No weight was moved"
             )
         if bool(grad.eq(0).all()):
-            return  # it spans nothing: the next gradient's, or the old one
+            return  # a gradient of zeros spans no subspace: keep the old one, or wait for the next gradient
         try:
             vectors = singular_vectors(grad, self.subspace)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -360,14 +366,14 @@ class _Projected:
             projector.copy_(vectors)
 
     def lower(self, step: Step) -> Tensor:
-        """R of the gradient."""
+        """The gradient projected to the subspace."""
         grad = step.grad.float()
         return self.down(step.moments[PROJECTOR].float(), -grad if step.group.get("maximize") else grad)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
-        """w <- keep w + scale P u, u being the rule's step from zero on R = P^T (g + l2 w)."""
+        """w <- keep w + scale P u, where u is the rule's step from a weight of zero with R = P^T (g + l2 w)."""
         projector = moments[PROJECTOR]
         low = self._low(weight, grad, projector, group)
         inner = {name: moments[name] for name in moments if name != PROJECTOR}
@@ -394,7 +400,7 @@ class _Projected:
 
     def _low(self, weight: Tensor, grad: Tensor, projector: Tensor, group: Group) -> Tensor:
         l2, _ = self.decay(group)
-        if grad.shape != weight.shape:  # R already
+        if grad.shape != weight.shape:  # projected already
             return grad + self.down(projector, weight * l2) if l2 else grad
         grad = -grad if group.get("maximize") else grad
         return self.down(projector, grad + weight * l2 if l2 else grad)
@@ -405,11 +411,11 @@ class _Projected:
 
 
 def singular_vectors(grad: Tensor, subspace: Subspace) -> Tensor:
-    """The first singular vectors of a float32 matrix as columns, largest singular value first; of each the number of
-    largest magnitude, of equals the first, is positive.
+    """The first singular vectors of a float32 matrix as columns, by descending singular value. The sign of each makes
+    its element of largest magnitude (the first of equal ones) positive.
 
     Raises:
-        torch.linalg.LinAlgError: the decomposition did not converge.
+        torch.linalg.LinAlgError: the SVD did not converge.
     """
     left, _, right = torch.linalg.svd(grad, full_matrices=False)
     vectors = left[:, : subspace.rank] if subspace.left else right[: subspace.rank].T
@@ -419,5 +425,5 @@ def singular_vectors(grad: Tensor, subspace: Subspace) -> Tensor:
 
 
 def _bare(group: Group) -> Group:
-    """Options of a step from zero: the decay is the whole weight's, and the sign of the gradient was seen to."""
+    """A group's options without weight decay and `maximize`, which are applied outside of the subspace."""
     return {**group, "weight_decay": 0.0, "maximize": False}

@@ -1,6 +1,6 @@
-"""How parameters are stepped: decided once for as long as their tensors stay where they are, then taken every step.
+"""How an optimizer steps its parameters: decided once and reused as long as no tensor changes or moves.
 
-An optimizer's tensors on a GPU are stepped together, by a few launches.
+On a GPU all tensors are stepped together, by a few kernel launches; on a CPU in batches by one kernel call each.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +36,7 @@ from halfstep.recipe import MASTER
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """How one parameter is stepped, for as long as its tensors stay where they are."""
+    """How one parameter is stepped; valid as long as its tensors do not move."""
 
     parameter: Any
     """A `Tensor`, with a gradient whenever it is stepped."""
@@ -44,18 +44,18 @@ class Way:
     index: int
     rule: UpdateRule
     step: Step
-    """The tensors of every step; of one of which the number is 0, and the gradient stands for none."""
+    """A template with the tensors of every step; its number (0) and gradient are placeholders."""
     count: Tensor
-    """How many steps were taken."""
+    """The number of steps taken."""
     fused: Fused | None
     plain: bool
-    """Whether the gradient is taken as it is: the parameter is neither spread over ranks nor codes."""
+    """Whether the gradient is used directly: neither parameter nor gradient is a DTensor or CodeTensor."""
     noisy: bool
-    """Whether each step has a seed of stochastic rounding."""
+    """Whether each step needs a seed for stochastic rounding."""
 
 
 class Batch:
-    """Parameters that one call of a CPU kernel steps: of one group, and stepped as often as each other."""
+    """Parameters that one call of a CPU kernel steps: of one group, with equal step counts."""
 
     def __init__(self, ways: list[Way]) -> None:
         self.ways, self.counts = ways, list(map(_count, ways))
@@ -65,7 +65,7 @@ class Batch:
 
 
 def batched(ways: Iterable[Way]) -> tuple[list[Batch], list[Way]]:
-    """Those that kernels step together, and those that are stepped one after the other."""
+    """The batches of parameters that CPU kernels step together, and those that are stepped one by one."""
     alone, alike = list[Way](), dict[Any, list[Way]]()
     for way in ways:
         if isinstance(way.fused, KernelUpdate) and way.fused.kind is not None:
@@ -82,25 +82,25 @@ _parameter, _grad = attrgetter("parameter"), attrgetter("parameter.grad")
 
 
 class Stepping(Stored):
-    """Steps parameters: a `Batch` by one call of a CPU kernel, others one after the other, by the rule's fused update
-    where there is one and else by the reference."""
+    """Steps parameters: a `Batch` by one call of a CPU kernel, others one by one, by the rule's fused update if there
+    is one, else by the reference."""
 
     _watch: Callable[[Update], None] | None
-    """Is told of every update."""
+    """A function that is called with every update."""
     _versions: dict[Tensor, int]
-    """torch's count of writes to parameters with masters that are costly to follow, as the last step left them."""
+    """The versions of parameters with masters that are costly to follow, as the last step left them."""
 
     def _name(self, parameter: Tensor, index: int) -> str:
-        """What to call a parameter in an error."""
+        """The parameter's name in error messages."""
         return f"parameter {index}"
 
     def _look(self, way: Way, grad: Tensor, grad_scale: float = 1.0) -> None:
-        """Let the rule see a gradient before any weight moves, where it wants to."""
+        """Call the rule's `look`, if it has one, with a gradient, before any weight is updated."""
         if way.rule.look is not None:
             way.rule.look(self._next(way, grad, grad_scale), lambda: self._name(way.parameter, way.index))
 
     def _next(self, way: Way, grad: Tensor, grad_scale: float) -> Step:
-        """What the next update of a parameter takes."""
+        """The `Step` of the next update of a parameter."""
         step, number = way.step, int(way.count) + 1
         master: Any = step.master
         if way.noisy:
@@ -110,20 +110,20 @@ class Stepping(Stored):
         return replace(step, grad=grad, master=master, number=number, group=way.group, grad_scale=grad_scale)
 
     def gradient(self, way: Way, grad: Tensor) -> Tensor:
-        """A gradient as the update takes it."""
+        """The gradient in the form that the update takes: decoded, and this rank's shard."""
         return grad if way.plain else _gradient(way.parameter, way.rule, way.step.master, grad)
 
     def way(
         self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, varies: Any, kernels: bool = True
     ) -> Way:
-        """How a parameter is stepped by gradients like that one, by a kernel where there is one."""
+        """How to step a parameter with gradients like `grad`, by a kernel if one applies and `kernels` is True."""
         plan, state = self.plan(parameter, group, varies), self.state[parameter]
         master = plan.master
         if not state.keys() >= plan.held:
             self._begin_state(parameter, plan)
         spread = hasattr(parameter, "device_mesh")
         plain = not spread and not isinstance(parameter, ops.CodeTensor) and not isinstance(grad, ops.CodeTensor)
-        # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
+        # For a sharded parameter, this rank's shards; the gradient stays whole if the rule takes norms of it.
         weight = parameter
         kept = {name: state[name] for name in master.keeps} if master.keeps else {}
         moments = dict(zip(plan.parts, map(state.__getitem__, plan.parts), strict=True))
@@ -136,11 +136,11 @@ class Stepping(Stored):
         fused = None
         if kernels and not (noisy and spread and positions(parameter) is not None):
             fused = plan.rule.fused(Step(weight, master, kept, read, *rest))
-        step = Step(weight, master, kept, weight, *rest)  # a gradient that was kept would not be freed
+        step = Step(weight, master, kept, weight, *rest)  # not the gradient, which could then not be freed
         return Way(parameter, group, index, plan.rule, step, state["step"], fused, plain, noisy)
 
     def _update(self, way: Way, grad: Tensor, grad_scale: float, numbers: dict[Any, Any]) -> None:
-        """Step a parameter; `numbers` are those that other parameters' updates were given in this step."""
+        """Step one parameter; `numbers` caches the step's scalars for parameters of one group (`_numbers`)."""
         parameter, group, moved = way.parameter, way.group, False
         if way.fused is not None:
             number = int(way.count) + 1
@@ -159,8 +159,8 @@ class Stepping(Stored):
             self.note_written(parameter)
 
     def _update_batch(self, batch: Batch, grad_scale: float, numbers: dict[Any, Any]) -> None:
-        """Step parameters by one kernel; one after the other where each has norms of its own, or where someone has
-        written to the counts of their steps."""
+        """Step a batch by one kernel call; one by one if the rule takes norms of tensors, or if step counts differ
+        since someone wrote to them."""
         ways, way, counts = batch.ways, batch.ways[0], set(map(int, batch.counts))
         number, grads, seeds = max(counts) + 1, list(map(_grad, ways)), None
         given = _numbers(way, number, grad_scale, numbers)
@@ -179,7 +179,7 @@ class Stepping(Stored):
             self.note_written(parameter)
 
     def follow(self, parameter: Tensor) -> None:
-        """Resync the master of a parameter, where it may have been written to since the last step."""
+        """Let the master follow its parameter if that was written to since the last step."""
         if self._was_written(parameter):
             master, state = self._master(parameter), self.state[parameter]
             ops.follow(master, local(parameter), {name: local(state[name]) for name in master.keeps})
@@ -188,12 +188,12 @@ class Stepping(Stored):
         return self._versions.get(parameter) != parameter._version
 
     def note_written(self, parameter: Tensor) -> None:
-        """A parameter is as a step left it."""
+        """Record the parameter's version after a step."""
         self._versions[parameter] = parameter._version
 
 
 def _numbers(way: Way, number: int, grad_scale: float, numbers: dict[Any, Any]) -> Any:
-    """The numbers of a step, found once for all parameters of a group that take them."""
+    """`UpdateRule.numbers` of a step, cached for all parameters of a group."""
     key = number, id(way.group), id(way.rule)
     if key not in numbers:
         numbers[key] = way.rule.numbers(number, way.group, grad_scale)
@@ -208,24 +208,26 @@ def _gradient(parameter: Tensor, rule: UpdateRule, master: Master, grad: Tensor)
 # ---- parameters on a GPU, together -----------------------------------------------------------------------------------
 
 Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
-"""A parameter, its gradient, its group and its number."""
+"""A parameter, its gradient, its group and its index."""
 
 _version = attrgetter("_version")
 
 
 class Together:
-    """The plan of an optimizer's step: tensors on a GPU that kernels step together, by a few launches, and how each
-    other parameter is stepped. It serves until something has moved: other gradients, states or parameters, tensors at
-    other addresses, options of another kind. That is a list of addresses compared; nothing else is looked at again,
-    and where all is stepped together nothing waits for the GPU.
+    """The plan of an optimizer's step: the tensors on a GPU that kernels step together, by a few launches, and how each
+    other parameter is stepped.
+
+    It is reused until something changes: which parameters, gradients or states there are, their addresses, or the kind
+    of options. Checking that compares lists of addresses. If all parameters are stepped together, the host never waits
+    for the GPU.
     """
 
     def __init__(self, anywhere: bool = False) -> None:
         self._anywhere = anywhere
-        """Whether tensors need not be on a GPU: Triton's interpreter has them on a CPU."""
+        """Whether tensors may be on a CPU, as for Triton's interpreter."""
         self._steps: dict[torch.device, Steps] = {}
         self._held: list[Steps] = []
-        """What CUDA graphs still read."""
+        """Earlier steps that CUDA graphs still read."""
         self._forget()
 
     def _forget(self) -> None:
@@ -234,39 +236,40 @@ class Together:
                 self._held.append(steps)
         self._steps = {}
         self.ways: list[Way] = []
-        """How the parameters that no GPU's kernels step are stepped."""
+        """The parameters that GPU kernels do not step."""
         self.batches: list[Batch] = []
-        """Those of them that a CPU's kernels step together."""
+        """Those of `ways` that CPU kernels step together."""
         self.alone: list[Way] = []
-        """The others."""
+        """The others of `ways`."""
         self.looking: list[Way] = []
-        """Those of them whose rule looks at gradients before any weight moves."""
+        """Those of `ways` whose rule has a `look`."""
         self._weights: list[Tensor] = []
         self._followed: list[Tensor] = []
-        """Parameters whose masters follow where they were written to."""
+        """Parameters whose masters must follow if they were written to."""
         self._left: list[int] = []
-        """Their versions as the last step left them; -1 before one."""
+        """The versions of `_followed` as the last step left them; -1 before the first."""
         self._rounded: list[Tensor] = []
         """Gradients that were rounded for this step alone."""
         self._kinds: list[object] = []
         self._varies: list[Any] = []
         self._rule: UpdateRule | None = None
         self._unmoved: Unmoved | None = None
-        """Where the last step found everything; None where the next one has to look again."""
+        """A record of the last step's tensors; None if the next step must be planned anew."""
 
     @property
     def all(self) -> bool:
-        """Whether the last step took all that had a gradient together."""
+        """Whether the last step stepped all parameters with a gradient together."""
         return self._unmoved is not None and not self.ways
 
     def unread(self, number: Any) -> bool:
-        """Whether a number is on a GPU, where the host would wait for it."""
+        """Whether a scalar is on a GPU, so that the host would have to wait to read it."""
         return self._anywhere or getattr(number, "is_cuda", False)
 
-    # ---- a step like the last one ------------------------------------------------------------------------------
+    # ---- a step by the last plan -------------------------------------------------------------------------------
 
     def again(self, owner: Stepping) -> bool:
-        """Take gradients and numbers as they are now. False where something else has changed since the last step."""
+        """Reuse the plan with the present gradients' addresses and options' values. False if something else has changed
+        since the last step."""
         if self._unmoved is None or owner.rule is not self._rule:
             return False
         grads = self._unmoved.gradients(owner.param_groups, owner.state)
@@ -283,7 +286,7 @@ class Together:
         return True
 
     def run(self, owner: Stepping, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Step all that `take` took."""
+        """Step the parameters that GPU kernels step together."""
         written = list(compress(self._followed, map(ne, map(_version, self._followed), self._left)))
         for parameter in written:
             owner.follow(parameter)
@@ -298,10 +301,10 @@ class Together:
             owner.note_written(parameter)
 
     def follow_options(self, owner: Stepping) -> None:
-        """Let CUDA graphs of steps read the numbers of the groups as they are now, learning rates among them.
+        """Copy the groups' present values, such as learning rates, to where CUDA graphs of steps read them.
 
         Raises:
-            OptimizerError: something else has changed.
+            OptimizerError: another option has changed since a capture.
         """
         options = _options(owner)
         for steps in (*self._steps.values(), *self._held):
@@ -314,16 +317,16 @@ class Together:
                     "step that was taken with them"
                 )
 
-    # ---- a step that is not -------------------------------------------------------------------------------------
+    # ---- a new plan ---------------------------------------------------------------------------------------------
 
     def take(self, owner: Stepping, stepped: Iterable[Stepped], kernels: bool) -> None:
-        """Find how each parameter is stepped; none is yet.
+        """Plan how each parameter is stepped, without stepping any.
 
         Args:
             kernels: whether kernels may step them.
 
         Raises:
-            OptimizerError: a group is `capturable`, and one of its parameters cannot be stepped together.
+            OptimizerError: a group is `capturable`, and GPU kernels cannot step one of its parameters.
         """
         self._forget()
         self._varies = list(map(owner.varies, owner.param_groups))
@@ -368,7 +371,7 @@ class Together:
             self._unmoved = Unmoved(owner.param_groups, owner.state, read, launched)
 
     def _tensors(self, owner: Stepping, way: Way, grad: Tensor, number: int, program: Program) -> Tensors | None:
-        """What is read of a parameter; None where no kernel would."""
+        """The tensors of a parameter for a GPU kernel; None if no kernel applies."""
         rule, step, parameter, group = way.rule, way.step, way.parameter, way.group
         weight, codes = _of_group(step.weight), _of_group(grad)
         if rule is not owner.rule.of(group) or weight is None or codes is None:
@@ -401,7 +404,7 @@ class Together:
 
 
 def _of_group(tensor: Tensor) -> Tensor | Coded | None:
-    """A weight or a gradient as kernels take it; None of a part of codes."""
+    """A weight or gradient as kernels take it: a CodeTensor as `Coded`; None for a view of a CodeTensor's part."""
     if not isinstance(tensor, CodeTensor):
         return tensor
     return Coded(tensor.quantizer, tensor.parts, tuple(tensor.shape)) if tensor.is_whole else None
@@ -419,4 +422,4 @@ def _options(owner: Stepping) -> list[Options]:
 
 
 _STILL = Options(Program((), (), (), NOTHING, NOTHING), 1.0, (), lambda step, settings: {}, ())
-"""Of a group that no kernel steps, for its row of the table."""
+"""Placeholder options for the table's row of a group that no kernel steps."""

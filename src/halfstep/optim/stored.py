@@ -1,6 +1,6 @@
-"""What an optimizer keeps of its parameters: moments, masters and step counts, begun, saved, loaded and taken over.
+"""`Stored`: an optimizer's states (moments, masters, step counts): created, saved, loaded, taken over from torch's.
 
-States of bitsandbytes' and torchao's optimizers come under torch's names, with their codes as our storages keep such.
+States of bitsandbytes' and torchao's optimizers are converted to torch's names and to our storages of their codes.
 """
 
 import copy
@@ -34,17 +34,18 @@ State = Mapping[str, Any]
 Labels = dict[str, str]
 
 _NESTED = "__bnb_optimizer_quant_state__"
-"""Where bitsandbytes puts what FSDP must not gather."""
+"""The entry in which bitsandbytes stores tensors that FSDP must not gather."""
 _ENTRIES = ("state", "qmap", "absmax", "max", "new_max")
 _BLOCKS = (256, 2048)
-"""The blocks of bitsandbytes' versions, which every tensor of at least 4096 elements tells apart."""
+"""The block sizes of bitsandbytes' versions; the number of scales of a tensor of 4096 or more elements tells which."""
 
 
 # ---- states of another recipe ----------------------------------------------------------------------------------------
 
 
 class Changed:
-    """Takes the states of one recipe's optimizer to another's: moments by value, masters where both keep them alike."""
+    """Converts the states of one recipe's optimizer to another's: moments by value, masters if both are of one kind;
+    its text says what became of them."""
 
     def __init__(self, other: str, recipe: Recipe) -> None:
         self._other, self._recipe = other, recipe
@@ -60,8 +61,8 @@ class Changed:
         coded: Mapping[str, Storage],
         parameter: Tensor,
     ) -> tuple[State, Mapping[str, str]]:
-        """What is taken of a parameter's saved state, and its formats. Moments of another subspace are dropped, and so
-        is the step count then, by which Adam corrects moments that begin at zero."""
+        """The entries of a parameter's saved state that are used, and their formats. Moments of another subspace are
+        dropped, and with them the step count, by which Adam corrects moments that start at zero."""
         formats = formats or {}
         masters = {name for name in saved if is_master(name)}
         alike = all(formats.get(name) == own for name, own in labels(coded).items()) and bool(master.keeps)
@@ -108,16 +109,16 @@ class Changed:
 def as_ours(
     saved: Mapping[str, Any], moments: Collection[str], shape: tuple[int, ...], number: object
 ) -> tuple[Mapping[str, Any], Labels]:
-    """A parameter's saved state, and what it says of its codes: bitsandbytes' two moments as Adam's, torchao's by their
-    parts or values; anything else as it is.
+    """A parameter's saved state under torch's names, and the labels of its codes: bitsandbytes' two moments as Adam's,
+    torchao's as codes or values; other states unchanged.
 
     Args:
-        moments: the names of those that the rule keeps.
-        shape: the parameter's.
+        moments: the names of the rule's moments.
+        shape: the parameter's shape.
 
     Raises:
-        OptimizerError: a state of bitsandbytes that is not its Adam's, AdamW's or LAMB's, or where the rule does not
-            keep Adam's moments.
+        OptimizerError: a state of bitsandbytes that is not its Adam's, AdamW's or LAMB's, or a rule without Adam's
+            moments.
     """
     found = {name: value for name, value in saved.items() if name != _NESTED} | dict(saved.get(_NESTED) or {})
     if "state1" in found:
@@ -167,7 +168,7 @@ def _of_bitsandbytes(
 
 
 def _decodes(value: Any) -> bool:
-    """Whether a tensor is a subclass that knows the values of its codes, as torchao's are."""
+    """Whether a tensor is a subclass with a `dequantize` of its own, as torchao's are."""
     return isinstance(value, Tensor) and type(value).dequantize is not Tensor.dequantize
 
 
@@ -178,8 +179,8 @@ def _of_torchao(name: str, value: Any) -> tuple[dict[str, Tensor], Labels]:
 
 
 def _coded(name: str, codes: Tensor, entries: Tensor, largest: Tensor, size: int) -> tuple[dict[str, Tensor], Labels]:
-    """Codes of a map, in blocks of a tensor laid out flat that share their largest magnitude: as such a storage keeps
-    them where the map is one of ours, and as values where it is not."""
+    """Codes into a table of values, scaled by the amax of blocks of a flattened tensor: as tensors of our storage if
+    the table is one of our formats, else decoded."""
     values, flat = entries.detach().float(), codes.detach().reshape(1, -1)
     for format in (formats.get("dynamic8"), formats.get("dynamic8_unsigned")):
         if [format.decode(code) for code in range(256)] == values.tolist():
@@ -193,7 +194,7 @@ def _coded(name: str, codes: Tensor, entries: Tensor, largest: Tensor, size: int
 # ---- the states of an optimizer --------------------------------------------------------------------------------------
 
 SEED = "rounding_seed"
-"""The option of a parameter group by which a state that was saved here is known from torch's."""
+"""An option of parameter groups whose presence tells states saved here from torch's."""
 NO_MASTER = (
     "the state of {} parameters was saved under a recipe that keeps nothing beside their weights, and recipe {!r} "
     "keeps masters, which start from the present weights: the run goes on under another recipe than before. "
@@ -202,12 +203,12 @@ NO_MASTER = (
 
 
 class Stored(torch.optim.Optimizer):
-    """The states of an optimizer: what its rule and its recipe say is kept of each parameter."""
+    """An optimizer's states, as its rule and its recipe say; without steps."""
 
     rule: UpdateRule
     recipe: Recipe
     origin: Origin | None = None
-    """What its state dicts say of the recipe; None where no model follows one."""
+    """The recipe that state dicts name; None if no model follows one."""
 
     def __init__(
         self,
@@ -225,15 +226,15 @@ class Stored(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     group_projection: Callable[[Mapping[str, Any]], Projection | None] | None = None
-    """How a group's options say that its parameters are projected; None where `projections` says it of each."""
+    """A function that returns the projection of a group's parameters, from its options; None: `projections` has it."""
 
     def varies(self, group: Mapping[str, Any]) -> tuple[tuple[UpdateRule, tuple[str, ...]], Projection | None]:
-        """What a group's options say beside numbers: rule and moments, and how its parameters are projected."""
+        """((rule, names of moments), projection) of a group, as its options say."""
         rule = self.rule.of(group)
         return (rule, rule.moments(group)), self.group_projection(group) if self.group_projection else None
 
     def plan(self, parameter: Tensor, group: Mapping[str, Any], varies: Any = None) -> Plan:
-        """How a parameter of that group is updated and kept."""
+        """The plan of a parameter of that group, cached."""
         names, projection = varies or self.varies(group)
         projection = projection or self.projections.get(parameter)
         shape = tuple(parameter.shape)
@@ -245,7 +246,7 @@ class Stored(torch.optim.Optimizer):
 
     @torch.no_grad()
     def full(self, parameter: Tensor) -> Tensor:
-        """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
+        """The stored value of a parameter, including its master, as a new float32 tensor."""
         master, state, weight = self._master(parameter), self.state.get(parameter, {}), local(parameter.detach())
         if not master.keeps or not master.keeps.keys() <= state.keys():
             return spread_like(master.stored(weight), parameter)
@@ -254,13 +255,13 @@ class Stored(torch.optim.Optimizer):
         return spread_like(master.value(weight, kept), parameter)
 
     def _start(self, parameter: Tensor, full: Tensor | None) -> None:
-        """Start a parameter's master from its float32 values, or from its stored ones."""
+        """Create a parameter's master from float32 values, or, for None, from the stored weight."""
         master, weight = self._master(parameter), local(parameter)  # torch's views of a DTensor's bits are wrong
         kept = master.start(weight, master.stored(weight) if full is None else local(full))
         self.state[parameter].update({name: spread_like(value, parameter) for name, value in kept.items()})
 
     def _master(self, weight: Tensor) -> Master:
-        """What takes the weight's update."""
+        """The kind of master of a weight."""
         if isinstance(weight, ops.CodeTensor):
             assert self.recipe.codes is not None
             return CodedWeight("codes", self.recipe.codes)
@@ -268,12 +269,12 @@ class Stored(torch.optim.Optimizer):
         return _own(self.recipe.update_rounding) if name is None else get_master(name)
 
     def _master_kind(self, weight: Tensor) -> dict[str, Storage]:
-        """How the master of a weight that is codes is kept, if it has one."""
+        """The storage of a CodeTensor's master, by name; empty if it has none."""
         codes = self.recipe.codes
         return {MASTER: codes.master} if codes and codes.master and isinstance(weight, ops.CodeTensor) else {}
 
     def _name_formats(self) -> None:
-        """Let the groups, which are saved, say how moments that are codes are kept."""
+        """Set the option `FORMATS` of all groups: the labels of moments and masters that are stored as codes."""
         for group in self.param_groups:
             rule, names = key = self.varies(group)[0]
             if key not in self._labels:
@@ -289,7 +290,7 @@ class Stored(torch.optim.Optimizer):
                 group.pop(FORMATS, None)
 
     def _begin_state(self, parameter: Tensor, plan: Plan) -> None:
-        """Give a parameter's state a step count and moments of zero where there are none yet."""
+        """Add a step count and moments of zeros to a parameter's state where they are missing."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -309,8 +310,8 @@ class Stored(torch.optim.Optimizer):
                 state[number] = torch.zeros_like(like, dtype=kind.dtype)
 
     def _begin(self) -> None:
-        """Begin the states of all parameters that are trained. torch.distributed.checkpoint loads into states that are
-        there: it takes an optimizer with any for one that has all, and makes one without take a step of zeros."""
+        """Create the states of all trained parameters. torch.distributed.checkpoint loads into existing states: it
+        takes an optimizer with some for one with all, and makes one without any take a step with gradients of zero."""
         self._name_formats()
         for group in self.param_groups:
             varies = self.varies(group)
@@ -319,7 +320,7 @@ class Stored(torch.optim.Optimizer):
                     self._begin_state(parameter, self.plan(parameter, group, varies))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, whose groups name the recipe and its digest."""
+        """As torch's; the groups also name the recipe and its digest."""
         state = super().state_dict()
         for group in state["param_groups"]:
             if self.origin is not None:
@@ -327,22 +328,22 @@ class Stored(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
+        """Load a `state_dict` of this class, or of the torch optimizer with the same rule.
 
-        Moments and masters keep this optimizer's own dtypes: torch's loader would cast them to the parameter's.
-        A master copy that the state lacks (a torch optimizer has none) is the present one; where an optimizer of ours
-        saved the state, that one followed another recipe, and a warning says so. Of a state that names another recipe,
-        where `recipe_change="allow"` was given, another warning tells what becomes of it.
+        Moments and masters have this optimizer's dtypes; torch's loader would cast them to the parameter's. If the
+        state has no masters (a torch optimizer's has none), the present ones stay, with a warning if halfstep saved
+        the state, under another recipe. If the state names another recipe and `recipe_change="allow"` was given, a
+        warning says what became of it.
 
-        The moments of bitsandbytes' Adam and AdamW, and of torchao's, are decoded and kept as this one keeps them.
+        The moments of bitsandbytes' Adam and AdamW, and of torchao's, are decoded and stored as this optimizer's.
 
         Raises:
-            RecipeError: the state names another recipe, and no change was asked for. Nothing was changed.
+            RecipeError: the state names another recipe, and no change is allowed. Nothing was changed.
             OptimizerError: the groups differ; a state belongs to a parameter of another shape or to another update
-                rule, or holds what this optimizer would leave unused (AMSGrad's maximum, another recipe's master).
+                rule, or has entries that this optimizer would ignore (AMSGrad's maximum, another recipe's master).
                 Nothing was changed.
         """
-        state_dict = dict(state_dict)  # which hooks may change
+        state_dict = dict(state_dict)  # a copy, since hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             hooked = before(self, state_dict)
             state_dict = state_dict if hooked is None else hooked
@@ -384,14 +385,14 @@ class Stored(torch.optim.Optimizer):
         others = ("params", RECIPE) if changed is None else ("params", RECIPE, SEED)
         for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             mine.update({name: copy.deepcopy(value) for name, value in group.items() if name not in others})
-        # The groups stay the same objects: a scheduler built before `convert` holds them.
+        # The groups stay the same objects, which schedulers built before `convert` refer to.
         self.__setstate__({"state": states, "param_groups": self.param_groups})
         self._begin()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _check_saved_group(self, group: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-        """Refuse the options of a saved group that the rule of that group here does not take, and another rule's."""
+        """Check that a saved group's options suit the rule of the group here, and that it had the same rule."""
         own = self.rule.of(mine)
         own.check({**group, "params": mine["params"]})
         if (saved := group.get(RULE, own.name)) != own.name:
@@ -401,7 +402,7 @@ class Stored(torch.optim.Optimizer):
             )
 
     def _changed(self, groups: list[dict[str, Any]]) -> Changed | None:
-        """What is to be told of a state, if it was saved under another recipe and may be loaded all the same."""
+        """The conversion of a state that was saved under another recipe, if a change is allowed; else None."""
         if self.origin is None:
             return None
         names = (self.origin.differs(group.get(RECIPE), "this optimizer's state") for group in groups)
@@ -418,7 +419,8 @@ class Stored(torch.optim.Optimizer):
         formats: Mapping[str, str] | None = None,
         ours: bool = True,
     ) -> dict[str, Any]:
-        """A parameter's saved state in this optimizer's dtypes. What wrappers put into states that are `ours` stays."""
+        """A parameter's saved state in this optimizer's storages. If halfstep saved it (`ours`), entries that wrappers
+        added are kept."""
         master = self._master(parameter)
         plan, masters = self.plan(parameter, group), (get_master(self.recipe.master), master)
         kinds = {**plan.kinds, **self._master_kind(parameter)}
@@ -431,11 +433,11 @@ class Stored(torch.optim.Optimizer):
 
     @torch.no_grad()
     def float32_state_dict(self) -> dict[str, Any]:
-        """As `state_dict`, with all moments in float32 and no masters: for torch's optimizer with the same rule, or one
-        of ours in another format. What a master has beyond its weight, `full` alone gives.
+        """As `state_dict`, with all moments in float32 and without masters: for torch's optimizer with the same rule,
+        or one of ours in another format. Only `full` returns the bits that a master has beyond its weight.
 
         Raises:
-            OptimizerError: moments are of a subspace, which torch's optimizers have none of.
+            OptimizerError: moments are in a subspace, which torch's optimizers do not support.
         """
         saved, found = self.state_dict(), {}
         for group, numbers in zip(self.param_groups, saved["param_groups"], strict=True):
@@ -449,8 +451,8 @@ class Stored(torch.optim.Optimizer):
         return {**saved, "state": found}
 
     def torch_state_dict(self) -> dict[str, Any] | None:
-        """What torch's optimizer goes on with, where it would take `state_dict`'s moments for other values than they
-        are: those of codes in float32, none of a subspace. None where it reads them as they are."""
+        """A state dict for torch's optimizer, if it would misread `state_dict`'s: with moments in float32, or without
+        moments if they are in a subspace. None if torch's optimizer can read `state_dict`."""
         plans = [self.plan(p, group) for group in self.param_groups for p in group["params"]]
         if any(PROJECTOR in plan.kinds for plan in plans):
             return {**self.state_dict(), "state": {}}
@@ -459,8 +461,8 @@ class Stored(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Empty a torch optimizer's states into this one, and start masters from float32 values: those of sharded
-        weights from the weights as they are stored, here already, since DCP loads into states that are there."""
+        """Move a torch optimizer's states into this one, and create masters from float32 values. Masters of sharded
+        weights are created from the stored weights, since torch.distributed.checkpoint loads into existing states."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in states:
@@ -476,5 +478,5 @@ class Stored(torch.optim.Optimizer):
 
 @cache
 def _own(rounding: str) -> Master:
-    """The weight itself takes the update, rounded so."""
+    """No master weights, with updated weights rounded by `rounding`."""
     return OWN if rounding == "nearest_even" else replace(OWN, rounding=rounding)

@@ -1,4 +1,4 @@
-"""The loss scale taken out of an optimizer's gradients: checked, divided, clipped, once between two updates."""
+"""`Unscaling`: check, unscale and clip an optimizer's gradients, once between two updates of the loss scale."""
 
 import weakref
 from collections.abc import Mapping
@@ -31,18 +31,18 @@ _version, _params = attrgetter("_version"), itemgetter("params")
 
 
 class Pending:
-    """What is known of one optimizer's gradients since the last update()."""
+    """The state of one optimizer's gradients since the last update()."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.stage = "ready"  # -> "unscaled" -> "stepped"; "dropped" once gradients that were unscaled are gone
-        self.found_inf: Tensor | None = None  # a float32 scalar, above 0 where a gradient is not finite
-        self.waits = False  # whether the host would wait for that number
+        self.stage = "ready"  # -> "unscaled" -> "stepped"; "dropped" once unscaled gradients were dropped
+        self.found_inf: Tensor | None = None  # a float32 scalar, above 0 if a gradient is not finite
+        self.waits = False  # whether the host would have to wait to read found_inf
         self.names: tuple[str, ...] = ()  # of all parameters
-        self.lost: Tensor | None = None  # which of them have a gradient that is not finite
-        self.versions = versions(optimizer)  # as a step left them that may have been skipped, or before any
+        self.lost: Tensor | None = None  # a boolean for each, True if its gradient is not finite
+        self.versions = versions(optimizer)  # of parameters: initially, or after a step that may have been skipped
 
     def moved(self, optimizer: torch.optim.Optimizer) -> bool | Tensor:
-        """Whether the optimizer has stepped, through the scaler or past it; a tensor where the host would wait."""
+        """Whether the optimizer has stepped, through the scaler or directly; a scalar tensor if the host would wait."""
         changed = self.versions != versions(optimizer)
         if changed or self.stage != "stepped":
             return changed
@@ -52,35 +52,35 @@ class Pending:
 
 
 class AllPending(weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending]):
-    """What is known of every optimizer that a scaler has seen since its last update(). It keeps no optimizer alive."""
+    """The `Pending` of every optimizer that a scaler has seen since its last update(). It keeps no optimizer alive."""
 
     def take(self) -> list[tuple[torch.optim.Optimizer, Pending]]:
-        """Everything, which is forgotten with that."""
+        """All entries, which are removed."""
         taken = list(self.items())
         self.clear()
         return taken
 
     @property
     def any_stepped(self) -> bool:
-        """Whether a step was taken that no update() has ended."""
+        """Whether a step was taken since the last update()."""
         return any(pending.stage == "stepped" for pending in self.values())
 
     def look_back(self) -> None:
-        """Another backward is about to run: find out which gradients have been dropped since they were unscaled."""
+        """Called before another backward: marks optimizers whose unscaled gradients were dropped."""
         for optimizer, pending in self.items():
             if pending.stage == "unscaled" and gone(optimizer):
                 pending.stage = "dropped"
 
     def of(self, optimizer: torch.optim.Optimizer) -> Pending:
-        """What is known of an optimizer; of one with the same groups, what is known of the other (`convert`).
+        """The optimizer's entry, or that of an optimizer with the same groups (`convert`); created if missing.
 
         Raises:
-            LossScaleError: its last gradients overflowed, and were dropped before update() heard of it.
+            LossScaleError: its last gradients overflowed and were dropped before an update().
         """
         same = [o for o in self if o.param_groups is optimizer.param_groups] if self else []
         pending = self[same[0]] if same else None
         if pending is not None and pending.stage == "dropped" and treated(optimizer):
-            pending.stage = "unscaled"  # they had been put aside
+            pending.stage = "unscaled"  # the gradients were restored
         if pending is not None and pending.stage == "dropped":
             if pending.found_inf:
                 raise LossScaleError(
@@ -94,12 +94,12 @@ class AllPending(weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending]):
 
 
 class Unscaling(DynamicScale):
-    """A `DynamicScale` and the gradients that are multiplied by it, until `update()`.
+    """A `DynamicScale` that checks, unscales and clips optimizers' gradients.
 
     Args:
-        rule: what a `DynamicScale` takes.
+        rule: the arguments of `DynamicScale`.
         names: the parameters' names.
-        process_group: over which the overflow flags are combined.
+        process_group: the ranks that combine their overflow flags.
     """
 
     def __init__(self, *rule: Any, names: Mapping[nn.Parameter, str] | None, process_group: Any) -> None:
@@ -113,16 +113,16 @@ class Unscaling(DynamicScale):
         self._widened: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by S in place, once, for code that wants to look at them before `step`.
+        """Divide the gradients by S, once, for code that reads them before `step`.
 
-        16-bit gradients leave for float32, where halfstep's optimizer takes it, and stay there until they are dropped
-        (`zero_grad`): 4 bytes a parameter until then, and no small one is lost. Before torch 2.10 they cannot: bf16
-        ones are rounded where they stand.
+        16-bit gradients of halfstep's optimizers are replaced by float32 ones until they are dropped (`zero_grad`): 4
+        bytes a parameter until then, and no small value is lost. Before torch 2.10 that is not possible: bf16 gradients
+        are rounded in place.
 
         Raises:
             LossScaleError: called twice, or after step(), since the last update(); the last gradients overflowed and
-                were dropped without an update(); or a gradient is fp16 and cannot leave (an optimizer of torch, or
-                torch before 2.10): its small values would become zero.
+                were dropped without an update(); or a gradient is fp16 and cannot become float32 (an optimizer of
+                torch, or torch before 2.10): small values would become zero.
         """
         if self._enabled:
             self._unscale(optimizer)
@@ -139,7 +139,7 @@ class Unscaling(DynamicScale):
         pending.stage = "unscaled"
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's gradients have been divided by S since the last update(), and are still there."""
+        """Whether the optimizer's gradients have been divided by S since the last update(), and were not dropped."""
         return self._of(optimizer)[1].stage == "unscaled"
 
     @untraced
@@ -147,11 +147,11 @@ class Unscaling(DynamicScale):
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all of the optimizer's unscaled gradients together; returns the norm before clipping.
 
-        `unscale_` followed by `torch.nn.utils.clip_grad_norm_`, for every recipe: the norm is taken in float32, and the
-        gradients are divided by S and multiplied by min(1, max_norm / (norm + 1e-6)) where they are, in one float32
-        multiplication (16-bit ones leave for float32, as in `unscale_`). With nothing to multiply by, they are left
-        alone. accelerate's own `clip_grad_norm_`, and Trainer's, do not unscale for a scaler that is set on them, and
-        afterwards it cannot be told: clip with this one.
+        `unscale_` followed by `torch.nn.utils.clip_grad_norm_`, for every recipe: the norm is computed in float32, and
+        the gradients are divided by S and multiplied by min(1, max_norm / (norm + 1e-6)) in one float32 multiplication
+        (16-bit ones become float32, as in `unscale_`). They are not changed if the factor is 1. accelerate's own
+        `clip_grad_norm_`, and Trainer's, do not unscale for a scaler that is set on them, which cannot be detected
+        later: clip with this method.
 
         Raises:
             LossScaleError: called after step(); otherwise as `unscale_`.
@@ -178,7 +178,7 @@ class Unscaling(DynamicScale):
     def _clip(self, optimizer: torch.optim.Optimizer, pending: Pending, max_norm: float, norm_type: float) -> Tensor:
         scaled, waits = self._scaled_yet(pending), self._waits(_device(optimizer))
         grads = [grad for grad in grads_of(optimizer) if grad is not None]
-        # Squares of gradients that are still multiplied by S stay finite in float64.
+        # In float64 the squares of scaled gradients stay finite.
         norm = total_norm(grads, norm_type, torch.float64 if scaled and waits else torch.float32)
         if scaled and not waits and not pending.found_inf and not norm.isfinite():
             norm = total_norm(grads, norm_type, torch.float64)
@@ -186,20 +186,24 @@ class Unscaling(DynamicScale):
         norm = (norm / divisor).float()
         factor = coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).double()
         if takes_float32(optimizer):
-            # The number that the update would divide by, had it both to do, in float32.
+            # As if the update divided by one float32 scalar that combines both factors.
             factor = torch.where(coefficient == 0, 0.0, 1.0 / (divisor / coefficient).float().double())
         if waits or float(factor.float()) != 1.0:
             self._multiply(optimizer, factor)
         return norm
 
     def _check(self, optimizer: torch.optim.Optimizer, pending: Pending) -> Tensor:
-        """`Pending.found_inf`: find out, once per update, whether every gradient is finite."""
+        """`Pending.found_inf`, computed once per update: whether any gradient is not finite.
+
+        Raises:
+            LossScaleError: no parameter has a gradient, on this rank or, if that is known, on another one.
+        """
         if pending.found_inf is None:
             device = _device(optimizer)
             pending.waits, pending.names = self._waits(device), names_of(optimizer, self._names)
             grads = grads_of(optimizer)
             here = any(grad is not None for grad in grads)
-            found, pending.lost = find_nonfinite(grads, device, self._process_group)  # a rank without tells the others
+            found, pending.lost = find_nonfinite(grads, device, self._process_group)  # even without any: others wait
             if not here or (not pending.waits and float(found) == NO_GRADIENT):
                 raise LossScaleError(no_gradient(elsewhere=here))
             pending.found_inf = found
@@ -211,11 +215,11 @@ class Unscaling(DynamicScale):
             self._widened.add(optimizer)
 
     def _scaled_yet(self, pending: Pending) -> bool:
-        """Whether the gradients are still multiplied by S."""
+        """Whether the gradients are still scaled by S."""
         return self._enabled and pending.stage == "ready"
 
     def _of(self, optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Pending]:
-        """The optimizer inside of what wraps it, and what is known of its gradients."""
+        """The optimizer without wrappers, and its `Pending`."""
         optimizer = unwrapped(optimizer)
         if self._enabled and getattr(optimizer, "awaits_scaler", False):
             optimizer.awaits_scaler = False  # type: ignore[attr-defined]
@@ -223,17 +227,17 @@ class Unscaling(DynamicScale):
 
 
 def _device(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where its parameters are, the first of them at least."""
+    """The device of the optimizer's first parameter."""
     first = next(parameters_of(optimizer), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer itself, where accelerate's, Lightning's or Fabric's wrapper (their `.optimizer`) was given."""
+    """The optimizer inside a wrapper of accelerate, Lightning or Fabric (their `.optimizer`), or itself."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def versions(optimizer: torch.optim.Optimizer) -> list[int]:
-    """torch's count of writes to each parameter."""
+    """The version (torch's count of in-place writes) of each parameter."""
     return list(map(_version, chain.from_iterable(map(_params, optimizer.param_groups))))

@@ -1,4 +1,4 @@
-"""One update in torch, for any rule, device and storage: the reference of `rule.fused`; and what watchers are told."""
+"""`move`: one update in torch for any rule, device and storage, the reference of `rule.fused`; and `CodedWeight`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,25 +16,28 @@ from halfstep.recipe import MASTER, Codes, Storage
 
 
 OWN = Own("none", round_to=ops.round_to)
-"""No master, rounding by a kernel where there is one."""
+"""No master weights; updated weights are rounded by a kernel if there is one."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one update wanted of a parameter and what became of it, in float32."""
+    """An update as the rule computed it and as it was stored, in float32, for watchers (`LowBit.watched`)."""
 
     weight: Tensor
     before: Tensor
-    """All that was stored of the weight, its master included."""
+    """The stored value of the weight before the step, including its master."""
     wanted: Tensor
     """The rule's step."""
     effective: Tensor
-    """All that is stored of the weight after the step, less what was stored before."""
+    """The change of the stored value, including the master."""
 
 
 def _kept_where_lost(kinds: Mapping[str, Storage], old: Moments, new: Moments) -> Moments:
-    """New moments; the old ones of elements of which a moment that is codes would not be finite: a gradient of 1e25 has
-    no square, and the scale of codes is others' too. Their weights move, or become NaN, as torch's do."""
+    """The new moments, except for elements where a moment stored as codes would not be finite; these keep the old ones.
+
+    A gradient of 1e25 has an infinite square in float32, and elements of a tile share a scale. The weights of such
+    elements are updated, or become NaN, as torch's do.
+    """
     coded = [~new[name].isfinite() for name, kind in kinds.items() if kind.dtype is None and name in new]
     if not coded:
         return new
@@ -49,11 +52,12 @@ def move(
     written: bool,
     watch: Callable[[Update], None] | None,
 ) -> None:
-    """Decode, update, round and write; the rule's fused update serves in between where it can in float32.
+    """Decode, update in float32 (by the rule's fused update if it applies), round and write.
 
     Args:
-        parameter: of which the step's weight is this rank's part.
+        parameter: the parameter; the step's weight is this rank's shard of it.
         written: whether the weight may have been written to since the last step.
+        watch: a function to call with the update.
     """
     master, weight, kept, moments, kinds = step.master, step.weight, step.kept, step.moments, step.kinds
     if written:
@@ -88,8 +92,8 @@ def move(
 
 @dataclass(frozen=True)
 class CodedWeight(Master):
-    """Codes that take the update: decoded, moved in float32, and encoded with new scales. Where there is a master, it
-    takes the update, in the optimizer's state, and the weight is its image.
+    """The `Master` of CodeTensor weights: decoded, updated in float32 and encoded with new scales. With a master
+    storage, the master in the optimizer's state is updated and the weight encodes its values.
 
     Source: MS-AMP, LBAdamW.
     """
@@ -98,7 +102,7 @@ class CodedWeight(Master):
 
     @property
     def keeps(self) -> dict[str, torch.dtype]:  # type: ignore[override]
-        """As `Master.keeps`: what the master is made of."""
+        """As `Master.keeps`: the tensors of the master."""
         layout = self.codes.master.layout(MASTER, (1, 1)) if self.codes.master else {}
         return {name: dtype for name, (dtype, _) in layout.items()}
 
@@ -141,10 +145,10 @@ class CodedWeight(Master):
         full, now = self.read(weight, kept), self.stored(weight)
         changed = self._image(full, self.codes.weights) != now
         fresh = codes.store(self.codes.master, MASTER, torch.where(changed, now, full))
-        for name, own in kept.items():  # on a GPU the host would wait to hear whether there is anything to do
+        for name, own in kept.items():  # unconditionally: on a GPU the host would wait for a condition
             as_bytes(own).copy_(torch.where(changed.any(), as_bytes(fresh[name]), as_bytes(own)))
 
     def _image(self, values: Tensor, storage: Storage) -> Tensor:
-        """What is left of float32 values that are stored so."""
+        """float32 values encoded by the storage and decoded again."""
         quantizer = storage.quantizer
         return codes.decode_parts(codes.encode_parts(values, quantizer), quantizer, tuple(values.shape), torch.float32)

@@ -28,44 +28,44 @@ Group = Mapping[str, Any]
 Moments = dict[str, Tensor]
 
 RULE = "update_rule"
-"""The option of a parameter group that names its rule, where an optimizer has several."""
+"""The option of a parameter group that names its rule, if an optimizer has several."""
 CAPTURABLE = "capturable"
-"""torch's option for steps in CUDA graphs: nothing is read on the host."""
+"""torch's option for steps in CUDA graphs: the host reads nothing."""
 ON_HOST = "on a CPU, and where no kernel does the whole update, it reads its step count on the host"
-"""Why it is refused."""
+"""The reason why `capturable` is refused."""
 REFUSED = {"differentiable": "the update runs without autograd", CAPTURABLE: ON_HOST}
-"""Options that torch's optimizers have and rules have no counterpart of."""
+"""Options of torch's optimizers that rules do not support, with the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What one update of one weight takes: all of it is as stored, the gradient still times the loss scale."""
+    """The arguments of one update of one weight: tensors as they are stored, and the gradient as it is."""
 
     weight: Tensor
     master: Master
     kept: Kept
-    """What the master keeps."""
+    """The master's tensors."""
     grad: Tensor
     moments: Moments
     number: int
-    """Counts from 1."""
+    """The step's number, from 1."""
     group: Group
     grad_scale: float = 1.0
-    """What the gradient is multiplied by first."""
+    """The factor by which the gradient is multiplied first (1 / loss scale)."""
     kinds: Mapping[str, Storage] = field(default_factory=dict)
-    """How the moments are kept, by name; `moments` holds the tensors of that."""
+    """The storages of the moments, by name; `moments` has their tensors."""
     coded: bool = False
-    """Whether any of them is codes."""
+    """Whether any moment is stored as codes."""
 
 
 Fused = Callable[[Tensor, Any, "int | None"], bool]
-"""An update in one pass over memory, of tensors that stay where they are: the master's tensors follow the weight
-(`Master.follow`), then weight, master and moments are updated in place, by a gradient, the numbers of the step
-(`UpdateRule.numbers`) and the seed of stochastic rounding. False where it cannot take this gradient: nothing moved."""
+"""fused(grad, numbers, seed): an update in one pass over memory, prepared for fixed tensors. The master follows the
+weight (`Master.follow`), then weight, master and moments are updated in place. `numbers` are the step's scalars
+(`UpdateRule.numbers`), `seed` is for stochastic rounding. False, with nothing changed, if it cannot take `grad`."""
 
 
 def with_codes(tensors: Kept, kinds: Mapping[str, Storage], weight: Tensor) -> dict[str, Tensor | Coded]:
-    """What is kept of a weight in these tensors, by name: what is codes with how it is coded."""
+    """The tensors of moments or masters by name, with those of codes and scales combined to `Coded`."""
     numbers, codes = dict(tensors), {}
     for name, kind in kinds.items():
         for number, names in _names(kind, name):
@@ -76,18 +76,19 @@ def with_codes(tensors: Kept, kinds: Mapping[str, Storage], weight: Tensor) -> d
 
 @cache
 def _names(kind: Storage, name: str) -> list[tuple[str, dict[str, str]]]:
-    """The numbers that a moment is kept as, with what their parts are called; none where it is no codes."""
+    """For each of the one or two values that a moment is stored as, its name and the names of its codes and scales;
+    empty if the storage uses no codes."""
     return [(number, kind.names(number)) for number in kind.numbers(name)] if kind.dtype is None else []
 
 
 def learning_rate(group: Group) -> float | Tensor:
-    """A group's, which stays a tensor where reading it would wait for a GPU."""
+    """A group's learning rate as a float; a tensor on a GPU is returned as it is, since the host would have to wait."""
     lr: Any = group["lr"]
     return lr if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 
 def never(step: Step) -> Fused | None:
-    """The fused update of a rule that has none."""
+    """`UpdateRule.fused` of a rule without a fused update: None."""
     return None
 
 
@@ -98,24 +99,24 @@ def _as_given(number: int, group: Group, grad_scale: float) -> Any:
 # ---- update rules ----------------------------------------------------------------------------------------------------
 
 Look = Callable[[Step, Callable[[], str]], None]
-"""What a rule does with a gradient before any weight moves, given what to call the parameter in an error."""
+"""look(step, namer): reads a gradient before any weight is updated; `namer()` is the parameter's name for errors."""
 
 
 def own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a moment that is the weight's own."""
+    """`UpdateRule.shape` for moments of the weight's shape."""
     return shape
 
 
 def own_name(name: str, group: Group) -> str:
-    """The name of a moment that recipes have a storage for under its own name."""
+    """`UpdateRule.kept_as` for moments that recipes know by their own name."""
     return name
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateRule:
-    """How a weight moves: `update(weight, grad, moments, step, group) -> (weight, moments)`, all in float32.
+    """How a weight is updated: `update(weight, grad, moments, step, group) -> (weight, moments)`, all in float32.
 
-    `step` counts from 1. `moments` says, from a group's options, which moments there are; they start at zero.
+    `step` counts from 1. `moments(group)` returns the names of the moments, which start at zero.
     """
 
     name: str
@@ -124,39 +125,41 @@ class UpdateRule:
     moments: Callable[[Group], tuple[str, ...]]
     update: Callable[[Tensor, Tensor, Moments, int, Group], tuple[Tensor, Moments]]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Options that, when true, have no counterpart here; with the reason."""
+    """Options that are not supported if true, with the reason."""
     refused_states: Mapping[str, str] = field(default_factory=dict)
-    """States of the torch class that have no counterpart here; with the reason."""
+    """States of the torch class that are not supported, with the reason."""
     fused: Callable[[Step], Fused | None] = never
-    """The fused update of a step's tensors; None where no kernel takes them."""
+    """fused(step): a fused update for the step's tensors; None if no kernel takes them."""
     numbers: Callable[[int, Group, float], Any] = _as_given
-    """What `fused` is given of a step: from its number, a group's options and what gradients are multiplied by."""
+    """numbers(step number, group, grad_scale): the scalars of a step for `fused`."""
     elementwise: bool = True
-    """Whether an element moves by its own gradient and moments alone (not so where norms of tensors enter)."""
+    """Whether each element's update depends on its own gradient and moments alone, not on norms of tensors."""
     decay: Callable[[Group], tuple[float, float]] | None = None
-    """What of a weight is added to its gradient, and what the weight is multiplied by; the rest of a step depends
-    on gradients alone. None where it does not, so that it cannot be taken in a subspace."""
+    """decay(group): the factor of the weight that is added to its gradient, and the factor by which the weight is
+    multiplied; the rest of the step depends on gradients alone. None if it does not: the rule cannot be projected."""
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = own_shape
-    """The shape of a moment of that name, of a weight of that shape."""
+    """shape(name, weight's shape): the shape of a moment."""
     kept_as: Callable[[str, Group], str | None] = own_name
-    """The name under which recipes say how a moment is kept: Adam's for one that is alike; None keeps it in float32."""
+    """kept_as(name, group): the name under which recipes choose a moment's storage, such as that of Adam's similar
+    moment; None: float32."""
     options: Callable[[Group], Options] | None = None
-    """A group's options for the kernels that step many tensors on a GPU together; None where none know the rule."""
+    """options(group): options for the kernels that step many tensors on a GPU together; None if none support the
+    rule."""
     look: Look | None = None
     lower: Callable[[Step], Tensor] | None = None
-    """The gradient in fewer numbers, of which `update` takes the sum over micro-batches as well."""
+    """lower(step): the gradient projected to its subspace; `update` also takes a sum of such over micro-batches."""
     dims: int | None = None
-    """How many dimensions parameters must have; None where it takes any."""
+    """The number of dimensions that parameters must have; None: any."""
     refusal: Callable[[Group], str | None] | None = None
-    """What is wrong with a group's options, as found and expected; None where nothing is."""
+    """refusal(group): an error message for invalid options; None if they are valid."""
     parts: Mapping[str, UpdateRule] = field(default_factory=dict)
-    """Where each group has a rule of its own (`of`), which they are, by name."""
+    """For an optimizer that combines several rules: these rules, by name."""
 
     def of(self, group: Group) -> UpdateRule:
         """The rule of a group: this one, or the one of `parts` that the group names.
 
         Raises:
-            OptimizerError: it names none of them.
+            OptimizerError: the group names none of them.
         """
         if not self.parts:
             return self
@@ -169,17 +172,17 @@ class UpdateRule:
         return self.parts[name]
 
     def advance(self, step: Step) -> bool:
-        """Take the fused update, once; False where there is none, and nothing moved."""
+        """Run the fused update of a step; False, with nothing changed, if there is none."""
         fused = self.fused(step)
         return fused is not None and fused(
             step.grad, self.numbers(step.number, step.group, step.grad_scale), step.master.seed
         )
 
     def check(self, group: Group) -> None:
-        """Refuse options that have no counterpart here.
+        """Check that a group's options are supported.
 
         Raises:
-            OptimizerError: one is set.
+            OptimizerError: one is not.
         """
         if self.parts:
             self.of(group).check(group)
@@ -203,12 +206,12 @@ class UpdateRule:
                 )
 
     def _counts_on_gpu(self, group: Group) -> bool:
-        """Whether kernels count the steps of all its parameters."""
+        """Whether GPU kernels can step all parameters of the group, so that step counts are on the GPU."""
         parameters = group.get("params", ())
         return self.options is not None and bool(parameters) and all(p.is_cuda for p in parameters)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A rule travels by its name: its functions have none that a pickle could find them by."""
+        """Pickle a rule by its name, since its functions cannot be pickled."""
         return (_named, (self.name,)) if update_rules().get(self.name) is self else super().__reduce_ex__(protocol)
 
 
@@ -231,7 +234,7 @@ def moment_names() -> frozenset[str]:
 
 @cache
 def stored_names() -> frozenset[str]:
-    """The names under which recipes say how moments are kept (`UpdateRule.kept_as`)."""
+    """The names under which recipes choose the storage of moments (`UpdateRule.kept_as`)."""
     every: Group = defaultdict(lambda: 1)
     none: Group = defaultdict(int)
     rules = update_rules().values()
@@ -243,11 +246,11 @@ def stored_names() -> frozenset[str]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule with the same semantics as a torch optimizer: of its class, or of one that it is a subclass of and
-    overrides nothing of but `__init__`.
+    """The rule with the semantics of a torch optimizer: that of its class, or of a base class of which it overrides
+    only `__init__`.
 
     Raises:
-        OptimizerError: the class has no counterpart, or is a subclass that does something else; or an option has none.
+        OptimizerError: there is no such rule; the class overrides other methods; or an option is not supported.
     """
     if isinstance(own := getattr(optimizer, RULE, None), UpdateRule):  # it combines several
         return own
@@ -290,11 +293,12 @@ _INSTEAD = {
     ),
     "Muon": f"Hand over torch.optim.Muon (torch 2.9 and newer); for this Muon itself {_AROUND}",
 }
-"""What works in the place of optimizers that people bring and no rule expresses, by name."""
+"""Advice for common optimizers without a rule, by class name."""
 
 
 class _Plain:
-    """A class that is like any other: what this Python puts into each, such as 3.13's `__firstlineno__`."""
+    """A minimal class, to list the attributes that this Python puts into every class, such as 3.13's
+    `__firstlineno__`."""
 
     annotated: int
 
@@ -303,11 +307,11 @@ class _Plain:
 
 
 _OWN = {*vars(_Plain), "__qualname__", "__slots__"}
-"""What a subclass may have of its own, and is no other optimizer for it."""
+"""Attributes that a subclass may define without counting as an override."""
 
 
 def _overridden(kind: type, stock: type) -> list[str]:
-    """What a subclass has in the place of its base's, so that it may do anything."""
+    """The names of attributes of `stock` that a subclass overrides."""
     between = kind.__mro__[: kind.__mro__.index(stock)]
     names = {name for base in between for name in vars(base) if hasattr(stock, name)} - _OWN
     # torch puts a profiled `step` into the class of the first instance: the stock one, wrapped.

@@ -35,6 +35,6 @@ _REFUSED = {
 
 adagrad = elementwise(
     "adagrad", torch.optim.Adagrad, lambda group: ("sum",), _element, _options, refused=_REFUSED,
-    kept_as=lambda name, group: None,  # in few bits the sum stops growing: a square is lost in it
+    kept_as=lambda name, group: None,  # in few bits the sum would stop growing: squares are rounded away
     decay=lambda group: (float(group["weight_decay"]), 1.0),
 )  # fmt: skip

@@ -31,20 +31,20 @@ def element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tuple
 
 
 def by_step(step: int, group: Group) -> dict[str, float]:
-    """The corrections of the moments' bias."""
+    """Adam's bias corrections of both moments at a step."""
     beta1, beta2 = map(float, group["betas"])
     return {"correction": 1 - beta1**step, "rescale": 1 / math.sqrt(1 - beta2**step)}
 
 
 def decays(group: Group, decoupled: bool = False) -> tuple[float, float]:
-    """What of a weight is added to its gradient, and what times the learning rate is taken from it: of a group that
-    does not say which, `decoupled`."""
+    """(L2, decoupled decay): the factor of the weight that is added to its gradient, and the one that, times the
+    learning rate, is subtracted. `decoupled` is the default for groups without `decoupled_weight_decay`."""
     decay = float(group["weight_decay"])
     return (0.0, decay) if group.get("decoupled_weight_decay", decoupled) else (decay, 0.0)
 
 
 def options(group: Group, decoupled: bool = False) -> dict[str, Any]:
-    """Adam's options, as formulas are given them."""
+    """Adam's options as scalars for the formula."""
     (beta1, beta2), (l2, taken) = map(float, group["betas"]), decays(group, decoupled)
     return {
         "lr": learning_rate(group), "beta1": beta1, "beta2": beta2, "l2": l2 or None, "decay": taken,
@@ -53,7 +53,7 @@ def options(group: Group, decoupled: bool = False) -> dict[str, Any]:
 
 
 def decay(group: Group, decoupled: bool = False) -> tuple[float, float]:
-    """As `UpdateRule.decay`."""
+    """`UpdateRule.decay` of Adam and AdamW."""
     l2, taken = decays(group, decoupled)
     return l2, 1 - float(group["lr"]) * taken
 

@@ -1,4 +1,4 @@
-"""Update rules of one element: a formula that is the reference on torch tensors, and from which kernels are made."""
+"""Update rules as a formula of one element, which is the reference on torch tensors and is traced to kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ByStep = Callable[[int, Group], Mapping[str, float]]
 
 
 def nothing(step: int, group: Group) -> Mapping[str, float]:
-    """No numbers."""
+    """`by_step` of a formula that needs no scalars of the step."""
     return {}
 
 
@@ -43,15 +43,17 @@ def elementwise(
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = own_shape,
     **more: Any,
 ) -> UpdateRule:
-    """The update rule of a formula: `element(weight, grad, moments, o) -> (weight, moments)`, which kernels do in one
-    pass. Python's operators and the functions of `halfstep.kernels.arithmetic` make a formula; it may branch on options
-    that are None, True or False, and on none that are numbers. To maximize, the gradient comes negated. A formula that
-    takes a norm of the whole tensor needs elementwise=False; a pass that writes nothing finds norms first.
+    """The update rule of a formula `element(weight, grad, moments, o) -> (weight, moments)`, which kernels run in one
+    pass.
+
+    A formula uses Python's operators and the functions of `halfstep.kernels.arithmetic`. It may branch on options that
+    are None, True or False, but not on scalars. With `maximize`, the gradient is passed negated. A formula with a norm
+    of the whole tensor needs elementwise=False; a read-only pass computes norms first.
 
     Args:
-        moments, shape, more: as `UpdateRule`'s. Of a moment whose shape is () an element takes the one number.
-        given: what `o` has of a group: numbers, and what is known before kernels are compiled.
-        by_step: what it has of the step's number as well, from 1 on. That settles: beyond some step it stays.
+        moments, shape, more: as for `UpdateRule`. A moment of shape () is passed as one scalar for all elements.
+        given: given(group): the options in `o`: scalars, and None, True or False, which kernels are compiled for.
+        by_step: by_step(step, group): further scalars in `o`, which must be constant from some step on.
     """
     formula = Formula(moments, element, given, by_step, shape, more.get("elementwise", True))
     return UpdateRule(
@@ -62,7 +64,7 @@ def elementwise(
 
 @dataclass(frozen=True)
 class Formula:
-    """The formula of a rule, and what it is given."""
+    """The formula of a rule with its options, and the functions of the `UpdateRule` made from it."""
 
     moments: Callable[[Group], tuple[str, ...]]
     element: Element
@@ -72,13 +74,13 @@ class Formula:
     elementwise: bool
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
-        """As `UpdateRule.update`."""
+        """`UpdateRule.update`: the formula on torch tensors."""
         given = {name: float(o) if isinstance(o, Tensor) else o for name, o in self.options(group).items()}
         given |= {"step": float(step), **self.by_step(step, group)}
         return self.element(weight, -grad if group.get("maximize") else grad, moments, SimpleNamespace(**given))
 
     def program(self, group: Group, options: Mapping[str, Any], by_step: Mapping[str, float]) -> Program:
-        """What kernels do for a group's options."""
+        """The formula traced to a program for kernels, for a group's options."""
         names, known = list(by_step), []
         for name, option in options.items():
             if option is None or isinstance(option, bool):
@@ -94,7 +96,7 @@ class Formula:
         return program
 
     def numbers(self, number: int, group: Group, grad_scale: float) -> tuple[Any, ...]:
-        """As `UpdateRule.numbers`: what `kernels.cpu.optimizer.Update` takes."""
+        """`UpdateRule.numbers`: the scalars that `kernels.cpu.optimizer.Update` takes."""
         options, by_step = self.options(group), self.by_step(number, group)
         program = self.program(group, options, by_step)
         given = {**options, **by_step, "step": number}
@@ -103,14 +105,14 @@ class Formula:
         return optimizer.Numbers(program, scale, numbers, None if program.shared else program.numbers(numbers)[0])
 
     def on_gpu(self, group: Group) -> Options:
-        """As `UpdateRule.options`."""
+        """`UpdateRule.options`: the options of GPU kernels."""
         options = self.options(group)
         program = self.program(group, options, self.by_step(1, group))
         numbers = tuple([options[name] for name in program.names if name in options])
         return Options(program, -1.0 if group.get("maximize") else 1.0, numbers, self.by_step, _settings(group))
 
     def fused(self, step: Step) -> Fused | None:
-        """As `UpdateRule.fused`."""
+        """`UpdateRule.fused`: the CPU kernel's update for the step's tensors, if it takes them."""
         master = step.master
         if master.positions is not None:
             return None
@@ -120,7 +122,7 @@ class Formula:
 
 
 def _settings(group: Group) -> tuple[tuple[str, Any], ...]:
-    """The options that are numbers, but the learning rate, which may change at every step."""
+    """The scalar options of a group other than the learning rate, which may change at every step."""
     found: list[tuple[str, Any]] = []
     for name, option in group.items():
         several = option if isinstance(option, tuple | list) else (option,)
@@ -132,7 +134,7 @@ def _settings(group: Group) -> tuple[tuple[str, Any], ...]:
 
 @lru_cache(maxsize=1024)
 def _named(shape: Callable[[str, tuple[int, ...]], tuple[int, ...]], moments: tuple[str, ...]) -> optimizer.Names:
-    """Moments that are one number a tensor, and those of every element."""
+    """(names of moments that are one scalar a tensor, names of moments with one value an element)."""
     one = tuple([name for name in moments if shape(name, (2,)) == ()])
     return one, tuple([name for name in moments if name not in one])
 

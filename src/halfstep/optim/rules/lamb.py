@@ -1,4 +1,4 @@
-"""LAMB: AdamW whose step on each tensor is as long as the tensor's norm allows."""
+"""LAMB: AdamW whose step is scaled, for each tensor, by the ratio of the weight's norm to the step's."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -16,7 +16,7 @@ def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tupl
     """
     momentum = moments["exp_avg"]
     blend = momentum * o.beta1 + grad * (1 - o.beta1)
-    rest = blend - blend  # the sign of an infinity would hide it: NaN shows
+    rest = blend - blend  # 0, or NaN for an infinity, whose sign would hide it
     direction = where(blend > 0.0, rest + 1.0, where(blend < 0.0, rest - 1.0, rest))
     moved = weight * (1 - o.lr * o.decay) - direction * o.lr
     return moved, {"exp_avg": momentum * o.beta2 + grad * (1 - o.beta2)}

@@ -1,4 +1,4 @@
-"""Muon: a step along the momentum of a whole matrix, its singular values made equal."""
+"""Muon: a step along the orthogonalized momentum of a matrix (all singular values near 1)."""
 
 import math
 from typing import Any
@@ -11,10 +11,11 @@ from halfstep.optim.shards import cut_like, whole
 
 
 def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
-    """b <- momentum b + (1 - momentum) g; w <- (1 - lr decay) w - lr ratio O(b), of g and b so mixed under Nesterov.
+    """b <- momentum b + (1 - momentum) g; w <- (1 - lr decay) w - lr ratio O(b); with Nesterov, O((1 - momentum) g +
+    momentum b).
 
-    O makes a matrix orthogonal. Its ratio is sqrt(max(1, rows / columns)), or, to be of the size of AdamW's step,
-    0.2 sqrt(max(rows, columns)). A matrix spread over ranks is gathered in bf16, and each rank forms all of O.
+    O orthogonalizes a matrix. The ratio is sqrt(max(1, rows / columns)), or, for steps of AdamW's size, 0.2 sqrt(max(
+    rows, columns)). A sharded matrix is gathered in bf16, and each rank computes all of O.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982, for the
     second ratio; both in torch.optim.Muon's form.
@@ -29,7 +30,7 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Gr
 
 
 def _orthogonal(matrix: Tensor, group: Group) -> Tensor:
-    """U S V^T of a bf16 matrix U D V^T, with S near 1: steps of a Newton-Schulz iteration of degree five, in bf16."""
+    """U S V^T for a bf16 matrix U D V^T, with S near 1, by Newton-Schulz iterations of degree five in bf16."""
     a, b, c = group["ns_coefficients"]
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

@@ -13,7 +13,7 @@ from halfstep.optim.rules.elementwise import elementwise
 
 
 MU_PRODUCT = "mu_product"
-"""The product of the momenta of all steps so far: one number a weight."""
+"""The moment with the product of the momenta of all steps so far: one scalar a weight."""
 
 
 def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tuple[Any, dict[str, Any]]:
@@ -27,7 +27,7 @@ def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tupl
     product = where(o.step > 1, moments[MU_PRODUCT], 1.0) * o.mu
     exp_avg = moments["exp_avg"] + (grad - moments["exp_avg"]) * (1 - o.beta1)
     exp_avg_sq = moments["exp_avg_sq"] * o.beta2 + grad * grad * (1 - o.beta2)
-    # Of the product in float64, as torch's are Python's numbers.
+    # In float64, since torch computes these with Python floats.
     of_grad = single(o.lr * (1 - o.mu) / (1 - double(product)))
     of_mean = single(o.lr * o.mu_next / (1 - double(product) * o.mu_next))
     ratio = (grad * of_grad + exp_avg * of_mean) / (root(exp_avg_sq) / o.correction + o.eps)

@@ -16,8 +16,8 @@ def _moments(group: Group) -> tuple[str, ...]:
 
 
 def _kept_as(name: str, group: Group) -> str | None:
-    """The mean of squares is kept as Adam's. Where the mean's square is taken from it, both stay in float32: what is
-    left is small beside what rounding would take from either."""
+    """`UpdateRule.kept_as`: the mean of squares is stored as Adam's. If centered, it and the mean stay float32: their
+    difference is small compared to the rounding errors of either in few bits."""
     if group["centered"] and name in ("square_avg", "grad_avg"):
         return None
     return "exp_avg_sq" if name == "square_avg" else name
@@ -27,7 +27,7 @@ def _element(weight: Any, grad: Any, moments: Mapping[str, Any], o: Any) -> tupl
     """w <- w - lr b with b <- momentum b + g / (sqrt(v - m^2) + eps), v and m the decayed means of g^2 and of g; m only
     if centered.
 
-    Where rounding leaves v - m^2 below 0, torch's weights become NaN, and here it is 0.
+    If rounding makes v - m^2 negative, it counts as 0 here; torch's weights become NaN.
 
     Source: Tieleman and Hinton 2012, lecture 6.5; Graves 2013, arXiv 1308.0850 for the centered form.
     """
