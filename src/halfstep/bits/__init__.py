@@ -1,1 +1,1 @@
-"""What the bits of values say: what they hold, where they came from, what a cast would do to them. No files."""
+"""Evidence in the bits of values: formats that hold them, their origin, what a cast would do to them. No files."""

@@ -1,4 +1,4 @@
-"""Whether values are those of a narrower type times a factor, or codes times powers of two; first looks at scans."""
+"""Tests whether values are a narrower type's times a factor, or codes times powers of two; and first looks at scans."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,33 +20,36 @@ from halfstep.quant import ROW, TENSOR, Tile
 Whole = NDArray[np.int64]
 
 _BITS = {"bf16": 8, "fp16": 11}
-"""The significant bits of what is looked for."""
+"""The narrower types that are looked for, with their significant bits."""
 
-_WHOLE = range(8, 12)  # bits of whole numbers of one step, which are no copies; of fewer they are codes
-_FEW = 4  # significant bits of codes of floating point, which are no copies
-_WIDE = 24  # significant bits of a type in which a product shows what was multiplied
-_SHOWN = 64  # significands that are tried on each factor
-_ROUNDED = 4  # half steps by which a value over another may be off: each was rounded as it was stored, and once before
+_WHOLE = range(8, 12)  # bits of integers times one step, which are no bf16 or fp16 values; of fewer bits: codes
+_FEW = 4  # significant bits of float codes, which are no bf16 or fp16 values
+_WIDE = 24  # significant bits of a type in which a product still shows the narrower type
+_SHOWN = 64  # significands that are tried first with each factor
+_ROUNDED = 4  # half steps of error of a ratio of two values: each was rounded when it was stored, and once before
 
 CODE_BITS = 7
-"""The significant bits of codes of 8 bits, at most."""
+"""The most significant bits of 8-bit codes."""
 
 _FLOATS = {
     2: (("float4_e2m1fn", 4, 4),),
     3: (("float6_e3m2fn", 6, 9), ("float8_e5m2", 8, 32)),
     4: (("float6_e2m3fn", 6, 6), ("float8_e4m3fn", 8, 18)),
 }
-"""By their significant bits: formats, their bits, and those of their largest value as a multiple of the smallest."""
+"""Float formats by their significant bits: the name, its bits, and the bits of its largest value in units of its
+smallest."""
 
-_NONE = 2 * CODE_BITS  # bits of a code, where no format holds the values: more than any that does
-_EMPTY = 1 << 20  # the last bit in use of a zero
+_NONE = 2 * CODE_BITS  # bits of a code where no format holds the values: more than any format has
+_EMPTY = 1 << 20  # stands for the last bit in use of a zero
 
 
 def factored(places: Places, again: Repeats, wide: Float | None) -> tuple[str, Tile | None, float] | None:
-    """The narrower type, what has a factor of its own (None: nothing, there is one for all), and the evidence; or None.
+    """The narrower type whose values times factors these are; the tile that has a factor of its own (None: one factor
+    for all values); and the evidence in bits. None where there is none.
 
-    A factor moves all significands alike, so that they come again however large the values are; and they lie on a grid
-    of 2^(bits - 1) steps for some place of the largest one in it. The factor itself was chosen to fit.
+    A factor changes all significands alike, so equal significands recur at different magnitudes; and they all lie on a
+    grid of 2^(bits - 1) steps for some position of the largest one. The factor itself was chosen to fit, which costs
+    evidence.
     """
     if wide is None or wide.significant_bits < _WIDE:
         return None
@@ -64,18 +67,17 @@ def factored(places: Places, again: Repeats, wide: Float | None) -> tuple[str, T
 
 
 def _magnitudes(places: Places, tile: Tile | None, wide: Float) -> Iterator[Doubles]:
-    """The different ones of each tile that are normal and tell something; of no tile those of the rows looked at."""
+    """The distinct telling normal magnitudes of each tile; with tile None, those of the rows looked at."""
     for values in places.tiles(tile) if tile is not None else (places.used(places.lines.ravel()),):
         magnitudes = np.unique(np.abs(values[tells(values)]))
         yield magnitudes[magnitudes >= 2.0**wide.min_exponent]
 
 
 def _evidence(tiles: Iterable[Doubles], bits: int, stored: int, whole: bool = False) -> float:
-    """In all significands' (the `whole` values') lying on the grid, each tile's largest one at some place of it; 0 if
-    they do not, or if they do without a factor.
-    """
+    """The evidence in that all significands (with `whole`, all values) lie on the grid, for some position of each
+    tile's largest one; 0 if they do not, or if they do without a factor."""
     places, total = np.arange(2.0 ** (bits - 1), 2.0**bits)[:, None], 0.0
-    room = 2 * _ROUNDED * 2.0**-stored  # of a number of half steps, for those above the largest one are halved
+    room = 2 * _ROUNDED * 2.0**-stored  # in half steps, since significands above the largest value's are halved
     for magnitudes in tiles:
         found = magnitudes if whole else np.unique(np.frexp(magnitudes)[0])
         if found.size < 2:
@@ -92,22 +94,22 @@ def _evidence(tiles: Iterable[Doubles], bits: int, stored: int, whole: bool = Fa
 
 @dataclass(frozen=True)
 class Powers:
-    """A format's values times powers of two: one, or one for each `tile`."""
+    """A format's values times powers of two: one for all values, or one for each `tile`."""
 
     format: str
     tile: Tile
     also: tuple[str, ...] = ()
-    """What they could have been, where it was not looked which of them share a power."""
+    """Other formats that these could be, where it was not examined which values share a power."""
 
 
 def powers(scan: Scan) -> Powers | None:
-    """The smallest format that holds values of so few significant bits, with as few powers of two as explain them.
+    """The smallest format that holds these values of few significant bits, with as few powers of two as explain them.
 
-    Whole numbers have fewer bits the smaller they are, where floating point has as many: at random, each bit more would
-    be unused by a chance of one half.
+    Integers use fewer significant bits the smaller they are, while floats use as many at any magnitude: a random float
+    leaves each further bit unused with a probability of one half.
 
-    A power for each tile is worth it where the values then fit a format with fewer bits than under one for all, by more
-    than it takes to say which power each tile has.
+    A power per tile is accepted where the values then fit a format of fewer bits than with one power for all, by more
+    bits than it takes to encode the power of each tile.
     """
     used, table = scan.table.significant_bits, scan.table
     place = table.rows - table.last_bit + 1
@@ -117,7 +119,7 @@ def powers(scan: Scan) -> Powers | None:
         saved, bits, bare = _saved(scan.places, one, used) if scan.places is not None else (0.0, 0, 0)
         if saved > most:
             tile, whole, most, finer = one, bits, saved, bare
-    beyond = int((np.maximum(place - used, 0) * table.exponents).sum())  # bits unused, were there one step
+    beyond = int((np.maximum(place - used, 0) * table.exponents).sum())  # bits that would be unused if all had one step
     if finer >= CERTAIN and (whole <= used or beyond < CERTAIN):
         return Powers(f"int{used + 1}", tile)
     name, _ = _smallest(used, max(whole, used + 1))
@@ -128,16 +130,16 @@ def powers(scan: Scan) -> Powers | None:
 
 
 def _smallest(used: int, whole: int) -> tuple[str | None, int]:
-    """The format of fewest bits whose values have as many significant ones, the largest `whole` above the last."""
+    """The format of the fewest bits with `used` significant bits, whose largest value is `whole` bits above its last
+    bit."""
     if whole <= used:
         return f"int{used + 1}", used + 1
     return next(((name, bits) for name, bits, most in _FLOATS.get(max(used, 2), ()) if whole <= most), (None, _NONE))
 
 
 def _saved(places: Places, tile: Tile, used: int) -> tuple[float, int, int]:
-    """The bits a value that a power for each tile saves, those of a largest value above its tile's last one, and those
-    that whole numbers leave unused.
-    """
+    """The bits per value that a power for each tile saves; the bits from a tile's last bit to its largest value; and
+    the bits that integers would leave unused."""
     count, whole, together, unused = 0, 0, 0, 0
     lasts: list[Whole] = []
     for matrix in (places.lines,) if tile.rows == 1 else places.bands:
@@ -172,7 +174,7 @@ def _ends(values: NDArray[np.float64]) -> tuple[Whole, Whole]:
 
 
 def _tiled(reduce: np.ufunc, ends: Whole, high: int, wide: int) -> Whole:
-    """The ends of tiles."""
+    """The exponents of `_ends`, reduced over each tile."""
     return reduce.reduceat(
         reduce.reduceat(ends, np.arange(0, ends.shape[0], high), axis=0), np.arange(0, ends.shape[1], wide), axis=1
     )
@@ -180,17 +182,17 @@ def _tiled(reduce: np.ufunc, ends: Whole, high: int, wide: int) -> Whole:
 
 @dataclass(frozen=True)
 class Looks:
-    """Those at one scan."""
+    """The first looks at one scan."""
 
     table: First
     repeats: Repeats | None = None
-    """None where there are no places."""
+    """None where the scan has no places."""
     grids: Sequence[str] = ()
-    """The `grids.suspects`."""
+    """The result of `grids.suspects`."""
 
 
 def looks(scans: Sequence[Scan], wide: Float | None, formats: Sequence[Float]) -> Iterator[Looks]:
-    """Those at scans of values that `wide` holds (None: 53 bits), of which casts from some formats are looked for."""
+    """First looks at scans of values that `wide` holds (None: 53 bits), for casts from these formats."""
     if not scans:
         return
     places = [scan.places for scan in scans if scan.places is not None]
@@ -200,9 +202,8 @@ def looks(scans: Sequence[Scan], wide: Float | None, formats: Sequence[Float]) -
 
 
 def come_again(places: Places, parts: int, wide: Float | None, used: int) -> bool:
-    """Whether values of the first or the last row or of a column come again clearly more often than random ones, of
-    those `parts` in which they come again (`Repeats.parts`).
-    """
+    """Whether values of the first or the last row, or of a column, repeat clearly more often than random ones; `parts`
+    says which of these to examine (`Repeats.parts`)."""
     row, last, column = places.lines[0], places.lines[-1][:FIRST], places.bands[0][:, 0]
     some = (*(row[:count] for count in BEGUN), column, last)  # a row's scale may tell nothing
     again = (places.used(bits) for i, bits in enumerate(some) if parts >> i & 1)
@@ -210,10 +211,10 @@ def come_again(places: Places, parts: int, wide: Float | None, used: int) -> boo
 
 
 def few_levels(places: Places, wide: Float | None, used: int) -> tuple[Tile, int, float] | None:
-    """The tiles of which each has few distinct magnitudes, how many at most, and the evidence; or None. Of several
-    kinds the one with the most evidence a value.
+    """The kind of tile of which each has few distinct magnitudes, the most that one has, and the evidence; or None. If
+    several kinds fit, the one with the most evidence per value.
 
-    Random values of `used` significant bits come again, too: what counts is how much more often these do.
+    Random values of `used` significant bits repeat too: only more frequent repetition is evidence.
     """
     found, dense = None, 0.0
     for tile in (*TILES, COLUMN):
@@ -230,10 +231,10 @@ def few_levels(places: Places, wide: Float | None, used: int) -> tuple[Tile, int
 
 
 def repetition(levels: Levels, wide: Float | None, used: int) -> float:
-    """Bits of evidence in values that come again: between the quartiles of the magnitudes, where values are dense.
+    """Bits of evidence in repeated values: between the quartiles of the magnitudes, where values are dense.
 
-    Of N values of `used` significant bits that lie there, n random ones are no more than d different ones by a chance
-    of at most (N over d) * (d/N)^n, if they are equally likely; N is halved, for they are not.
+    Of N values of `used` significant bits in that range, n random ones have at most d distinct values with a
+    probability of at most (N over d) * (d/N)^n, if they are equally likely; N is halved, for they are not.
     """
     some = tells(levels.magnitudes)
     magnitudes, times = levels.magnitudes[some], levels.times[some]
@@ -247,9 +248,9 @@ def repetition(levels: Levels, wide: Float | None, used: int) -> float:
 
 
 def copied(places: Places) -> float | None:
-    """The share of different values where rows, columns or the diagonals of blocks are copies; None where they are not.
+    """The share of distinct values where rows, columns or diagonals of blocks are copies; None where they are not.
 
-    Equal values of codes that were drawn one by one stand in lines that differ.
+    Equal values among independently drawn codes do not make whole rows equal.
     """
     band = places.doubles(places.bands[0])
     band = band[np.isfinite(band).all(1)]
@@ -262,22 +263,22 @@ def copied(places: Places) -> float | None:
 
 
 def _differ(one: Doubles, other: Doubles) -> float:
-    """The share of different values where not both are zero."""
+    """The share of values that differ, among those where not both are zero."""
     some = (one != 0) | (other != 0)
     return float((one != other)[some].mean()) if some.any() else 1.0
 
 
 def _repetition(values: Doubles, wide: Float | None, used: int) -> tuple[int, float]:
-    """The distinct magnitudes among values, and the evidence in their coming again."""
+    """The number of distinct magnitudes, and the evidence in their repetition."""
     levels = Levels(*np.unique(np.abs(values), return_counts=True))
     return levels.magnitudes.size, repetition(levels, wide, used) or _apart(values, wide, used)
 
 
 def _apart(values: Doubles, wide: Float | None, used: int) -> float:
-    """The evidence where half of the values or more are two magnitudes: in that none lies between two that are common.
+    """The evidence where half of the values or more have two magnitudes: that no value is between two common ones.
 
-    If values grow rarer to both sides of the most common ones, then one that is as large as the rarer of the two or
-    lies between them is a rarer one by a chance of at most its step over their distance.
+    If values grow rarer on both sides of the most common ones, then one that is as large as the rarer of two, or
+    between them, equals the rarer one with a probability of at most its step over their distance.
     """
     levels, times = np.unique(values[tells(values)], return_counts=True)
     _, both = np.unique(np.abs(levels), return_inverse=True)
@@ -290,6 +291,6 @@ def _apart(values: Doubles, wide: Float | None, used: int) -> float:
 
 
 def _place(magnitude: float, wide: Float | None, used: int) -> float:
-    """The number of values of so many significant bits from the smallest one to this."""
+    """The number of values of `used` significant bits from the smallest one to this magnitude."""
     exponent = max(int(np.frexp(magnitude)[1]) - 1, wide.min_exponent if wide else -1022)
     return float(2.0 ** (used - 1) * (exponent + magnitude * 2.0**-exponent))

@@ -1,4 +1,4 @@
-"""Which types a tensor's values went through before they were stored, as far as their bits say."""
+"""Which types a tensor's values went through before they were stored, as far as their bits show."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,21 +18,21 @@ from halfstep.quant import TENSOR
 
 
 _FEW = {2: "e8m1", 3: "e8m2", 4: "e8m3"}
-"""By their significant bits: what powers of two, tile by tile, make of a format's exponents."""
+"""By significant bits: the format of many exponents that power-of-two scales per tile make of a code format."""
 
 STEPS = "equal steps"
-"""What whole numbers under one step may be as well: counted."""
+"""The alternative to quantized integers under one scale: values counted in equal steps."""
 
 MOST, LEAST = 0.5, 0.01
-"""The shares of the values that must tell something so that a verdict on all is certain, or likely."""
+"""The least shares of values that must tell something for a verdict that is certain (MOST) or likely (LEAST)."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the bits of one tensor say.
+    """What the bits of one tensor show.
 
-    `through` holds the types narrower than the stored one that every value fits (with a `share` below 1: that share);
-    it is empty where the values use all the bits of the stored type (`full`) or tell nothing.
+    `through` holds the types narrower than the stored one that every value fits (with a `share` below 1: that share of
+    them); it is empty where the values use all the bits of the stored type (`full`) or tell nothing.
     """
 
     stored: str
@@ -40,33 +40,33 @@ class Origin:
     share: float = 1.0
     """The share of the telling values that fit."""
     full: bool = False
-    """Values use all bits of the stored type."""
+    """Whether values use all bits of the stored type."""
     bits: int | None = None
-    """The significant bits that all values fit, if there are fewer than any format looked for has; or half of the
-    values, where these use more (`half`)."""
+    """The significant bits that all values fit, if fewer than the formats looked for have; or that half of the values
+    fit, if the others use more (`half`)."""
     half: bool = False
     step: int | None = None
-    """The exponent of the power of two that all values are multiples of, where that is what they have in common."""
+    """The exponent of the power of two of which all values are multiples, if that is what they have in common."""
     levels: int | None = None
-    """Where values are few, and no grid looked for: the distinct magnitudes of the tensor, or at most of each tile."""
+    """Where values are few and on no known grid: the distinct magnitudes of the tensor, or the most of one tile."""
     scale: str | None = None
-    """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a number
-    of any size ("any"), or one for each tile ("row", "128x128", "1x32" ...), of which the first rows are evidence."""
+    """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a float
+    ("any"), or a float per tile ("row", "128x128", "1x32" ...), for which the first rows are the evidence."""
     also: tuple[str, ...] = ()
-    """What else the values could have gone through: the bits cannot tell which."""
+    """Other types that the values could have gone through: the bits do not distinguish them."""
     copied: bool = False
     """Whether rows, columns or blocks are copies of others."""
     evidence: float = 0.0
-    """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
+    """In bits: random mantissas fit with a probability of 2^-evidence. For `full`, 0: a counterexample is proof."""
     telling: int = 0
-    """Values that could tell: neither powers of two nor whole numbers below 2^24."""
+    """The number of values that tell something: neither powers of two nor integers below 2^24."""
     told: float = 1.0
-    """Their share of the values that are not zero (of all, where nearly all are), which bounds the confidence; 1 where
-    codes were found, of which powers of two are some."""
+    """Their share of the nonzero values (of all, where nearly all are zero), which bounds the confidence; 1 where codes
+    were found, since powers of two are codes too."""
     distinct: int = 0
-    """Different magnitudes among these, as far as they were looked for."""
+    """The number of distinct magnitudes among them, as far as they were counted."""
     counted: bool = True
-    """Whether values were counted; a quick look weighs nothing."""
+    """Whether values were counted; a quick look has no evidence."""
 
     @property
     def key(self) -> str:
@@ -85,17 +85,17 @@ class Origin:
 
     @property
     def tiled(self) -> bool:
-        """Whether there is a scale of any size for each tile."""
+        """Whether there is a float scale per tile."""
         return self.scale is not None and self.scale != "any" and not self.scale.startswith("2^")
 
     @property
     def factored(self) -> bool:
-        """Whether these are values of a type of 16 bits times factors of any size."""
+        """Whether these are values of a 16-bit type times float factors."""
         return self.scale in ("any", "row", "column") and self.through[:1] in (("bf16",), ("fp16",))
 
     @property
     def confidence(self) -> str:
-        """certain, likely, none, or not counted."""
+        """ "certain", "likely", "none", or "not counted"."""
         if not self.full and not self.counted:
             return "not counted"
         if not self.full and self.evidence < ENOUGH:
@@ -104,21 +104,20 @@ class Origin:
 
 
 def bounded(confidence: str, share: float) -> str:
-    """A confidence, where so large a share of the values told something: certain of no less than half of them, likely
-    of no less than a hundredth.
-    """
+    """A confidence, lowered where few values tell something: certain needs at least half of them, likely a
+    hundredth."""
     if confidence not in ("certain", "likely") or share >= MOST:
         return confidence
     return "likely" if share >= LEAST else "none"
 
 
 def origin(scan: Scan, stored: str) -> Origin:
-    """What the bits of a scanned tensor say, which is stored as `stored` (a name of torch's)."""
+    """The origin of a scanned tensor, stored as `stored` (torch's name of the dtype)."""
     return origins([scan], stored)[0]
 
 
 def origins(scans: Sequence[Scan], stored: str) -> list[Origin]:
-    """The same of several tensors, all stored so."""
+    """The origins of several tensors, all stored in that dtype."""
     telling = [scan for scan in scans if scan.table.told]
     looked = looks(telling, stored_format(stored), list(_casts(stored_format(stored)).values()))
     return [_origin(scan, stored, next(looked)) if scan.table.told else Origin(stored) for scan in scans]
@@ -131,7 +130,7 @@ def _origin(scan: Scan, stored: str, look: Looks) -> Origin:
 
 
 def _told(scan: Scan, telling: int) -> float:
-    """The share of the values that tell something: of those that are not zero, unless nearly all are."""
+    """The share of telling values: of the nonzero ones, unless nearly all are zero."""
     used, size = scan.table.nonzero, scan.table.size
     return telling / (used if used >= LEAST * size else size)
 
@@ -142,16 +141,16 @@ def _found(scan: Scan, stored: str, look: Looks) -> Origin:
         return Origin(stored, full=True)
     half = halved(scan, look.table)
     cast = _cast(scan, stored, wide, look.table, half)
-    # What values of 8 bits or less were rounded to after they were scaled.
+    # The type to which values of 8 bits or less were rounded after scaling.
     casts = [float_named(name) for name in cast.through if cast.share == 1 and cast.scale is None]
     narrow = min((*casts, *((wide,) if wide else ())), key=lambda one: one.significant_bits, default=wide)
     half = half if narrow is wide else halved(scan, first_looks([scan.table], narrow, ())[0])
-    used = min(half[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
+    used = min(half[0] + 1, scan.table.significant_bits)  # half of random values leave one bit unused
     places = None if scan.again == 0 else scan.places
     looked = look.repeats
     again = places is not None and looked is not None and come_again(places, looked.parts, narrow, used)
     different = copied(places) if places is not None and looked is not None and looked.alike else None
-    if different is not None:  # a copy's values count once
+    if different is not None:  # the values of copies count once
         once = replace(scan, distinct=int(scan.distinct * different))
         cast = replace(_cast(once, stored, wide, look.table, halved(once, look.table)), copied=True)
     found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow, look.grids if narrow is wide else None)
@@ -169,7 +168,7 @@ def float_named(name: str) -> Float:
 
 @cache
 def stored_format(stored: str) -> Float | None:
-    """The stored type; float32 for what is decoded to it, None for float64."""
+    """The format of the stored type; float32 for types that are decoded to it, None for float64."""
     if stored == "float64":
         return None
     found = formats.get(stored) if stored in ("bfloat16", "float16") or stored.startswith("float8") else None
@@ -177,7 +176,7 @@ def stored_format(stored: str) -> Float | None:
 
 
 def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
-    """Codes times powers of two: values of 7 significant bits or less."""
+    """The origin as codes times powers of two: values of 7 significant bits or less."""
     used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
     if used > min(CODE_BITS, most - 1):
         return None
@@ -198,10 +197,10 @@ def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
 def _scaled(
     scan: Scan, stored: str, wide: Float | None, narrow: Float | None, grids: Sequence[str] | None
 ) -> Origin | None:
-    """Values of 8 bits or less under one scale of any size, or one for each tile, rounded to `narrow` since."""
-    subnormal = narrow is not None and scan.amax < 2.0**narrow.min_exponent  # whole numbers of its smallest value
+    """The origin as values of 8 bits or less with one float scale, or one per tile, rounded to `narrow` afterwards."""
+    subnormal = narrow is not None and scan.amax < 2.0**narrow.min_exponent  # multiples of its smallest value
     match = fit_levels(scan.levels, narrow if subnormal else wide) if scan.levels is not None else None
-    exact = scan.table.significant_bits <= CODE_BITS  # whole numbers of these are known to `powers`, or are none
+    exact = scan.table.significant_bits <= CODE_BITS  # `powers` has examined integers of these bits
     if match is not None and not (match.even and exact):
         also = (STEPS,) if match.even else match.also
         return Origin(stored, (match.format,), scale="any", also=also, evidence=match.fit.bits)
@@ -213,7 +212,7 @@ def _scaled(
 
 
 def _few(scan: Scan, stored: str, narrow: Float | None, used: int, again: bool) -> Origin | None:
-    """Few distinct values, in all or in each tile, of no grid that is looked for."""
+    """The origin as few distinct values, in all or per tile, on no known grid."""
     if scan.levels is not None and (evidence := repetition(scan.levels, narrow, used)) >= CERTAIN:
         return Origin(stored, levels=scan.levels.magnitudes.size, evidence=evidence)
     if scan.places is not None and again and (found := few_levels(scan.places, narrow, used)):
@@ -223,7 +222,7 @@ def _few(scan: Scan, stored: str, narrow: Float | None, used: int, again: bool) 
 
 
 def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin, looked: Repeats | None) -> Origin | None:
-    """A narrower type's values times factors, where they are not that type's themselves."""
+    """The origin as a narrower type's values times factors, if they are not that type's values themselves."""
     if scan.places is None or looked is None or not (cast.full or cast.half or cast.share < 1):
         return None
     found = factored(scan.places, looked, wide)
@@ -236,21 +235,21 @@ def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin, looked:
 
 @cache
 def _casts(wide: Float | None) -> dict[str, Float]:
-    """What casts are looked for; from 64 bits float32 too."""
+    """The casts that are looked for; for float64 also from float32."""
     return {name: float_named(name) for name in ("bf16", "fp16", "tf32", *(("fp32",) if wide is None else ()))}
 
 
 def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[int, float]) -> Origin:
-    """bf16, fp16, both, or neither; from 64 bits float32 too."""
+    """The origin as a cast from bf16, fp16, both, or neither; for float64 also from float32."""
     casts = _casts(wide)
     used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
     likely = [name for i, name in enumerate(casts) if look.fits >> i & 1 and casts[name].significant_bits >= used]
     fits = {name: fit(scan, casts[name], wide) for name in likely}
     held = [name for name, found in fits.items() if found.accepted]
-    # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
+    # If two types hold the values, one may imply the other: the less evident one needs evidence beyond the other.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
-    # Codes of signs use all bits of their scale.
+    # Sign codes use all bits of their scale, so more than CHOSEN magnitudes are required.
     full = used >= most - 1 and (scan.magnitudes > CHOSEN or scan.table.nonzero <= 2 * CHOSEN)
     averaged = Origin(stored, bits=half[0], half=True, evidence=half[1]) if half[1] >= CERTAIN else None
     if averaged and not held and not full:
@@ -280,22 +279,20 @@ def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[
 
 
 def _uniform(scan: Scan, stored: str) -> bool:
-    """Whether bf16 values that are whole numbers of fp16's smallest one could have been drawn evenly, on such a grid:
-    of those most are in the two highest octaves, of trained weights few.
-    """
+    """Whether bf16 values that are multiples of fp16's smallest value could be uniform random numbers on such a grid:
+    most of those are in the two highest octaves, but few of trained weights."""
     return stored == "bfloat16" and 2 * int(scan.table.exponents[-2:].sum()) > scan.table.nonzero
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MULTIPLES = 16
-"""Of a table with a fixed step the smallest value is a few of its steps; of rounded values it has all the bits."""
+"""The smallest value of a table with a fixed step is at most this many steps; rounded values use all bits."""
 
 
 def narrowed(scan: Scan, stored: str) -> str | None:
-    """The 16-bit type that a tensor's values were rounded to: the one that it is stored in, or, of float32, the one
-    that every value fits. None where they may have been exact in it: counters, powers of two, the ends of a mask, few
-    values, those of fewer bits, and multiples of one step (k / 128, slopes of powers of two times positions).
-    """
+    """The 16-bit type to which a tensor's values were rounded: its own, or, for float32, the one that every value fits.
+    None where the values may have been exact in it: counters, powers of two, the bounds of a mask, few values, values
+    of fewer bits, and multiples of one step (k / 128, slopes of powers of two times positions)."""
     name = {"bfloat16": "bf16", "float16": "fp16"}.get(stored)
     if stored == "float32":
         said = origin(scan, stored)
@@ -304,15 +301,15 @@ def narrowed(scan: Scan, stored: str) -> str | None:
         return None
     format, step = formats.get(name, Float), 2.0**scan.table.last_bit
     all_bits = scan.table.significant_bits == format.significant_bits
-    subnormal = scan.smallest < 2.0**format.min_exponent  # whose steps are the format's, not a table's
+    subnormal = scan.smallest < 2.0**format.min_exponent  # subnormals have the format's steps, not a table's
     stepped = scan.amax <= step * 2**format.significant_bits or (not subnormal and scan.smallest < _MULTIPLES * step)
     return name if all_bits and not stepped else None
 
 
 def progression(tensor: torch.Tensor) -> str | None:
-    """The 16-bit type that positions, or other numbers at equal steps along one of the last two dimensions, were
-    rounded to: the tensor is in that type or in float32, and rounding equal steps gives it where they themselves do
-    not. Its bits do not show it, since whole numbers have few.
+    """The 16-bit type to which positions, or other values at equal steps along one of the last two dimensions, were
+    rounded: the tensor is in that type or in float32, and rounding equal steps gives it, while the steps themselves do
+    not. Its bits do not show it, since integers have few.
 
     >>> progression(torch.arange(1024, dtype=torch.float32, device="cpu").bfloat16()), progression(torch.ones(9, 9))
     ('bf16', None)

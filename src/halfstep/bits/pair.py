@@ -1,4 +1,4 @@
-"""Two tensors of as many values, read side by side: how much one differs from the other, and whether by a low rank."""
+"""Compares two tensors of equal size: how far one is from the other, and whether their difference has a low rank."""
 
 import math
 from collections.abc import Iterator
@@ -13,29 +13,29 @@ from halfstep.bits.values import FLOAT8, TYPES, Doubles, Values, even
 
 
 RUN = 1 << 18
-"""Values read at a time: in float64, the few arrays that are made of them stay in the caches."""
+"""Values read at a time: in float64, the few arrays made of them fit the caches."""
 
 _NUMBERS = (
     "float64", "float32", "bfloat16", "float16", *FLOAT8,
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
 )  # fmt: skip
-_CORNER = 384  # rows and columns of the part that is looked at first
-_LEAST = 16  # a matrix with fewer of either has no rank that could be called low
+_CORNER = 384  # rows and columns of the part that is examined first
+_LEAST = 16  # rows and columns below which no rank counts as low
 _LOW = 3  # a low rank is at most a third of the smaller side
-_GAP = 1.5  # times the singular value after it: what the last one of a low rank has at least
-_NOISE = 2.0  # times the energy that rounding leaves on average
-_MERGED = 2.0**-7  # the largest relative step of a product that was formed in bf16 before it was added
-_MORE = 8  # vectors beyond the rank in which the difference is looked for
+_GAP = 1.5  # the least ratio of the last singular value of a low rank to the next one
+_NOISE = 2.0  # times the average energy of rounding errors
+_MERGED = 2.0**-7  # the largest relative step of a product that was computed in bf16 before it was added
+_MORE = 8  # random vectors beyond the rank
 _VALUES = 1 << 20  # read at a time
 
 
 def comparable(dtype: str) -> bool:
-    """Whether values of this stored type are real numbers, one to an element."""
+    """Whether values of this stored type are real numbers, one per element."""
     return dtype in _NUMBERS or dtype not in TYPES
 
 
 def as_numbers(piece: NDArray[Any], dtype: str) -> Doubles:
-    """Stored bits as the float64 numbers that they stand for."""
+    """Stored bits converted to float64 values."""
     if dtype in FLOAT8 or dtype == "float16":
         return decoded(dtype)[piece]
     with np.errstate(invalid="ignore"):  # a signalling NaN
@@ -50,23 +50,23 @@ def as_numbers(piece: NDArray[Any], dtype: str) -> Doubles:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two tensors whose values belong together one by one, in row-major order."""
+    """Two tensors compared element by element, in row-major order."""
 
     a: Values
     b: Values
 
     def stored(self, count: int = RUN) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """The bits of both, in runs of `count` values each."""
+        """The bits of both, in runs of `count` values."""
         return zip(even(self.a, count), even(self.b, count), strict=True)
 
     def runs(self, count: int = RUN) -> Iterator[tuple[Doubles, Doubles]]:
-        """The values of both, in runs of `count` each."""
+        """The values of both, in runs of `count`."""
         for one, other in self.stored(count):
             yield as_numbers(one, self.a.dtype), as_numbers(other, self.b.dtype)
 
 
 def same_bytes(pair: Pair) -> bool:
-    """Whether both are of one type and hold the same bytes; reads up to the first difference."""
+    """Whether both have one type and the same bytes; reads up to the first difference."""
     if pair.a.dtype != pair.b.dtype or pair.a.nbytes != pair.b.nbytes:
         return False
     return all(np.array_equal(_bytes(one), _bytes(other)) for one, other in pair.stored())
@@ -78,22 +78,23 @@ def _bytes(piece: NDArray[Any]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Change:
-    """How far B's values are from A's: counts, and sums over the places where both are finite."""
+    """How far B's values are from A's: counts, and sums over the elements where both are finite."""
 
     values: int = 0
     unchanged: int = 0
-    """Equal values; NaN in both counts, too."""
+    """The number of equal values; NaN in both counts too."""
     broken: int = 0
-    """Places where one is finite and the other is not."""
+    """The number of elements where one is finite and the other is not."""
     squares_a: float = 0.0
     squares_b: float = 0.0
     products: float = 0.0
     squares: float = 0.0
-    """Of the differences."""
+    """The sum of squared differences."""
     bits: int = 0
-    """Leading bits in which two stored values agree, summed: sign, exponent, then mantissa. 0 of two types."""
+    """The number of leading bits in which two stored values agree, summed: sign, exponent, then mantissa. 0 if types
+    differ."""
     of_bits: int = 0
-    """The bits that were compared."""
+    """The number of bits compared."""
 
     @property
     def relative(self) -> float:
@@ -102,7 +103,7 @@ class Change:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between A and B; 0 where either is zero."""
+        """The cosine of the angle between A and B; 0 where either is zero."""
         return self.products / both if (both := math.sqrt(self.squares_a) * math.sqrt(self.squares_b)) else 0.0
 
     @property
@@ -120,7 +121,7 @@ class Change:
 
 
 def change(pair: Pair) -> Change:
-    """Read both once, and count."""
+    """Compute the `Change` from A to B, reading both once."""
     found, same = Change(), pair.a.dtype == pair.b.dtype
     for one, other in pair.stored():
         a, b = as_numbers(one, pair.a.dtype), as_numbers(other, pair.b.dtype)
@@ -145,11 +146,11 @@ def _dot(a: Doubles, b: Doubles) -> float:
 
 
 def _agreeing(one: NDArray[Any], other: NDArray[Any]) -> tuple[int, int]:
-    """The leading bits in which stored values agree, and all of their bits."""
+    """The number of leading bits in which stored values agree, and the number of all their bits."""
     width = 8 * one.itemsize
     a, b = (np.ascontiguousarray(piece).view(f"u{one.itemsize}") for piece in (one, other))
     different = a ^ b
-    if width == 64:  # float64 has no room for all of their bits
+    if width == 64:  # in halves, since float64 cannot hold 64 bits
         high, low = different >> np.uint64(32), different & np.uint64(0xFFFFFFFF)
         lengths = np.where(high > 0, 32 + _length(high), _length(low))
     else:
@@ -163,20 +164,20 @@ def _length(bits: NDArray[Any]) -> NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class LowRank:
-    """B - A is a matrix of this rank, and what is left is no more than rounding leaves."""
+    """B - A is a matrix of this rank, up to rounding errors."""
 
     rank: int
     share: float
-    """Of the difference's energy, the sum of squares, that is in these singular values."""
+    """The share of the difference's energy (sum of squares) in these singular values."""
 
 
 def low_rank(pair: Pair, significant_bits: int) -> LowRank | None:
-    """The rank of B - A, if it is low; `significant_bits` are those that B's values use.
+    """The rank of B - A, if it is low; `significant_bits` is the number that B's values use.
 
-    A corner of both is enough to say no, and its singular values suggest a rank; then all of the difference is
-    projected on as many random vectors and a few more, and on what these span (Halko, Martinsson and Tropp 2011,
-    Algorithm 4.4). What that leaves must be no more than the rounding of B's values, and of a product formed in bf16,
-    would.
+    A corner of both is enough to rule out most tensors, and its singular values suggest a rank; then the whole
+    difference is projected on random vectors, a few more than the rank, and on what these span (Halko, Martinsson and
+    Tropp 2011, Algorithm 4.4). The remainder must be no larger than the rounding errors of B's values, and of a product
+    computed in bf16.
     """
     shape = pair.a.shape
     rows, columns = shape[0] if shape else 0, math.prod(shape[1:])
@@ -200,7 +201,7 @@ def _rows(pair: Pair, columns: int) -> Iterator[tuple[int, Doubles, Doubles]]:
 
 
 def _corner(pair: Pair, rows: int, columns: int) -> tuple[Doubles, Doubles] | None:
-    """Some rows and columns, spread over all, of the difference and of B; None where a value is not finite."""
+    """Some rows and columns, spread over the matrix, of the difference and of B; None where a value is not finite."""
     down, across = (np.linspace(0, n - 1, min(n, _CORNER)).astype(np.int64) for n in (rows, columns))
     differences, results = [], []
     for first, a, b in _rows(pair, columns):
@@ -212,14 +213,14 @@ def _corner(pair: Pair, rows: int, columns: int) -> tuple[Doubles, Doubles] | No
 
 
 def _squared(values: Doubles, significant_bits: int) -> float:
-    """The energy that rounding to so many bits leaves on average: a twelfth of the square of each value's step."""
+    """The average energy of rounding errors at that many bits: a twelfth of the square of each value's step."""
     return float(np.exp2(2 * (np.frexp(values[values != 0])[1].astype(np.float64) - significant_bits)).sum()) / 12
 
 
 def _rank(singular: Doubles, total: float, noise: float, most: int) -> int:
-    """How many singular values stand out and hold most of the energy, if the others are noise; else 0.
+    """The number of singular values that stand out and hold most of the energy, if the others are noise; else 0.
 
-    After the last of them comes the widest gap.
+    The widest gap is after the last of them.
     """
     rank = 1 + int(np.argmax(singular[:most] / np.maximum(singular[1 : most + 1], singular[0] * 1e-12)))
     held = float((singular[:rank] ** 2).sum())
@@ -228,12 +229,12 @@ def _rank(singular: Doubles, total: float, noise: float, most: int) -> int:
 
 
 def _noise(rounding: float, total: float) -> float:
-    """The energy that is left to the rounding of B's values, and of a product in bf16."""
+    """The energy allowed for rounding errors of B's values, and of a product in bf16."""
     return _NOISE * (rounding + total * _MERGED**2 / 12)
 
 
 def _whole(pair: Pair, rows: int, columns: int, rank: int, significant_bits: int) -> LowRank | None:
-    """The same of the whole difference, of which only its projections are held."""
+    """`low_rank` of the whole difference, of which only projections are held in memory."""
     width = min(rank + _MORE, rows, columns)
     basis = np.random.default_rng(0).standard_normal((columns, width))
     images, rounding = np.empty((rows, width)), 0.0
@@ -259,5 +260,5 @@ def _whole(pair: Pair, rows: int, columns: int, rank: int, significant_bits: int
     noise = _noise(rounding, total)
     found = _rank(singular, total, noise, width - 1)
     if any(total - float(np.sort(lines)[-found:].sum()) <= noise for lines in (of_rows, of_columns)):
-        return None  # so many rows or columns were written to, perhaps in one place each
+        return None  # only that many rows or columns differ
     return LowRank(found, float((singular[:found] ** 2).sum()) / total) if found else None

@@ -1,4 +1,4 @@
-"""What two tensors' bits say of how one came from the other: which cast, which grid, which merge; or only how far."""
+"""How one tensor follows from another, as their bits show: by which cast, grid or merge; or how far it is."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ ZERO, UP, DOWN, STOCHASTIC = "toward zero", "up", "down", "stochastically"
 _SIGMAS = 5.0  # how far a count of stochastic rounding may be from the one expected
 
 _TILES = {"row": ROW, "128x128": square(128), "2^k": block(32), **{f"1x{n}": block(n) for n in (16, 32, 64, 128)}}
-"""By the names that an origin gives to what shares a scale."""
+"""Tiles by the names that an origin has for them."""
 
-_LOOKED_AT = 256  # tiles, spread over the tensor
-_LEVELS = 512  # distinct values of a tile, of 8 bits with signs
-_ROOM = 2.0  # times half a step, by which values of a grid and the middles between them were rounded when stored
+_LOOKED_AT = 256  # tiles examined, spread over the tensor
+_LEVELS = 512  # most distinct values of a tile: 8 bits with signs
+_ROOM = 2.0  # allowed error in half steps: values of a grid and midpoints were rounded when stored
 
 
 # ---- rounding to a format --------------------------------------------------------------------------------------------
@@ -38,28 +38,28 @@ _ROOM = 2.0  # times half a step, by which values of a grid and the middles betw
 
 @dataclass(frozen=True)
 class Rounded:
-    """How values were rounded to `format`: every one is one of the two neighbours of what it was."""
+    """How values were rounded to `format`: each one to one of its two neighbours."""
 
     format: str
     telling: int
-    """Values that the format does not hold, so that they had to be rounded."""
+    """The number of values that are not exact in the format, so that they had to be rounded."""
     roundings: tuple[str, ...]
-    """Those that made all of these choices; of few values several may. None where no rounding that is known did."""
+    """The rounding modes that explain all values; for few values several may. Empty if none does."""
     nearest: float
-    """The share of the telling values that went to the nearer neighbour, or one of two as near."""
+    """The share of the telling values that were rounded to the nearer neighbour, or on a tie."""
     overflowing: int
-    """Values beyond the format's largest."""
+    """The number of values beyond the format's largest."""
     through: str | None = None
-    """The format that they were rounded to before that, to nearest."""
+    """The format to which they were rounded before, to nearest."""
 
 
 def steps(magnitudes: Doubles, format: Float) -> Doubles:
-    """The distance of the format's values around each magnitude (of values from a power of two on, above it)."""
+    """The spacing of the format's values at each magnitude (for a power of two, above it)."""
     return np.ldexp(1.0, np.maximum(np.frexp(magnitudes)[1] - 1, format.min_exponent) - format.mantissa_bits)
 
 
 def nearest(values: Doubles, format: Float) -> Doubles:
-    """Each rounded to the nearest value of a format, ties to even; beyond the largest one infinite."""
+    """Values rounded to the nearest value of a format, ties to even; infinite beyond the largest one."""
     finite = np.where(np.isfinite(values), values, 0.0)
     step = steps(np.abs(finite), format)
     rounded = np.rint(finite / step) * step
@@ -68,31 +68,30 @@ def nearest(values: Doubles, format: Float) -> Doubles:
 
 
 class Rounding:
-    """The guess that B is A rounded to a format, taken in piece by piece until a value refutes it.
+    """Tests the hypothesis that B is A rounded to a format, piece by piece, until a value refutes it.
 
-    Where A has the value x between neighbours l and u of the format, |l| < |x| < |u|, B must have l or u. Which one,
-    for all of them, tells the rounding. Stochastic rounding to u has the probability (|x| - |l|) / (|u| - |l|): so the
-    values that go to the farther neighbour are as many as the smaller of both probabilities add up to.
+    Where A's value x is between neighbours l and u of the format, |l| < |x| < |u|, B must have l or u. The choices for
+    all values determine the rounding mode. Stochastic rounding gives u with probability (|x| - |l|) / (|u| - |l|): so
+    the expected number of values rounded to the farther neighbour is the sum of the smaller of both probabilities.
     """
 
     def __init__(self, format: Float, through: Float | None = None) -> None:
         self._format, self._through = format, through
         self._counts = np.zeros((3, 2, 2), np.int64)
-        """Values by the half in which they lie (inner, outer, tie), whether they went outward, and whether up."""
-        self._odd = 0  # ties that went to the odd neighbour
+        """Counts of values by position (inner half, outer half, tie), whether rounded outward, and whether up."""
+        self._odd = 0  # ties rounded to the odd neighbour
         self._farther = self._variance = 0.0
         self._overflowing = self._evident = 0
 
     def evidence(self, significant_bits: int) -> float:
-        """Bits of evidence that B, stored with so many significant bits, was rounded to the format: what it leaves of
-        them unused, in values that tell, CHOSEN of them for free; infinite where it is stored in no more than the
-        format has.
-        """
+        """Bits of evidence that B, stored with that many significant bits, was rounded to the format: the bits that
+        telling values leave unused, without the first CHOSEN of them; infinite where B's type has no more bits than the
+        format."""
         unused = significant_bits - self._format.significant_bits
         return float(max(self._evident - CHOSEN, 0) * unused) if unused > 0 else np.inf
 
     def add(self, a: Doubles, b: Doubles) -> bool:
-        """Take in the next values; False if one refutes the guess."""
+        """Add the next values; False if one refutes the hypothesis."""
         format = self._format
         if self._through is not None:
             a = nearest(a, self._through)
@@ -119,7 +118,7 @@ class Rounding:
         return True
 
     def _beyond(self, a: Doubles, b: Doubles, over: NDArray[np.bool_]) -> bool:
-        """Whether values beyond the largest one became that, infinite or NaN."""
+        """Whether values beyond the largest one became the largest, infinite or NaN."""
         if not over.any():
             return True
         results = b[over]
@@ -145,7 +144,7 @@ class Rounding:
         self._variance += float((share * (1 - share)).sum())
 
     def found(self) -> Rounded:
-        """What all values that were taken in say."""
+        """The result for all values added."""
         telling = int(self._counts.sum())
         far = int(self._counts[0, 1].sum() + self._counts[1, 0].sum())
         return Rounded(
@@ -170,8 +169,8 @@ class Rounding:
             yield UP
         if not up:
             yield DOWN
-        # Each goes to the farther neighbour by a chance of its own. Of few values some do so for other reasons (another
-        # rounding before this one, an update), but hardly half of those expected.
+        # Each value is rounded to the farther neighbour with its own probability. A few values may be for other reasons
+        # (another rounding before, an update), but hardly half of the expected number.
         expected = abs(far - self._farther) <= _SIGMAS * np.sqrt(self._variance)
         if far > max(1, self._farther / 2) and outward and expected:
             yield STOCHASTIC
@@ -182,22 +181,22 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Requantised:
-    """B's values lie on a grid; how many of A's values went to the nearest of the grid's values in use there."""
+    """B's values lie on a grid; how many of A's values were rounded to the nearest grid value in use."""
 
     grid: str
-    """The format, and what shares a scale."""
+    """The format and the granularity of scales, as text."""
     nearest: float
-    """The share of the values looked at."""
+    """The share among the values examined."""
     looked_at: int
     all: bool
-    """Whether these are all values."""
+    """Whether all values were examined."""
 
 
 def requantised(pair: Pair, origin: Origin, significant_bits: int) -> Requantised | None:
-    """How B's values follow from A's, where B's bits say that they lie on a grid; None where they do not say so.
+    """How B's values follow from A's, if B's origin is a grid; None if it is not.
 
-    Of each tile the values in use are the grid. A value counts as the nearest one if no other value in use is nearer by
-    more than the rounding of both, which have so many significant bits as they are stored.
+    The values in use in each tile are the grid. A value counts as the nearest one if no other value in use is nearer by
+    more than the rounding errors of both, at that many significant bits.
     """
     if not origin.through or origin.scale is None or origin.share < 1 or origin.through[0] in ("bf16", "fp16"):
         return None
@@ -224,7 +223,7 @@ def _words(scale: str) -> str:
 
 
 def _tiles(pair: Pair, tile: Tile) -> Iterator[tuple[Doubles, Doubles]]:
-    """Values of some tiles, spread over the tensor; where all of it shares its scales, runs of it."""
+    """The values of some tiles, spread over the tensor; with one scale for the tensor, all values in runs."""
     columns = matrix_of(pair.a.shape)[1] or pair.a.numel
     if tile == TENSOR:
         yield from pair.runs()
@@ -246,27 +245,27 @@ KINDS = (
     "identical", "equal", "cast", "uncast", "near", "alike", "multiple", "average", "quantised", "merged", "changed",
     "unrelated", "unread",
 )  # fmt: skip
-"""identical: the same bytes. equal: equal values, of two types or of signs of zero. cast: B is A rounded to a format.
-uncast: A is B rounded to one. near: within one step of a format of A. alike: of two types, and no farther apart than
-roundings of the same values. multiple: A times a factor. average: of A and a third tensor. quantised: B's values lie on
-a quantiser's grid. merged: A and a matrix of low rank. changed: none of these. unrelated: changed, and at right angles.
-unread: values that were not compared."""
+"""identical: the same bytes. equal: equal values, in two types or with other signs of zero. cast: B is A rounded to a
+format. uncast: A is B rounded to one. near: within one step of a format of A. alike: in two types, and no farther apart
+than two roundings of the same values. multiple: A times a factor. average: of A and a third tensor. quantised: B's
+values are on a quantizer's grid. merged: A plus a matrix of low rank. changed: none of these. unrelated: changed, and
+nearly orthogonal. unread: not compared."""
 
 _FORMATS = (
     "bf16", "fp16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "tf32", "fp32",
 )  # fmt: skip
 _CHAINS = (("bf16", "fp16"), ("fp16", "bf16"), ("bf16", "float8_e4m3fn"), ("fp16", "float8_e4m3fn"))
-_FIRST = 1 << 10  # values that a guess is tried on before all are
-_EVIDENT = 4  # values that must follow from a factor
-_FOLLOWING = 0.5  # of A's values on a grid: GPTQ goes to others than the nearest, to mend the errors of others
-_KEPT = 0.9  # equal values from which on a difference is of some places, and its rank is their number
-_UNRELATED, _MANY = 0.05, 4096  # the cosine below which so many values have nothing in common; a number that tells
-_HIDDEN = 100  # times the sum of squares of the other
+_FIRST = 1 << 10  # values on which a hypothesis is tested before all are
+_EVIDENT = 4  # the fewest values that must follow from a factor
+_FOLLOWING = 0.5  # the least share of nearest grid values: GPTQ takes others to compensate earlier errors
+_KEPT = 0.9  # the share of equal values from which on a difference is sparse, with a rank that means nothing
+_UNRELATED, _MANY = 0.05, 4096  # the cosine below which this many values are unrelated
+_HIDDEN = 100  # the ratio of sums of squares beyond which a cosine is not used
 
 
 @dataclass(frozen=True)
 class Relation:
-    """How B follows from A, and how far it is: what is not None says more of the `kind`."""
+    """How B follows from A, and how far it is: the fields that are not None are details of the `kind`."""
 
     kind: str
     change: Change | None = None
@@ -287,7 +286,8 @@ class Relation:
 
 
 def relation(pair: Pair) -> Relation:
-    """How B follows from A: the first of `KINDS` that all values bear out, read once for each guess that holds."""
+    """How B follows from A: the first of `KINDS` that all values confirm. Both are read once for each hypothesis that
+    holds."""
     if same_bytes(pair):
         return Relation("identical")
     if not (comparable(pair.a.dtype) and comparable(pair.b.dtype)):
@@ -295,25 +295,25 @@ def relation(pair: Pair) -> Relation:
     far = change(pair)
     if far.unchanged == far.values:
         return Relation("equal", far)
-    if not (readable(pair.a) and readable(pair.b)):  # whole numbers: of a few, any cast explains some
+    if not (readable(pair.a) and readable(pair.b)):  # integers: any cast would explain a few of them
         return Relation(_apart(far), far)
     return _rounded(pair, far) or _derived(pair, far) or Relation(_apart(far), far)
 
 
 def _apart(far: Change) -> str:
-    # A few values that exploded hide what the others have in common.
+    # A few huge values would hide what the others have in common.
     hidden = far.kept >= _KEPT or not far.squares_a <= _HIDDEN * far.squares_b <= _HIDDEN**2 * far.squares_a
     return "unrelated" if far.values >= _MANY and not hidden and abs(far.cosine) < _UNRELATED else "changed"
 
 
 def _rounded(pair: Pair, far: Change) -> Relation | None:
-    """B as A rounded to a format, or A as B; of a format that holds both the neighbours say nothing."""
+    """B as A rounded to a format, or A as B; only formats in which values are not exact are evidence."""
     chance = near = None
     for kind, one in (("cast", pair), ("uncast", Pair(pair.b, pair.a))):
         for guess in _guesses(one):
             held = _held(guess, one)
             if held is not None and (found := held.found()).telling and held.evidence(_bits(one.b.dtype)) >= CERTAIN:
-                # Of few values two casts to nearest, one after the other, may explain as much without chance.
+                # For few values two casts to nearest in a row may explain what stochastic rounding does.
                 if found.roundings and (found.roundings != (STOCHASTIC,) or found.telling >= _MANY):
                     return Relation(kind, far, found)
                 chance = chance or (Relation(kind, far, found) if found.roundings else None)
@@ -325,7 +325,7 @@ G = TypeVar("G", bound="Rounding | Multiple | Alike | Average")
 
 
 def _held(make: Callable[[], G], pair: Pair) -> G | None:
-    """The guess, if no value refutes it: nearly all are refuted by the first few."""
+    """The hypothesis after all values, or None if one refutes it: nearly all are refuted by the first few."""
     if not make().add(*next(pair.runs(_FIRST))):
         return None
     guess = make()
@@ -343,7 +343,7 @@ def _guesses(pair: Pair) -> Iterator[Callable[[], Rounding]]:
 
 
 def _derived(pair: Pair, far: Change) -> Relation | None:
-    """What takes a look at B alone, or a guess at a factor or a third tensor."""
+    """Relations that need B's origin, or a hypothesis about a factor or a third tensor."""
     stored = stored_format(pair.b.dtype)
     if stored is None:
         return None
@@ -377,10 +377,10 @@ def _bits(dtype: str) -> int:
 
 
 class Multiple:
-    """The guess that B is A times one factor, rounded to `stored` (None: float64); a value of either may refute it.
+    """Tests the hypothesis that B is A times one factor, rounded to `stored` (None: float64).
 
-    The factor is that of the least squares of the first values, and a product may be off by half a step and by what the
-    factor is. A factor so close to 1 that an ordinary update would look the same is refuted.
+    The factor is the least-squares fit of the first values, and a product may be off by half a step plus the factor's
+    own error. A factor so close to 1 that an ordinary update would look the same is refuted.
     """
 
     def __init__(self, stored: Float | None) -> None:
@@ -388,10 +388,10 @@ class Multiple:
         self._least = stored.min_subnormal if stored is not None else 0.0
         self.factor = 0.0
         self.telling = 0
-        """Values of B beyond the first that are not zero."""
+        """The number of nonzero values of B."""
 
     def add(self, a: Doubles, b: Doubles) -> bool:
-        """Take in the next values; False if one refutes the guess."""
+        """Add the next values; False if one refutes the hypothesis."""
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             return False
         tolerance = 1.1 * 2.0 ** -min(self._bits, 50)
@@ -409,13 +409,14 @@ class Multiple:
 
 
 class Alike:
-    """The guess that A and B are roundings of the same values to two formats: half a step of each apart, or less."""
+    """Tests the hypothesis that A and B are the same values rounded to two formats: at most half a step of each
+    apart."""
 
     def __init__(self, one: Float, other: Float) -> None:
         self._one, self._other = one, other
 
     def add(self, a: Doubles, b: Doubles) -> bool:
-        """Take in the next values; False if one refutes the guess."""
+        """Add the next values; False if one refutes the hypothesis."""
         if not np.array_equal(np.isfinite(a), np.isfinite(b)):
             return False
         finite = np.isfinite(a)
@@ -424,10 +425,11 @@ class Alike:
 
 
 class Average:
-    """The guess that B, stored as `stored`, is the average of A and of a third tensor, both in the format `narrow`.
+    """Tests the hypothesis that B, stored as `stored`, is the average of A and a third tensor, both in the format
+    `narrow`.
 
-    Then 2B - A is that third one. It lies on the narrow format's grid, within twice what B's own rounding moved it, for
-    all values: random ones would by the chance that this width has between two values of the grid.
+    Then 2B - A is that third tensor. All its values are on the narrow format's grid, within twice the rounding error of
+    B; random values would be with a probability of this width over the grid's spacing.
     """
 
     def __init__(self, narrow: Float, stored: Float) -> None:
@@ -435,14 +437,14 @@ class Average:
         self.evidence = 0.0
 
     def add(self, a: Doubles, b: Doubles) -> bool:
-        """Take in the next values; False if one refutes the guess."""
+        """Add the next values; False if one refutes the hypothesis."""
         if not (np.isfinite(a).all() and np.isfinite(b).all() and np.array_equal(nearest(a, self._narrow), a)):
             return False
         third = 2 * b - a
         room = 2.0 ** (1 - self._bits) * np.abs(b)
         if not (np.abs(nearest(third, self._narrow) - third) <= room).all():
             return False
-        # What the narrow format holds itself tells nothing: of two neighbours, 2B - A is the next one.
+        # Values of B that are exact in the narrow format tell nothing: 2B - A is then on the grid in any case.
         able = (nearest(b, self._narrow) != b) & (room > 0)
         chance = np.minimum(2 * room[able] / steps(np.abs(third[able]), self._narrow), 1.0)
         self.evidence += float(-np.log2(chance).sum())

@@ -1,4 +1,4 @@
-"""One pass over a tensor's bits: the table of exponents and significant bits, and what the table cannot say."""
+"""Scans a tensor's bits in one pass: the table of exponents and significant bits, and facts that the table lacks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,25 +18,25 @@ from halfstep.kernels.cpu import bits as kernel
 # ---- distinct values -------------------------------------------------------------------------------------------------
 
 LEVELS = 256
-"""Distinct values that a format of 8 bits can have."""
+"""The most distinct values of an 8-bit format."""
 
-_AGAIN = 1 << 18  # bytes of a piece of a tensor of few levels, which is read again
+_AGAIN = 1 << 18  # bytes per piece, where a tensor of few levels is read a second time
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Few distinct magnitudes, ascending, and how often each was seen."""
+    """Few distinct magnitudes, ascending, and how often each occurs."""
 
     magnitudes: NDArray[np.float64]
     times: NDArray[np.int64]
     low: float = 0.0
-    """The smallest value, or zero if all are above it; of a wide type among those that were looked at."""
+    """The smallest value, or zero if all are positive; for a wide type, among the sampled values."""
     high: float = 0.0
-    """The largest one, or zero."""
+    """The largest value, or zero."""
 
 
 def may_be_few(table: Table, values: NDArray[Any]) -> bool:
-    """Whether the values of a table may be of few levels, which some that were seen are."""
+    """Whether the values of a table may have few levels, as the sampled `values` do."""
     if not table.nonzero > LEVELS or values.size > 2 * LEVELS + 4:  # with signs, zero and what is not finite
         return False
     return np.unique(np.abs(values)).size <= LEVELS and bool(table.telling.any())
@@ -45,7 +45,7 @@ def may_be_few(table: Table, values: NDArray[Any]) -> bool:
 def levels_of(tensor: Values, known: NDArray[np.float32]) -> Levels | None:
     """The distinct magnitudes of a float32 tensor and their counts; None where there are more than LEVELS.
 
-    It reads the tensor again: which has few of them among the values that were seen.
+    It reads the tensor a second time: only for tensors whose sampled values, `known`, have few levels.
     """
     codes = np.unique(np.abs(known)).view(np.uint32)
     times = np.zeros(codes.size, np.int64)
@@ -65,7 +65,7 @@ def levels_of(tensor: Values, known: NDArray[np.float32]) -> Levels | None:
 def counted(
     values: NDArray[np.float64], times: NDArray[np.int64], known: NDArray[np.float64] | None = None
 ) -> Levels | None:
-    """The levels of values, of which those that are `known` (None: all) have signs."""
+    """The levels of these values; the range is that of the values `known` (None: of all)."""
     used = np.isfinite(values) & (values != 0)
     magnitudes, which = np.unique(np.abs(values[used]), return_inverse=True)
     if not 0 < magnitudes.size <= LEVELS:
@@ -77,7 +77,7 @@ def counted(
 
 
 def telling(distinct: NDArray[np.float64]) -> tuple[int, int]:
-    """Of distinct values those that tell something, and the distinct magnitudes of these."""
+    """The number of distinct values that tell something, and of their distinct magnitudes."""
     used = distinct[np.isfinite(distinct) & (distinct != 0)]
     found = np.abs(used[tells(used)])
     return found.size, np.unique(found).size
@@ -86,15 +86,15 @@ def telling(distinct: NDArray[np.float64]) -> tuple[int, int]:
 # ---- scans -----------------------------------------------------------------------------------------------------------
 
 CHUNK = 1 << 24
-"""Bytes read at a time; the threads share them."""
+"""Bytes read at a time, split among the threads."""
 
 OUTLIER = 6.0
-"""A channel is an outlier if its largest magnitude is this many times the median channel's, or more."""
+"""A channel is an outlier if its amax is at least this many times the median channel's."""
 
 Progress = Callable[[int], None]
-"""Told the bytes that were read."""
+"""Called with the number of bytes read."""
 
-_CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
+_CHANNELS = 32  # fewer columns than this are no channels, but a convolution's window, or scales per row
 _NARROW = (
     "bfloat16",
     "float16",
@@ -108,45 +108,45 @@ _NARROW = (
 
 @dataclass(frozen=True)
 class Channels:
-    """The largest magnitudes of a matrix's columns (its last dimension): the input channels of a linear layer."""
+    """The amaxes of a matrix's columns (its last dimension): the input channels of a linear layer."""
 
     count: int
     median: float
     largest: float
     outliers: int
-    """Columns whose largest magnitude is at least `OUTLIER` times the median of all columns."""
+    """The number of columns whose amax is at least `OUTLIER` times the median of all columns."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over a tensor found. `table` counts its values; magnitudes are of the finite ones, and exact."""
+    """The result of one pass over a tensor. `table` counts its values; magnitudes are of the finite ones, and exact."""
 
     table: Table
     amax: float = 0.0
     smallest: float = 0.0
-    """The smallest magnitude above zero; 0 where there is none."""
+    """The smallest magnitude above zero; 0 if there is none."""
     distinct: int = 0
-    """Distinct values among those that tell (`Table.telling`); of a wide type among SAMPLE values."""
+    """The number of distinct telling values (`Table.telling`); for a wide type among SAMPLE values."""
     magnitudes: int = 0
-    """Their distinct magnitudes."""
+    """The number of their distinct magnitudes."""
     levels: Levels | None = None
-    """The distinct magnitudes of all values, where there are at most LEVELS, and more values than that."""
+    """The distinct magnitudes of all values, if there are at most LEVELS, and more values than that."""
     channels: Channels | None = None
     codes: NDArray[np.int64] | None = None
-    """Of a type of 8 bits, or more values of 16 than SAMPLE, how often each of its codes occurs."""
+    """How often each code occurs, for 8-bit types, and 16-bit tensors of more than SAMPLE values."""
     places: Places | None = None
-    """Of a matrix of 16 or 32 bits."""
+    """For a matrix of 16- or 32-bit values."""
     again: int | None = None
-    """How many values have a magnitude that came before, where all were looked at."""
+    """The number of values whose magnitude occurred before, if all were examined."""
 
 
 def readable(tensor: Values) -> bool:
-    """Whether the tensor's values are floating-point numbers that `scan` can read."""
+    """Whether the tensor's values are floats that `scan` can read."""
     return tensor.dtype in (*_NARROW, "float32", "float64") or tensor.dtype not in TYPES
 
 
 def scan(tensor: Values, progress: Progress | None = None) -> Scan:
-    """Read a `readable` tensor once, CHUNK bytes at a time."""
+    """Scan a `readable` tensor, reading it once, CHUNK bytes at a time."""
     chunks = told(tensor.chunks(CHUNK), progress)
     if tensor.dtype == "float64":
         return _scan_double(chunks)
@@ -156,7 +156,7 @@ def scan(tensor: Values, progress: Progress | None = None) -> Scan:
 
 
 def told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[NDArray[Any]]:
-    """The pieces; their bytes are told when each was taken."""
+    """The chunks, with `progress` called after each was used."""
     for chunk in chunks:
         yield chunk
         if progress is not None:
@@ -164,12 +164,13 @@ def told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[
 
 
 def is_small(tensor: Values) -> bool:
-    """Whether `scan_small` takes it: no more values of 16 or 32 bits than are sampled of others."""
+    """Whether `scan_small` supports the tensor: at most SAMPLE values of 16 or 32 bits."""
     return tensor.numel <= SAMPLE and tensor.dtype != "float64" and not tensor.dtype.startswith("float8")
 
 
 def scan_small(tensors: Sequence[Values], stored: Sequence[NDArray[Any]]) -> list[Scan]:
-    """The same of `readable` small tensors of one type, whose pieces are `stored`, sorted and counted by one kernel."""
+    """The scans of small `readable` tensors of one type, whose pieces are `stored`; one kernel sorts and counts them
+    all."""
     narrow = tensors[0].dtype in _NARROW
     dtype, word = tensors[0].dtype if narrow else "float32", np.dtype(np.uint16 if narrow else np.uint32)
     bits = as_bits(np.concatenate([np.zeros(0, word), *(piece.view(word) for piece in stored)]), dtype)
@@ -213,7 +214,7 @@ def _small_channels(
 
 
 def _are_channels(tensor: Values) -> bool:
-    """Whether the columns of a tensor's last dimension are channels, whose largest magnitudes are looked at."""
+    """Whether the columns of a tensor's last dimension are channels, whose amaxes are computed."""
     return len(tensor.shape) > 1 and tensor.shape[-1] >= _CHANNELS and tensor.shape[-1] < tensor.numel
 
 
@@ -264,7 +265,7 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
 
 
 def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
-    """numpy at its own pace: checkpoints hold few numbers of 64 bits."""
+    """Scan float64 with numpy, without a kernel: checkpoints hold few such values."""
     table, smallest, amax, sample = EMPTY, np.inf, 0.0, np.zeros(0)
     for chunk in chunks:
         values = chunk.view(np.float64)
@@ -280,7 +281,7 @@ def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
 
 @cache
 def decoded(dtype: str) -> NDArray[np.float64]:
-    """The value of every code of a type of 8 or 16 bits."""
+    """The value of every code of an 8- or 16-bit type."""
     codes = np.arange(1 << 16, dtype=np.uint32)
     with np.errstate(invalid="ignore"):  # a signalling NaN
         if dtype == "bfloat16":
@@ -299,17 +300,17 @@ def _infinity(dtype: str) -> int:
 
 
 class _Columns:
-    """The largest magnitude of each column, as bits; of one column that is the whole tensor where there are none."""
+    """The amax of each column, as bits; where there are no channels, of arbitrary columns, for the tensor's amax."""
 
     def __init__(self, tensor: Values, dtype: np.dtype[Any], infinity: int) -> None:
         matrix = _are_channels(tensor)
         self.are_channels = matrix and tensor.dtype != "float8_e8m0fnu"
-        # Without channels, columns of any number do: their largest is the tensor's.
+        # Without channels any number of columns will do: the largest is the tensor's.
         self.largest = np.zeros(tensor.shape[-1] if matrix else 1 << 10, dtype)
         self._infinity, self._next = infinity, 0
 
     def add(self, bits: NDArray[Any]) -> None:
-        """Take in the next elements."""
+        """Add the next elements."""
         kernel.raise_amax(bits, self._next, self.largest, self._infinity)
         self._next = (self._next + bits.size) % self.largest.size
 
@@ -339,14 +340,14 @@ def _channels(amax: NDArray[np.float64]) -> Channels:
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 EXACT = ("bf16", "fp16", "float8_e4m3fn", "float8_e5m2")
-"""Formats for which it is counted what they hold exactly."""
+"""The formats for which exactly representable values are counted."""
 
 _SCALED = EXACT[2:]
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts of a tensor's values. Shares are of the finite values that are not zero."""
+    """Counts of a tensor's values. Shares are of the finite nonzero values."""
 
     values: int
     zeros: int
@@ -355,24 +356,24 @@ class Statistics:
     significant_bits: int
     """The fewest significant bits that hold every value."""
     by_bits: tuple[int, ...]
-    """Values by the significant bits that they need, from 1 bit on."""
+    """Counts of values by the significant bits that they need, from 1 bit on."""
     lowest_exponent: int
     exponents: tuple[int, ...]
-    """Values by floor(log2 |x|), from `lowest_exponent` on."""
+    """Counts of values by floor(log2 |x|), from `lowest_exponent` on."""
     amax: float
     smallest: float
     subnormal: int
-    """Below the smallest normal value of the stored type."""
+    """Values below the smallest normal value of the stored type."""
     fp16_subnormal: int
-    """2^-24 <= |x| < 2^-14."""
+    """Values with 2^-24 <= |x| < 2^-14."""
     fp16_below: int
-    """Below fp16's smallest value, 2^-24."""
+    """Values below fp16's smallest value, 2^-24."""
     fp16_above: int
-    """2^16 and more, where fp16 has only infinity."""
+    """Values of 2^16 and more, which are infinite in fp16."""
     exact: Mapping[str, float]
     """The share that each format holds exactly."""
     exact_scaled: Mapping[str, tuple[int, float]]
-    """For formats of 8 bits: the shift k of the best scale 2^k under which nothing overflows, and the share."""
+    """For 8-bit formats: the shift k of the best scale 2^k with which nothing overflows, and the share."""
     channels: Channels | None = None
 
     @property
@@ -382,17 +383,17 @@ class Statistics:
 
     @property
     def nonzero(self) -> int:
-        """Finite values that are not zero."""
+        """The number of finite nonzero values."""
         return sum(self.exponents)
 
     @property
     def nonfinite(self) -> int:
-        """Infinities and NaN."""
+        """The number of infinities and NaNs."""
         return self.infinities + self.nans
 
 
 def of_scans(scans: Sequence[Scan], stored: Float | None) -> list[Statistics]:
-    """Those of each of several tensors, all stored as `stored` (None: no binary format of ours)."""
+    """The statistics of several tensors, all stored as `stored` (None: no binary format of halfstep's)."""
     held, shifts = held_by([scan.table for scan in scans], *_looked_for())
     return [
         _of_table(scan.table, stored, (scan.amax, scan.smallest), (counts, shift), scan.channels)
@@ -401,7 +402,7 @@ def of_scans(scans: Sequence[Scan], stored: Float | None) -> list[Statistics]:
 
 
 def of_table(table: Table, amax: float, smallest: float) -> Statistics:
-    """The figures of counted values of several tensors, whose stored types may differ."""
+    """The statistics of several tensors together, whose stored types may differ."""
     (held,), (shifts,) = held_by([table], *_looked_for())
     return _of_table(table, None, (amax, smallest), (held, shifts), None)
 
@@ -435,7 +436,7 @@ def _of_table(
         fp16_below=below,
         fp16_above=table.nonzero - above,
         exact={name: count / total for name, count in zip(EXACT, counts, strict=False)},
-        # Under the shift that leaves none above the largest value.
+        # With the shift with which no value exceeds the largest one.
         exact_scaled={name: (shift, count / total) for name, shift, count in scaled},
         channels=channels,
     )
@@ -443,6 +444,6 @@ def _of_table(
 
 @cache
 def _looked_for() -> tuple[list[Numbers], list[bool]]:
-    """The formats of EXACT, then those whose scale is looked for."""
+    """The formats of EXACT, then those with a scale; and which of them are scaled."""
     names = (*EXACT, *_SCALED)
     return [scaled(formats.get(name, Float)) for name in names], [i >= len(EXACT) for i in range(len(names))]

@@ -1,4 +1,4 @@
-"""What the bits of many tensors say together, and what quantised weights hold, in words, and how sure that is."""
+"""Verdicts on many tensors, and on quantized weights, in sentences, with their confidence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from halfstep.text import grouped, percent
 
 @dataclass(frozen=True)
 class Layer:
-    """One quantised weight: the tensor of its codes, and the `parts` beside it."""
+    """One quantized weight: the tensor of its codes, and its other `parts`."""
 
     codes: str
     scheme: str
     format: str
     scale: str
-    """The type of the scales; "" where there are no scales beside the codes."""
+    """The type of the scales; "" where codes have no separate scales."""
     tile: str
-    """What has a scale: "128x128 block", "row", "tensor", "64 codes" ..."""
+    """What shares a scale: "128x128 block", "row", "tensor", "64 codes" ..."""
     values: int
     code_bits: int
     nbytes: int
-    """Of codes and parts."""
+    """Bytes of codes and parts."""
     parts: tuple[str, ...] = ()
     also: str = ""
     powers: bool = False
@@ -32,7 +32,7 @@ class Layer:
 
     @property
     def text(self) -> str:
-        """What it holds, in words."""
+        """A description of codes and scales, in words."""
         powers = " (powers of two)" if self.powers else ""
         also = f" {self.also}" if self.also else ""
         if not self.scale:
@@ -44,7 +44,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class SchemeReport:
-    """All layers of one scheme that hold the same."""
+    """All layers of one scheme with the same description."""
 
     scheme: str
     text: str
@@ -54,17 +54,17 @@ class SchemeReport:
 
     @property
     def bits(self) -> float:
-        """Bits a value, of codes and scales."""
+        """Bits per value, of codes and scales."""
         return 8 * self.nbytes / self.values
 
     @property
     def size(self) -> str:
-        """How many layers, and the bits of a weight."""
+        """The number of layers and the bits per weight, in words."""
         return f"{self.layers} {self.scheme} layer{'s' if self.layers > 1 else ''} of {self.bits:.4g} bits a weight"
 
 
 def summed(layers: Sequence[Layer]) -> tuple[SchemeReport, ...]:
-    """What layers hold, the most values first."""
+    """A report per scheme and description, the most values first."""
     order = sorted(layers, key=lambda layer: (layer.scheme, layer.text))
     found = []
     for (scheme, text), group in groupby(order, key=lambda layer: (layer.scheme, layer.text)):
@@ -75,7 +75,8 @@ def summed(layers: Sequence[Layer]) -> tuple[SchemeReport, ...]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One tensor's weight in a verdict: its values, its origin (None: not floating point), fp16's subnormals."""
+    """The evidence of one tensor for a verdict: its values, its origin (None: not floating point), fp16's
+    subnormals."""
 
     dtype: str
     numel: int
@@ -83,26 +84,26 @@ class Evidence:
     nonzero: int = 0
     fp16_subnormal: int = 0
     layer: Layer | None = None
-    """What a tensor of codes holds; then `numel` counts its weights."""
+    """The quantized weight of a tensor of codes; then `numel` counts its weights."""
     nbytes: int = 0
     codes: bool = False
-    """Whether these are integers such as quantisers pack, in no layout that is known."""
+    """Whether these are integers as quantizers pack them, in no known layout."""
 
     @cached_property
     def key(self) -> str:
-        """What was found, in a word or two."""
+        """The finding in a word or two."""
         if self.layer is not None:
             return f"{self.layer.scheme}, {self.layer.tile}"
         return "codes" if self.codes else self.origin.key if self.origin else "none"
 
     @property
     def confidence(self) -> str:
-        """How sure that is: "named" where names, types and shapes say it."""
+        """The confidence of the finding: "named" where it follows from names, types and shapes."""
         return "named" if self.layer is not None else self.origin.confidence if self.origin else "none"
 
 
 def sentence(same: Sequence[Evidence]) -> str:
-    """What tensors of one stored type and one kind of origin are."""
+    """A description of tensors with one stored type and one kind of origin."""
     stored, origin = same[0].dtype, same[0].origin
     if same[0].layer is not None:
         return _quantised([one.layer for one in same if one.layer is not None])
@@ -126,7 +127,7 @@ def _known(same: Sequence[Evidence], origin: Origin) -> str:
 
 
 def _spoke(same: Sequence[Evidence]) -> str:
-    """That few of the values tell so, or that some are copies."""
+    """A clause on few telling values, or copies."""
     origins = [one.origin for one in same if one.origin]
     told = sum(one.told for one in origins) / len(origins)
     copied = "; rows, columns or blocks repeat others" if any(one.copied for one in origins) else ""
@@ -151,7 +152,7 @@ def _factored(same: Sequence[Evidence], origin: Origin) -> str:
 
 
 def _either(same: Sequence[Evidence]) -> str:
-    """What values went through, and what else they could have where none of the tensors tells these apart."""
+    """The types that values went through, and the alternatives that none of the tensors rules out."""
     origins = [one.origin for one in same if one.origin]
     also = set.intersection(*(set(one.also) for one in origins)) - {STEPS}
     return " or ".join((" and ".join(origins[0].through), *sorted(also)))
@@ -207,7 +208,7 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
 
 
 def _pieces(origin: Origin) -> str:
-    """What has a scale, or a palette, of its own."""
+    """The tiles that have a scale, or a palette, of their own, in words."""
     return f"{origin.scale}s" if origin.scale in ("row", "column") else f"{origin.scale} blocks"
 
 
@@ -265,26 +266,26 @@ def values_of(same: Sequence[Evidence]) -> int:
 
 @dataclass(frozen=True)
 class PrecisionVerdict:
-    """What a group of tensors is, in words, and how sure that is: certain, likely, none, not counted, or named, where
-    names, types and shapes say it and no bits."""
+    """A description of a group of tensors, and its confidence: certain, likely, none, not counted, or named, where it
+    follows from names, types and shapes instead of bits."""
 
     text: str
     confidence: str
     kinds: tuple[str, ...] = ()
-    """What was found, the most values first: the stored type and `Evidence.key`, as "float32 bf16"."""
+    """The findings, the most values first: the stored type and `Evidence.key`, as "float32 bf16"."""
 
 
 TOLD = 0.1
-"""The share of a group's bytes in integers of no known layout from which on they are spoken of."""
+"""The share of a group's bytes in integers of no known layout from which on they are mentioned."""
 
 _SILENT = ("unknown", "none")  # keys of tensors that tell nothing
 _SHOWN = 3  # kinds that a verdict on several tensors spells out
 
 
 def verdict(group: Sequence[Evidence]) -> PrecisionVerdict:
-    """What a group of tensors is: one sentence for each kind in it, the most values first.
+    """The verdict on a group of tensors: one sentence for each kind in it, the most values first.
 
-    Where integers of no known layout have half of the bytes or more, the others say nothing of the whole.
+    Where integers of no known layout have half of the bytes or more, there is no confidence in the rest.
     """
     codes = [one for one in group if one.codes]
     share = unread(group)
@@ -329,7 +330,7 @@ def _read(group: Sequence[Evidence]) -> PrecisionVerdict:
 
 
 def _told(group: Sequence[Evidence]) -> float:
-    """The share of the values that are in tensors which tell something; zeros elsewhere do not count."""
+    """The share of the values in tensors that tell something; zeros in other tensors do not count."""
     silent = sum(one.nonzero for one in group if one.key in _SILENT)
     told = values_of([one for one in group if one.key not in _SILENT])
     return told / (told + silent) if told else 1.0
@@ -349,7 +350,7 @@ def _tensors(count: int) -> str:
 
 
 def whole(by_role: Mapping[str, PrecisionVerdict], everything: Sequence[Evidence]) -> PrecisionVerdict:
-    """The verdict on several roles together: one sentence where all agree, else one for each that some share."""
+    """The verdict on several roles together: one sentence if all agree, else one for each set of roles that agree."""
     if 2 * unread(everything) >= 1:
         return verdict(everything)
     told = {role: found for role, found in by_role.items() if found.confidence != "none"}

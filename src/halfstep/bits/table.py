@@ -1,4 +1,4 @@
-"""Values counted by exponent and by significant bits: from this table follows what any binary format can hold."""
+"""Values counted by exponent and significant bits: from this table follows how many any binary format holds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +16,20 @@ from halfstep.kernels.cpu.tables import First
 Counts = NDArray[np.int64]
 
 WIDTH = counter.WIDTH
-"""Columns of a table: significands of 0 (never) to 53 bits; of float32 fewer do."""
+"""Columns of a table: significands of 0 (never) to 53 bits; float32 tables may have fewer."""
 
 WHOLE = 24
-"""Whole numbers below 2^24 are taken for counters. Above, most types hold nothing else, so that their bits tell."""
+"""Integers below 2^24 are taken for counters and tell nothing. Above, most types hold only integers, so their bits
+tell."""
 
 
 @dataclass(frozen=True)
 class Table:
     """How many values have exponent floor(log2 |x|) = lowest + row, and need `column` significant bits.
 
-    The significant bits of x are the fewest p for which |x| = m * 2^k with a whole m < 2^p: 1 for a power of two.
-    `fifteens` counts per row the significands 15/8, which alone tell e4m3fn's largest value from its NaN.
-    The first row and the last one are in use.
+    The significant bits of x are the fewest p for which |x| = m * 2^k with an integer m < 2^p: 1 for a power of two.
+    `fifteens` counts per row the significands 15/8, which distinguish e4m3fn's largest value from its NaN. The first
+    and the last row are not empty.
     """
 
     lowest: int
@@ -44,54 +45,53 @@ class Table:
 
     @property
     def sums(self) -> Counts:
-        """Values that need at most as many bits as the column says."""
+        """Counts of values that need at most as many bits as the column."""
         return self._sums[0]
 
     @property
     def telling(self) -> Counts:
-        """`counts` of the values whose bits tell something: no powers of two, which constants are, and no whole
-        numbers below 2^WHOLE, which counters and positions are: such fit any format.
-        """
+        """`counts` of the values whose bits tell something: without powers of two, which constants are, and without
+        integers below 2^WHOLE, which counters and positions are: those fit any format."""
         return self._sums[1]
 
     @property
     def exponents(self) -> Counts:
-        """Finite non-zero values by row."""
+        """Counts of finite nonzero values by row."""
         return self._sums[2]
 
     @property
     def by_bits(self) -> Counts:
-        """Finite non-zero values by significant bits."""
+        """Counts of finite nonzero values by significant bits."""
         return self._sums[3]
 
     @property
     def nonzero(self) -> int:
-        """Values that are finite and not zero."""
+        """The number of finite nonzero values."""
         return self._sums[4][0]
 
     @property
     def significant_bits(self) -> int:
-        """The fewest significant bits that hold every value; 0 where there is none."""
+        """The fewest significant bits that hold every value; 0 for an empty table."""
         return self._sums[4][1]
 
     @property
     def last_bit(self) -> int:
-        """The largest k for which all values are multiples of 2^k; 0 where there is none."""
+        """The largest k for which all values are multiples of 2^k; 0 for an empty table."""
         return self._sums[4][2]
 
     @property
     def told(self) -> int:
-        """How many of them are `telling`."""
+        """The number of `telling` values."""
         return self._sums[4][3]
 
     @property
     def nonfinite(self) -> int:
-        """Infinities and NaN."""
+        """The number of infinities and NaNs."""
         return self.infinities + self.nans
 
     @property
     def size(self) -> int:
-        """All values."""
+        """The number of all values."""
         return self.nonzero + self.zeros + self.nonfinite
 
     @cached_property
@@ -100,22 +100,22 @@ class Table:
         return self.lowest + np.arange(len(self.counts))
 
     def exact(self, format: Float, shift: int = 0) -> int:
-        """Finite non-zero values that are exactly 2^shift times a value of `format`."""
+        """The number of finite nonzero values that are exactly 2^shift times a value of `format`."""
         held, _ = held_by([self], [scaled(format, shift)])
         return held[0][0]
 
     def best_shift(self, format: Float) -> tuple[int, int] | None:
-        """The smallest shift under which nothing overflows, and `exact` there: no larger one holds more values, for
-        they only come nearer to the subnormals. None where there is no value to scale.
-        """
+        """The smallest shift with which nothing overflows, and `exact` with it; None for an empty table. No larger
+        shift holds more values, since they only move towards the subnormals."""
         (counts,), (shifts,) = held_by([self], [scaled(format)], [True])
         return (shifts[0], counts[0]) if self.nonzero else None
 
     def unmoved(self, format: Float, update: float) -> int:
-        """How many values, stored in `format`, stay as they are when `update` is added or subtracted and the sum
-        rounded to nearest.
+        """How many values, stored in `format`, do not change when `update` is added or subtracted and the sum rounded
+        to nearest.
 
-        Those with a spacing of more than twice the update; below a power of two the spacing is half of that above it.
+        They are those with a spacing of more than twice the update; below a power of two the spacing is half of that
+        above it.
         """
         lowest = format.min_exponent
         spacing = 2.0 ** (np.maximum(self.rows, lowest) + 1.0 - format.significant_bits)
@@ -129,7 +129,7 @@ class Table:
 
 
 Numbers = tuple[int, int, int, int]
-"""A format as `kernels.cpu.tables` takes it."""
+"""A format in the form of `kernels.cpu.tables`."""
 
 
 @lru_cache(1 << 10)
@@ -142,9 +142,8 @@ def scaled(format: Float, shift: int = 0) -> Numbers:
 def held_by(
     tables: Sequence[Table], formats: Sequence[Numbers], free: Sequence[bool] = (False,)
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """By table and format the finite non-zero values that the format holds exactly, and the shift of its values: where
-    it is `free` the smallest under which nothing overflows.
-    """
+    """For each table and format, the number of finite nonzero values that the format holds exactly, and the shift of
+    its values: 0, or where `free` the smallest with which nothing overflows."""
     starts, lowest = _ragged(tables)
     running, fifteens = joined([one.sums for one in tables]), joined([one.fifteens for one in tables])
     found, shifts = kernel.held(running, fifteens, starts, lowest, np.array(formats), np.array(free))
@@ -152,13 +151,13 @@ def held_by(
 
 
 def first_look(tables: Sequence[Table], formats: Sequence[Numbers], ends: tuple[int, int, float, float]) -> list[First]:
-    """What `kernels.cpu.tables.first_look` says of each."""
+    """`kernels.cpu.tables.first_look` for each table."""
     counts, telling = joined([one.counts for one in tables]), joined([one.telling for one in tables])
     return kernel.first_look(counts, telling, *_ragged(tables), np.array(formats), ends)
 
 
 def total(tables: Sequence[Table]) -> Table:
-    """The values of several tables together."""
+    """The table of the values of several tables together."""
     used = [one for one in tables if len(one.counts)]
     lowest = min((one.lowest for one in used), default=0)
     high = max((one.lowest + len(one.counts) for one in used), default=0)
@@ -175,9 +174,8 @@ def total(tables: Sequence[Table]) -> Table:
 def tables(
     starts: Counts, counts: Counts, fifteens: Counts, numbers: Sequence[tuple[int, int, int, int]]
 ) -> list[Table]:
-    """Tables of rows that one array has one after the other, summed at once. `numbers` are each one's zeros,
-    infinities, NaN and lowest exponent.
-    """
+    """Tables whose rows are concatenated in one array, with their sums computed at once. `numbers` are each one's
+    zeros, infinities, NaNs and lowest exponent."""
     ends = starts.tolist()
     found = [
         Table(lowest, counts[a:b], fifteens[a:b], *others)
@@ -189,12 +187,12 @@ def tables(
 
 
 def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Arrays one after the other; one alone is not copied."""
+    """Arrays concatenated; a single one is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _ragged(tables: Sequence[Table]) -> tuple[Counts, Counts]:
-    """Where each table's rows begin among those of all, then the end; and their lowest exponents."""
+    """Where each table's rows begin in the concatenation, then the end; and their lowest exponents."""
     return np.cumsum([0, *(len(one.counts) for one in tables)]), np.array([one.lowest for one in tables])
 
 
@@ -217,7 +215,7 @@ def tells(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 @lru_cache(1 << 10)
 def held_bits(format: Float, lowest: int, count: int) -> Counts:
     """The significant bits that `format` has for values of `count` exponents, from the lowest on: fewer below its
-    smallest normal value, none beyond its ends. Read-only, for it is kept."""
+    smallest normal value, none beyond its range. Read-only, since it is cached."""
     exponents = lowest + np.arange(count)
     steps = exponents - (format.min_exponent - format.mantissa_bits) + 1
     allowed = np.where(exponents > format.max_exponent, 0, np.minimum(format.significant_bits, steps))
@@ -230,7 +228,7 @@ EMPTY = Table(0, np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64))
 
 
 def from_kernel(found: Counts) -> Table:
-    """The table that `kernels.cpu.bits.add_float32` has filled."""
+    """The table that `kernels.cpu.bits.add_float32` filled."""
     by_row = found.sum(1)
     last, used = counter.ROWS - 1, 1 + np.flatnonzero(by_row[1:-1])
     infinities = int(found[last, 1])
@@ -245,7 +243,7 @@ def from_kernel(found: Counts) -> Table:
 
 
 def from_values(values: NDArray[np.float64], times: Counts | None = None) -> Table:
-    """The table of float64 values, each counted `times` (once if None)."""
+    """The table of float64 values, each counted `times` (None: once)."""
     times = np.ones(values.shape, np.int64) if times is None else times
     used = np.isfinite(values) & (values != 0)
     mantissa, exponent = np.frexp(np.abs(values[used]))

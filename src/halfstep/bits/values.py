@@ -1,4 +1,4 @@
-"""The values of one tensor, wherever they lie, and the types they are stored in; some places of it, copied."""
+"""The values of one tensor, in a file or in memory, and their stored types; and copies of some of its rows."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from halfstep.quant.tile import block, square
 
 @dataclass(frozen=True)
 class StoredType:
-    """A type: `bits` of one value in the file, and the numpy type of the pieces."""
+    """A stored type: `bits` per value in the file, and the numpy type of the pieces."""
 
     name: str
     bits: int
     piece: np.dtype
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """The bytes that a tensor of this shape takes; packed types are filled up to whole bytes."""
+        """The bytes of a tensor of this shape; packed types are rounded up to whole bytes."""
         return -(-math.prod(shape) * self.bits // 8)
 
 
@@ -35,7 +35,7 @@ def _types(code: str, bits: int, *names: str) -> dict[str, StoredType]:
 
 Doubles = NDArray[np.float64]
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-"""The types of 8 bits that torch has."""
+"""torch's 8-bit float types."""
 
 TYPES = {
     **_types("<u8", 64, "float64"),
@@ -54,19 +54,19 @@ TYPES = {
     **_types("<c8", 64, "complex64"),
     **_types("<c16", 128, "complex128"),
 }
-"""Every type by torch's name."""
+"""Every type, by torch's name."""
 
 
 class Values(Protocol):
-    """A tensor whose values can be read again and again, in pieces of bounded size."""
+    """A tensor whose values can be read repeatedly, in pieces of bounded size."""
 
     @property
     def dtype(self) -> str:
-        """torch's name without "torch."; values of a type of another name (GGUF's blocks) come decoded to float32."""
+        """torch's name without "torch."; types with other names (GGUF's blocks) are decoded to float32."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of its dimensions."""
+        """The shape."""
 
     @property
     def numel(self) -> int:
@@ -74,14 +74,14 @@ class Values(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Their bytes as stored."""
+        """Bytes as stored."""
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order, as 1-D read-only arrays of at most `nbytes` each.
 
-        Floating types come as their bits (bfloat16 and float16 in uint16, float32 in uint32, float64 in uint64, all of
-        8 bits in uint8), bool as uint8, integers and complex numbers as they are. What may go wrong is the source's to
-        say: a file may be broken, or may have been changed meanwhile.
+        Floats are given as their bits (bfloat16 and float16 as uint16, float32 as uint32, float64 as uint64, 8-bit ones
+        as uint8), bool as uint8, integers and complex values as they are. Errors are the source's: a file may be
+        broken, or may have been changed meanwhile.
         """
 
 
@@ -98,19 +98,19 @@ class Shaped:
 
     @property
     def nbytes(self) -> int:
-        """Their bytes, as its type has them."""
+        """Bytes in its type."""
         return TYPES[self.dtype].nbytes(self.shape)
 
 
 class Decoded(Shaped):
-    """One whose values come in float32, in which it is not stored."""
+    """A tensor whose values are decoded to float32."""
 
     dtype = "float32"
 
 
 @dataclass(frozen=True)
 class InMemory(Shaped):
-    """A plain tensor of one of `dtypes.TYPES`, on any device, as `Values`."""
+    """A plain tensor of one of `TYPES`, on any device, as `Values`."""
 
     tensor: torch.Tensor
 
@@ -121,11 +121,11 @@ class InMemory(Shaped):
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The sizes of its dimensions."""
+        """The shape."""
         return tuple(self.tensor.shape)
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
-        """The values in row-major order; copied only where they do not lie so in this machine's memory."""
+        """The values in row-major order; copied only where they are not contiguous in CPU memory."""
         for run in runs(self.tensor, max(nbytes // self.tensor.element_size(), 1)):
             dense = run if run.stride(0) == 1 else run.clone(memory_format=torch.contiguous_format)
             bits = dense.cpu().view(torch.uint8).numpy().view(TYPES[self.dtype].piece)
@@ -134,7 +134,7 @@ class InMemory(Shaped):
 
 
 def runs(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """The values in row-major order, flat, at most `count` at a time; copied only where they do not lie so."""
+    """The values in row-major order, flat, at most `count` at a time; copied only where they are not contiguous."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
         yield from (flat[first : first + count] for first in range(0, flat.numel(), count))
@@ -149,9 +149,9 @@ def runs(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
 
 
 def even(tensor: Values, count: int) -> Iterator[NDArray[Any]]:
-    """The values in runs of `count` each, the last one shorter, wherever the source's own pieces end.
+    """The values in runs of `count` (the last one shorter), whatever the sizes of the source's chunks.
 
-    Runs are copied only where a piece of the source ends within them, as where a map of a file does.
+    A run is copied only where a chunk ends within it, as at the end of a file's map.
     """
     held: list[NDArray[Any]] = []
     size, itemsize = 0, TYPES[tensor.dtype].piece.itemsize if tensor.dtype in TYPES else 4
@@ -182,51 +182,51 @@ RUN = 256
 BAND = 128
 """Rows of a band of a matrix, in which scales of blocks are looked for."""
 TILES = (square(BAND), ROW, block(128), block(64), block(32), block(16))
-"""Which values may share a scale, the most first: whatever fits a large tile fits the small ones in it, too."""
+"""Kinds of tiles that may share a scale, the largest first: what fits a large tile fits the small ones in it too."""
 
 COLUMN = Tile(0, 1)
-"""Of columns only few levels, and factors, are looked for: 128 values of each."""
+"""Columns are only examined for few levels, and for factors: 128 values of each."""
 
-_LINES = (8, 64)  # the fewest and the most rows that are looked at in all their length
-_LINED = 1 << 16  # values in these rows, where there are more than the fewest
+_LINES = (8, 64)  # the fewest and the most rows that are copied in full
+_LINED = 1 << 16  # the most values in these rows, if they are more than the fewest
 _BANDS = 4
 _WIDE = 4 * BAND  # columns of a band
-_LONGEST = 1 << 16  # columns of a matrix whose rows are looked at
-_BLOCKS = 64  # the first tiles of one kind, of which all are looked at, and as many of those beyond
-_WINDOW = 32  # fewer values than this in the last of several dimensions are a window's, of a convolution
+_LONGEST = 1 << 16  # the most columns of a matrix whose rows are copied
+_BLOCKS = 64  # all of the first tiles of one kind that are examined, and as many of the others
+_WINDOW = 32  # a last dimension smaller than this, of more than two, is a convolution's window
 
 
 @dataclass(frozen=True)
 class Places:
-    """Bits of some of a matrix's rows, spread over all of it, where values may share scales."""
+    """The bits of some rows of a matrix, spread over it, in which scales per tile are looked for."""
 
     lines: NDArray[Any]
-    """Rows in full length, the first and the last among them."""
+    """Full rows, the first and the last among them."""
     bands: tuple[NDArray[Any], ...]
-    """128 rows each, 512 columns of them; fewer where the matrix ends."""
+    """128 rows each, of 512 columns; fewer at the matrix's edges."""
     dtype: str = "float32"
-    """The type that these are the bits of; float32's, where values were decoded."""
+    """The type of these bits; float32 where values were decoded."""
 
     @property
     def first(self) -> "Places":
-        """Those at the beginning."""
+        """The first line and the first band."""
         return Places(self.lines[:1], self.bands[:1], self.dtype)
 
     def doubles(self, bits: NDArray[Any]) -> NDArray[np.float64]:
-        """The values of some of the bits."""
+        """Bits as float64 values."""
         return as_doubles(as_float32(bits, self.dtype))
 
     def used(self, bits: NDArray[Any]) -> NDArray[np.float64]:
-        """Those which are finite and not zero."""
+        """The finite nonzero values of some bits."""
         values = self.doubles(bits)
         return values[np.isfinite(values) & (values != 0)]
 
     def has(self, tile: Tile) -> bool:
-        """Whether there are tiles of a kind of which no larger one is the same."""
+        """Whether the matrix has tiles of this kind that differ from all larger kinds."""
         return self.lines.shape[1] > tile.columns and (tile.rows == 1 or len(self.bands[0]) > 1)
 
     def tiles(self, tile: Tile) -> Iterator[NDArray[np.float64]]:
-        """The values used in tiles of a kind, the first ones and others spread."""
+        """The finite nonzero values of tiles of a kind: the first tiles, and others spread over the matrix."""
         if not self.has(tile):
             return
         matrices = (self.lines,) if tile.rows == 1 else self.bands
@@ -246,14 +246,14 @@ class Places:
 
 
 class Runs:
-    """Some runs of a tensor's values, of `length` each from `starts` on (ascending), copied as its pieces pass."""
+    """Some runs of a tensor's values, of `length` each from `starts` on (ascending), copied as its chunks pass."""
 
     def __init__(self, starts: Sequence[int], length: int, dtype: np.dtype[Any]) -> None:
         self.rows = np.empty((len(starts), length), dtype)
         self._starts, self._at = np.array(starts), 0
 
     def add(self, bits: NDArray[Any]) -> None:
-        """Take in the next elements."""
+        """Add the next elements."""
         low, high, length = self._at, self._at + bits.size, self.rows.shape[1]
         first, whole, left = np.searchsorted(self._starts, [low, high - length + 1, high]).tolist()
         if first < whole:
@@ -269,39 +269,38 @@ class Runs:
 
 
 def sample(tensor: Values, dtype: np.dtype[Any]) -> Runs:
-    """Copies SAMPLE values of a tensor that has more: runs of RUN."""
+    """Copies SAMPLE values of a larger tensor: runs of RUN."""
     return Runs(_spread(tensor.numel // RUN, SAMPLE // RUN, RUN), RUN, dtype)
 
 
 def _spread(count: int, most: int, each: int = 1) -> list[int]:
-    """Of `count` places at most so many, evenly spread, the first and the last among them; each times `each`."""
+    """At most `most` of the indices below `count`, evenly spread, the first and the last among them; times `each`."""
     if count <= most:
         return [place * each for place in range(count)]
     return [place * (count - 1) // (most - 1) * each for place in range(most)]
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
-    """The rows and columns of each of a tensor's matrices, as scales go: a convolution has a row for each filter. No
-    columns where it is no matrix.
-    """
+    """The rows and columns of each of a tensor's matrices, as scales are laid out: a convolution has one row per
+    filter. 0 columns where it is no matrix."""
     if len(shape) > 2 and shape[-1] < _WINDOW and shape[0] > 1:
         return shape[0], math.prod(shape[1:])
     return (shape[-2], shape[-1]) if len(shape) > 1 else (1, 0)
 
 
 def _is_whole(shape: Sequence[int], columns: int) -> bool:
-    """Whether all of a matrix is looked at."""
+    """Whether all of a matrix is examined."""
     return len(shape) == 2 and shape[0] <= min(_lines(columns), BAND) and columns <= _WIDE
 
 
 def _lines(columns: int) -> int:
-    """How many rows of so many columns are looked at in all their length."""
+    """How many rows of `columns` values are copied in full."""
     fewest, most = _LINES
     return min(max(_LINED // columns, fewest), most)
 
 
 def small_places(tensor: Values, bits: NDArray[np.uint32]) -> Places | None:
-    """Those of a tensor whose values are at hand, as bits of float32."""
+    """The `Places` of a tensor whose values are in memory, as float32 bits."""
     _, columns = matrix_of(tensor.shape)
     if columns and tensor.numel and _is_whole(tensor.shape, columns):
         whole = bits.reshape(-1, columns)
@@ -312,7 +311,7 @@ def small_places(tensor: Values, bits: NDArray[np.uint32]) -> Places | None:
 
 
 class Spread:
-    """The rows and bands of `Places`, copied as a matrix's pieces pass; none where it is no matrix."""
+    """Copies the rows and bands of `Places` as a matrix's chunks pass; nothing where the tensor is no matrix."""
 
     def __init__(self, tensor: Values, dtype: np.dtype[Any]) -> None:
         high, columns = matrix_of(tensor.shape)
@@ -328,12 +327,12 @@ class Spread:
             self._runs.append(Runs(range(first, first + min(BAND, high - top) * columns, columns), width, dtype))
 
     def add(self, bits: NDArray[Any]) -> None:
-        """Take in the next elements."""
+        """Add the next elements."""
         for run in self._runs:
             run.add(bits)
 
     def found(self, dtype: str = "float32") -> Places | None:
-        """What was copied, of values of that type."""
+        """The copies, of values of that type."""
         if not self._runs:
             return None
         lines, *bands = (run.rows for run in self._runs)
@@ -341,7 +340,7 @@ class Spread:
 
 
 def repeats(places: Sequence[Places]) -> list[Repeats]:
-    """What comes again in each, as far as a first look tells."""
+    """What repeats in each, as far as a first look shows."""
     rows = [as_bits(one.lines[:: max(len(one.lines) - 1, 1), :FIRST], one.dtype) for one in places]
     bands = [as_bits(one.bands[0], one.dtype) for one in places]
     starts = np.array([np.cumsum([0, *(part.size for part in parts)]) for parts in (rows, bands)])
@@ -351,7 +350,7 @@ def repeats(places: Sequence[Places]) -> list[Repeats]:
 
 
 def as_bits(stored: NDArray[Any], dtype: str) -> NDArray[np.uint32]:
-    """The bits of stored values as float32."""
+    """Stored values converted to float32 bits."""
     return stored if dtype == "float32" else as_float32(stored, dtype).view(np.uint32)
 
 
@@ -362,7 +361,7 @@ def as_doubles(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def as_float32(chunk: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
-    """Stored bits as float32 values, in memory of their own."""
+    """Stored bits as float32 values, copied."""
     if dtype == "float32":
         return chunk.view(np.float32).copy()
     if dtype == "bfloat16":
@@ -372,5 +371,5 @@ def as_float32(chunk: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
 
 
 def named(tile: Tile | None) -> str:
-    """A tile in a word; "any" for the whole tensor, whose scale may have any size."""
+    """A tile in a word; "any" for the whole tensor, whose scale may be any float."""
     return {ROW: "row", COLUMN: "column"}.get(tile, str(tile)) if tile is not None else "any"

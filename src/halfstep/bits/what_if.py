@@ -1,4 +1,4 @@
-"""What would a cast cost? Matrices through candidate quantizers, in pieces of bounded size."""
+"""What a cast would cost: matrices rounded by candidate quantizers, in pieces of bounded size."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,28 +27,29 @@ from halfstep.text import percent
 
 @dataclass(frozen=True)
 class Limits:
-    """The magnitudes at which rounding to nearest changes, each a float32, so that comparing with them is exact."""
+    """The magnitudes at which rounding to nearest in a format changes, each a float32, so that comparisons are
+    exact."""
 
     format: Format
     overflows: bool
-    """Whether what lies beyond becomes infinite; otherwise it saturates at the largest value."""
+    """Whether larger values become infinite; otherwise they saturate at the largest value."""
     beyond: float
-    """From here on values lie beyond the format."""
+    """Values from here on are beyond the format."""
     normal: float
-    """Below this they are rounded to subnormals, or vanish."""
+    """Values below become subnormal or zero."""
     vanishing: float
-    """Up to here they become zero; negative where none does."""
+    """Values up to here become zero; negative where none does."""
 
     def zeroed(self, magnitudes: Tensor, zeros: int) -> int:
-        """How many of the magnitudes become zero, beside those that are zeros already."""
+        """How many of the magnitudes become zero, without those that are zero already."""
         return int(torch.count_nonzero(magnitudes <= self.vanishing)) - zeros if self.vanishing >= 0 else 0
 
     def subnormal(self, magnitudes: Tensor, below: int) -> int:
-        """How many become subnormal; `below` of them are zeros already, or become zero."""
+        """How many become subnormal; `below` of them are zero already, or become zero."""
         return int(torch.count_nonzero(magnitudes < self.normal)) - below if self.normal > 0 else 0
 
     def over(self, magnitudes: Tensor) -> int:
-        """How many lie beyond the format."""
+        """How many are beyond the format."""
         return int(torch.count_nonzero(magnitudes >= self.beyond))
 
 
@@ -56,14 +57,15 @@ class Limits:
 def limits_of(format: Format, stored: bool) -> Limits:
     """The limits of a format, for tensors stored in it (IEEE overflow) or rounded to it by a quantizer (saturating).
 
-    They are those of positive values. Negative ones mirror them, but in some codebooks and in formats without a sign.
+    They are those of positive values. Negative ones mirror them, except in some codebooks and in formats without a
+    sign.
     """
     overflows = stored and isinstance(format, Float) and format.has_infinity
     beyond, normal = _next(format.max), 0.0
     if isinstance(format, Float):
-        # The tie beyond the largest value has an odd neighbour below it, and so goes to infinity.
+        # The tie above the largest value has an odd neighbour below it, so it rounds to infinity.
         beyond = format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1) if overflows else beyond
-        # The tie below the smallest normal value goes up to it, which is even.
+        # The tie below the smallest normal value rounds up to it, which is even.
         normal = float(_float32(format.min_normal - format.min_subnormal / 2))
     tie = format.smallest / 2
     below = _next(tie, 0.0)
@@ -80,7 +82,7 @@ def _next(value: float, toward: float = float("inf")) -> float:
 
 
 def _float32(value: float) -> Tensor:
-    """Infinite, or zero, where float32 ends."""
+    """The value in float32; infinite, or zero, beyond its range."""
     return torch.tensor(value, dtype=torch.float64, device="cpu").float()
 
 
@@ -99,16 +101,16 @@ CANDIDATES: Mapping[str, Quantizer] = {
     "nvfp4": get_quantizer("nvfp4"),
     "nf4": get_quantizer("nf4"),
 }
-"""What a cast is tried to, by name. Scales of FP8 and int8: the tile's amax on the format's largest value."""
+"""The casts to try, by name. Scales of FP8 and int8 map a tile's amax to the format's largest value."""
 
 WORST = 10
-"""Tensors that a table names for each format."""
+"""How many tensors a table names for each format."""
 
-_MANY = 1 << 18  # values of 16 bits, from which on it is faster to go through their codes
+_MANY = 1 << 18  # values from which on it is faster to round each 16-bit code once
 
 
 def candidates(names: Sequence[str]) -> dict[str, Quantizer]:
-    """The candidates of those names; all of them for "all".
+    """The candidates with these names; all of them for "all".
 
     Raises:
         QuantizationError: an unknown name.
@@ -123,31 +125,31 @@ def candidates(names: Sequence[str]) -> dict[str, Quantizer]:
 
 @dataclass(frozen=True)
 class Cast:
-    """What a cast of one tensor, or of several, to one format does."""
+    """The effect of a cast to one format, on one tensor or several."""
 
     format: str
     sqnr: float | None
     """10 log10 of the sum of x^2 over the sum of squared errors, in decibels; None where no finite value changes."""
     overflowing: int
-    """Values that become infinite, or NaN."""
+    """The number of values that become infinite or NaN."""
     zeroed: int
-    """Values that become zero."""
+    """The number of values that become zero."""
     largest_error: float
-    """The largest relative error of a value that becomes neither."""
+    """The largest relative error of the other values."""
     values: int
     nbytes: int
-    """Codes and scales."""
+    """Bytes of codes and scales."""
     saved: int
-    """Bytes fewer than now."""
+    """Bytes saved."""
 
     @property
     def decibels(self) -> str:
-        """The `sqnr` in words."""
+        """`sqnr` as text."""
         return f"{self.sqnr:.1f}" if self.sqnr is not None else "-" if self.overflowing else "exact"
 
     @property
     def harm(self) -> str | None:
-        """The worst it does: the share that overflows, or else the decibels; None where nothing changes."""
+        """The worst effect: the share that overflows, or else the decibels; None where nothing changes."""
         if self.overflowing:
             return f"{percent(self.overflowing / self.values)} overflows"
         return None if self.sqnr is None else f"{self.decibels} dB"
@@ -155,14 +157,14 @@ class Cast:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A format's cost in all, and the tensors that it hurts most (overflow first, then the lowest SQNR)."""
+    """A format's total cost, and the tensors that it hurts most (overflow first, then the lowest SQNR)."""
 
     total: Cast
     worst: tuple[tuple[str, Cast], ...]
 
 
 class Trials:
-    """What casts of matrices to each of the named formats would cost.
+    """The costs of casting matrices to each of the named formats.
 
     Raises:
         QuantizationError: an unknown name.
@@ -173,7 +175,7 @@ class Trials:
         self._casts: dict[str, list[tuple[str, Cast, Errors]]] = {name: [] for name in self._quantizers}
 
     def add(self, name: str, tensor: Values, scan: Scan, progress: Progress | None = None) -> None:
-        """Try every format on a tensor that was scanned, which reads it once more; on matrices alone."""
+        """Try every format on a scanned tensor, if it is a matrix; reads it a second time."""
         if not self._quantizers or not castable(tensor):
             return
         errors = _errors(tensor, scan, self._quantizers, progress)
@@ -186,12 +188,12 @@ class Trials:
             self._casts[format].append((name, cast, absolute))
 
     def found(self) -> tuple[WhatIf, ...]:
-        """What each format did to all tensors, and to which it did most."""
+        """The cost of each format over all tensors, and the tensors that it hurts most."""
         return tuple(_together(name, casts) for name, casts in self._casts.items() if casts)
 
 
 def nbytes(quantizer: Quantizer, shape: tuple[int, ...]) -> int:
-    """Bytes of codes and scales of a tensor."""
+    """Bytes of codes and scales of a tensor of this shape."""
     parts = layout(quantizer, shape, torch.float32).values()
     return sum(dtype.itemsize * math.prod(size or 0 for size in sizes) for dtype, sizes in parts)
 
@@ -199,7 +201,8 @@ def nbytes(quantizer: Quantizer, shape: tuple[int, ...]) -> int:
 def _errors(
     tensor: Values, scan: Scan, quantizers: Mapping[str, Quantizer], progress: Progress | None
 ) -> dict[str, Errors]:
-    """What each quantizer does: code by code, by kernels that round and compare at once, or one after the other."""
+    """The errors of each quantizer: per code, by kernels that round and compare at once, or by rounding, then
+    comparing."""
     columns, amax = tensor.shape[-1], scan.amax
     by_code = scan.codes is not None and tensor.numel >= _MANY
     found = {name: _by_code(scan, tensor.dtype, q) for name, q in quantizers.items() if by_code and not _has_tiles(q)}
@@ -225,12 +228,12 @@ def _errors(
 
 
 def _has_tiles(quantizer: Quantizer) -> bool:
-    """Whether what becomes of a value depends on others than the tensor's largest."""
+    """Whether the rounded value depends on more than the value itself and the tensor's amax."""
     return quantizer.scales is not None and quantizer.scales.tile != TENSOR
 
 
 def _by_code(scan: Scan, dtype: str, quantizer: Quantizer) -> Errors:
-    """The errors of a tensor with few different values, from how often each occurs."""
+    """The errors of a tensor with few distinct values, from how often each occurs."""
     assert scan.codes is not None
     values = decoded(dtype)
     used = np.flatnonzero((scan.codes > 0) & np.isfinite(values))
@@ -251,7 +254,7 @@ def _by_code(scan: Scan, dtype: str, quantizer: Quantizer) -> Errors:
 
 
 class _Buffer:
-    """Memory that is kept, for fresh memory costs as much as a cast."""
+    """A reused buffer, since allocating new memory costs as much as a cast."""
 
     def __init__(self) -> None:
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -263,7 +266,7 @@ class _Buffer:
 
 
 def _values(rows: Tensor, quantizer: Quantizer, scan: Scan, buffer: _Buffer) -> Tensor:
-    """The values that a quantizer makes of some rows of a scanned tensor, in the buffer."""
+    """Some rows of a scanned tensor, quantized and dequantized, in the buffer."""
     x = rows
     if needs_largest(quantizer):  # one scale for a tensor with infinities or NaN is NaN
         x = with_largest(rows, math.nan if not _has_tiles(quantizer) and scan.table.nonfinite else scan.amax)
@@ -295,33 +298,33 @@ def _together(name: str, casts: list[tuple[str, Cast, Errors]]) -> WhatIf:
 # ---- pieces of a tensor ----------------------------------------------------------------------------------------------
 
 PIECE = 1 << 20
-"""Values quantised at a time, or as many as 128 rows hold: caches keep them through all candidates."""
+"""Values rounded at a time, or as many as 128 rows hold: they stay in the caches for all candidates."""
 
 _LONGEST = 1 << 17  # columns: 128 rows of them are 64 MB in float32
-_ROWS = 128  # a piece has a multiple of this, so that no tile is cut
+_ROWS = 128  # a piece has a multiple of this many rows, so that no tile is split
 
 
 def castable(tensor: Values) -> bool:
-    """Whether a cast is tried: matrices of floating-point weights; vectors, such as norms and biases, stay."""
+    """Whether a cast is tried: for floating-point matrices; vectors, such as norms and biases, are not quantized."""
     floating = tensor.dtype in ("float32", "bfloat16", "float16")
     return floating and len(tensor.shape) > 1 and 0 < tensor.shape[-1] <= _LONGEST and tensor.numel > 0
 
 
 def needs_largest(quantizer: Quantizer) -> bool:
-    """Whether a scale is of the whole tensor, so that a piece alone would get another one."""
+    """Whether a scale depends on the whole tensor, so that a piece alone would get another one."""
     scales = quantizer.scales
     return scales is not None and (scales.tile == TENSOR or "tensor_scale" in scales.rule.layout((1, 1)))
 
 
 def with_largest(rows: Tensor, amax: float) -> Tensor:
-    """The rows and one more, which holds the tensor's largest magnitude: with it a piece's scales are the tensor's."""
+    """The rows and one more, which contains the tensor's amax: so a piece gets the tensor's scales."""
     more = torch.zeros(1, rows.shape[1], dtype=torch.float32, device="cpu")
     more[0, 0] = amax
     return torch.cat([rows, more])
 
 
 def stored_pieces(tensor: Values, progress: Progress | None = None) -> Iterator[NDArray[Any]]:
-    """The rows of a tensor as they are stored, flat, some whole multiple of 128 at a time (the last ones fewer)."""
+    """The rows of a tensor as stored, flat, a multiple of 128 at a time (the last piece may have fewer)."""
     columns = tensor.shape[-1]
     return told(even(tensor, max(_ROWS, PIECE // columns // _ROWS * _ROWS) * columns), progress)
 

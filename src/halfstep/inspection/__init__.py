@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which tensors a file holds, in which types, and their values without loading the file."""
+"""Reads checkpoints on disk: the tensors of a file, their types, and their values without loading the file."""
 
 from halfstep.inspection.difference import Difference, diff
 from halfstep.inspection.difference_text import TensorDifference

@@ -1,4 +1,4 @@
-"""Two checkpoints tensor by tensor: which belong together, and how B's follow from A's, as far as bits show it."""
+"""Compares two checkpoints tensor by tensor: which correspond, and how B's follow from A's, as their bits show."""
 
 import hashlib
 import math
@@ -29,25 +29,25 @@ SCHEMA = 1
 """The version of `to_dict`: fields are added under the same number, and renamed or dropped under the next."""
 
 _FOUND = ("identical", "equal", "cast", "uncast", "near", "alike", "multiple", "average", "quantised", "merged")
-_STRANGERS = 0.5  # of the values of matrices, from which on unrelated ones make two models of it
-_APART = 0.5  # the cosine below which a square matrix may be a transposed one
+_STRANGERS = 0.5  # the share of matrices' values in unrelated ones from which on these are different models
+_APART = 0.5  # the cosine below which a square matrix is compared transposed too
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What `diff` found."""
+    """The result of `diff`."""
 
     a: Path
     b: Path
     kinds: tuple[str, str]
-    """Of the files."""
+    """The kinds of the two checkpoints."""
     tensors: tuple[TensorDifference, ...]
     only_a: tuple[Single, ...] = ()
     only_b: tuple[Single, ...] = ()
     prefixes: tuple[str, str] = ("", "")
-    """What A's names, and B's, have in front of what is the same."""
+    """The prefixes of A's and B's names, where names are equal without them."""
     remarks: tuple[str, ...] = ()
-    """What of the files was not read."""
+    """Parts of the files that were not read."""
 
     @property
     def same(self) -> bool:
@@ -58,7 +58,8 @@ class Difference:
 
     @property
     def sentences(self) -> list[str]:
-        """What is true of the whole, then of groups of tensors, the most values first, then of what has no partner."""
+        """Sentences on the whole, then on groups of tensors (the most values first), then on tensors without a
+        partner."""
         groups = grouped((f"{one.relation.key} {one.seen}", one) for one in self.tensors)
         total = values(self.tensors)
         said = [
@@ -83,7 +84,7 @@ class Difference:
 
     @property
     def _whole(self) -> str:
-        """The one sentence on all of it, where there is one."""
+        """One sentence on the whole, if there is one."""
         if self.same:
             return "Both hold the same tensors, byte for byte." if self.tensors else "Neither holds a tensor."
         if not self.tensors:
@@ -107,12 +108,12 @@ class Difference:
 
     @property
     def files(self) -> tuple[str, str]:
-        """Where A and B are, and of which kind."""
+        """The paths and kinds of A and B, as text."""
         a, b = self.kinds
         return f"A: {self.a}, {a}", f"B: {self.b}, {b}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Data for JSON."""
         return {
             "schema": SCHEMA,
             "a": str(self.a),
@@ -143,9 +144,9 @@ def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, progress: Progr
     """Compare two checkpoints, one tensor at a time.
 
     Args:
-        a: a file or a folder that `open_checkpoint` knows, or what it returned.
-        b: the other one, which may be of another kind.
-        progress: told the bytes of each of A's tensors that has a partner, after it was compared.
+        a: a file or a folder that `open_checkpoint` reads, or its result.
+        b: the other one, possibly of another kind.
+        progress: called with the bytes of each of A's tensors that has a partner, after it was compared.
 
     Raises:
         CheckpointError: there is no checkpoint at a path, it is broken, or it was changed meanwhile.
@@ -187,7 +188,7 @@ def _compared(
 
 
 def _relation(one: Weight, other: Weight) -> tuple[Relation, str]:
-    """How they compare, and what was compared of them."""
+    """The relation of two weights, and what was compared ("" for both as they are)."""
     a, b = one.values, other.values
     if {one.tensor.dtype, other.tensor.dtype} & UNREAD:
         return Relation("unread"), ""
@@ -217,7 +218,7 @@ def _relation(one: Weight, other: Weight) -> tuple[Relation, str]:
 
 
 def _turned(a: Values, b: Values) -> Relation | None:
-    """How B follows from A transposed; None where nothing but numbers says that it does."""
+    """How B follows from A transposed; None where no relation but a low cosine is found."""
     if not 0 < a.nbytes <= HELD:
         return None
     found = relation(Pair(Held.turned(a), b))
@@ -225,7 +226,7 @@ def _turned(a: Values, b: Values) -> Relation | None:
     return found if found.kind in _FOUND or close else None
 
 
-_TRIED = 16  # names from which a prefix is read off
+_TRIED = 16  # names from which prefixes are guessed
 
 
 @dataclass(frozen=True)
@@ -236,13 +237,14 @@ class Matching:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     prefixes: tuple[str, str] = ("", "")
-    """What A's names, and B's, have in front where that alone tells them apart."""
+    """The prefixes of A's and B's names, where names differ in these alone."""
     renamed: frozenset[str] = frozenset()
-    """A's names of the pairs that were found by their contents."""
+    """A's names in the pairs found by contents."""
 
 
 def match(a: Mapping[str, Weight], b: Mapping[str, Weight]) -> Matching:
-    """The tensors that belong together. Contents are read of those alone whose names say nothing, and are the same."""
+    """The tensors that correspond, by name, by name without a prefix, else by contents. Contents are read only of
+    tensors without a partner by name, and with the same type, shape and size as another."""
     partner = {name: name for name in a if name in b}
     left_a, left_b = [name for name in a if name not in b], [name for name in b if name not in a]
     here, there = prefixes = _prefixes(left_a, left_b)
@@ -265,7 +267,7 @@ def match(a: Mapping[str, Weight], b: Mapping[str, Weight]) -> Matching:
 
 
 def _prefixes(left_a: list[str], left_b: list[str]) -> tuple[str, str]:
-    """What stands before the dots of most names, where the rest of them is the same; ("", "") where nothing does."""
+    """The prefixes that most names have, where the rest of the names is equal; ("", "") if there are none."""
     among_a, among_b = set(left_a), set(left_b)
     best, most = ("", ""), 0
     for here, there in dict.fromkeys(_candidates(left_a[:: max(len(left_a) // _TRIED, 1)], left_b)):
@@ -288,7 +290,7 @@ def _candidates(some: list[str], others: list[str]) -> Iterable[tuple[str, str]]
 def _by_contents(
     left_a: list[str], left_b: list[str], a: Mapping[str, Weight], b: Mapping[str, Weight]
 ) -> dict[str, str]:
-    """Pairs of the same type, shape and bytes, of which there is one on each side: constants are alike too often."""
+    """Pairs with the same type, shape and bytes, where each side has one such tensor: constants are equal too often."""
     plain_a, plain_b = (
         [side[name] for name in left if side[name].tensor.dtype not in UNREAD]
         for left, side in ((left_a, a), (left_b, b))
@@ -314,18 +316,18 @@ def _hash(weight: Weight) -> bytes:
 
 Sums = NDArray[np.uint64]
 
-_SAME, _NEAR = 1e-9, 1e-2  # how far the sums of squares may be apart: of one type, and of two
+_SAME, _NEAR = 1e-9, 1e-2  # the relative difference allowed between sums of squares: of one type, and of two
 _LONGEST = 1 << 20  # values of a row
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-_TOLD = 8  # different values that must have moved: fewer are in another order by chance
+_TOLD = 8  # the fewest distinct values that must have moved: fewer may match by chance
 
 
 def permuted(a: Values, b: Values, far: Change) -> tuple[Held, str] | None:
-    """A in the order that B has, and what was put in order; None where B holds other values, or is too large.
+    """A in the order of B, and what was reordered, as text; None where B has other values, or is too large.
 
-    A sum over a row that does not depend on the order of its columns tells which rows belong together, and a sum over a
-    column which columns do (64-bit sums of scrambled values): one pass over each tensor, and one over A to read it. It
-    is for the caller to see whether the whole then follows. Of two types, both are rounded to the narrower one first.
+    Rows are matched by a sum over each row that does not depend on the order of its columns, and columns by a sum over
+    each column (64-bit sums of hashed values): one pass over each tensor, and one over A to read it. The caller has to
+    check whether the result equals B. For two types, both are rounded to the narrower one first.
     """
     shape = (*a.shape[:2], math.prod(a.shape[2:])) if len(a.shape) > 1 else (a.numel, 1, 1)
     room = _SAME if a.dtype == b.dtype else _NEAR
@@ -352,13 +354,14 @@ def permuted(a: Values, b: Values, far: Change) -> tuple[Held, str] | None:
 
 
 def _sums(tensor: Values, shape: tuple[int, ...], narrow: Float | None) -> tuple[Sums, Sums]:
-    """A number for each row, whatever the order of its columns, and one for each column, whatever that of its rows."""
+    """A hash of each row that does not depend on the order of its columns, and one of each column that does not depend
+    on the order of its rows."""
     _, wide, inner = shape
     rows, columns = list[Sums](), np.zeros(wide, np.uint64)
     places = np.arange(inner, dtype=np.uint64) * _ODD
     for piece in even(tensor, max(RUN // (wide * inner), 1) * wide * inner):
         with np.errstate(invalid="ignore"):  # a signalling NaN
-            values = as_numbers(piece, tensor.dtype) + 0.0  # of one zero
+            values = as_numbers(piece, tensor.dtype) + 0.0  # -0 becomes 0
         values = values if narrow is None else nearest(values, narrow)
         bits = _scrambled(values.view(np.uint64).reshape(-1, wide, inner) + places).sum(2, dtype=np.uint64)
         rows.append(bits.sum(1, dtype=np.uint64))
@@ -367,14 +370,14 @@ def _sums(tensor: Values, shape: tuple[int, ...], narrow: Float | None) -> tuple
 
 
 def _scrambled(bits: Sums) -> Sums:
-    """Each number as another one, of which no bit is left as it was (the end of splitmix64)."""
+    """A hash of each integer (the end of splitmix64)."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
 
 
 def _order(a: Sums, b: Sums) -> NDArray[np.intp] | None:
-    """For each of B's places A's with the same sum; None where they have other sums."""
+    """For each index of B, the index of A with the same sum; None where the sums differ."""
     if np.array_equal(a, b):
         return np.arange(a.size)
     in_a, in_b = np.argsort(a, kind="stable"), np.argsort(b, kind="stable")

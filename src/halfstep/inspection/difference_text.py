@@ -1,4 +1,4 @@
-"""How tensors of one checkpoint follow from another's, and in sentences: one for all of which the same is true."""
+"""Relations between tensors in sentences: one for all tensors for which the same is true."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from halfstep.text import percent, some
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor of A and its partner in B: types as stored, shapes, and how one follows from the other."""
+    """A tensor of A and its partner in B: types as stored, shapes, and how B's follows from A's."""
 
     name: str
     name_b: str
@@ -24,11 +24,11 @@ class TensorDifference:
     """What was compared: "" for both as they are, "transposed", "reshaped", "rows in another order" (or columns, both,
     or a vector's values), or the "first rows", where B has more or fewer."""
     how: str = "name"
-    """By which they were found: name, prefix, or contents."""
+    """How they were matched: by name, prefix, or contents."""
 
     @property
     def numel(self) -> int:
-        """A's values."""
+        """The number of A's values."""
         return math.prod(self.shapes[0])
 
 
@@ -46,17 +46,17 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "
 
 
 def count(some: Sequence[object]) -> str:
-    """How many tensors, in words."""
+    """The number of tensors, in words."""
     return f"{len(some)} tensor{'s' if len(some) != 1 else ''}"
 
 
 def values(group: Iterable[TensorDifference]) -> int:
-    """How many values A's tensors have."""
+    """The number of values of A's tensors."""
     return sum(one.numel for one in group)
 
 
 def sentence(group: Sequence[TensorDifference]) -> str:
-    """What is true of tensors of one key, which were seen in one way."""
+    """A sentence on tensors with one key, compared in one way."""
     first = group[0]
     said = _SAID[first.relation.kind](group)
     if first.seen == "first rows":
@@ -83,7 +83,7 @@ def figures(group: Sequence[TensorDifference]) -> str:
 
 
 def cosine(value: float) -> str:
-    """A cosine with as many digits as tell it from 1.
+    """A cosine with as many digits as distinguish it from 1.
 
     >>> cosine(0.99999987), cosine(0.25), cosine(1.0)
     ('1 - 1.3e-07', '0.250', '1')
@@ -101,7 +101,7 @@ def short(stored: str) -> str:
 
 
 def _roundings(group: Sequence[TensorDifference]) -> str:
-    """Those that explain all tensors of a group; of a few values several may, and not all have ties."""
+    """The rounding modes that explain all tensors of a group; for few values several may, and not all have ties."""
     sets = [one.relation.rounded.roundings for one in group if one.relation.rounded is not None]
     plain = [[name.partition(",")[0] for name in some] for some in sets]
     common = [name for name in dict.fromkeys(plain[0]) if all(name in some for some in plain)]

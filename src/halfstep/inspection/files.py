@@ -1,13 +1,13 @@
-"""What a checkpoint holds, and read-only access to its files: regular ones, in bounded reads and short maps; limits.
+"""Checkpoints, and read-only access to their files: regular files, in bounded reads and short-lived maps; limits.
 
 Values are read through a memory map, because that is half as fast again as `pread` into a reused buffer (8.7 GB/s of
-one core against 6, bit-or-ed from the page cache; 10 from memory). Its price is that the process dies of SIGBUS when
-the file is truncated under a map. So a map covers a few pieces only, and the file's size and time of change are
+one core against 6, bit-or-ed from the page cache; 10 from memory). Its price is that the process dies of SIGBUS if the
+file is truncated while it is mapped. So a map covers a few pieces only, and the file's size and time of change are
 compared before each map: a file that was written to since it was opened is an error, except in the two milliseconds
 that a map is in use.
 
-The limits say how much a checkpoint may make its reader hold: far above what real ones need, far below what a machine
-has. Together they keep the memory of opening and reading below 300 MB, whatever a file says of itself.
+The limits bound what a checkpoint may make its reader allocate: far above what real ones need, far below what a machine
+has. Together they keep the memory of opening and reading below 300 MB, whatever a file claims.
 """
 
 import json
@@ -28,23 +28,24 @@ from halfstep.errors import CheckpointError
 
 
 TENSORS = 200_000
-"""Tensors in one checkpoint; a mixture of 60 layers with 384 experts each, scales apart, has 140 thousand."""
+"""The most tensors in one checkpoint; a mixture of 60 layers with 384 experts each, with separate scales, has 140
+thousand."""
 
 TEXT = 64 << 20
-"""Bytes of a JSON header or index; the largest real ones hold some 20 million."""
+"""The most bytes of a JSON header or index; the largest real ones have some 20 million."""
 
 PARSED = 160 << 20
-"""Bytes that the objects made of a header may take, by the parsers' own upper estimates."""
+"""The most bytes of the objects made of a header, by the parsers' own upper estimates."""
 
 DIMENSIONS = 64
-"""Dimensions of a tensor, as in torch and numpy."""
+"""The most dimensions of a tensor, as in torch and numpy."""
 
 REPEATS, SMALL = 64, 1 << 30
-"""Tensors may together claim 64 times the bytes of their files (strides of 0, compression) and one GiB more."""
+"""Tensors may together claim 64 times the bytes of their files (strides of 0, compression) plus one GiB."""
 
 
 def check_count(count: int, what: object) -> None:
-    """Check a number of tensors before they are made.
+    """Check a number of tensors before they are created.
 
     Raises:
         CheckpointError: it is above the limit.
@@ -54,10 +55,10 @@ def check_count(count: int, what: object) -> None:
 
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """The JSON object that `data` holds.
+    """The JSON object in `data`.
 
     Raises:
-        CheckpointError: it is not a JSON object, is too deep, too large for memory, or has a key twice.
+        CheckpointError: it is not a JSON object, is nested too deeply, too large, or has a key twice.
     """
     # An upper estimate: CPython's sizes of a dict, a list and a small value, and of the text itself.
     # one wide character makes the whole string wide
@@ -95,7 +96,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A regular file as it was when it was opened."""
+    """A regular file, with its size and time of change when it was opened."""
 
     path: Path
     size: int
@@ -106,14 +107,14 @@ class File:
         """The file at `path`.
 
         Raises:
-            CheckpointError: it is not there, cannot be read, or is not a regular file.
+            CheckpointError: it does not exist, cannot be read, or is not a regular file.
         """
         with _descriptor(path) as (_, status):
             return cls(path, status.st_size, _stamp(status))
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor of the file.
+        """A descriptor of the file, as a context.
 
         Raises:
             CheckpointError: it was changed since `of`.
@@ -132,7 +133,7 @@ class File:
             return self.read_from(descriptor, start, count)
 
     def read_from(self, descriptor: int, start: int, count: int) -> bytes:
-        """`count` bytes from `start`, through a descriptor that is open."""
+        """`count` bytes from `start`, through an open descriptor."""
         self.within(start, count, "data")
         try:
             data = os.pread(descriptor, count, start)
@@ -145,7 +146,7 @@ class File:
         return data
 
     def within(self, start: int, count: int, what: str) -> None:
-        """Check that bytes `start` to `start + count` are bytes of the file.
+        """Check that bytes `start` to `start + count` are within the file.
 
         Raises:
             CheckpointError: they are not.
@@ -157,7 +158,7 @@ class File:
             )
 
     def view(self, descriptor: int, start: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """A read-only array of `count` values from byte `start`; the map goes when the array does."""
+        """A read-only array of `count` values from byte `start`; the map is closed with the array."""
         self._same(os.fstat(descriptor))
         low = start - start % mmap.ALLOCATIONGRANULARITY
         nbytes = start - low + count * dtype.itemsize
@@ -187,7 +188,7 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
 @contextmanager
 def _descriptor(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     try:
-        # Without blocking: the opening of a pipe would wait for a writer.
+        # Without blocking: opening a pipe would wait for a writer.
         descriptor = os.open(path, _FLAGS)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -204,8 +205,8 @@ def _descriptor(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 def inside(folder: Path, name: str, what: str) -> Path:
     """The path of the file called `name` in `folder`.
 
-    A link may lead out of the folder in one case: the cache of Hugging Face keeps models--a--b/snapshots/<revision>
-    full of links to models--a--b/blobs, and nothing else of that cache can be reached.
+    A link may leave the folder in one case: the cache of Hugging Face keeps models--a--b/snapshots/<revision> full of
+    links to models--a--b/blobs, and nothing else in that cache can be reached.
 
     Raises:
         CheckpointError: the name is absolute or goes up, or the file is a link to somewhere else.
@@ -228,11 +229,11 @@ def inside(folder: Path, name: str, what: str) -> Path:
 
 
 PIECE = 1 << 22
-"""Bytes of the pieces in which values are handed out unless asked otherwise."""
+"""The default size of pieces of values, in bytes."""
 
 
 class Source(Protocol):
-    """Where the values of one tensor lie, and how they are read."""
+    """Where the values of one tensor are, and how they are read."""
 
     def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
         """The values in order as 1-D arrays of at most `nbytes` each."""
@@ -240,12 +241,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint, as the headers describe it.
+    """One tensor of a checkpoint, as described by its headers.
 
-    `dtype` is torch's name without "torch.", or GGUF's for its quantised types ("q4_0"); "float4_e2m1fn",
+    `dtype` is torch's name without "torch.", or GGUF's for its quantized types ("q4_0"); "float4_e2m1fn",
     "float6_e2m3fn" and "float6_e3m2fn" are packed types, whose pieces are their bytes. `nbytes` is the size as stored.
-    Two tensors of equal `storage` are two names of the same values (tied weights).
-    `name` is as the file has it, control characters included: escape it before printing.
+    Two tensors of equal `storage` are two names of the same values (tied weights). `name` is as in the file, control
+    characters included: escape it before printing.
     """
 
     name: str
@@ -262,9 +263,9 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def chunks(self, nbytes: int = PIECE) -> Iterator[np.ndarray]:
-        """The values in row-major order, in pieces as `bits.values.Values` describes them.
+        """The values in row-major order, in pieces as described by `bits.values.Values`.
 
-        Where the file holds values plainly a piece is a view of a map of the file: keep a copy, not the view.
+        Where the file stores values plainly a piece is a view of a map of the file: keep a copy, not the view.
 
         Raises:
             CheckpointError: the file was changed since it was opened, or its data are broken.
@@ -274,7 +275,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: what its headers say. Values are read by a tensor's `chunks`, when asked for.
+    """An opened checkpoint: the contents of its headers. Values are read by a tensor's `chunks`.
 
     `kind` is the reader's name. `config` is the config.json of a Hugging Face folder, None elsewhere.
     """
@@ -286,12 +287,12 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] | None = None
     remarks: tuple[str, ...] = ()
-    """What of the files was not read, in words."""
+    """Parts of the files that were not read, in words."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A kind of checkpoint: `recognises` looks at a path's first bytes or files; `open` reads its headers."""
+    """A kind of checkpoint: `recognises` examines a path's first bytes or files; `open` reads its headers."""
 
     name: str
     recognises: Callable[[Path], bool]
@@ -301,15 +302,15 @@ class Reader:
 _MAPPED = 16 << 20  # bytes of one map: smaller ones cost more than the pages in them
 _READ = 64 << 10  # bytes from which on a map costs less than reading them
 _GAP = 16 << 10  # bytes between two tensors that cost less than a second read
-_GATHERED = 32 << 20  # bytes that are gathered at once: each gathering may touch the pages of the whole tensor
+_GATHERED = 32 << 20  # bytes gathered at once: each gather may touch all pages of the tensor
 
 Index = tuple[tuple[int, int], ...]
-"""Of each dimension the first index and the one after the last."""
+"""For each dimension the first index and the one after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """`count` values that lie in `file` one after the other, from byte `start`."""
+    """`count` contiguous values in `file`, from byte `start`."""
 
     file: File
     start: int
@@ -331,7 +332,7 @@ class Plain:
 
 
 def read_together(sources: Mapping[str, Plain]) -> dict[str, np.ndarray]:
-    """The values of each, in memory: those near one another in a file by one read, so they must be small together."""
+    """The values of each source, in memory: neighbours in a file are read together, so all must be small."""
     runs: list[list[tuple[str, Plain]]] = []
     for name, one in sorted(sources.items(), key=lambda item: (item[1].file.path, item[1].start)):
         last = runs[-1][-1][1] if runs else one
@@ -348,7 +349,7 @@ def read_together(sources: Mapping[str, Plain]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A tensor whose value at index i lies at byte start + sum(i * stride), strides counted in bytes."""
+    """A tensor whose value at index i is at byte start + sum(i * stride), with strides in bytes."""
 
     file: File
     start: int
@@ -383,7 +384,7 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Index]:
-    """Blocks of `shape` that follow one another in row-major order, each of a bounded size in memory."""
+    """Consecutive blocks of `shape` in row-major order, each of bounded size."""
     if 0 in shape:
         return
     if not shape:
@@ -406,7 +407,7 @@ def split(values: np.ndarray, nbytes: int) -> Iterator[np.ndarray]:
 
 
 def native(values: np.ndarray) -> np.ndarray:
-    """The values in this machine's byte order; the same array where they are already."""
+    """The values in this machine's byte order; the same array if they have it already."""
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
@@ -414,12 +415,12 @@ class Part(Protocol):
     """A part of a tensor whose own header is read only when its values are."""
 
     def located(self) -> Strided:
-        """Where its values lie."""
+        """Where its values are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The `sizes` of a tensor from `offsets`, stored by themselves."""
+    """The part of a tensor of these `sizes` from `offsets` on, stored by itself."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

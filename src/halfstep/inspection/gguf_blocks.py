@@ -1,8 +1,8 @@
-"""GGUF's block types: the bytes of a block of values, and the float32 values they stand for.
+"""GGUF's block types: decoders from the bytes of a block to float32 values.
 
-A block is a few scales and the codes of 32 or 256 values. Every decoder maps (blocks, bytes) to (blocks, values). The
-IQ types of 1 to 3 bits are rows of codebooks, with signs or an offset, times scales of 4 or 3 bits.
-Source: ggml, ggml-common.h (the layouts) and ggml-quants.c (dequantize_row_...).
+A block has a few scales and the codes of 32 or 256 values. Every decoder maps (blocks, bytes) to (blocks, values). The
+IQ types of 1 to 3 bits are rows of codebooks, with signs or an offset, times scales of 4 or 3 bits. Source: ggml,
+ggml-common.h (the layouts) and ggml-quants.c (dequantize_row_...).
 """
 
 from base64 import b85decode
@@ -21,7 +21,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of GGUF: `values` of them fill `nbytes`. Without a decoder its tensors are listed, but not read."""
+    """A block type of GGUF: `values` values in `nbytes` bytes. Without a decoder its tensors are listed, but not
+    read."""
 
     name: str
     values: int
@@ -35,13 +36,13 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles(codes: Bytes, width: int) -> Bytes:
-    """4-bit codes: of each group of `width` bytes first the low halves, then the high ones."""
+    """4-bit codes: for each group of `width` bytes first the low halves, then the high ones."""
     groups = codes.reshape(len(codes), -1, 1, width)
     return np.concatenate([groups & 15, groups >> 4], axis=2).reshape(len(codes), -1)
 
 
 def _fields(codes: Bytes, width: int, bits: int, count: int) -> Bytes:
-    """`count` fields of `bits` bits a byte, lowest first, each over a whole group of `width` bytes."""
+    """`count` fields of `bits` bits per byte, lowest first, each over a whole group of `width` bytes."""
     shifts = np.arange(count, dtype=np.uint8).reshape(1, 1, count, 1) * np.uint8(bits)
     return ((codes.reshape(len(codes), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(codes), -1)
 
@@ -109,7 +110,7 @@ def _iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _trits(codes: Bytes, width: int, count: int) -> Floats:
-    """`count` digits of base 3 a byte, the highest first, each over a whole group of `width` bytes; less one."""
+    """`count` base-3 digits per byte, the highest first, each over a whole group of `width` bytes; minus one."""
     groups = codes.reshape(len(codes), -1, 1, width) * _POWERS_OF_3[:count].reshape(1, 1, count, 1)
     return ((groups.astype(np.uint16) * 3) >> 8).astype(np.float32).reshape(len(codes), -1) - 1
 
@@ -123,14 +124,14 @@ def _nvfp4(blocks: Bytes) -> Floats:
     bits = blocks[:, :4].astype(np.int32)
     exponent, fraction = bits >> 3 & 15, (bits & 7).astype(np.float32)
     half = np.where(exponent == 0, fraction * 2.0**-10, np.ldexp(1 + fraction / 8, exponent - 8)).astype(np.float32)
-    half = np.where((bits == 0) | (bits == 127), np.float32(0), half)  # unsigned; ggml takes the NaN for zero
+    half = np.where((bits == 0) | (bits == 127), np.float32(0), half)  # unsigned; ggml decodes NaN as zero
     return _spread(half, 16) * _TWICE_E2M1[_nibbles(blocks[:, 4:], 8)]
 
 
 _OFFSET = np.float32(0.125)
 _SEVEN = np.arange(128, dtype=np.uint8)
 _SIGNS = _SEVEN | (np.array([int(n).bit_count() & 1 for n in _SEVEN], np.uint8) << np.uint8(7))
-"""Eight signs of seven bits: the last one makes their number even (ksigns_iq2xs)."""
+"""Eight signs from seven bits: the last one makes the number of minus signs even (ksigns_iq2xs)."""
 
 
 def _words(codes: Bytes, kind: str) -> NDArray[np.uint32]:
@@ -138,18 +139,18 @@ def _words(codes: Bytes, kind: str) -> NDArray[np.uint32]:
 
 
 def _bit_fields(values: NDArray[Any], width: int, count: int) -> NDArray[np.uint32]:
-    """`count` fields of `width` bits of each number, the lowest first, one after the other."""
+    """`count` fields of `width` bits of each integer, the lowest first."""
     shifts = np.arange(count, dtype=np.uint32) * np.uint32(width)
     return (values.astype(np.uint32)[..., None] >> shifts & np.uint32((1 << width) - 1)).reshape(len(values), -1)
 
 
 def _negative(bits: NDArray[Any]) -> Floats:
-    """-1 for a bit that is set, 1 for others, of bytes, the lowest bit first."""
+    """-1 for each set bit of the bytes and 1 for the others, the lowest bit first."""
     return (1 - 2 * _bit_fields(bits, 1, 8).astype(np.float32)).astype(np.float32)
 
 
 def _scaled(scales: Floats, values: Floats) -> Floats:
-    """Values, each run of them times a scale of its own."""
+    """Values, with a scale for each run of them."""
     return (scales[:, :, None] * values.reshape(*scales.shape, -1)).reshape(len(values), -1)
 
 
@@ -158,7 +159,7 @@ def _rows(name: str, codes: NDArray[Any]) -> Floats:
 
 
 def iq2_xxs(blocks: Bytes) -> Floats:
-    """Of 32 values four codes of a byte; a word of four times seven signs, and a scale in its last four bits."""
+    """Per 32 values four one-byte codes, and a word with four times seven signs and a scale in its last four bits."""
     words = _words(blocks[:, 2:], "<u4").reshape(len(blocks), -1, 2)
     codes = _bit_fields(words[..., 0], 8, 4)
     signs = _negative(_SIGNS[_bit_fields(words[..., 1], 7, 4)])
@@ -167,14 +168,14 @@ def iq2_xxs(blocks: Bytes) -> Floats:
 
 
 def iq2_xs(blocks: Bytes) -> Floats:
-    """Of eight values a code of nine bits and seven signs; of 16 a scale."""
+    """Per eight values a code of nine bits and seven signs; per 16 a scale."""
     words = _words(blocks[:, 2:66], "<u2")
     scales = _quarters(blocks, blocks[:, 66:])
     return _scaled(scales, _rows("iq2_xs", words & np.uint32(511))) * _negative(_SIGNS[words >> 9])
 
 
 def iq2_s(blocks: Bytes) -> Floats:
-    """Of eight values a code of ten bits, of which two lie apart, and eight signs; of 16 a scale."""
+    """Per eight values a code of ten bits, two of them stored separately, and eight signs; per 16 a scale."""
     codes = blocks[:, 2:34] | _bit_fields(blocks[:, 66:74], 2, 4) << 8
     return _scaled(_quarters(blocks, blocks[:, 74:]), _rows("iq2_s", codes)) * _negative(blocks[:, 34:66])
 
@@ -184,7 +185,7 @@ def _quarters(blocks: Bytes, scales: Bytes) -> Floats:
 
 
 def iq3_xxs(blocks: Bytes) -> Floats:
-    """Of four values a code of a byte; of 32 a word of four times seven signs, and a scale in its last four bits."""
+    """Per four values a one-byte code; per 32 a word with four times seven signs and a scale in its last four bits."""
     words = _words(blocks[:, 66:], "<u4")
     scales = _half(blocks, 0) * (np.float32(0.5) + (words >> 28).astype(np.float32)) * np.float32(0.5)
     signs = _negative(_SIGNS[_bit_fields(words, 7, 4)])
@@ -192,14 +193,15 @@ def iq3_xxs(blocks: Bytes) -> Floats:
 
 
 def iq3_s(blocks: Bytes) -> Floats:
-    """Of four values a code of nine bits, of which one lies apart, and four signs; of 32 a scale."""
+    """Per four values a code of nine bits, one of them stored separately, and four signs; per 32 a scale."""
     codes = blocks[:, 2:66] | _bit_fields(blocks[:, 66:74], 1, 8) << 8
     scales = _half(blocks, 0) * (1 + 2 * _bit_fields(blocks[:, 106:], 4, 2).astype(np.float32))
     return _scaled(scales, _rows("iq3_s", codes)) * _negative(blocks[:, 74:106])
 
 
 def iq1_s(blocks: Bytes) -> Floats:
-    """Of eight values a code of eleven bits, of which three lie apart; of 32 a scale, and the sign of the offset."""
+    """Per eight values a code of eleven bits, three of them stored separately; per 32 a scale, and the offset's
+    sign."""
     high = _words(blocks[:, 34:], "<u2")
     codes = blocks[:, 2:34] | _bit_fields(high & np.uint32(0xFFF), 3, 4) << 8
     scales = _half(blocks, 0) * (2 * (high >> 12 & np.uint32(7)) + 1).astype(np.float32)
@@ -208,9 +210,8 @@ def iq1_s(blocks: Bytes) -> Floats:
 
 
 def iq1_m(blocks: Bytes) -> Floats:
-    """Of eight values a code of eleven bits and the sign of the offset; of 16 a scale. The block's own float16 is the
-    last four bits of four words of scales.
-    """
+    """Per eight values a code of eleven bits and the offset's sign; per 16 a scale. The block's float16 scale is in the
+    last four bits of four words of scales."""
     words = _words(blocks[:, 48:], "<u2")
     whole = ((words >> 12) << np.arange(0, 16, 4, dtype=np.uint32)).sum(1, dtype=np.uint32).astype("<u2")
     scales = whole.view("<f2").astype(np.float32)[:, None] * (2 * _bit_fields(words, 3, 4) + 1).astype(np.float32)
@@ -222,7 +223,7 @@ def iq1_m(blocks: Bytes) -> Floats:
 
 @cache
 def codebook(name: str) -> NDArray[np.float32]:
-    """The rows of a codebook: (codes, values of a code)."""
+    """A codebook: (codes, values per code)."""
     levels, columns, text = _PACKED[name]
     packed = np.frombuffer(b85decode(text), np.uint8)
     bits = 2 if len(levels) == 3 else 4
@@ -262,13 +263,13 @@ BLOCKS = {
     40: BlockType("nvfp4", 64, 36, _nvfp4),
     41: BlockType("q1_0", 128, 18),
 }
-"""Every block type by its number in the file; `b` are blocks."""
+"""Every block type by its number in the file; decoders take blocks `b`."""
 
 UNREAD = frozenset(kind.name for kind in BLOCKS.values() if not kind.decode)
-"""The names of the types that are listed only."""
+"""The types that are listed but not read."""
 
 DECODED = frozenset(kind.name for kind in BLOCKS.values() if kind.decode)
-"""The names of the types that come decoded to float32."""
+"""The types that are decoded to float32."""
 
 
 _PACKED: dict[str, tuple[Sequence[int], int, str]] = {
@@ -399,4 +400,5 @@ _PACKED: dict[str, tuple[Sequence[int], int, str]] = {
         "&xLIAgUs&D5@%|QL0p`R;qxif~ttBimH{WpsJ#(sH&=}"
     ),
 }  # fmt: skip
-"""Of each: what its digits stand for, lowest digits of a byte first; the values of a row; the rows, packed."""
+"""For each codebook: the values of its digits (the lowest digits of a byte first), the values per row, the packed
+rows."""

@@ -1,4 +1,4 @@
-"""Open a checkpoint of any kind, and inspect it in one pass: what the bits say by tensor, by role and in all."""
+"""Opens checkpoints of any kind and inspects them in one pass: verdicts by tensor, by role and in all."""
 
 import gc
 import hashlib
@@ -54,18 +54,18 @@ _NAMED = 3  # checkpoints that an error about a folder names
 
 
 readers = family("halfstep.inspection.readers", Reader)
-"""Every reader by name; a new kind of checkpoint is one new file in `readers/`."""
+"""All readers by name; a new kind of checkpoint is one new file in `readers/`."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint at `path`, a file or a folder. Only headers are read; nothing that is stored is run.
+    """The checkpoint at `path`, a file or a folder. Only headers are read; no stored code is executed.
 
     Raises:
-        CheckpointError: there is no such path, no reader knows it, or it is broken.
+        CheckpointError: the path does not exist, no reader recognises it, or it is broken.
     """
     path = Path(os.path.expanduser(path))
     if not os.path.isdir(path):
-        File.of(path)  # says what is wrong with it, if it is no file
+        File.of(path)  # raises if it is no regular file
     try:
         for reader in readers().values():
             if reader.recognises(path):
@@ -76,7 +76,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _unknown(path: Path) -> str:
-    """What is said of a path that no reader knows: what of it can be opened, if it is a folder."""
+    """The message for a path that no reader recognises; for a folder it names checkpoints in it."""
     kinds = ", ".join(sorted(readers()))
     if not path.is_dir():
         found = "is not a checkpoint of a known kind" if path.stat().st_size else "is empty"
@@ -89,7 +89,8 @@ def _unknown(path: Path) -> str:
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """What holds for every kind: names are text and differ, and tensors do not claim far more bytes than there are."""
+    """The checkpoint, after checks for every kind: names are valid text and distinct, and tensors do not claim far more
+    bytes than the files have."""
     check_count(len(checkpoint.tensors), checkpoint.path)
     seen: set[str] = set()
     for tensor in checkpoint.tensors:
@@ -110,12 +111,12 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-_TENSORS, _VALUES = 256, 1 << 20  # that are held at once
+_TENSORS, _VALUES = 256, 1 << 20  # small tensors, and their values, held at once
 
 
 @dataclass(frozen=True)
 class Read:
-    """What the values of a tensor say. Of blocks that come decoded, their origin is not looked for."""
+    """The scan, statistics and origin of a tensor. For GGUF's blocks, which are decoded, there is no origin."""
 
     tensor: StoredTensor
     scan: Scan
@@ -124,7 +125,7 @@ class Read:
 
 
 def read(tensors: Sequence[StoredTensor], progress: Progress | None = None) -> Iterator[Read]:
-    """Each of some `readable` tensors, in order; the small ones of a window are read and judged together."""
+    """Read each of some `readable` tensors, in order; the small ones of a window are read and judged together."""
     for window in _windows(tensors):
         small = {one.tensor.name: one for one in _read_small([x for x in window if is_small(x)], progress)}
         for tensor in window:
@@ -155,7 +156,7 @@ def _read_small(tensors: Sequence[StoredTensor], progress: Progress | None) -> I
 
 
 def _judged(tensors: Sequence[StoredTensor], scans: Sequence[Scan]) -> list[Read]:
-    """Scans of tensors of one type, with what they say."""
+    """Scans of tensors of one type, with statistics and origins."""
     dtype = tensors[0].dtype
     said = [None] * len(scans) if dtype in DECODED else origins(scans, dtype)
     return list(map(Read, tensors, scans, of_scans(scans, stored_format(dtype)), said))
@@ -163,14 +164,13 @@ def _judged(tensors: Sequence[StoredTensor], scans: Sequence[Scan]) -> list[Read
 
 _TOGETHER = 256  # tables that are added at once
 _PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
-"""The types in which quantisers keep codes, one or several in each element."""
+"""The types in which quantizers store codes, one or several per element."""
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Pauses Python's collection of cycles: it would go through all records of a checkpoint, which have none, again and
-    again, for a third of the time of one of 120,000 tensors.
-    """
+    """A context without Python's cyclic garbage collection: it would traverse all records of a checkpoint, which have
+    no cycles, repeatedly, for a third of the time of inspecting one with 120,000 tensors."""
     if not gc.isenabled():
         yield
         return
@@ -190,14 +190,14 @@ def inspect(
     known: Known | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Which types the values of a checkpoint went through, read from their bits, and the statistics behind that.
+    """Inspect a checkpoint: which types its values went through, as their bits show, and the statistics behind that.
 
     Args:
-        path: a file or a folder that `open_checkpoint` knows, or what it returned.
-        quick: only look for the last mantissa bit in use, at the speed of memory; nothing is counted.
-        casts: formats to try on every matrix (`what_if.CANDIDATES`, or "all"), which reads them a second time.
-        known: what is said of the model elsewhere, to be compared with.
-        progress: told the number of bytes after each piece that was read.
+        path: a file or a folder that `open_checkpoint` reads, or its result.
+        quick: only look for the last mantissa bit in use, at memory speed; nothing is counted.
+        casts: formats to try on every matrix (`what_if.CANDIDATES`, or "all"), which are read a second time.
+        known: statements about the model from elsewhere, to be compared with.
+        progress: called with the number of bytes after each piece that was read.
 
     Raises:
         CheckpointError: there is no checkpoint at the path, it is broken, or it was changed meanwhile.
@@ -250,20 +250,21 @@ def _is_read(tensor: StoredTensor) -> bool:
 
 
 def _once(tensors: Sequence[StoredTensor]) -> Collection[StoredTensor]:
-    """Of tensors that are stored in the same bytes the first."""
+    """The first of the tensors that are stored in the same bytes."""
     same = grouped(((tensor.storage, "" if tensor.nbytes else tensor.name), tensor) for tensor in tensors)
     return [found[0] for found in same.values()]
 
 
 def _add(tables: dict[str, Table], counted: list[tuple[str, Table]]) -> None:
-    """Add what was counted to the tables of all roles, and forget it."""
+    """Add the counted tables to those of their roles, and clear the list."""
     for role in {role for role, _ in counted}:
         tables[role] = total([tables.get(role, EMPTY), *(table for one, table in counted if one == role)])
     counted.clear()
 
 
 def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[TensorReport], tuple[str, ...]]:
-    """Each tensor of codes with its layer, as far as the bits of its scales confirm that; and what they do not."""
+    """Each tensor of codes with its layer, checked against the bits of its scales; and the findings where these do not
+    fit."""
     counted = {tensor.name: tensor.statistics for tensor in tensors if tensor.role == "scales" and tensor.statistics}
     findings, found = list(layers.findings), []
     for tensor in tensors:
@@ -289,7 +290,7 @@ def _report(
     said = [(tensor, _evidence(tensor)) for tensor in own]
     roles = [_role(role, [one for one in said if one[0].role == role], tables) for role in NAMES]
     present = tuple(role for role in roles if role.tensors)
-    # A file of optimizer state alone is judged by what it holds; its step counts and the like are single numbers.
+    # A file with optimizer state alone is judged by that; its step counts and the like are scalars.
     model = [(tensor, one) for tensor, one in said if tensor.role in WEIGHTS]
     weights = [one for _, one in model] if any(tensor.numel > 1 for tensor, _ in model) else []
     judged = {role.role: role.verdict for role in present if role.role in WEIGHTS or not weights}
@@ -331,7 +332,7 @@ def _role(role: str, found: list[tuple[TensorReport, Evidence]], tables: dict[st
 
 
 def _together(parts: list[Statistics], table: Table) -> Statistics:
-    """The figures of several tensors. Subnormals are of each one's own type; scales are each one's, too."""
+    """The statistics of several tensors. Subnormals are counted in each tensor's own type; there is no common scale."""
     smallest = min((part.smallest for part in parts if part.nonzero), default=0.0)
     found = of_table(table, max(part.amax for part in parts), smallest)
     return replace(found, subnormal=sum(part.subnormal for part in parts), exact_scaled={})
@@ -352,7 +353,7 @@ def _evidence(tensor: TensorReport) -> Evidence:
 
 
 def _shown(file: Path, checkpoint: Checkpoint) -> str:
-    """A file's name, with its folders under the checkpoint's."""
+    """A file's name, relative to the checkpoint's folder."""
     return str(file.relative_to(checkpoint.path)) if checkpoint.path in file.parents else file.name
 
 
@@ -363,10 +364,10 @@ def _config_dtype(checkpoint: Checkpoint) -> str | None:
 
 
 def _earlier(seen: dict[tuple[object, ...], StoredTensor], tensor: StoredTensor, found: Scan) -> str | None:
-    """The name of the first tensor with the same bytes; None where there is none, or the values are constants.
+    """The name of the first tensor with the same bytes; None where there is none, or the values are constant.
 
     Args:
-        seen: those so far, by their counts: only where all of these are equal are bytes compared.
+        seen: earlier tensors by their counts: bytes are compared only where all counts are equal.
     """
     if found.distinct < 2:
         return None
@@ -380,10 +381,10 @@ _FRACTIONS = {"float32": 23, "bfloat16": 7, "float16": 10}
 
 
 def quick_origin(tensor: Values, progress: Progress | None = None) -> Origin | None:
-    """What the OR of all values' bits says; None for other types than float32, bfloat16 and float16.
+    """The origin that the OR of all values' bits shows; None for types other than float32, bfloat16 and float16.
 
-    One value with a last bit set shows that the type is used in full, and the rest is not read. That none has it is not
-    weighed: it counts nothing, so a tensor of a few values looks like one of millions.
+    One value with the last bit set shows that the type is used in full, and the rest is not read. That no value has it
+    set is not weighed: nothing is counted, so a tensor of a few values looks like one of millions.
     """
     if tensor.dtype not in _FRACTIONS:
         return None

@@ -1,6 +1,6 @@
-"""The quantised layers of a checkpoint, by `schemes.SCHEMES` or as the file describes them; its weights by name.
+"""The quantized layers of a checkpoint, by `schemes.SCHEMES` or as the file describes them; and its weights by name.
 
-What is broken is said in words. Plain tensors are as they are, codes with scales are the values they stand for.
+Broken layers are described in words. A weight's values are those of a plain tensor, or codes times scales.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from halfstep.text import printable
 
 @dataclass(frozen=True)
 class Layers:
-    """The quantised layers by the name of the tensor of their codes, and what is broken, in words."""
+    """The quantized layers by the name of the tensor of their codes, and broken ones, in words."""
 
     by_codes: Mapping[str, Layer]
     findings: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Layers:
 
 
 def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
-    """Every quantised layer, by the names, types and shapes of its tensors. Broken ones are findings, too."""
+    """Every quantized layer, by the names, types and shapes of its tensors; broken ones are findings."""
     names = {tensor.name: tensor for tensor in tensors}
     found: dict[str, Layer] = {}
     findings: list[str] = []
@@ -54,7 +54,7 @@ def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
             if tensor.dtype in scheme.dtypes and (parts := _parts(tensor, scheme, names))
         ]
         if tried:
-            # Schemes whose names are alike differ in what they need and in how shapes fit.
+            # Schemes with the same names differ in the parts that they need and in how shapes fit.
             scheme, parts, layer, wrong = min(tried, key=lambda one: (one[2] is None, len(one[3])))
             used |= {part.name: scheme for part in parts.values()}
             found |= {tensor.name: layer} if layer is not None else {}
@@ -63,7 +63,7 @@ def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
 
 
 def _parts(codes: StoredTensor, scheme: Scheme, names: Mapping[str, StoredTensor]) -> dict[str, StoredTensor] | None:
-    """The tensors of the layer by suffix, or None where codes and scales are not called and stored so."""
+    """The tensors of the layer by suffix, or None where codes and scales do not have the scheme's names and types."""
     if not codes.name.endswith(scheme.codes):
         return None
     stem = codes.name.removesuffix(scheme.codes)
@@ -116,7 +116,7 @@ def tile_text(tile: tuple[int, int], shape: Shape) -> str:
 
 
 def _left_over(tensors: Sequence[StoredTensor], used: Mapping[str, Scheme], codes: set[str]) -> Iterator[str]:
-    """Tensors that are called and stored like the codes or the scales of other layers, and belong to none."""
+    """Findings for tensors with the names and types of other layers' codes or scales that belong to no layer."""
     alike = {(_last(t.name), t.dtype): used[t.name] for t in tensors if t.name in used}
     called = {_last(name) for name in codes}
     for tensor in tensors:
@@ -135,19 +135,19 @@ def _last(name: str) -> str:
 
 
 _SCHEME = "halfstep"
-_LABEL = 1 << 14  # bytes of the longest label; that of a codebook of 256 values has some 5,000
+_LABEL = 1 << 14  # most bytes of a label; that of a codebook of 256 values has some 5,000
 _ALSO = {
     "tensor_scale": "and a float32 scale of the tensor",
     "scale_scale": "in groups with scales of their own",
     "zero_point": "and zero points",
     "outliers": "and columns of outliers as they were",
 }
-"""What the text says of parts beside codes and scales."""
+"""The text for parts other than codes and scales."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """A weight that halfstep quantised, as its file describes it. Its parts are called STEM + the name of the part."""
+    """A weight that halfstep quantized, as its file describes it. The names of its parts are STEM + the part's name."""
 
     stem: str
     quantizer: Quantizer
@@ -156,11 +156,12 @@ class Own:
     expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]]
     """The types and shapes of the parts."""
     label: tuple[str, ...] = ()
-    """The tensor that says how it was quantised, where that is none of the parts."""
+    """The tensor that describes the quantizer, where the file has one."""
 
 
 def described(checkpoint: Checkpoint) -> Layers:
-    """The layers of `save_quantized`, `--to` and `quantize_model`, whose quantizers the file names, and GGUF's."""
+    """The layers of `save_quantized`, `--to` and `quantize_model`, whose quantizers the file describes, and GGUF's
+    blocks."""
     names = {tensor.name: tensor for tensor in checkpoint.tensors}
     found, findings = _blocks(checkpoint), list[str]()
     for one in own(checkpoint):
@@ -171,7 +172,7 @@ def described(checkpoint: Checkpoint) -> Layers:
 
 
 def _blocks(checkpoint: Checkpoint) -> dict[str, Layer]:
-    """GGUF's: codes and scales together in blocks."""
+    """GGUF's layers: codes and scales together in blocks."""
     kinds = {kind.name: kind for kind in BLOCKS.values()}
     return {
         tensor.name: Layer(
@@ -191,13 +192,13 @@ def _blocks(checkpoint: Checkpoint) -> dict[str, Layer]:
 
 
 def own(checkpoint: Checkpoint) -> Iterator[Own | str]:
-    """The weights that halfstep quantised; in words, what of their descriptions cannot be read."""
+    """The weights that halfstep quantized; for descriptions that cannot be read, an error as text."""
     yield from _from_metadata(checkpoint)
     yield from _from_labels(checkpoint)
 
 
 def _from_metadata(checkpoint: Checkpoint) -> Iterator[Own | str]:
-    """What `save_quantized` wrote."""
+    """The weights that `save_quantized` wrote."""
     text = checkpoint.metadata.get(KEY, "{}")
     try:
         entries = parse_object(text.encode(), f"the metadata {KEY!r}")
@@ -213,7 +214,7 @@ def _from_metadata(checkpoint: Checkpoint) -> Iterator[Own | str]:
 
 
 def _from_labels(checkpoint: Checkpoint) -> Iterator[Own | str]:
-    """What `quantize_model` made: NAME_format holds a label of the codes in NAME_codes."""
+    """The weights that `quantize_model` made: NAME_format holds a label of the codes in NAME_codes."""
     names = {tensor.name: tensor for tensor in checkpoint.tensors}
     for codes in checkpoint.tensors:
         stem = codes.name.removesuffix("codes")
@@ -266,12 +267,12 @@ def _of_own(own: Own, names: Mapping[str, StoredTensor]) -> tuple[Layer | None, 
 
 
 HELD = 1 << 30
-"""Bytes of a tensor that is read whole to be put in another order."""
+"""The most bytes of a tensor that is read whole to be reordered."""
 
 
 @dataclass(frozen=True)
 class Held(Shaped):
-    """A tensor put in another order: the whole of it is in memory."""
+    """A reordered tensor, in memory."""
 
     held: NDArray[Any]
     dtype: str
@@ -285,7 +286,7 @@ class Held(Shaped):
 
     @classmethod
     def ordered(cls, tensor: Values, rows: NDArray[np.intp], columns: NDArray[np.intp]) -> "Held":
-        """A tensor with the slices of its first two dimensions in the order that their indices have here."""
+        """A tensor with the slices of its first two dimensions reordered by these indices."""
         return cls(_whole(tensor).reshape(rows.size, columns.size, -1)[rows][:, columns], tensor.dtype, tensor.shape)
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
@@ -304,19 +305,19 @@ def _whole(tensor: Values) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class First(Shaped):
-    """The first values of a tensor, as many as a `shape` has."""
+    """The first values of a tensor, as many as `shape` has."""
 
     whole: Values
     shape: Shape
 
     @property
     def dtype(self) -> str:  # type: ignore[override]
-        """That of the whole."""
+        """The dtype of the whole tensor."""
         return self.whole.dtype
 
     @property
     def nbytes(self) -> int:
-        """Their bytes."""
+        """Bytes of these values."""
         return self.whole.nbytes * self.numel // self.whole.numel
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
@@ -332,17 +333,17 @@ class First(Shaped):
 
 @dataclass(frozen=True)
 class Scaled(Decoded):
-    """Codes of a byte each times their scales, in float32: `tile` rows and columns share one, 0 for all of them."""
+    """One-byte codes times their scales, in float32: `tile` rows and columns share a scale, 0 for all of them."""
 
     codes: Values
     scales: Values
     tile: tuple[int, int]
     divisor: float = 1.0
-    """By which scales are divided first: bitsandbytes keeps the largest magnitude of a row."""
+    """The divisor of scales: bitsandbytes stores the amax of a row."""
 
     @property
     def shape(self) -> Shape:  # type: ignore[override]
-        """That of the codes."""
+        """The shape of the codes."""
         return self.codes.shape
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
@@ -362,7 +363,7 @@ class Scaled(Decoded):
 
 
 def _scales(piece: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Scales in float32; bytes are E8M0's exponents."""
+    """Scales in float32; bytes are E8M0."""
     return as_numbers(piece, "float8_e8m0fnu" if dtype == "uint8" else dtype).astype(np.float32)
 
 
@@ -370,7 +371,7 @@ _SCALED: Mapping[str, tuple[tuple[int, int] | None, float]] = {
     "fine-grained FP8": ((128, 128), 1.0), "FP8": (None, 1.0), "MXFP8": ((1, 32), 1.0), "int8": (None, 1.0),
     "bitsandbytes int8": (None, 127.0), "torchao": (None, 1.0),
 }  # fmt: skip
-"""The schemes of a byte a code, whose values are code times scale: the usual tile, and what divides a scale."""
+"""The schemes of one-byte codes whose values are code times scale: the default tile, and the divisor of scales."""
 
 
 @dataclass(frozen=True)
@@ -386,7 +387,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Restored(Decoded):
-    """What a quantizer of ours stored, decoded as a whole when it is read."""
+    """A tensor that halfstep quantized, decoded as a whole when it is read."""
 
     quantizer: Quantizer
     shape: tuple[int, ...]
@@ -401,7 +402,8 @@ class Restored(Decoded):
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Weight]:
-    """Every weight by name. Scales and other parts of quantised layers are no weights; tied ones have each name."""
+    """Every weight by name. Scales and other parts of quantized layers are no weights; tied weights have an entry per
+    name."""
     layers = find_layers(checkpoint.tensors) + described(checkpoint)
     stored = {tensor.name: tensor for tensor in checkpoint.tensors}
     ours, parts, found = _ours(checkpoint, stored), layers.parts, dict[str, Weight]()
@@ -414,7 +416,7 @@ def weights(checkpoint: Checkpoint) -> dict[str, Weight]:
             if layer is None or (not layer.parts and layer.scheme.startswith("GGUF"))  # whose codes come decoded
             else _coded(layer, stored, ours)
         )
-        # Codes whose weight is there beside them keep the name that they have.
+        # Codes keep their own name where the file has a tensor with the weight's name too.
         name = tensor.name if weight.name in stored else weight.name
         found[name] = Weight(name, weight.stored, weight.shape, tensor, weight.values)
     return found
@@ -442,7 +444,8 @@ def _scaled(layer: Layer, codes: StoredTensor, stored: Mapping[str, StoredTensor
 
 
 def _ours(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> dict[str, Restored]:
-    """What `save_quantized`, `--to` and `quantize_model` wrote, by the names of their codes; no stacks of labels."""
+    """The weights that `save_quantized`, `--to` and `quantize_model` wrote, by the names of their codes; not stacks of
+    labelled codes."""
     found = {}
     for one in own(checkpoint):
         if not isinstance(one, str):

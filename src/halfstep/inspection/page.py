@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network, and runs nothing."""
+"""Renders a report as one HTML page without network access or scripts."""
 
 import base64
 import hashlib
@@ -42,7 +42,7 @@ def to_html(report: Inspection) -> str:
 
 
 def _outliers(report: Inspection) -> list[TensorReport]:
-    """Tensors with outlier channels, those that stand out most first; tied ones once."""
+    """Tensors with outlier channels, the largest ratio first; tied ones once."""
     found = [(t.statistics.channels, t) for t in report.tensors if t.statistics is not None and t.tied_to is None]
     ratios = [(c.largest / c.median, tensor) for c, tensor in found if c is not None and c.outliers]
     return [tensor for _, tensor in sorted(ratios, key=lambda item: -item[0])]
@@ -54,7 +54,7 @@ def _part(name: str) -> str:
 
 _BARS, _ZERO, _SUBNORMAL = "#4f83b6", "#f6d5cf", "#fdf0d2"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_LOWEST, _HIGHEST = -60, 24  # exponents drawn; what lies beyond is drawn at the edge, and said
+_LOWEST, _HIGHEST = -60, 24  # exponents drawn; values beyond are drawn at the edge, with a note
 
 
 def png(report: Inspection) -> bytes:

@@ -1,9 +1,8 @@
-"""A machine that reads pickles of tensors and can do nothing else.
+"""A pickle interpreter for tensors that can do nothing else.
 
 It knows the opcodes that torch writes. It imports nothing and calls nothing but the functions of `allowed`, which make
-records; whatever else a pickle refers to is refused by name. Dictionaries stay lists of pairs, so that no key of the
-pickle is hashed or compared, and every object is paid for from a budget of memory.
-Source of the opcodes: CPython, Lib/pickletools.py.
+records; any other name in a pickle is refused. Dictionaries stay lists of pairs, so that no key of the pickle is hashed
+or compared, and every object counts against a memory budget. Source of the opcodes: CPython, Lib/pickletools.py.
 """
 
 import struct
@@ -28,7 +27,7 @@ class Pairs:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object of the pickle: what it was called with, and the state that it was given."""
+    """An object of the pickle: the arguments of its constructor, and its state."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -37,7 +36,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Something that the pickle refers to by module and name; `make` is what a call of it does here."""
+    """A global that the pickle refers to by module and name; `make` is the function that replaces a call of it."""
 
     name: str
     make: "Make | None"
@@ -48,20 +47,20 @@ Allowed = Mapping[str, Make | None]
 
 
 def load(data: bytes, allowed: Allowed, what: str, persistent: Make | None = None) -> Any:
-    """The object that the pickle `data` describes, made of plain values, `Pairs` and what `allowed` returns.
+    """The object that the pickle `data` describes, made of plain values, `Pairs` and results of `allowed`.
 
-    `allowed` gives for each "module.name" the function that a call of it means, or None for names that are only passed
+    `allowed` maps each "module.name" to the function that replaces a call of it, or None for names that are only passed
     on; "package.*" stands for all names of a package. `persistent` makes an object of a persistent id. Both get a tuple
-    of whatever the pickle holds and must check.
+    of arbitrary objects of the pickle and must check it.
 
     Raises:
-        CheckpointError: the pickle refers to anything else, is broken, or describes more than fits the budget.
+        CheckpointError: the pickle refers to any other name, is broken, or describes more than the budget.
     """
     return _Machine(data, allowed, what, persistent).run()
 
 
 def load_next(data: bytes, at: int, allowed: Allowed, what: str, persistent: Make | None = None) -> tuple[Any, int]:
-    """The object of the pickle that begins at byte `at`, and the byte behind its end; as `load`."""
+    """The object of the pickle that begins at byte `at`, and the byte after its end; as `load`."""
     machine = _Machine(data, allowed, what, persistent)
     machine.at = at
     return machine.run(), machine.at

@@ -1,4 +1,4 @@
-"""What an inspection found, as frozen records and as data for JSON, and what of it contradicts what others say."""
+"""The result of an inspection, as frozen records and as data for JSON; and contradictions with other statements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ LISTED = 10
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor. Without `statistics`: no floating point, or packed codes, or a quick look."""
+    """One tensor. Without `statistics` for integers, packed codes, and in a quick look."""
 
     name: str
     role: str
@@ -35,9 +35,9 @@ class TensorReport:
     tied_to: str | None = None
     """The first tensor that is stored in the same bytes of the file."""
     duplicate_of: str | None = None
-    """The first tensor that has equal bytes elsewhere."""
+    """The first tensor with equal bytes elsewhere."""
     layer: Layer | None = None
-    """Of codes, the quantised weight that they are of."""
+    """For codes, their quantized weight."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class RoleReport:
     numel: int
     nbytes: int
     dtypes: Mapping[str, int]
-    """Values by stored type."""
+    """Numbers of values by stored type."""
     verdict: PrecisionVerdict
     statistics: Statistics | None = None
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the bits of a checkpoint say. `verdict` is on the model's parameters, without optimizer state."""
+    """The result of inspecting a checkpoint. `verdict` is on the model's parameters, without optimizer state."""
 
     path: Path
     kind: str
@@ -65,18 +65,18 @@ class Inspection:
     roles: tuple[RoleReport, ...]
     verdict: PrecisionVerdict
     config_dtype: str | None = None
-    """The type that config.json names; no evidence."""
+    """The dtype in config.json; no evidence."""
     known: "Known | None" = None
     contradictions: tuple[str, ...] = ()
     quick: bool = False
     casts: tuple[WhatIf, ...] = ()
-    """What casts would cost, where that was asked for."""
+    """The costs of casts, if these were asked for."""
     schemes: tuple[SchemeReport, ...] = ()
-    """The quantised layers, where there are any."""
+    """The quantized layers, if there are any."""
     findings: tuple[str, ...] = ()
-    """What is broken in them."""
+    """Broken quantized layers."""
     remarks: tuple[str, ...] = ()
-    """What of the files was not read."""
+    """Parts of the files that were not read."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ class Inspection:
 
     @property
     def title(self) -> str:
-        """What was read: the path, the kind of file, the number of tensors and their bytes."""
+        """The path, the kind of file, the number of tensors and their bytes, as text."""
         size = f"{self.nbytes / 1e9:.3g} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.3g} MB"
         files = f"{len(self.files)} files" if len(self.files) != 1 else "1 file"
         return f"{printable(str(self.path))}: {self.kind}, {files}, {len(self.tensors)} tensors, {size}"
@@ -110,7 +110,7 @@ class Inspection:
 
     @property
     def alarms(self) -> list[str]:
-        """What contradicts the verdict, was not read or is broken, a line each; of many the first."""
+        """Contradictions, parts that were not read, and broken layers, one line each; only the first of many."""
         return [
             *(f"contradiction: {printable(text)}" for text in self.contradictions),
             *_first("", self.remarks, "that were not read"),
@@ -119,13 +119,13 @@ class Inspection:
 
     @property
     def claims(self) -> list[str]:
-        """What config.json and the knowledge base say, a line each."""
+        """The statements of config.json and the knowledge base, one line each."""
         config = [] if self.config_dtype is None else [f"config.json says {printable(self.config_dtype)}"]
         known = self.known
         return config + ([] if known is None else [f"{printable(known.source)} says: {printable(known.text)}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Data for JSON."""
         return {
             "schema": SCHEMA,
             "path": str(self.path),
@@ -167,7 +167,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class Known:
-    """What others state about the model: the types it was trained in ("bf16"), and who says so."""
+    """Statements about the model: the types in which it was trained ("bf16"), and their source."""
 
     source: str
     computes: tuple[str, ...]
@@ -175,12 +175,13 @@ class Known:
 
 
 def contradictions(weights: Sequence[Evidence], config: str | None, known: Known | None) -> Iterator[str]:
-    """Where the bits of the weights contradict the type that config.json names, or what is known of the model.
+    """Contradictions between the bits of the weights and the type that config.json names, or what is known of the
+    model.
 
-    What a type could not have left behind is a contradiction: values exactly bf16 in a model said to be fp16. Full
-    mantissas are not a contradiction for a model trained in bf16, which may have kept a master copy in float32.
+    Only results that a type cannot produce are contradictions: values exactly bf16 in a model said to be fp16. Full
+    mantissas do not contradict training in bf16, which may have kept a master copy in float32.
     """
-    plain = [one for one in weights if one.layer is None]  # of codes config.json names the type to compute in
+    plain = [one for one in weights if one.layer is None]  # for codes config.json names the type of computation
     told = [
         (name, one.numel)
         for one in plain
@@ -203,9 +204,9 @@ def contradictions(weights: Sequence[Evidence], config: str | None, known: Known
 
 
 def disagreements(config: Mapping[str, object] | None, layers: Sequence[Layer]) -> tuple[str, ...]:
-    """Where the `quantization_config` of a config.json and the layers in the files differ, in words.
+    """Differences between the `quantization_config` of a config.json and the layers in the files, in words.
 
-    It compares the method, the bits of a code, and the sizes of blocks, as far as both sides say them.
+    It compares the method, the bits per code, and the block sizes, as far as both sides have them.
     """
     if config is None:
         return ()
@@ -237,7 +238,7 @@ def _sizes(declared: Mapping[str, object], layer: Layer, holds: str) -> Iterator
 
 
 def _weights(declared: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings of weights: those of compressed-tensors' first group, or the top ones."""
+    """The settings for weights: those of compressed-tensors' first group, or the top-level ones."""
     groups = declared.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None

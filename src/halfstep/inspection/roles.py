@@ -1,4 +1,4 @@
-"""What a tensor is for, by its name: embedding, norm, attention ... The table below is all there is to it."""
+"""The role of a tensor, by its name: embedding, norm, attention ...; defined by the table below."""
 
 import re
 from functools import lru_cache
@@ -42,7 +42,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     ("head", r"^output\.(weight|bias)|^head\.(weight|bias)"),
     ("mlp", r"output\.dense"),
 )
-"""Role and pattern, the first that fits wins. A pattern without a dot must be one whole part of the name between dots
+"""Roles and patterns, the first match wins. A pattern without a dot must match one whole part of the name between dots
 or slashes; one with a dot is searched for in the name."""
 
 NAMES = (*dict.fromkeys(role for role, _ in ROLES), "other")
@@ -53,14 +53,14 @@ WEIGHTS = ("norm", "router", "head", "embedding", "attention", "mlp", "other")
 
 
 def role_of(name: str) -> str:
-    """The role of a tensor of that name.
+    """The role of a tensor with that name.
 
     >>> role_of("model.layers.3.self_attn.q_proj.weight"), role_of("transformer.h.0.ln_1.weight")
     ('attention', 'norm')
     >>> role_of("model.layers.0.mlp.gate.weight"), role_of("model.layers.0.mlp.gate_proj.weight_scale_inv")
     ('router', 'scales')
     """
-    parts = [part for part in _SEPARATORS.split(name) if not part.isdecimal()]  # the number of a layer says nothing
+    parts = [part for part in _SEPARATORS.split(name) if not part.isdecimal()]  # without layer numbers
     first = min(map(_row_of, parts), default=len(ROLES))
     if not _OPTAX.isdisjoint(parts) and any(part.startswith("opt") for part in parts):
         return "moments"
@@ -70,8 +70,8 @@ def role_of(name: str) -> str:
 
 @lru_cache(1 << 12)
 def _row_of(part: str) -> int:
-    """The first row of the table whose pattern is this part of a name; the number of rows where there is none."""
-    # Patterns that end in \w* try every end of a part that has other characters, so these are told apart first.
+    """The first row of the table whose pattern matches this part of a name; the number of rows where none does."""
+    # Patterns that end in \w* would backtrack over parts with other characters, so these are excluded first.
     if not _WORD.fullmatch(part):
         return len(ROLES)
     return next((i for i, pattern in _WHOLE.items() if pattern.fullmatch(part)), len(ROLES))

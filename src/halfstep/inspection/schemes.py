@@ -1,4 +1,4 @@
-"""The layouts in which quantised weights are published: one entry each, by names, types and shapes."""
+"""The layouts in which quantized weights are published: one entry each, by names, types and shapes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _E8M0 = ("float8_e8m0fnu", "uint8")
 
 @dataclass(frozen=True)
 class Packed:
-    """Codes are one after the other along the last dimension, `per` in each stored element."""
+    """Codes are contiguous along the last dimension, `per` in each stored element."""
 
     per: int = 1
 
@@ -30,23 +30,23 @@ class Packed:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Codes of a block are the last dimension, two in each byte."""
+    """The last dimension is the codes of one block, two per byte."""
 
     def shape(self, parts: Parts) -> Shape | None:
-        """The blocks of a row, put together."""
+        """The shape of the weight, with the blocks of a row joined."""
         *lead, blocks, columns = parts["codes"].shape if len(parts["codes"].shape) > 1 else (1, 1)
         return *lead, blocks * columns * 2
 
 
 @dataclass(frozen=True)
 class Words:
-    """Words of 32 bits along dimension `axis`, whose codes are as many as the last dimension of the part `sized`."""
+    """32-bit words of codes along dimension `axis`, whose number of codes is the last dimension of the part `sized`."""
 
     axis: int
     sized: str
 
     def shape(self, parts: Parts) -> Shape | None:
-        """The shape with as many along the axis as that part says; with 8 codes a word where it is missing."""
+        """The shape with that size along the axis; with 8 codes per word where the part is missing."""
         shape = list(parts["codes"].shape)
         part = parts.get(self.sized)
         if len(shape) != 2:
@@ -57,12 +57,12 @@ class Words:
 
 @dataclass(frozen=True)
 class Told:
-    """The shape is the value of the part `sized`; rows are filled up to whole words."""
+    """The shape is stored in the part `sized`; rows are padded to whole words."""
 
     sized: str
 
     def shape(self, parts: Parts) -> Shape | None:
-        """The shape that the part holds, if it is possible; with 8 codes a word where the part is missing."""
+        """The shape in that part, if it is possible; with 8 codes per word where the part is missing."""
         codes, part = parts["codes"].shape, parts.get(self.sized)
         if len(codes) != 2:
             return None
@@ -76,7 +76,7 @@ class Told:
 class Scheme:
     """One layout. A layer's codes are called STEM + `codes`, its other parts STEM + their suffix.
 
-    A suffix that begins with "/" is that of a tensor beside the weight, in its module.
+    A suffix that begins with "/" is that of another tensor of the weight's module.
     """
 
     name: str
@@ -85,22 +85,22 @@ class Scheme:
     scale: str
     scale_dtypes: tuple[str, ...]
     methods: tuple[str, ...]
-    """What config.json calls it: `quantization_config.quant_method`."""
+    """Its names in config.json: `quantization_config.quant_method`."""
     packing: Packed | Blocks | Words | Told = Packed()
     format: str | None = None
-    """What a code is; None for the stored type itself."""
+    """The format of a code; None for the stored type itself."""
     tile: tuple[int, int] | None = None
-    """The rows and columns that share a scale, 0 for all; None where the shapes say."""
+    """The rows and columns that share a scale, 0 for all; None where it follows from the shapes."""
     needs: tuple[str, ...] = ()
     """Other parts that every layer has."""
     may: tuple[str, ...] = ()
     """Parts that a layer may have."""
     flat: bool = False
-    """Whether scales are of so many codes one after the other, whatever the rows are."""
+    """Whether scales are of blocks of the flat codes, independent of rows."""
     turned: bool = False
     """Whether the scales are those of the transposed weight."""
     also: str = ""
-    """What the text says beside codes and scales."""
+    """More text for the description."""
 
 
 SCHEMES = (
@@ -179,11 +179,11 @@ SCHEMES = (
 
 
 BLOCKS = (128, 64, 32, 16, 256, 512, 1024, 2048, 4096)
-"""Lengths of blocks, the usual ones first."""
+"""Lengths of blocks, the most common ones first."""
 
 
 def tile_of(shape: Shape, scale: Shape, preferred: tuple[int, int] | None) -> tuple[int, int] | None:
-    """How many rows and columns share each scale, 0 for all; None where the shapes do not fit.
+    """The number of rows and columns that share each scale, 0 for all; None where the shapes do not fit.
 
     >>> tile_of((256, 512), (2, 4), (128, 128)), tile_of((256, 512), (256, 1), None), tile_of((256, 512), (1,), None)
     ((128, 128), (1, 0), (0, 0))
@@ -207,10 +207,10 @@ def tile_of(shape: Shape, scale: Shape, preferred: tuple[int, int] | None) -> tu
 
 
 def block_of(values: int, scales: int) -> int | None:
-    """The length of blocks of which the last may be short; None of none that is usual."""
+    """The length of blocks, the last of which may be short; None if it is no common one."""
     return next((size for size in BLOCKS if -(-values // size) == scales), None)
 
 
 def written(shape: Sequence[int | str]) -> str:
-    """A shape in words."""
+    """A shape as text."""
     return "x".join(str(size) for size in shape) or "scalar"

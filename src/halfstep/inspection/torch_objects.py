@@ -1,4 +1,4 @@
-"""What a pickle of torch may refer to, as records that hold nothing but numbers: storages and views of them."""
+"""The objects that a pickle of torch may contain, as records without code: storages and views of them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _STORAGES = {
 }  # fmt: skip
 
 ARRAY = "numpy.ndarray"
-"""The record of an array, whose values lie inside the pickle."""
+"""The record of a numpy array, whose values are inside the pickle."""
 
 _PARAMETERS = "torch.nn.ParameterDict"
 """The record of a container of parameters."""
@@ -30,7 +30,7 @@ _OBJECTS = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes of one or more tensors: `numel` values of `dtype` under the name `key`."""
+    """The bytes of one or more tensors: `numel` values of `dtype` with the name `key`."""
 
     key: str
     dtype: str
@@ -39,7 +39,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A tensor: a view of a storage, offset and strides counted in values of `dtype`."""
+    """A tensor: a view of a storage, with offset and strides in values of `dtype`."""
 
     storage: Storage
     dtype: str
@@ -49,7 +49,7 @@ class View:
 
 
 def storage(identity: tuple[Any, ...]) -> Storage:
-    """The storage that a persistent id names: ("storage", its class, its key, a device, the number of values)."""
+    """The storage of a persistent id: ("storage", its class, its key, a device, the number of values)."""
     match identity:
         case ("storage", Name() as kind, str() as key, _, int() as numel, *_) if (
             _storage_type(kind) and 0 <= numel < 1 << 62
@@ -73,7 +73,7 @@ def _view(args: tuple[Any, ...]) -> View:
 
 
 def _typed_view(args: tuple[Any, ...]) -> View:
-    """torch._utils._rebuild_tensor_v3: as v2, the type given apart."""
+    """torch._utils._rebuild_tensor_v3: as v2, with the dtype as an argument of its own."""
     match args:
         case (Storage() as held, int() as offset, tuple() as size, tuple() as strides, _, _, Name() as dtype, *rest):
             _check_plain(rest)
@@ -116,7 +116,7 @@ def _subclass(args: tuple[Any, ...]) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Inside(Pairs):
-    """The attributes of a tensor subclass that wraps others, as those of torchao do."""
+    """The attributes of a tensor subclass that wraps other tensors, as torchao's do."""
 
 
 def _wrapper(args: tuple[Any, ...]) -> Any:
@@ -154,12 +154,12 @@ def _only(args: tuple[Any, ...]) -> Any:
 
 
 def _elements(args: tuple[Any, ...]) -> Any:
-    """Those of a deque, to which a pickle may append."""
+    """The elements of a deque, to which a pickle may append."""
     return args[0] if args and isinstance(args[0], list) else []
 
 
 def _nothing(args: tuple[Any, ...]) -> None:
-    """What holds no tensor: a path, a slice, a point in time."""
+    """For objects without tensors: a path, a slice, a date."""
 
 
 def _odd(what: str, args: tuple[Any, ...]) -> CheckpointError:
@@ -168,7 +168,7 @@ def _odd(what: str, args: tuple[Any, ...]) -> CheckpointError:
 
 
 def record(name: str) -> Allowed:
-    """An entry of what is allowed: a call of `name` makes a `Record` of it."""
+    """An entry of `allowed`: a call of `name` makes a `Record`."""
     return {name: lambda args: Record(name, args)}
 
 
@@ -177,7 +177,7 @@ _BUILTINS: Allowed = {
     **dict.fromkeys(("slice", "range", "xrange"), _nothing),
     **dict.fromkeys(("list", "dict", "tuple", "int", "long", "float", "str", "unicode", "bool", "bytes")),
 }
-"""Python's own types, as 2 and 3 call them; the last ones are factories of a defaultdict."""
+"""Python's own types, as Python 2 and 3 name them; the last ones are factories of a defaultdict."""
 
 
 BASIC: Allowed = {
@@ -186,7 +186,7 @@ BASIC: Allowed = {
     "torch.serialization._get_layout": _only,
     "torch.strided": None,
 }
-"""What every pickle of torch may refer to."""
+"""The names that every pickle of torch may refer to."""
 
 TENSORS: Allowed = {
     **BASIC,
@@ -227,18 +227,18 @@ TENSORS: Allowed = {
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torchao.*": lambda args: Record("torchao", args),
 }
-"""What a pickle of tensors may refer to; beyond torch's own list what options and logs are made of (namespaces, paths,
-dates, slices, collections), torch's two containers of parameters, numpy's scalars and arrays (states of random
-numbers), and whatever is torchao's: what it wraps are plain tensors."""
+"""The names that a pickle of tensors may refer to: torch's own list; the types of options and logs (namespaces, paths,
+dates, slices, collections); torch's two containers of parameters; numpy's scalars and arrays (states of random number
+generators); and all of torchao, which wraps plain tensors."""
 
 
 def views(root: Any, what: str, arrays: list[str] | None = None) -> Iterator[tuple[str, View]]:
-    """The tensors in nested dictionaries and lists by dotted name; scalars and strings are passed over.
+    """The tensors in nested dictionaries and lists by dotted name; scalars and strings are skipped.
 
-    A file of one tensor gives the name "tensor". The names of numpy's arrays are added to `arrays`.
+    A file of one tensor gives the name "tensor". The names of numpy's arrays are appended to `arrays`.
 
     Raises:
-        CheckpointError: the nesting is deeper than 64 or a cycle, or the names alone would fill the memory.
+        CheckpointError: nesting deeper than 64, a cycle, or names that would fill the memory.
     """
     if isinstance(root, View):
         yield "tensor", root
@@ -265,7 +265,7 @@ def views(root: Any, what: str, arrays: list[str] | None = None) -> Iterator[tup
 
 
 def _items(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, each under its full name; a scalar holds nothing."""
+    """The items of a container, each with its full name; none for a scalar."""
     if isinstance(value, Record) and isinstance(value.state, Pairs):  # a namespace, or a module
         value = value.state.text_keys().get("_parameters") if value.name == _PARAMETERS else value.state
     if isinstance(value, Pairs):
@@ -283,7 +283,7 @@ def _joined(prefix: str, key: Any, between: str) -> str:
 
 
 def passed_over(arrays: list[str]) -> tuple[str, ...]:
-    """A remark on numpy's arrays, where there are any."""
+    """A remark on numpy's arrays, if there are any."""
     if not arrays:
         return ()
     return (f"not read: numpy arrays inside the pickle: {some([repr(name[:80]) for name in arrays], 1)}",)

@@ -1,4 +1,4 @@
-"""Write a checkpoint cast to another format: one safetensors file, streamed, whole or not at all."""
+"""Writes a checkpoint cast to another format: one safetensors file, streamed, whole or not at all."""
 
 import json
 import os
@@ -28,12 +28,12 @@ from halfstep.text import grouped, some
 
 
 CODES = {name: code for code, name in DTYPES.items()}
-"""What safetensors calls torch's types."""
+"""safetensors' names of torch's types."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the file."""
+    """One tensor of the new file."""
 
     name: str
     dtype: str
@@ -46,7 +46,7 @@ class Part:
 
 
 class NewFile:
-    """The file while it is written: each part is filled by its own appends, in any order among the parts."""
+    """The file being written: each part is appended to by itself, in any order of parts."""
 
     def __init__(self, file: BinaryIO, parts: Sequence[Part], metadata: Mapping[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -71,7 +71,8 @@ class NewFile:
 
 @contextmanager
 def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> Iterator[NewFile]:
-    """Write a file that is at `path` when the block ends, and nowhere if it fails or is interrupted.
+    """A context that writes a file: it appears at `path` when the block ends, and nowhere if it fails or is
+    interrupted.
 
     Raises:
         CheckpointError: there is a file of that name, before or afterwards; or it cannot be written.
@@ -85,7 +86,7 @@ def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> 
             file.flush()
             os.fsync(file.fileno())
             assert file.seek(0, os.SEEK_END) == new.nbytes
-        os.link(partial, path)  # unlike a rename this replaces nothing
+        os.link(partial, path)  # unlike a rename, a link replaces no existing file
     except FileExistsError as error:
         refuse_existing(path)
         raise CheckpointError(f"{str(partial)!r} is in the way; remove it") from error
@@ -96,7 +97,7 @@ def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> 
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise a CheckpointError if there is something at `path`, or its folder cannot be written to."""
+    """Raise a CheckpointError if `path` exists, or its folder cannot be written to."""
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"{str(path)!r} exists; name a file that does not, or remove it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -108,24 +109,25 @@ def refuse_existing(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written, and what became of values that were cast without scales."""
+    """What was written, and the effect on values that were cast without scales."""
 
     path: Path
     nbytes: int
     cast: int
-    """Tensors that were cast; the others were copied."""
+    """The number of tensors that were cast; the others were copied."""
     copied: int
     overflowing: int
-    """Finite values beyond the type's largest one: infinite in fp16 and bf16, the largest value in float8."""
+    """The number of finite values beyond the type's largest one: infinite in fp16 and bf16, the largest value in
+    float8."""
     zeroed: int
-    """Values that became zero."""
+    """The number of values that became zero."""
     remarks: tuple[str, ...] = ()
-    """Of copied tensors whose type few readers of safetensors know, or none."""
+    """On copied tensors whose type few readers of safetensors know, or none."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """All floating-point tensors in one type that every reader of safetensors knows, without scales."""
+    """Casts all floating-point tensors to one type that every reader of safetensors knows, without scales."""
 
     dtype: str
     format: str
@@ -135,11 +137,12 @@ class Plain:
         return tensor.dtype in ("float64", "float32", "bfloat16", "float16") or tensor.dtype in DECODED
 
     def parts(self, tensor: StoredTensor) -> list[Part]:
-        """What the file holds of a tensor that is cast."""
+        """The parts that the file has for a tensor that is cast."""
         return [Part(tensor.name, self.dtype, tensor.shape)]
 
     def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The parts' values, piece by piece, with the part's name; counts in `lost` what overflows and becomes zero."""
+        """The parts' names and values, piece by piece; counts in `lost` the values that overflow and that become
+        zero."""
         format = formats.get(self.format)
         stored: torch.dtype = getattr(torch, self.dtype)
         came = "float32" if tensor.dtype in DECODED else tensor.dtype
@@ -150,14 +153,15 @@ class Plain:
             operators.round_into(x, y, format, "nearest_even", "ieee", None)
             lost[0] += int((x.isfinite() & ~y.isfinite()).sum())
             lost[1] += int(((y == 0) & (x != 0)).sum())
-            if stored.itemsize == 1:  # saturates, for one overflow is not to make a whole product infinite
+            if stored.itemsize == 1:  # saturate, so that one overflow does not make a whole matmul infinite
                 operators.round_into(x, y, format, "nearest_even", "saturate", None)
             yield tensor.name, y.to(stored).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Matrices as codes and scales, which `halfstep.load_quantized` reads; other tensors are copied. As `Plain`."""
+    """Casts matrices to codes and scales, which `halfstep.load_quantized` reads; other tensors are copied. As
+    `Plain`."""
 
     quantizer: Quantizer
 
@@ -180,9 +184,9 @@ class Scaled:
             operators.quantize_into(x, made, self.quantizer, None)
             for name, part in made.items():
                 if name != "codes" and (whole or not part.dim()):
-                    once[name] = part  # of the whole tensor: the same in every piece
+                    once[name] = part  # one for the whole tensor: the same in every piece
                 else:
-                    # without those of the largest magnitude's row
+                    # without the row that was added for the amax
                     yield f"{tensor.name}.{name}", part[: sizes[name][0]].contiguous().view(torch.uint8).numpy()
         for name, part in once.items():
             yield f"{tensor.name}.{name}", part.view(-1).view(torch.uint8).numpy()
@@ -199,7 +203,7 @@ TARGETS: Mapping[str, Plain | Scaled] = {
     "float8_e5m2": Plain("float8_e5m2", "float8_e5m2"),
     **{name: Scaled(quantizer) for name, quantizer in CANDIDATES.items() if quantizer.scales is not None},
 }
-"""What a checkpoint can be cast to, by name."""
+"""The formats to which a checkpoint can be cast, by name."""
 
 
 def write(
@@ -212,11 +216,11 @@ def write(
     """Cast a checkpoint to one of TARGETS and write it to `path`, a safetensors file that does not exist yet.
 
     Args:
-        reports: what an inspection found of each tensor.
+        reports: the reports of an inspection, one per tensor.
 
     Raises:
         QuantizationError: an unknown target.
-        CheckpointError: the file exists or cannot be written; a tensor's type has no place in such a file.
+        CheckpointError: the file exists or cannot be written; a safetensors file cannot hold a tensor's type.
     """
     check_target(target, path)
     how, tensors = TARGETS[target], checkpoint.tensors
@@ -244,7 +248,7 @@ def write(
 
 
 def check_target(target: str, path: Path) -> None:
-    """Raise what `write` would, before anything is read."""
+    """Raise the errors of `write` that are known before anything is read."""
     one_of("format to write", target, TARGETS, QuantizationError)
     refuse_existing(path)
 
@@ -266,7 +270,7 @@ def _copy(tensor: StoredTensor) -> Part:
 
 
 def _remarks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
-    """What became of complex tensors."""
+    """Remarks on complex tensors."""
     names = grouped((tensor.dtype, repr(tensor.name)) for tensor in tensors)
     return (f"{dtype} {words}: {some(names[dtype], 1)}" for dtype, words in _COMPLEX.items() if dtype in names)
 

@@ -1,7 +1,7 @@
-"""The table of contents of a zip archive, or of one that lies inside a file, without reading its members.
+"""Reads the table of contents of a zip archive, or of one inside a file, without reading its members.
 
-The standard library's reader takes a table of any size into memory and trusts the offsets in it.
-Source: PKWARE, APPNOTE.TXT 6.3.10, sections 4.3 to 4.5.
+The standard library's reader loads a table of any size into memory and trusts its offsets. Source: PKWARE, APPNOTE.TXT
+6.3.10, sections 4.3 to 4.5.
 """
 
 import struct
@@ -24,7 +24,7 @@ _TABLE = 32 << 20  # bytes of the longest table that is read
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member: its bytes lie at `start` of the file, `packed` of them, which unpack to `size`."""
+    """One member: `packed` bytes from `start` of the file, which unpack to `size` bytes."""
 
     name: str
     start: int
@@ -34,11 +34,11 @@ class Member:
 
 
 def members(file: File, base: int = 0, length: int | None = None) -> dict[str, Member]:
-    """The members by name of the archive that fills `length` bytes of `file` from `base` (all of it by default).
+    """The members by name of the archive in `length` bytes of `file` from `base` (default: the whole file).
 
     Raises:
-        CheckpointError: it is not an archive, or is a broken one: members overlap, lie outside, are there twice, are
-            encrypted, or have names that lead out of a folder.
+        CheckpointError: it is not an archive, or is a broken one: members overlap, are outside of it, occur twice, are
+            encrypted, or have names that leave the folder.
     """
     length = file.size - base if length is None else length
     file.within(base, length, "a zip archive")
@@ -59,7 +59,7 @@ def members(file: File, base: int = 0, length: int | None = None) -> dict[str, M
 
 
 def _table(file: File, base: int, length: int) -> tuple[bytes, int]:
-    """The bytes of the table of contents and where it starts, counted from `base`."""
+    """The bytes of the table of contents and where it starts, relative to `base`."""
     tail_length = min(length, _END.size + (1 << 16) - 1)
     tail = file.read(base + length - tail_length, tail_length)
     at = tail.rfind(b"PK\5\6")
@@ -95,7 +95,7 @@ def _table64(file: File, base: int, end: int) -> tuple[int, int, int, int]:
 
 
 def _entries(file: File, table: bytes) -> Iterator[tuple[str, Member]]:
-    """Name and entry of each member, `start` being its local header counted from the archive's own start."""
+    """Name and entry of each member; `start` is that of its local header, relative to the archive."""
     at = 0
     while at < len(table):
         if len(table) - at < _ENTRY.size:
@@ -113,7 +113,7 @@ def _entries(file: File, table: bytes) -> Iterator[tuple[str, Member]]:
 
 
 def _sizes64(file: File, extra: bytes, *values: int) -> tuple[int, ...]:
-    """Size, packed size and start; a field of all ones is replaced by the 64-bit one of the extra field."""
+    """Size, packed size and start; a field of all ones is replaced by the 64-bit value in the extra field."""
     wanted = [value == 0xFFFFFFFF for value in values]
     if not any(wanted):
         return values
@@ -140,7 +140,7 @@ def _name(file: File, raw: bytes, flags: int) -> str:
 
 
 def _check_apart(file: File, found: dict[str, Member]) -> None:
-    """No two members share bytes: that is how a small archive unpacks to a large one."""
+    """Check that no two members share bytes, as in a zip bomb."""
     end = 0
     for member in sorted(found.values(), key=lambda member: (member.start, member.packed)):
         if member.start < end:

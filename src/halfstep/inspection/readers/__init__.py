@@ -1,1 +1,1 @@
-"""One file a kind of checkpoint: each says whether it knows a path, and opens it."""
+"""One file per kind of checkpoint: each recognises paths of its kind, and opens them."""

@@ -53,7 +53,7 @@ class Deflated:
     dtype: np.dtype
 
     def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
-        """The values in order, unpacked as they are asked for."""
+        """The values in order, unpacked as they are requested."""
         step = max(nbytes // self.dtype.itemsize, 1) * self.dtype.itemsize
         left = self.count * self.dtype.itemsize
         with self.file.opened() as descriptor:
@@ -68,7 +68,7 @@ class Deflated:
 
 
 class _Inflated:
-    """The unpacked bytes of a member, from its beginning."""
+    """A stream of the unpacked bytes of a member."""
 
     def __init__(self, file: File, descriptor: int, member: Member) -> None:
         self.file, self.descriptor, self.member = file, descriptor, member
@@ -90,7 +90,7 @@ class _Inflated:
         return bytes(found)
 
     def at_end(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the stream is at its end."""
         return not self._more(1) and (self.machine.eof or self.at == self.member.packed)
 
     def _more(self, limit: int) -> bytes:
@@ -107,10 +107,10 @@ class _Inflated:
 
 
 def open_npy(path: Path) -> Checkpoint:
-    """The array of a `.npy` file, under the name of the file.
+    """The array of a `.npy` file, with the file's name.
 
     Raises:
-        CheckpointError: it is broken, or holds Python objects.
+        CheckpointError: it is broken, or contains Python objects.
     """
     file = File.of(path)
     tensor = _tensor(file, Member(path.stem, 0, file.size, file.size, STORED), path.stem)
@@ -121,7 +121,7 @@ def open_npz(path: Path) -> Checkpoint:
     """The arrays of a `.npz` file by name.
 
     Raises:
-        CheckpointError: it is broken, or holds Python objects.
+        CheckpointError: it is broken, or contains Python objects.
     """
     file = File.of(path)
     arrays = [member for name, member in members(file).items() if name.endswith(".npy")]
@@ -171,7 +171,7 @@ def _start(file: File, member: Member) -> bytes:
 
 
 def _header(data: bytes, what: str) -> tuple[int, dict[str, Any]]:
-    """The length of the header with all before it, and what it says."""
+    """The number of bytes up to the end of the header, and the header."""
     if data[:6] != MAGIC or len(data) < 12 or data[6] not in (1, 2, 3):
         raise CheckpointError(f"{what} does not begin as numpy's arrays do")
     width = 2 if data[6] == 1 else 4

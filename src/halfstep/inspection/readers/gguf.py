@@ -35,12 +35,12 @@ MAGIC = b"GGUF"
 PLAIN = {
     0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16",
 }  # fmt: skip
-"""The types that are no blocks, by their number in the file."""
+"""The types without blocks, by their number in the file."""
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _DIMENSIONS = 4  # GGML_MAX_DIMS
-_KEPT = 1 << 16  # bytes of the longest string that is kept; a chat template has some ten thousand
+_KEPT = 1 << 16  # most bytes of a string; a chat template has some ten thousand
 _KEPT_ALL = 16 << 20
 _DECODED = 1 << 20  # bytes of float32 that are decoded at once, so that the intermediate arrays stay in the cache
 
@@ -72,7 +72,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line of the table of tensors; the file has the innermost dimension of the shape first, this last."""
+    """A line of the table of tensors; the file stores the innermost dimension of the shape first, here it is last."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Entry:
 
 
 class _Cursor:
-    """Reads forward through the header, in windows."""
+    """Reads the header forward, in windows."""
 
     def __init__(self, file: File, descriptor: int) -> None:
         self.file, self.descriptor = file, descriptor
@@ -139,10 +139,10 @@ class _Cursor:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """The tensors of a GGUF file; arrays among its metadata are given by their length.
+    """The tensors of a GGUF file; arrays in its metadata are replaced by their length.
 
     Raises:
-        CheckpointError: the header is broken, or the tensors do not lie within the file.
+        CheckpointError: the header is broken, or tensors are not within the file.
     """
     file = File.of(path)
     with file.opened() as descriptor:

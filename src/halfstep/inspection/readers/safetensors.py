@@ -1,6 +1,6 @@
-"""The safetensors format: 8 bytes of length, a JSON header, then the tensors' bytes without gaps; several files of it.
+"""The safetensors format: 8 bytes of length, a JSON header, then the tensors' bytes without gaps; also sharded.
 
-Several files have an index, a `model.safetensors.index.json` or a `pytorch_model.bin.index.json`, or lie in a folder as
+Several files have an index, a `model.safetensors.index.json` or a `pytorch_model.bin.index.json`, or are in a folder as
 Hugging Face has them: config.json, and weights.
 
 Source: https://github.com/huggingface/safetensors, README, "Format"; Hugging Face, transformers, "Sharded checkpoints".
@@ -43,7 +43,7 @@ def open_safetensors(path: Path) -> Checkpoint:
     """The tensors of one safetensors file.
 
     Raises:
-        CheckpointError: the header is not one, or disagrees with the file's size.
+        CheckpointError: the header is invalid, or contradicts the file's size.
     """
     file = File.of(path)
     length = _header_length(file)
@@ -75,7 +75,7 @@ def _header_length(file: File) -> int:
 
 
 def _tensor(file: File, start: int, name: str, entry: Any) -> StoredTensor:
-    """One entry of the header.
+    """The tensor of one entry of the header.
 
     The product of a shape is of Python's integers, so that no size overflows; it must equal the entry's bytes.
     """
@@ -104,7 +104,7 @@ def _whole_numbers(found: Any, most: int) -> bool:
 
 
 def _check_cover(file: File, start: int, header: dict[str, Any]) -> None:
-    """The tensors' bytes follow one another to the end of the file: no overlap, no gap, nothing hidden behind."""
+    """Check that the tensors' bytes fill the file: no overlap, no gap, nothing after the last one."""
     end = 0
     for (low, high), name in sorted((entry["data_offsets"], name) for name, entry in header.items()):
         if low != end:
@@ -121,11 +121,11 @@ reader = Reader("safetensors", _recognises, open_safetensors)
 
 
 SHARDS = (reader, torch_zip.reader, torch_zip.legacy, torch_zip.bare)
-"""The readers of the files that an index or a folder may be made of."""
+"""The readers of single files of an index or a folder."""
 
 
 def open_index(path: Path) -> Checkpoint:
-    """The tensors that an index names, from the files it names, which must lie in its folder.
+    """The tensors that an index names, from the files that it names, which must be in its folder.
 
     Raises:
         CheckpointError: the index is broken, a file is missing or outside, or a file lacks a tensor.
@@ -150,9 +150,8 @@ def open_index(path: Path) -> Checkpoint:
 
 
 def join(path: Path, kind: str, files: Iterable[Path], refuse: bool = True) -> Checkpoint:
-    """The tensors of several files as one checkpoint. Without `refuse` a file that cannot be read is a remark, as long
-    as others can be.
-    """
+    """The tensors of several files as one checkpoint. Without `refuse`, a file that cannot be read becomes a remark, if
+    others can be read."""
     tensors: list[StoredTensor] = []
     metadata: dict[str, str] = {}
     opened, remarks = list[Path](), list[str]()
@@ -211,12 +210,12 @@ index = Reader("sharded index", lambda path: path.is_file() and path.name.endswi
 
 
 PREFERRED = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
-"""Where transformers looks for weights, in its order."""
+"""The files from which transformers loads weights, in its order."""
 
 _ENDINGS = (".safetensors", ".bin")
 
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin", "scaler.bin")
-"""What trainers of transformers and accelerate leave beside weights."""
+"""Files that trainers of transformers and accelerate leave beside weights."""
 
 
 def open_folder(path: Path) -> Checkpoint:

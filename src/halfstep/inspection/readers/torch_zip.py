@@ -1,12 +1,11 @@
-"""Files that torch.save writes: a zip archive of one pickle and one member for each storage; older ones; DCP's folders.
+"""Files of torch.save: a zip archive of one pickle and one member per storage; the older format; and DCP's folders.
 
-The pickle goes through the machine of `pickles`, which runs nothing. Before version 1.6 a file was three short pickles,
-that of the tensors, one of the keys of their storages, then the bytes of the storages. Other files that begin with a
-pickle are known, and refused: one of pickle.dump has the bytes of tensors inside the pickle, so that they cannot be
-found without reading all of it. A folder of torch.distributed.checkpoint has one pickle `.metadata`, and files in which
-each part is a torch.save.
-Source: PyTorch, torch/serialization.py, `_save` and `_load`; torch/distributed/checkpoint/metadata.py and
-filesystem.py, `_write_item`.
+The pickle is read by the interpreter of `pickles`, which executes nothing. Before version 1.6 a file was three short
+pickles, that of the tensors, one of the keys of their storages, then the bytes of the storages. Other files that begin
+with a pickle are recognised, and refused: pickle.dump puts the bytes of tensors inside the pickle, so that they cannot
+be found without reading all of it. A folder of torch.distributed.checkpoint has one pickle `.metadata`, and files in
+which each part is a torch.save. Source: PyTorch, torch/serialization.py, `_save` and `_load`;
+torch/distributed/checkpoint/metadata.py and filesystem.py, `_write_item`.
 """
 
 import math
@@ -51,10 +50,10 @@ class Region:
     order: Order = "<"
 
     def located(self, name: str, view: View) -> Strided:
-        """Where the values of a view of this storage lie.
+        """Where the values of a view of this storage are.
 
         Raises:
-            CheckpointError: the storage is not as long as the pickle says, or too small for the view.
+            CheckpointError: the storage's size is not as in the pickle, or too small for the view.
         """
         what, stored = f"{self.file.path}: tensor {name!r}", view.storage
         if self.size != TYPES[stored.dtype].piece.itemsize * stored.numel:
@@ -84,7 +83,7 @@ class Region:
 
 
 def opened(path: Path, kind: str, root: object, tensor: Callable[[str, View], StoredTensor]) -> Checkpoint:
-    """The checkpoint of what a pickle of torch describes; `tensor` makes one of its tensors, by its dotted name."""
+    """The checkpoint of the object in a pickle of torch; `tensor` makes one of its tensors, given its dotted name."""
     tensors, arrays = list[StoredTensor](), list[str]()
     for name, view in views(root, str(path), arrays):
         check_count(len(tensors), path)
@@ -93,7 +92,7 @@ def opened(path: Path, kind: str, root: object, tensor: Callable[[str, View], St
 
 
 class Archive:
-    """The zip archive of torch.save in `length` bytes of a file from `base`, by default all of it."""
+    """The zip archive of torch.save in `length` bytes of a file from `base` (default: the whole file)."""
 
     def __init__(self, file: File, base: int = 0, length: int | None = None) -> None:
         self.file = file
@@ -107,14 +106,14 @@ class Archive:
         self.order = self._order()
 
     def root(self) -> object:
-        """The object that was saved, as `torch_objects` describes it."""
+        """The saved object, made of `torch_objects`."""
         return load(self._small("data.pkl", TEXT), TENSORS, str(self.file.path), storage)
 
     def region(self, name: str, view: View) -> Region:
         """The storage of a tensor.
 
         Raises:
-            CheckpointError: it is not there, or is compressed.
+            CheckpointError: it is missing, or compressed.
         """
         what = f"{self.file.path}: tensor {name!r}"
         member = self.members.get(f"{self.prefix}data/{view.storage.key}")
@@ -146,7 +145,7 @@ class Archive:
 
 
 def open_torch_zip(path: Path) -> Checkpoint:
-    """The tensors of a file of torch.save, nested dictionaries and lists by dotted names.
+    """The tensors of a file of torch.save; nested dictionaries and lists give dotted names.
 
     Raises:
         CheckpointError: the file is broken, or its pickle refers to anything but tensors.
@@ -168,7 +167,7 @@ _VERSION = 1001
 
 
 def open_legacy(path: Path) -> Checkpoint:
-    """The tensors of such a file, nested dictionaries and lists by dotted names.
+    """The tensors of a file of torch.save before 1.6; nested dictionaries and lists give dotted names.
 
     Raises:
         CheckpointError: the file is broken, or its pickle refers to anything but tensors.
@@ -179,7 +178,7 @@ def open_legacy(path: Path) -> Checkpoint:
 
     def held(identity: tuple[object, ...]) -> Storage | Name:
         match identity:
-            case ("module", Name() as kind, str(), str()):  # with its source, which means nothing here
+            case ("module", Name() as kind, str(), str()):  # a module's class, with its source code
                 return kind
         if len(identity) > 5 and identity[5] is not None:
             raise CheckpointError("a storage that is a part of another, as torch before 0.4 wrote; save it again")
@@ -200,7 +199,7 @@ def open_legacy(path: Path) -> Checkpoint:
 
 
 def _regions(file: File, at: int, keys: object, found: dict[str, Storage], order: Order) -> dict[str, Region]:
-    """Where each storage lies: one after the other, each behind the number of its values."""
+    """The position of each storage: one after the other, each preceded by the number of its values."""
     if not isinstance(keys, list) or any(type(key) is not str for key in keys) or set(keys) != set(found):
         raise CheckpointError(f"{file.path}: its list of storages is not that of its tensors; the file is broken")
     regions: dict[str, Region] = {}
@@ -219,7 +218,7 @@ def _regions(file: File, at: int, keys: object, found: dict[str, Storage], order
 
 
 def refuse(path: Path) -> Checkpoint:
-    """Nothing.
+    """Refuse a bare pickle.
 
     Raises:
         CheckpointError: always; it says how to save the file in a form that is read.
@@ -246,7 +245,7 @@ _LAYOUT = f"{_METADATA}._MEM_FORMAT_ENCODING"
 
 
 def _member(args: tuple[Any, ...]) -> Record:
-    """getattr(enumeration, member): how Python before 3.11.4 pickles a tensor's memory format. Nothing else of it."""
+    """getattr(enumeration, member): how Python before 3.11.4 pickles a tensor's memory format; no other getattr."""
     match args:
         case (Name(name=kind), str() as member) if kind == _LAYOUT:
             return Record(kind, (member,))
@@ -270,7 +269,7 @@ ALLOWED: Allowed = {
     **record("pathlib._local.PosixPath"),  # as Python 3.13 names them
     **record("pathlib._local.WindowsPath"),
 }
-"""What `.metadata` may refer to."""
+"""The names that `.metadata` may refer to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +284,10 @@ class Shard:
     sizes: tuple[int, ...]
 
     def located(self) -> Strided:
-        """Where its values lie.
+        """Where its values are.
 
         Raises:
-            CheckpointError: what is saved there is not the part that the metadata describe.
+            CheckpointError: the file does not hold the part that the metadata describe.
         """
         archive = Archive(self.file, self.offset, self.length)
         root = archive.root()
@@ -302,7 +301,7 @@ class Shard:
 
 
 class _Folder:
-    """The records of one `.metadata`, and the files it names."""
+    """The records of one `.metadata`, and the files that it names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.what = folder, str(folder / ".metadata")
@@ -315,7 +314,7 @@ class _Folder:
         self.files: dict[str, File] = {}
 
     def tensors(self) -> list[StoredTensor]:
-        """Those of the entries that are tensors; the others hold pickled values, which are not read."""
+        """The entries that are tensors; the others hold pickled values, which are not read."""
         found = [(name, each) for name, each in self.entries if isinstance(each, Record) and each.name == _TENSOR]
         check_count(len(found), self.what)
         return [self.tensor(name, self.state(each, _TENSOR)) for name, each in found]
@@ -400,12 +399,12 @@ class _Folder:
 
 
 def _key(name: str, offsets: tuple[int, ...]) -> str:
-    # Text, whose hash cannot be foreseen: many keys of one hash would take hours to store.
+    # Text, whose hash cannot be predicted: many keys with one hash would take hours to store.
     return f"{name}@{offsets}"
 
 
 def open_dcp(path: Path) -> Checkpoint:
-    """The tensors of a folder of torch.distributed.checkpoint, each put together from its parts when it is read.
+    """The tensors of a folder of torch.distributed.checkpoint, each assembled from its parts when it is read.
 
     Raises:
         CheckpointError: the metadata are broken or refer to anything but tensors, or a file is missing.
