@@ -1,6 +1,6 @@
-"""Recipes, which format each part of training lives in; and under which of them a state was saved.
+"""Recipes: the format of each part of training. `get_recipe` finds them by name; `Origin` names one in state dicts.
 
-Whether a state goes on under another recipe is one rule of all state dicts.
+`Origin` also decides, for all state dicts alike, whether a state may be loaded under another recipe.
 """
 
 import hashlib
@@ -109,7 +109,7 @@ _MEANT = {
     **dict.fromkeys(("fp4", "float4"), "nvfp4"),
     **dict.fromkeys(("float32", "float"), "fp32"),
 }
-"""What other libraries' users mean by the name of a format: the recipe to suggest first."""
+"""The recipe to suggest for names that users of other libraries may give."""
 
 
 _named = family("halfstep.recipe.named", Recipe)
@@ -136,16 +136,17 @@ def list_recipes() -> list[str]:
 
 
 def get_recipe(name: str | Recipe) -> Recipe:
-    """The recipe of that name or alias (`O0` to `O3` are apex's levels); a `Recipe` is returned as it is.
+    """The recipe with that name or alias (`O0` to `O3` are apex's levels); a `Recipe` is returned as it is.
 
     `bits-eXmY` is bf16 with fewer bits, `bits-eXmY-nearest` the same rounded to nearest (`recipe.data`).
 
-    Recipes of one's own are named by where they are: `my.toml`, `package.module:name` or `path.py:name`. Several that
-    follow one another are named so: `fp8-current until 90%, then bf16-mixed` (`until step 900`; the comma may be left
-    out).
+    A recipe of your own is named by its location: `my.toml`, `package.module:name` or `path.py:name`. Recipes that
+    follow one another are written as `fp8-current until 90%, then bf16-mixed` (or `until step 900`; the comma is
+    optional).
 
     Raises:
-        RecipeError: no recipe has that name, the nearest ones are shown; it is no text; or as `recipe.data` says.
+        RecipeError: no recipe has that name (the message has the nearest ones); `name` is no string; or as in
+            `recipe.data`.
     """
     if isinstance(name, Recipe):
         return name
@@ -179,13 +180,13 @@ def _find(name: str) -> Recipe:
 # ---- recipes of saved states -----------------------------------------------------------------------------------------
 
 RECIPE = "recipe"
-"""The key by which a state dict names the recipe that it was saved under: `Origin.mark`."""
+"""The key in a state dict of the recipe that it was saved under: `Origin.mark`."""
 CHANGES = ("refuse", "allow")
-_WORDS = ("name", "summary", "source", "aliases", "notes", "why")  # which change no number
+_WORDS = ("name", "summary", "source", "aliases", "notes", "why")  # fields that do not affect training
 
 
 def digest(recipe: Recipe) -> str:
-    """16 hex digits of what a recipe does, whatever it is called; of its name, where a scaling of one's own is in it.
+    """16 hex digits that hash what a recipe does, not its name; its name if it has a custom scaling.
 
     >>> from dataclasses import replace
     >>> from halfstep.recipe import get_recipe
@@ -194,7 +195,7 @@ def digest(recipe: Recipe) -> str:
     ('e02f0062502a90fe', True)
     """
     try:
-        plain = to_data(Recipe("", "", ""))  # what a later version adds changes no digest where it is not used
+        plain = to_data(Recipe("", "", ""))  # defaults are left out, so that new fields change no digest
         data: Any = _numbers({key: value for key, value in to_data(recipe).items() if value != plain.get(key)})
     except RecipeError:
         data = recipe.name
@@ -202,7 +203,7 @@ def digest(recipe: Recipe) -> str:
 
 
 def _numbers(data: Any) -> Any:
-    """The data without words for people, and with a rule for each glob."""
+    """The data without `_WORDS`, and with one rule for each glob."""
     if isinstance(data, dict):
         data = {key: _numbers(value) for key, value in data.items() if key not in _WORDS}
         if "rules" in data:
@@ -212,10 +213,10 @@ def _numbers(data: Any) -> Any:
 
 
 def check_change(change: object) -> None:
-    """Refuse what is no answer to whether a run may go on under another recipe.
+    """Check a value of `recipe_change`.
 
     Raises:
-        RecipeError: it is none.
+        RecipeError: it is not one of `CHANGES`.
     """
     if change not in CHANGES:
         raise RecipeError(f"recipe_change = {change!r} given; expected one of {', '.join(map(repr, CHANGES))}")
@@ -223,7 +224,7 @@ def check_change(change: object) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """The recipe by which states are kept and saved, and whether those of another are taken: `refuse` or `allow`."""
+    """The recipe that states are saved under, and whether states of other recipes may be loaded ("refuse", "allow")."""
 
     recipe: Recipe
     change: str = "refuse"
@@ -234,12 +235,16 @@ class Origin:
         return f"{self.recipe.name} @{digest(self.recipe)}"
 
     def differs(self, mark: object, what: str) -> str | None:
-        """The name of the recipe that a state was saved under, where it is another one than this and may be.
+        """The name of the recipe that a state was saved under, if it is another one and a change is allowed.
 
-        None where it is the same one, and where the state names none: torch's own, and those of older versions.
+        None if it is the same one, or if the state names none, as torch's states and those of older versions.
+
+        Args:
+            mark: the state's entry `RECIPE`.
+            what: what the state is of, for the error.
 
         Raises:
-            RecipeError: it is another one, and no change was asked for.
+            RecipeError: it is another recipe, and no change is allowed.
         """
         if not isinstance(mark, str) or mark.rpartition("@")[2] == self.mark.rpartition("@")[2]:
             return None

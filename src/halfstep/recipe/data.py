@@ -1,4 +1,4 @@
-"""Recipes as plain data (what TOML and JSON hold), and back; and of one's own, from a TOML file, Python or a text."""
+"""Recipes from plain data (as of TOML and JSON), from TOML files, Python modules, chains and names with a number."""
 
 import json
 import re
@@ -49,16 +49,16 @@ _TYPES: dict[str, Any] = get_type_hints(Recipe)
 
 
 def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe:
-    """The recipe that the data say; what they leave out is as in their `base`, or as `Recipe` has it.
+    """The recipe described by the data; missing keys are as in its `base`, or as `Recipe`'s defaults.
 
-    Rules stand in for the base's own. Unless `keep_heads` is false, the rules that keep output heads and routers out
-    (`rule.KEEP`) come before them.
+    Rules replace the base's. Unless `keep_heads` is false, the rules that exclude output heads and routers
+    (`operands.KEEP`) come before them.
 
     Args:
-        named: finds the base.
+        named: a function that finds the base and stages by name.
 
     Raises:
-        At: an unknown key, a wrong type, a value that means nothing.
+        At: an unknown key, a wrong type, or an invalid value.
     """
     check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     plain = _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules", "stages"}
@@ -90,14 +90,14 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
 
 
 def is_name(name: object) -> bool:
-    """Whether a recipe of one's own may be called so: runs have folders of that name."""
+    """Whether a recipe may have that name, which is also the name of folders."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII) is not None
 
 
 def _record(name: str, kind: type, data: Any) -> Any:
-    """A record of that kind from its table at `name`; None where it says "none".
+    """A record of class `kind` from the table under the key `name`; None for "none".
 
-    A storage among its fields is a format's name or a table, and "none" leaves it out.
+    Fields that are storages are a format's name, a table or "none".
     """
     if data == "none":
         return None
@@ -125,7 +125,7 @@ def _field(value: Any, expected: Any, *path: str) -> Any:
 
 
 def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
-    """One format for all, or each moment's by a glob on its name."""
+    """The field `moments`: one format for all, or a table from globs on names to formats."""
     if isinstance(data, str):
         return data
     table = table_of(data, "moments")
@@ -152,7 +152,7 @@ _WORDS: dict[str, Any] = {key: kind for key, kind in get_type_hints(Rule).items(
 
 
 def _stage(data: Any, number: int, named: Callable[[str], Recipe]) -> Stage[Recipe]:
-    """A start, and a recipe: by name, or as a table of its own."""
+    """A stage from a table with a start and a recipe, by name or as a table."""
     path = ("stages", number)
     table = typed(data, dict, *path)
     check_keys(table, ("start", "recipe"), "key of a stage", *path)
@@ -199,7 +199,7 @@ _TABLES: dict[str, Callable[[Any], Any]] = {
 
 
 def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
-    """Three products, from the tensors that each use or product by product."""
+    """A `LinearSpec` from a table of operands by tensor (`input`, ...), by matmul (`output`, ...), or both."""
     operands: dict[tuple[str, str], Quantizer] = {}
     every = accumulator(table["accumulate"], *path, "accumulate") if "accumulate" in table else None
     sums: dict[str, Accumulator | None] = dict.fromkeys(_PRODUCTS, every)
@@ -231,7 +231,7 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
 
 
 def _multiplier(data: Any, *path: str | int) -> Multiplier:
-    """A table of powers of the product's sizes, and a constant."""
+    """A `Multiplier` from a table of its fields."""
     table = typed(data, dict, *path)
     check_keys(table, tuple(get_type_hints(Multiplier)), "key of a multiplier", *path)
     try:
@@ -246,7 +246,7 @@ def _multiplier(data: Any, *path: str | int) -> Multiplier:
 
 
 def is_reference(name: str) -> bool:
-    """Whether that names a file or module rather than a recipe: `my.toml`, `package.module:name`, `path.py:name`."""
+    """Whether the name is of a file or module: `my.toml`, `package.module:name`, `path.py:name`."""
     return name.endswith(".toml") or ":" in name
 
 
@@ -254,7 +254,7 @@ def read(name: str, named: Callable[[str], Recipe]) -> Recipe:
     """The recipe in a file or module; `named` finds the recipes that come with halfstep.
 
     Raises:
-        RecipeError: it is not there or is not a recipe; with the file and the line where that can be said.
+        RecipeError: it does not exist or is not a recipe; with the file and line if known.
     """
     path, _, attribute = name.rpartition(":")
     return read_toml(Path(name), named) if name.endswith(".toml") else _from_python(path, attribute)
@@ -267,7 +267,7 @@ def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
         RecipeError: the file cannot be read, is not TOML, or a key or value in it is not what was expected.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # a byte order mark, as some editors write, is no TOML
+        text = path.read_text(encoding="utf-8-sig")  # TOML does not allow the byte order mark of some editors
         return from_data(tomllib.loads(text), named)
     except At as error:
         raise RecipeError(f"{path}, line {line_of(text, error.path)}: {error}") from error
@@ -280,10 +280,10 @@ def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The text of a TOML file that `read_toml` makes this recipe of.
+    """The text of a TOML file from which `read_toml` reads this recipe.
 
     Raises:
-        RecipeError: it has a scaling of one's own, which data do not hold.
+        RecipeError: it has a custom scaling, which data cannot describe.
     """
     data = to_data(recipe)
     rules, keeps, stages = data.pop("rules"), data.pop("keep_heads"), data.pop("stages", [])
@@ -303,7 +303,7 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)  # JSON's strings, numbers and booleans are TOML's
+    return json.dumps(value)  # JSON's strings, numbers and booleans are valid TOML
 
 
 def _key(key: str) -> str:
@@ -311,7 +311,7 @@ def _key(key: str) -> str:
 
 
 def line_of(text: str, path: tuple[str | int, ...]) -> int:
-    """The line of the last of these keys that the text says, from 1.
+    """The line, from 1, of the deepest of these nested keys that the text has.
 
     >>> line_of("name = 'a'\\n[[rules]]\\npath = '*'", ("rules", 0, "path"))
     3
@@ -352,22 +352,22 @@ def _from_python(path: str, name: str) -> Recipe:
 
 
 def is_chain(text: str) -> bool:
-    """Whether that is recipes one after another, in words or as `chain` calls them, rather than the name of one."""
+    """Whether the text is a chain of recipes, in words or as a name made by `chain`."""
     return re.search(r"\suntil\s", _in_words(text)) is not None
 
 
 def _in_words(text: str) -> str:
-    """The name that `chain` gives, as the text it was read from; any other text as it is."""
+    """A name made by `chain`, as the text it was read from; any other text unchanged."""
     text = re.sub(r"-until-([\d.]+)pct-then-", r" until \1% then ", text)
     return re.sub(r"-until-step-(\d+)-then-", r" until step \1 then ", text)
 
 
 def read_chain(text: str, named: Callable[[str], Recipe]) -> Recipe:
-    """The recipe whose stages the text lists, with or without commas; `named` finds each of them.
+    """The recipe with the stages that the text lists, with or without commas; `named` finds each of them.
 
     Raises:
-        RecipeError: it is not of the form `NAME until 90%, then NAME` (`until step 900`, further stages after another
-            `until`); or as `Recipe` for stages that do not go together.
+        RecipeError: the text is not of the form `NAME until 90%, then NAME` (or `until step 900`; more stages after
+            another `until`); or as `Recipe` for incompatible stages.
     """
     *before, last = re.split(r"\s*,?\s+then\s+", _in_words(text.strip()))
     found = [re.fullmatch(r"(.*\S)\s+until\s+(?:(\d+(?:\.\d+)?)\s*%|step\s+(\d+))", part) for part in before]
@@ -383,10 +383,10 @@ def read_chain(text: str, named: Callable[[str], Recipe]) -> Recipe:
 
 
 def chain(first: Recipe, *stages: Stage[Recipe]) -> Recipe:
-    """A recipe followed by others, called by their names and starts: `fp8-current-until-90pct-then-bf16-mixed`.
+    """A recipe followed by others, named `fp8-current-until-90pct-then-bf16-mixed` by their names and starts.
 
     Raises:
-        RecipeError: as `Recipe`; the first has stages already.
+        RecipeError: as `Recipe`; or the first has stages already.
     """
     if first.stages:
         raise RecipeError(f"recipe {first.name!r} has stages already; list them all in one recipe")
@@ -410,12 +410,12 @@ _SOURCE = "Lee et al. 2024, arXiv 2405.18710; which operands they mask, and wher
 
 
 def is_partial(name: str) -> bool:
-    """Whether that is the name of such a recipe, be its bits possible or not."""
+    """Whether the name is of the form `bits-eXmY`, `bits-eXmY-nearest` or `weights-intN`, valid or not."""
     return _NAME.fullmatch(name) is not None or _WEIGHTS.fullmatch(name) is not None
 
 
 def with_a_number(name: str) -> Recipe:
-    """The recipe of such a name.
+    """The recipe of a name for which `is_partial` is True.
 
     Raises:
         RecipeError: as `few_bits` and `integer_weights`.
@@ -424,10 +424,10 @@ def with_a_number(name: str) -> Recipe:
 
 
 def integer_weights(bits: int) -> Recipe:
-    """The recipe `weights-intN`: fp32 training whose forward sees every weight but the head's in N bits.
+    """The recipe `weights-intN`: fp32 training with all weights except the head's rounded to N bits in matmuls.
 
-    Integers from -(2^(N-1) - 1) on, with one scale a row (an output channel) from its largest magnitude; gradients are
-    those of the rounded weights, and update the unrounded ones.
+    Integers from -(2^(N-1) - 1) on, with one scale a row (an output channel) from its amax; gradients are those at the
+    rounded weights, and update the unrounded ones.
 
     Raises:
         RecipeError: fewer than 2 bits, or more than 12.
@@ -448,10 +448,10 @@ def integer_weights(bits: int) -> Recipe:
 def few_bits(name: str) -> Recipe:
     """The recipe `bits-eXmY` or `bits-eXmY-nearest`: bf16 with X of its 8 exponent and Y of its 7 mantissa bits.
 
-    Weights, activations and gradients are bf16, with an fp32 master. Every operand of every linear layer's matmuls,
-    the head's included, then loses the bits: masked (rounded toward zero, as in the paper), or rounded to nearest,
-    ties to even, as hardware does. Values beyond the range of fewer exponent bits saturate; there are no scales.
-    `bits-e8m7` takes nothing away from a tensor in bf16; a model's float32 inputs are cut from float32.
+    Weights, activations and gradients are bf16, with fp32 master weights. Every operand of every linear layer's
+    matmuls, including the head's, is rounded to the bits: masked (toward zero, as in the paper), or to nearest even, as
+    hardware does. Values beyond the range of fewer exponent bits saturate; there are no scales. `bits-e8m7` does not
+    change bf16 tensors; a model's float32 inputs are rounded from float32.
 
     Raises:
         RecipeError: fewer than 2 or more than 8 exponent bits, or more than 7 mantissa bits.

@@ -1,6 +1,6 @@
-"""Rules, operands and storages of a recipe, and these as plain data, and back.
+"""`Rule`: which layers, by path, role and depth, round their operands, and how. And recipes as plain data.
 
-A rule says which layers it means, by path and depth, and how they round; some layers are left out.
+Also the rules that exclude output heads, routers and adapters (`KEEP`).
 """
 
 import re
@@ -39,7 +39,7 @@ _PART = re.compile(r"(first|last) (\d+(?:\.\d+)?)(%?)")
 
 
 def check_blocks(text: str) -> None:
-    """Raise RecipeError unless `chosen` takes the text."""
+    """Raise RecipeError unless `chosen` can parse the text."""
     parts = [_PART.fullmatch(part.strip()) for part in text.split(",")]
     known = [part for part in parts if part and (part[3] or part[2].isdigit()) and Fraction(part[2]) > 0]
     ends = {part[1] for part in known}
@@ -51,12 +51,12 @@ def check_blocks(text: str) -> None:
 
 
 def chosen(text: str, count: int) -> frozenset[int]:
-    """The numbers, from 0 on, of the blocks that the text means in a model of so many.
+    """The indices, from 0, of the blocks that the text selects in a model with `count` blocks.
 
-    A share is rounded to the nearest number of blocks, halves up, and is one block at least.
+    A share is rounded to the nearest number of blocks, halves up, and is at least one block.
 
     Raises:
-        RecipeError: there are fewer blocks than the text numbers.
+        RecipeError: there are fewer blocks than the text asks for.
 
     >>> sorted(chosen("first 1, last 15%", 12))
     [0, 10, 11]
@@ -75,16 +75,16 @@ def chosen(text: str, count: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Rule:
-    """Layers whose module path matches the glob `path` round their products as `linear` says; the first match wins.
+    """Layers whose module path matches the glob `path` round their operands as `linear` says; the first match decides.
     Several globs are separated by `|`: `*.q_proj|*.k_proj`.
 
-    Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`. With a `role` only those
-    whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last of a residual branch. With
-    `blocks` only those in some of the model's repeated blocks, by depth (`nn.paths`): `first 2`, `last 15%`, `first 1,
-    last 2`.
+    It applies to linear, convolutional and recurrent layers, and attention's projections (`nn.layers.KINDS`). With a
+    `role`, only to those whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last layer
+    of a residual branch. With `blocks`, only to those in some of the model's repeated blocks, by depth (`nn.paths`):
+    `first 2`, `last 15%`, `first 1, last 2`.
 
-    A rule that matches no layer is an error, unless it is `optional`. A rule whose spec rounds nothing keeps its
-    layers in the recipe's compute dtype; `why` then says why.
+    A rule that matches no layer is an error, unless it is `optional`. Layers of a rule whose spec rounds nothing stay
+    in the recipe's compute dtype, for the reason `why`.
     """
 
     path: str
@@ -100,15 +100,15 @@ class Rule:
 
     @property
     def where(self) -> str:
-        """Path, role and blocks, in words."""
+        """The layers that the rule selects, by path, role and blocks, in words."""
         role = "" if self.role is None else f" with role {self.role}"
         return self.path.replace("|", ", ") + role + ("" if self.blocks is None else f" in blocks {self.blocks}")
 
 
 def shared_in_a_call(rules: Iterable[Rule], attention: AttentionSpec | None, smooth_glu: str | None) -> tuple[str, ...]:
-    """What all rows of a call share in a forward pass, so that each row's result depends on the others; () for nothing.
+    """Texts that say why a row's result in a forward pass depends on the other rows of the call; () if it does not.
 
-    Weights are the same in every call, and what is formed of gradients alone is in no output.
+    Weights are the same in every call, and gradients do not affect outputs.
     """
     found = {f"input of linear {rule.where!r}": rule.linear.output.lhs for rule in rules}
     if attention is not None:
@@ -121,7 +121,7 @@ def shared_in_a_call(rules: Iterable[Rule], attention: AttentionSpec | None, smo
 
 
 def _over_rows(quantizer: Quantizer) -> str | None:
-    """What of a matrix's rounding is taken over more than a row."""
+    """A text that says why rounding a row of a matrix depends on other rows; None if it does not."""
     scales = quantizer.scales
     if quantizer.rounding == "stochastic":
         return "noise that is drawn for the call"
@@ -136,7 +136,7 @@ def _over_rows(quantizer: Quantizer) -> str | None:
     return f"{scales.rule.name} scales of {scales.tile}" if scales.tile.rows != 1 else None
 
 
-# ---- layers that are left out ----------------------------------------------------------------------------------------
+# ---- layers that are excluded ----------------------------------------------------------------------------------------
 
 HEADS = (
     "lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*", "head", "*.head", "head.fc", "*.head.fc",
@@ -144,31 +144,31 @@ HEADS = (
     "classifier", "*.classifier", "classifier.*", "*.classifier.*", "*classification_head.*", "*predictions*",
     "*seq_relationship", "*multiple_choice_head.*", "vocab_transform", "vocab_projector",
 )  # fmt: skip
-"""Output heads: Hugging Face's names for language models and classifiers, and `head`. The layers inside a head are part
-of it: RoBERTa's `lm_head.dense` and `lm_head.decoder`."""
+"""Globs of output heads: Hugging Face's names for language models and classifiers, and `head`. Layers inside a head
+belong to it: RoBERTa's `lm_head.dense` and `lm_head.decoder`."""
 
 ROUTERS = ("router", "*.router", "*.router.*", "gate", "*.gate", "*.shared_expert_gate")
-"""Routers of mixtures of experts. A gated MLP's `gate_proj` is not a router."""
+"""Globs of routers in mixtures of experts. A gated MLP's `gate_proj` is not a router."""
 
 ADAPTERS = tuple(f"{before}lora_{which}{after}" for which in "AB" for before in ("", "*.") for after in ("", ".*"))
-"""The two factors of LoRA, by PEFT's names: of a few ranks each, so that rounding saves nothing, and trained alone."""
+"""Globs of LoRA's two factors, by PEFT's names: of low rank, so that rounding saves nothing, and trained alone."""
 
 ADAPTER_NAMES = (
     "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "prompt_encoder",
 )  # fmt: skip
-"""Modules and parameters of adapters, by name: LoRA's and DoRA's, and soft prompts. `Recipe.float32_adapters` means
-them, and what a layer declares to be an adapter's, as PEFT's do (`nn.paths`)."""
+"""Names of modules and parameters of adapters: LoRA's, DoRA's and soft prompts. `Recipe.float32_adapters` applies to
+them and to what a layer declares as an adapter, as PEFT's do (`nn.paths`)."""
 
 KEEP = tuple(
     Rule("|".join(paths), LinearSpec(), optional=True, why=why)
     for paths, why in ((ROUTERS, "router"), (HEADS, "output head"), (ADAPTERS, "LoRA adapter"))
 )
-"""Rules to put before a recipe's own. Embeddings and norms form no products and stay as they are anyway."""
+"""Rules to put before a recipe's own. Embeddings and norms have no matmuls, so no rule is needed for them."""
 
 
 Data = dict[str, Any]
 _TILES = {"tensor": TENSOR, "row": ROW}
-_KEPT: Data = {"residual": False, "flat": False, "smallest": 0}  # of a storage, beside its quantizer's
+_KEPT: Data = {"residual": False, "flat": False, "smallest": 0}  # the fields of a storage beside its quantizer
 _RECORDS: dict[str, Any] = {"clamp": Clamp, "estimator": Estimator}  # tables within an operand's
 _OWN = (
     "format",
@@ -178,11 +178,11 @@ _OWN = (
     "overflow",
     "outliers",
     *_RECORDS,
-)  # the rest of an operand is its scaling's
+)  # other keys of an operand are options of its scaling
 
 
 class At(RecipeError):
-    """A mistake in the data, and the keys that lead to it."""
+    """An error in a recipe's data, with the path of keys to the faulty value."""
 
     def __init__(self, message: str, *path: str | int) -> None:
         super().__init__(message)
@@ -199,7 +199,11 @@ def check_keys(data: Mapping[str, Any], known: tuple[str, ...], kind: str, *path
 
 
 def typed(value: Any, expected: Any, *path: str | int) -> Any:
-    """The value, if it is what a field of that type takes: lists become tuples, "none" None."""
+    """The value, checked against a field's type; lists become tuples, "none" becomes None.
+
+    Raises:
+        At: it is of another type.
+    """
     optional = isinstance(expected, types.UnionType)
     if optional and value == "none":
         return None
@@ -218,7 +222,7 @@ def typed(value: Any, expected: Any, *path: str | int) -> Any:
 
 
 def table_of(data: Any, *path: str | int) -> Data:
-    """A table, where a name stands for a table of a format."""
+    """The data as a table; a string is a table with that `format`."""
     if isinstance(data, str):
         return {"format": data}
     if not isinstance(data, dict):
@@ -227,7 +231,8 @@ def table_of(data: Any, *path: str | int) -> Data:
 
 
 def operand(data: Any, *path: str | int) -> Quantizer:
-    """A format's name, or a table with at least its `format`; a block format brings its tile and its scale rule."""
+    """A quantizer from a format's name, or from a table with at least a `format`; a block format sets tile and scale
+    rule."""
     table = table_of(data, *path)
     if "format" not in table:
         raise At("an operand without a format; `halfstep formats` lists them", *path)
@@ -259,7 +264,7 @@ def operand(data: Any, *path: str | int) -> Quantizer:
 
 
 def _record(data: Any, kind: Any, *path: str | int) -> Any:
-    """A table of the record's fields, all of which may be left out; "none" is none."""
+    """A record from a table of its fields, all optional; None for "none"."""
     if data == "none":
         return None
     table = typed(data, dict, *path)
@@ -273,7 +278,7 @@ def _record(data: Any, kind: Any, *path: str | int) -> Any:
 
 
 def _options(rule: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
-    """The scale rule with the options that the operand gives it: history, algorithm, margin, bias."""
+    """The scale rule with the options in the operand's table (history, algorithm, margin, bias ...)."""
     own = {} if rule is None else rule.options
     check_keys(table, (*_OWN, *own), "key of an operand" + (f" with scale {rule.name!r}" if rule else ""), *path)
     given = {key: typed(table[key], type(value), *path, key) for key, value in own.items() if key in table}
@@ -290,7 +295,7 @@ def _tile(text: str, *path: str | int) -> Tile:
 
 
 def storage(data: Any, *path: str | int) -> Storage:
-    """A format's name, or a table as of an operand that also says how else the tensor is kept."""
+    """A storage from a format's name, or from an operand's table with further keys (`_KEPT`)."""
     table = table_of(data, *path)
     options = {key: typed(table[key], type(usual), *path, key) for key, usual in _KEPT.items() if key in table}
     quantizer = operand({key: value for key, value in table.items() if key not in _KEPT}, *path)
@@ -301,7 +306,8 @@ def storage(data: Any, *path: str | int) -> Storage:
 
 
 def hadamard(data: Any, *path: str | int) -> Hadamard | None:
-    """A size, of a transform with NVFP4's signs; or a table of the size and a seed, an integer or "random"."""
+    """A Hadamard transform from a size (with NVFP4's signs), or from a table of size and seed, an integer or
+    "random"."""
     if data == "none":
         return None
     table = {"size": data} if type(data) is int else typed(data, dict, *path)
@@ -314,7 +320,8 @@ def hadamard(data: Any, *path: str | int) -> Hadamard | None:
 
 
 def accumulator(data: Any, *path: str | int) -> Accumulator | None:
-    """A format's or an accumulator's name, or a table of an accumulator's fields; "none" is float32."""
+    """An accumulator from the name of a format or an accumulator, or from a table of its fields; None (float32) for
+    "none"."""
     if data == "none":
         return None
     table = table_of(data, *path)
@@ -339,7 +346,7 @@ def storage_data(storage: Storage) -> Data:
 
 
 def quantizer_data(quantizer: Quantizer) -> Data:
-    """One operand as data.
+    """A quantizer as data.
 
     Raises:
         RecipeError: as `to_data`.
@@ -380,7 +387,7 @@ def accumulator_data(accumulator: Accumulator) -> Data:
 
 
 def _is_named(quantizer: Quantizer) -> bool:
-    """Whether the name of its format, read again, is its format: a block format of that name brings its element's."""
+    """Whether the quantizer can be described by the name of its format, which for a block format sets its element."""
     name = quantizer.format.name
     try:
         if not formats.is_block(name):
@@ -394,14 +401,14 @@ def _is_named(quantizer: Quantizer) -> bool:
 # ---- a recipe to data ------------------------------------------------------------------------------------------------
 
 _TABLES = ("loss_scale", "attention", "codes", "moments", "projection", "saved", "communication")
-"""The fields of a recipe that are records of their own, beside its rules and stages; they come last."""
+"""The fields of a recipe that are records, beside its rules and stages; they come last in the data."""
 
 
 def to_data(recipe: Any) -> Data:
-    """The data that `from_data` makes this recipe of, whole: nothing is left to a base or a default.
+    """The data from which `from_data` makes this recipe, complete: nothing is left to a base or a default.
 
     Raises:
-        RecipeError: it has a scaling of one's own, which data do not hold.
+        RecipeError: it has a custom scaling, which data cannot describe.
     """
     plain = [field.name for field in fields(recipe) if field.name not in (*_TABLES, "rules", "stages")]
     data: Data = {name: _written(getattr(recipe, name)) for name in (*plain, *_TABLES)}
@@ -413,7 +420,7 @@ def to_data(recipe: Any) -> Data:
 
 
 def _written(value: Any) -> Any:
-    """A field as data: a record as a table of its fields."""
+    """A field's value as data; a record becomes a table of its fields."""
     if isinstance(value, LinearSpec):
         return _linear_data(value)
     if isinstance(value, Storage):

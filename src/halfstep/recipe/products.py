@@ -1,4 +1,4 @@
-"""Products of matrices: how a recipe rounds their operands, and what it multiplies them by."""
+"""`Matmul`, `LinearSpec` and `AttentionSpec`: how a recipe rounds the operands of matmuls, and their multipliers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -19,12 +19,12 @@ _SIZES = ("rows", "shared", "columns")
 
 @dataclass(frozen=True)
 class Multiplier:
-    """constant * rows^a * shared^b * columns^c for a product (rows, shared) x (shared, columns).
+    """A factor constant * rows^a * shared^b * columns^c for a matmul (rows, shared) x (shared, columns).
 
-    It enters the product before its one rounding, so that a factor of unit scaling costs no pass over memory and no
-    second rounding. Where a layer has a fan-in of m and a fan-out of n, and b rows, its products are (b, m) (m, n)
-    forward, (b, n) (n, m) for the gradient of the input and (n, b) (b, m) for the weight's; the bias's is the weight's
-    with one column.
+    It multiplies the result before its one rounding, so that a factor of unit scaling costs no pass over memory and no
+    second rounding. For a layer with fan-in m, fan-out n and b rows, the matmuls are (b, m) (m, n) forward, (b, n) (n,
+    m) for the gradient of the input, and (n, b) (b, m) for that of the weight; for the bias, that of the weight with
+    one column.
 
     Raises:
         RecipeError: a power or constant that is not finite, or a constant that is not positive.
@@ -47,7 +47,7 @@ class Multiplier:
             )
 
     def of(self, rows: float, shared: float, columns: float) -> float:
-        """The number for a product of that size. A side without elements counts as one: there is nothing to scale."""
+        """The factor for a matmul of these sizes. A size of 0 counts as 1, since there is nothing to scale."""
         number = self.constant
         for size, power in ((rows, self.rows), (shared, self.shared), (columns, self.columns)):
             if power:
@@ -60,26 +60,26 @@ class Multiplier:
 
 
 OPERANDS = ("input", "weight", "grad_output")
-"""The three tensors that a linear layer's products take, each in two of them."""
+"""The three tensors that a linear layer's matmuls take, each in two of them."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """One of the three products of a linear layer. None leaves an operand as it is, and sums in float32.
+    """One of the three matmuls of a linear layer. An operand of None is not rounded; sums are float32 by default.
 
     Raises:
-        RecipeError: an operand whose scaling is not linear; a Hadamard transform of operands that are not both rounded,
-            or whose scaling keeps a state.
+        RecipeError: an operand whose scaling is not linear; a Hadamard transform with operands that are not both
+            rounded, or whose scaling has a state.
     """
 
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
     accumulate: Accumulator | None = None
     multiplier: Multiplier | None = None
-    """What the product is multiplied by before it is rounded; None is 1."""
+    """A factor of the result before it is rounded; None is 1."""
     hadamard: Hadamard | None = None
-    """What both operands are rotated by, in blocks along their shared dimension, before they are rounded; None leaves
-    them as they lie."""
+    """A Hadamard transform that rotates both operands, in blocks along their shared dimension, before they are rounded;
+    None: no rotation."""
 
     def __post_init__(self) -> None:
         for quantizer in (self.lhs, self.rhs):
@@ -99,13 +99,13 @@ class Matmul:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether forming it draws noise or signs."""
+        """Whether it draws noise for stochastic rounding, or random signs."""
         return _drawn((self.lhs, self.rhs), [self])
 
     @cached_property
     def folds(self) -> bool:
-        """Whether a backward product has, on its right, a scale for each of the numbers that it sums over, and the left
-        one can take them in before it is rounded. One whose scale follows earlier steps cannot, nor a rotated one."""
+        """Whether rhs has scales that vary along the shared dimension and are multiplied into lhs before rounding it
+        (`sides.folded`). Not possible if lhs's scaling has a state or the operands are rotated."""
         lhs, rhs = self.lhs, self.rhs
         if lhs is None or lhs.stateful or rhs is None or rhs.scales is None or self.hadamard is not None:
             return False
@@ -113,14 +113,14 @@ class Matmul:
 
 
 def _drawn(operands: Iterable[Quantizer | None], products: Iterable[Matmul]) -> bool:
-    """Whether an operand is rounded with noise, or a product rotated by signs, that each call draws."""
+    """Whether an operand is rounded stochastically, or a matmul rotated by signs that each call draws."""
     noisy = any(quantizer is not None and quantizer.rounding == "stochastic" for quantizer in operands)
     return noisy or any(product.hadamard is not None and product.hadamard.seed == RANDOM for product in products)
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """The three products of a linear layer y = x w^T, and how their six operands are rounded."""
+    """The three matmuls of a linear layer y = x w^T, and how their six operands are rounded."""
 
     output: Matmul = Matmul()
     """x (rows, in) times w^T (in, out)"""
@@ -136,7 +136,7 @@ class LinearSpec:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
         self._check_estimators()
         operands = [quantizer for uses in self._uses().values() for quantizer in uses if quantizer is not None]
-        for quantizer in {id(quantizer): quantizer for quantizer in operands}.values():  # equal ones are asked apart
+        for quantizer in {id(quantizer): quantizer for quantizer in operands}.values():  # equal ones have own caches
             forms = (quantizer, quantizer.down, quantizer.plain, quantizer.down.plain, quantizer.plain.down)
             for known in (*forms, *[form.inner for form in forms if form.inner is not None]):
                 _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
@@ -147,7 +147,7 @@ class LinearSpec:
         _ = self.rounds_input_alike, self.output.folds, self.grad_input.folds, self.grad_weight.folds
 
     def _check_estimators(self) -> None:
-        """Refuse an estimator where nothing takes it."""
+        """Raise for an estimator of an operand other than the forward's weight, or of a rotated weight."""
         own = None if self.output.rhs is None else self.output.rhs.estimator
         for name, uses in self._uses().items():
             found = next((q.estimator for q in uses if q is not None and q.estimator is not None), None)
@@ -165,7 +165,7 @@ class LinearSpec:
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """What is decided once for a layer's sizes and device, in this process: copies and pickles have none of it."""
+        """A cache of decisions by layer sizes and device; copies and pickles of the spec do not have it."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,19 +178,19 @@ class LinearSpec:
 
     @cached_property
     def states(self) -> dict[str, Quantizer]:
-        """The operands whose scales depend on earlier steps, and their quantizers."""
+        """The quantizers of operands whose scales depend on earlier steps, by tensor."""
         found = {name: [q for q in uses if q is not None and q.stateful] for name, uses in self._uses().items()}
         return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
 
     @cached_property
     def quantizers(self) -> tuple[Quantizer, ...]:
-        """Those of the operands that are rounded, each once."""
+        """The quantizers of all rounded operands, each once."""
         return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))
 
     @cached_property
     def rerounded(self) -> frozenset[str]:
-        """The tensors (`input`, `weight`, `grad_output`) that the second of their two products rounds again, since it
-        does not take what the first one took: it rounds them otherwise, or either product rotates them."""
+        """The tensors (`input`, `weight`, `grad_output`) that are rounded again for the second of their two matmuls,
+        since that rounds them otherwise, or either matmul rotates them."""
         products = {
             "input": (self.output, self.grad_weight),
             "weight": (self.output, self.grad_input),
@@ -204,8 +204,8 @@ class LinearSpec:
 
     @cached_property
     def input_codes(self) -> Quantizer | None:
-        """The quantizer of the input where its codes can stand for it in the backward pass: both products that take it
-        round it alike, with one scale a tensor that enters the product. None where they cannot."""
+        """The quantizer of the input, if the input can be saved for backward as codes: both of its matmuls round it
+        alike, to 8 bits with one scale a tensor. Else None."""
         quantizer = self.output.lhs
         if quantizer is None or quantizer.scales is None or "input" in self.rerounded:
             return None
@@ -220,46 +220,47 @@ class LinearSpec:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether any product draws noise or signs."""
+        """Whether any matmul draws noise or signs."""
         return any(product.draws for product in (self.output, self.grad_input, self.grad_weight))
 
     @cached_property
     def rounds_weight_once(self) -> bool:
-        """Whether the forward product rounds the weight, and no call of the layer rounds it otherwise than another: by
-        noise or signs that each draws."""
+        """Whether the forward matmul rounds the weight, and every call rounds it alike, without noise or signs that
+        each call draws."""
         return self.output.rhs is not None and not _drawn(
             (self.output.rhs, self.grad_input.rhs), (self.output, self.grad_input)
         )
 
     @cached_property
     def rounds_input_alike(self) -> bool:
-        """Whether every layer rounds an input to the same numbers: by no noise, signs or history of its own."""
+        """Whether all layers with this spec round an input to the same values: without noise, signs or states of their
+        own."""
         quantizer = self.output.lhs
         drawn = _drawn((quantizer, self.grad_weight.rhs), (self.output, self.grad_weight))
         return quantizer is not None and not quantizer.stateful and not drawn
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether any operand, or any sum, is rounded."""
+        """Whether any operand or accumulation is rounded."""
         return len(self.quantizers) > 0 or self.accumulates
 
     @cached_property
     def rotates(self) -> bool:
-        """Whether any product has a Hadamard transform."""
+        """Whether any matmul has a Hadamard transform."""
         return any(product.hadamard for product in (self.output, self.grad_input, self.grad_weight))
 
     @cached_property
     def accumulates(self) -> bool:
-        """Whether any product has an accumulator of its own."""
+        """Whether any matmul has an accumulator other than float32."""
         return any(product.accumulate for product in (self.output, self.grad_input, self.grad_weight))
 
     @cached_property
     def multiplies(self) -> bool:
-        """Whether any product has a multiplier."""
+        """Whether any matmul has a multiplier."""
         return any(product.multiplier for product in (self.output, self.grad_input, self.grad_weight))
 
     def times(self, multipliers: "LinearSpec") -> "LinearSpec":
-        """The operands of this one, and the multipliers of the other.
+        """This spec with the multipliers of the other one.
 
         Raises:
             RecipeError: both have multipliers.
@@ -291,23 +292,24 @@ def linear_spec(
     grad_output: Quantizer | None = None,
     accumulate: Accumulator | None = None,
 ) -> LinearSpec:
-    """Each tensor rounded alike in both products that use it, and all three summed alike."""
+    """A spec in which each tensor is rounded alike in both of its matmuls, and all three accumulate alike."""
     products = (input, weight), (grad_output, weight), (grad_output, input)
     return LinearSpec(*[Matmul(lhs, rhs, accumulate) for lhs, rhs in products])
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The two products of attention, softmax(q k^T / sqrt(d)) v, each as a linear layer's and so with its backward's.
+    """The two matmuls of attention, softmax(q k^T / sqrt(d)) v, each as a linear layer with its backward matmuls.
 
     Raises:
-        RecipeError: a scaling that keeps a state, or tiles of several rows: a stack of matrices has neither.
+        RecipeError: a scaling with a state, tiles of several rows, estimators, or clamps with compensation: stacks of
+            matrices do not support them.
     """
 
     scores: LinearSpec = LinearSpec()
-    """q is the input, k the weight."""
+    """q k^T: q is the input, k the weight."""
     mix: LinearSpec = LinearSpec()
-    """The weights that softmax gives are the input, v^T the weight."""
+    """softmax(...) v: the attention weights are the input, v^T the weight."""
 
     def __post_init__(self) -> None:
         for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
@@ -325,31 +327,31 @@ class AttentionSpec:
 
     @property
     def draws(self) -> bool:
-        """Whether any product of the two draws noise or signs."""
+        """Whether any matmul draws noise or signs."""
         return self.scores.draws or self.mix.draws
 
     @property
     def rounds(self) -> bool:
-        """Whether any operand, or any sum, of the two is rounded."""
+        """Whether any operand or accumulation is rounded."""
         return self.scores.rounds or self.mix.rounds
 
     @property
     def multiplies(self) -> bool:
-        """Whether any product of the two has a multiplier."""
+        """Whether any matmul has a multiplier."""
         return self.scores.multiplies or self.mix.multiplies
 
     def times(self, multipliers: "AttentionSpec") -> "AttentionSpec":
-        """The operands of this one, and the multipliers of the other, as `LinearSpec.times`."""
+        """This spec with the multipliers of the other one, as `LinearSpec.times`."""
         return AttentionSpec(self.scores.times(multipliers.scores), self.mix.times(multipliers.mix))
 
 
 def linear_text(spec: LinearSpec) -> str:
-    """The three products in a line, for `Recipe.describe`."""
+    """The three matmuls in one line, for `Recipe.describe`."""
     return ", ".join(matmul_texts(spec))
 
 
 def matmul_texts(spec: LinearSpec) -> tuple[str, ...]:
-    """The three products, each as its name and how its two operands are rounded."""
+    """The name of each of the three matmuls and how its operands are rounded, in words."""
 
     def side(quantizer: Quantizer | None) -> str:
         if quantizer is None:

@@ -1,4 +1,4 @@
-"""GaLore: which matrices are updated in a subspace of their gradients, and in which."""
+"""`Projection`: which matrices are updated in a subspace of their gradients (GaLore), and how it is chosen."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ PROJECTOR = "projector"
 """The name, in an optimizer's state, of a matrix's projector."""
 
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-"""The largest number of an update's arithmetic, and the smallest normal one."""
+"""float32's largest value and smallest normal value."""
 
 SIDES = ("short", "long", "left", "right")
 
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Subspace:
-    """The span of `rank` singular vectors of a gradient G: of left ones P, R = P^T G; or of right ones Q, R = G Q."""
+    """The span of `rank` singular vectors of a gradient G: left ones P with R = P^T G, or right ones Q with R = G Q."""
 
     rank: int
     left: bool
@@ -34,20 +34,20 @@ class Subspace:
         return (self.rank, shape[1]) if self.left else (shape[0], self.rank)
 
     def numbers(self, shape: Shape, moments: int) -> int:
-        """How many numbers are kept of a matrix of that shape: of Adam, mr + 2nr where m <= n."""
+        """The number of stored elements for a matrix of that shape: with Adam, mr + 2nr for m <= n."""
         (rows, columns), (longs, shorts) = self.projector(shape), self.moment(shape)
         return rows * columns + moments * longs * shorts
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Weights of linear layers are updated in a subspace of their gradients, which is chosen again every `gap` steps.
+    """Weights of linear layers are updated in a subspace of their gradients, which is chosen anew every `gap` steps.
 
-    w <- w - lr scale P u, where u is the rule's step (of Adam m' / (sqrt(v') + eps)) on R = P^T G. Moments are of R's
-    shape, and are not turned when P changes. Weight decay is the whole weight's.
+    w <- w - lr scale P u, where u is the rule's step (for Adam m' / (sqrt(v') + eps)) on R = P^T G. Moments have R's
+    shape, and are not transformed when P changes. Weight decay applies to the whole weight.
 
     Raises:
-        RecipeError: a value that means nothing.
+        RecipeError: an invalid value.
 
     Source: Zhao et al. 2024, arXiv 2403.03507, algorithm 2.
     """
@@ -56,16 +56,16 @@ class Projection:
     gap: int = 200
     """Steps between two choices of the subspace, counted for each parameter."""
     scale: float = 0.25
-    """What the projected step is multiplied by."""
+    """The factor of the projected step."""
     side: str = "short"
-    """Which singular vectors: those of the `short` side (the paper's; left where m <= n), the `long` one, or always the
-    `left` or `right` ones."""
+    """Which singular vectors: those of the `short` side (as in the paper; left ones for m <= n), of the `long` side, or
+    always the `left` or `right` ones."""
     paths: tuple[str, ...] = ()
-    """Globs on the module paths of linear layers. None: all but output heads, routers, adapters, and what is tied to an
-    embedding. The paper's are `*attn*` and `*mlp*`."""
+    """Globs on the module paths of linear layers. Empty: all except output heads, routers, adapters, and weights tied
+    to an embedding. The paper's are `*attn*` and `*mlp*`."""
     share: float | None = 0.5
-    """Of a matrix whose short side is small the rank is at most this share of it, so that less is kept than without a
-    projection. None: always `rank`, and a smaller matrix is an error."""
+    """The rank is at most this share of a matrix's short side, so that less is stored than without a projection. None:
+    always `rank`, and a smaller matrix is an error."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "gap"):
@@ -80,10 +80,10 @@ class Projection:
             raise RecipeError(f"projection {unknown('side', self.side, SIDES)}")
 
     def subspace(self, shape: Shape) -> Subspace | None:
-        """The subspace of a matrix of that shape; None where the share of its short side is less than 1.
+        """The subspace for a matrix of that shape; None if the share of its short side is less than 1.
 
         Raises:
-            RecipeError: `share` is None, and the rank is larger than the matrix has.
+            RecipeError: `share` is None, and the rank exceeds the matrix's.
         """
         short = min(shape)
         rank = self.rank if self.share is None else min(self.rank, int(self.share * short))

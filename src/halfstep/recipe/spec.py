@@ -1,4 +1,4 @@
-"""What a recipe is: frozen data that says in which format each part of training lives."""
+"""`Recipe`: frozen data with the format of each part of training."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ from halfstep.text import shortened
 
 
 MASTER = "master"
-"""The name, in an optimizer's state, of what takes the update in place of codes; that of an fp32 master too."""
+"""The name, in an optimizer's state, of an fp32 master, and of the master of a weight stored as codes."""
 
 
 def is_master(state: str) -> bool:
-    """Whether what an optimizer keeps under that name is kept of a weight, beside it."""
+    """Whether an entry of that name in an optimizer's state belongs to a master."""
     return state.startswith(MASTER) or any(state in get_master(master).keeps for master in list_masters())
 
 
@@ -39,12 +39,12 @@ SMOOTH_GLU = {
     "channel": "Smooth-SwiGLU, a power of two a channel, which merges into the weights",
     "token": "Smooth-SwiGLU, a scale a token",
 }
-"""How the product of a gated MLP is scaled before the down-projection rounds it (`ops.smooth_swiglu`)."""
+"""How the gated product of an MLP is scaled before the down-projection rounds it (`ops.smooth_swiglu`)."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The factor S on the loss: constant, or doubled after `growth_interval` good steps and halved on overflow.
+    """The loss scale: constant, or doubled after `growth_interval` steps without overflow and halved on overflow.
 
     Source: Micikevicius et al. 2018 (constant); torch.amp.GradScaler (dynamic, and its defaults).
     """
@@ -67,7 +67,7 @@ class LossScale:
 
     @property
     def scales(self) -> bool:
-        """Whether it ever multiplies a loss by another number than 1."""
+        """Whether it can multiply a loss by a factor other than 1."""
         return self.dynamic or self.init != 1
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """Bytes that one parameter costs while the optimizer steps, by role; `transient` ones live only in a pass."""
+    """The bytes of one parameter by role; `transient` ones exist only during a forward or backward pass."""
 
     weights: float
     grads: float
@@ -97,64 +97,63 @@ class BytesPerParameter:
 
 @dataclass(frozen=True)
 class Recipe:
-    """In which format each part of training lives. Everything that follows a recipe reads these fields.
+    """The format of each part of training, and how layers round.
 
     Raises:
-        RecipeError: a format or rounding that does not exist, or a combination that means nothing.
+        RecipeError: an unknown format or rounding, or an invalid combination.
     """
 
     name: str
     summary: str
     source: str
     weights: str = "fp32"
-    """The parameters as stored."""
+    """The format in which parameters are stored."""
     grads: str | None = None
-    """The gradients as accumulated; None is the weights' own format."""
+    """The format in which gradients accumulate; None: that of the weights."""
     master: str | None = None
-    """What takes the update (`quant.masters`); None where the weights take it themselves."""
+    """The kind of master weights (`quant.masters`); None: the weights themselves are updated."""
     moments: str | Storage | tuple[tuple[str, str | Storage], ...] = "fp32"
-    """How the optimizer's states are kept: all alike; or pairs of a glob on torch's names for them (`exp_avg`,
-    `exp_avg_sq`, `momentum_buffer`) and a format or `Storage`, of which the first that matches decides. What none
-    matches is fp32."""
+    """How the optimizer's moments are stored: all alike, or pairs of a glob on torch's names (`exp_avg`, `exp_avg_sq`,
+    `momentum_buffer`) and a format or `Storage`. The first match decides; moments without a match are fp32."""
     update_rounding: str = "nearest_even"
     """How an updated weight is rounded to its stored format."""
     compute: str = "fp32"
-    """The dtype of torch.autocast around the model's forward; fp32 is no autocast."""
+    """The dtype of torch.autocast around the model's forward; fp32: no autocast."""
     loss_scale: LossScale | None = None
     rules: tuple[Rule, ...] = ()
     """Which layers round their operands, and how."""
     codes: Codes | None = None
-    """How the weights that rules round, their gradients and masters are kept, where not as `weights`, `grads` and
+    """How the weights that rules round, their gradients and masters are stored, if not as `weights`, `grads` and
     `master` say."""
     projection: Projection | None = None
-    """Which matrices are updated in a subspace of their gradients. Of `moments`, `projector` says how the vectors that
-    span it are kept."""
+    """Which matrices are updated in a subspace of their gradients. The entry `projector` of `moments` says how its
+    vectors are stored."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast, with float32 weights: globs on their classes' names or paths."""
     float32_adapters: bool = True
-    """Whether adapters, such as LoRA's factors and whatever else PEFT's layers train beside a layer, have float32
-    weights whatever `weights` says, and no rule rounds their products."""
+    """Whether adapters (LoRA's factors and whatever else PEFT trains beside a layer) have float32 weights, whatever
+    `weights` says, and are not rounded by rules."""
     float32_functions: tuple[str, ...] = ()
-    """torch's functions, by name, that take 16-bit inputs in float32 under autocast, beside those that it lists for the
-    device: `softmax`, `exp`, `sum` ...; methods and operators of that name too."""
+    """torch's functions, by name (`softmax`, `exp`, `sum` ...), that compute 16-bit inputs in float32 under autocast,
+    in addition to autocast's own list; methods and operators of these names too."""
     float32_buffers: tuple[str, ...] = ()
-    """Buffers, by globs on their paths (`*.inv_freq`), that must be float32 and not rounded: a model in which a cast
-    rounded them is refused. No recipe casts buffers."""
+    """Buffers, by globs on their paths (`*.inv_freq`), that must be float32 and unrounded: a model in which a cast
+    rounded them raises. No recipe casts buffers."""
     attention: AttentionSpec | None = None
-    """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
+    """How attention rounds the operands of its two matmuls, in modules of torch's or ours."""
     smooth_glu: str | None = None
-    """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
+    """How gated MLPs scale their gated product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
     saved: Saved | None = None
-    """How what autograd keeps for the backward pass is stored, where not as it is."""
+    """How tensors saved for backward are stored, if not as they are."""
     communication: Communication | None = None
-    """In which formats data parallelism sends gradients and gathers sharded weights, where not as they are stored
+    """The formats in which data parallelism sends gradients and gathers sharded weights, if not as they are stored
     (`halfstep.distributed`)."""
     unit_scaled: bool = False
-    """Whether the model must be unit-scaled (`halfstep.unit_scale`), since nothing here scales anything."""
+    """Whether the model must be unit-scaled (`halfstep.unit_scale`), since the recipe has no scales."""
     batch_invariant: bool = False
-    """Whether a recipe is refused under which a row's result depends on the other rows of its call."""
+    """Whether to check that a row's result does not depend on the other rows of its call."""
     stages: "tuple[Stage[Recipe], ...]" = ()
-    """Recipes that take over from this one while a model trains: the fields above are the first stage."""
+    """Recipes that take over from this one during training; the fields above are the first stage."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
     notes: tuple[str, ...] = ()
@@ -173,7 +172,7 @@ class Recipe:
             )
 
     def _faults(self) -> Iterator[str]:
-        """What of the fields does not exist, or means nothing beside the others."""
+        """Error messages for fields that are unknown or incompatible with others."""
         for role in ("weights", "grads", "compute"):
             if (name := getattr(self, role)) is not None and name not in DTYPES:
                 yield f"{role} = {name!r}; tensors are stored as {', '.join(DTYPES)}"
@@ -226,7 +225,7 @@ class Recipe:
 
     @cached_property
     def by_stage(self) -> "tuple[Recipe, ...]":
-        """The recipe of each stage, first to last; itself alone, where it has no others."""
+        """The recipe of each stage, first to last; only itself if it has no stages."""
         return (replace(self, stages=()), *(stage.recipe for stage in self.stages)) if self.stages else (self,)
 
     @cached_property
@@ -246,7 +245,7 @@ class Recipe:
 
     @cached_property
     def shared_in_a_call(self) -> tuple[str, ...]:
-        """What makes a row's result depend on the other rows of a forward call, in any stage; () for nothing."""
+        """Texts that say why a row's result depends on the other rows of a forward call, in any stage; () if not."""
         stages = self.by_stage
         return tuple(why for one in stages for why in shared_in_a_call(one.rules, one.attention, one.smooth_glu))
 
@@ -255,7 +254,7 @@ class Recipe:
         return self.moments if isinstance(self.moments, tuple) else (("*", self.moments),)
 
     def moment(self, name: str, size: int | None = None) -> Storage:
-        """How the optimizer's state of that name is kept: of a large parameter, or of one of so many elements."""
+        """The storage of the optimizer's moment of that name, for a parameter of `size` elements (None: many)."""
         for glob, kind in self._moments:
             if fnmatchcase(name, glob):
                 kept = get_storage(kind)
@@ -263,15 +262,12 @@ class Recipe:
         return get_storage("fp32")
 
     def bytes_per_parameter(self, moments: Sequence[str] = ADAM, shape: Shape | None = None) -> BytesPerParameter:
-        """The bytes of one parameter by role, for an optimizer with those moments; scales of tiles count as if all
-        tiles were whole.
+        """The bytes of one parameter by role, for an optimizer with those moments, including scales of full tiles.
 
-        With a `projection` they depend on the matrix: those of one of that `shape`; without a shape, those of a
-        parameter that is not projected, which are the most.
-
-        With `codes`, of a weight that rules round, but for the scale of its tensor. Autocast keeps one compute copy
-        of each fp32 weight that a product uses, dropped when the forward ends: that is `transient`, and at most its
-            compute format's size.
+        With a `projection` they depend on the matrix: for one of the given `shape`; without a shape, for a parameter
+        that is not projected, which takes the most. With `codes`, for a weight that rules round, without the scale of
+        a whole tensor. `transient` is autocast's cast of each fp32 weight that a matmul uses, dropped when the forward
+        ends: at most the size of its compute format.
         """
 
         def size(name: str | None) -> float:
@@ -293,12 +289,12 @@ class Recipe:
 
     @property
     def batch_text(self) -> str:
-        """Whether a row's results depend on the batch, in a line."""
+        """Whether a row's results depend on the other rows, in one line."""
         shared = "; ".join(self.shared_in_a_call)
         return f"rows of a call share: {shared}" if shared else "no row's result depends on the other rows"
 
     def _kept(self) -> list[tuple[str, str]]:
-        """The rules that round nothing, a line each."""
+        """A labelled line for each rule that rounds nothing."""
         kept = [rule for rule in self.rules if not rule.linear.rounds]
         return [("kept", f"{rule.why or 'by rule'}: {rule.where}") for rule in kept]
 
@@ -313,7 +309,7 @@ class Recipe:
         return ", ".join(("others" if name == "*" else name) + f" {self.moment(name)}" for name, _ in self.moments)
 
     def passes_text(self) -> str:
-        """In a line, how the passes compute: what a stage changes."""
+        """How the passes compute, in one line: the fields that may change between stages."""
         rules = [f"linear {rule.where!r} {linear_text(rule.linear)}" for rule in self.rules if rule.linear.rounds]
         parts = [
             "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}",
@@ -329,15 +325,15 @@ class Recipe:
         return shortened([self.describe()])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON and TOML: every field, as `load_recipe` reads them.
+        """Every field as data for JSON and TOML, as `load_recipe` reads it.
 
         Raises:
-            RecipeError: it has a scaling of one's own, which such data do not hold.
+            RecipeError: it has a custom scaling, which data cannot describe.
         """
         return to_data(self)
 
     def describe(self) -> str:
-        """The whole recipe, one field a line, with the terms of its bytes per parameter."""
+        """The whole recipe as text, one field a line, with its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
         widened = (*self.float32_modules, *self.float32_functions, *self.float32_buffers)
         own = "the weights themselves" if self.weights == "fp32" else "none"

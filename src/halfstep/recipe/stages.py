@@ -1,4 +1,4 @@
-"""Stages: recipes that take over from the first while a model trains, and what must not change with them."""
+"""`Stage`: a recipe that takes over from another one during training; and checks that stages are compatible."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ ALIKE = (
     "weights", "grads", "master", "moments", "update_rounding", "codes", "projection", "loss_scale", "float32_modules",
     "float32_adapters", "communication",
 )  # fmt: skip
-"""The fields that all stages of a recipe share: how tensors are stored from step to step, and the loss scale, whose
-state is the scaler's. What may change is how the passes compute: rules, compute, attention, saved, smooth_glu."""
+"""The fields that must be equal in all stages of a recipe: how tensors are stored from step to step, and the loss
+scale. Others may change, which say how the passes compute: rules, compute, attention, saved, smooth_glu."""
 
 Kind = TypeVar("Kind")
-"""`Recipe`, which is made of stages itself."""
+"""`Recipe`, a type variable since `Recipe` has stages itself."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Stage(Generic[Kind]):
     """A recipe that takes over after some of a run's steps; a step is one call of `scaler.update()`.
 
     Raises:
-        RecipeError: a start that is neither a whole number of steps nor a fraction of the run.
+        RecipeError: `start` is neither an integer number of steps nor a fraction of the run.
     """
 
     recipe: Kind
     start: int | float
-    """After how many steps it takes over; or after which fraction of the run's steps, between 0 and 1."""
+    """The number of steps after which it takes over (an int), or the fraction of the run (a float between 0 and 1)."""
 
     def __post_init__(self) -> None:
         steps = type(self.start) is int and self.start > 0
@@ -41,7 +41,7 @@ class Stage(Generic[Kind]):
 
     @property
     def is_fraction(self) -> bool:
-        """Whether it takes over after a fraction of the run, whose length must be known."""
+        """Whether `start` is a fraction of the run, whose length must then be known."""
         return isinstance(self.start, float)
 
     @property
@@ -50,7 +50,7 @@ class Stage(Generic[Kind]):
         return f"{100 * self.start:.12g}%" if self.is_fraction else f"step {self.start}"
 
     def steps(self, total: int | None) -> int:
-        """After how many steps of a run of `total` it takes over.
+        """The number of steps after which it takes over, in a run of `total` steps.
 
         >>> Stage("bf16-mixed", 0.9).steps(1000), Stage("bf16-mixed", 900).steps(None)
         (900, 900)
@@ -62,10 +62,11 @@ class Stage(Generic[Kind]):
 
 
 def check_stages(first: Any, stages: Sequence[Stage[Any]]) -> None:
-    """Refuse stages that cannot follow on a recipe.
+    """Check that stages can follow a recipe.
 
     Raises:
-        RecipeError: they are out of order, have stages themselves, or keep something otherwise than the first does.
+        RecipeError: they are out of order, have stages themselves, or differ from the first recipe in a field of
+            `ALIKE`.
     """
     for stage in stages:
         if stage.recipe.stages:
@@ -90,10 +91,10 @@ def check_stages(first: Any, stages: Sequence[Stage[Any]]) -> None:
 
 
 def starts(name: str, stages: Sequence[Stage[Any]], total: int | None) -> tuple[int, ...] | None:
-    """After how many steps each stage takes over; None where that depends on a run's length that is not known.
+    """The number of steps after which each stage takes over; None if that depends on an unknown length of the run.
 
     Raises:
-        RecipeError: in a run of that length a stage would have no step.
+        RecipeError: a stage would have no step.
     """
     if total is None and any(stage.is_fraction for stage in stages):
         return None

@@ -1,4 +1,4 @@
-"""How a tensor is kept between two uses, what autograd saves, and how gradients and weights cross from rank to rank."""
+"""`Storage`, `Codes`, `Saved`, `Communication`: the formats of stored, saved and communicated tensors."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -13,7 +13,7 @@ from halfstep.quant import TENSOR, Quantizer, Scales, Tile, get_quantizer, get_s
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats in which whole tensors (weights, gradients, moments) are stored as they are, with torch's dtypes."""
+"""Formats in which tensors (weights, gradients, moments) can be stored in a torch dtype, without scales."""
 
 _DTYPES = {formats.get(name).key: dtype for name, dtype in DTYPES.items()}
 _SCALED = {
@@ -24,28 +24,28 @@ _ONE_SCALE = Quantizer(formats.get("fp16"), scales=Scales(TENSOR, get_scaling("r
 _RESIDUAL = "_residual"
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name, dtype and shape of stored tensors."""
+"""The dtype and shape of stored tensors, by name."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How a tensor is kept: rounded by a quantizer; with a `residual`, as the sum of two numbers, of which the second
-    is what the first left over, rounded in the same way.
+    """How a tensor is stored: rounded by a quantizer; with `residual`, as the sum of two values, the second being the
+    rounding error of the first, rounded alike.
 
-    A format in `DTYPES` without scales is stored as torch's dtype, and converted as torch does; others as codes and
-    scales (`quant.Quantized`).
+    A format in `DTYPES` without scales is stored in torch's dtype, converted as torch does; others as codes and scales
+    (`quant.Quantized`).
 
     Raises:
-        RecipeError: the quantizer depends on earlier steps or on noise, or keeps outliers apart; `flat` without tiles
-            that lie along a row.
+        RecipeError: the quantizer has a state, noise, outliers, a clamp or an estimator; `flat` without tiles along
+            rows.
     """
 
     quantizer: Quantizer
     residual: bool = False
     flat: bool = False
-    """Tiles lie along the whole tensor, laid out flat, and not along its last dimension."""
+    """Tiles are along the flattened tensor, not along its last dimension."""
     smallest: int = 0
-    """Tensors of fewer elements are kept in fp32."""
+    """Tensors with fewer elements are stored in fp32."""
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
@@ -68,54 +68,54 @@ class Storage:
             raise RecipeError(f"stored flat with tile = {tile or 'none'}; expected pieces of a row, such as 1x256")
         if type(self.smallest) is not int or self.smallest < 0:
             raise RecipeError(f"stored with smallest = {self.smallest!r}; expected a number of elements, or 0")
-        _ = self.dtype, self._kinds  # asked in traced graphs too, where nothing is found for the first time
+        _ = self.dtype, self._kinds  # cached properties, which a traced graph cannot compute
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that a tensor of that shape is quantised in."""
+        """The shape in which a tensor of that shape is quantized."""
         return (1, prod(shape)) if self.flat else shape
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """torch's dtype of values that are stored as they are; None where they are codes."""
+        """The torch dtype of the stored values; None if they are stored as codes."""
         quantizer = self.quantizer
         plain = quantizer.scales is None and quantizer.rounding == "nearest_even"
         return _DTYPES.get(quantizer.format.key) if plain else None
 
     @property
     def scaled_dtype(self) -> torch.dtype | None:
-        """torch's dtype of codes that lie as their values do, under one scale; None where they do not."""
+        """`scaled_dtype` of the quantizer."""
         return scaled_dtype(self.quantizer)
 
     def names(self, name: str) -> dict[str, str]:
-        """What the number called `name` is kept in: for each part of the quantised tensor, what it is called."""
+        """The names of the tensors that store one value called `name`, by part (`codes`, `scale` ...)."""
         if self.dtype is not None:
             return {"codes": name}
         return {part: name if part == "codes" else f"{name}_{part}" for part in self._kinds}
 
     @cached_property
     def _kinds(self) -> tuple[str, ...]:
-        """The parts of a number that is codes."""
+        """The parts of a value stored as codes."""
         return () if self.dtype is not None else tuple(self._layout((1, 1)))
 
     def numbers(self, name: str) -> tuple[str, ...]:
-        """The names of the numbers whose sum is kept."""
+        """The names of the one or two values whose sum is stored."""
         return (name, name + _RESIDUAL) if self.residual else (name,)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The names of all tensors that the tensor called `name` is kept in."""
+        """The names of all tensors that store the tensor called `name`."""
         if self.dtype is not None:
             return self.numbers(name)
         return tuple([part for number in self.numbers(name) for part in self.names(number).values()])
 
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
-        """Name, dtype and shape of every tensor that one of that shape is kept in."""
+        """The dtype and shape, by name, of every tensor that stores a tensor called `name` of that shape."""
         if self.dtype is not None:
             return dict.fromkeys(self.numbers(name), (self.dtype, shape))
         parts, names = self._layout(shape), [self.names(number) for number in self.numbers(name)]
         return {called[part]: kind for called in names for part, kind in parts.items()}
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
-        """As `layout`, of one number, by the names of its parts."""
+        """As `layout`, for one value, by part."""
         if self.scaled_dtype is not None:
             return {"codes": (self.scaled_dtype, shape), "scale": (torch.float32, ())}
         parts: Any = layout(self.quantizer, self.matrix(shape), torch.float32)  # no outliers: every size is known
@@ -123,7 +123,7 @@ class Storage:
 
     @property
     def bytes(self) -> float:
-        """Bytes an element, whole tiles taken for granted: a scale of the whole tensor counts nothing."""
+        """Bytes per element, for full tiles; a scale of the whole tensor is not counted."""
         numbers = 2 if self.residual else 1
         if self.dtype is not None:
             return numbers * float(self.dtype.itemsize)
@@ -145,28 +145,28 @@ class Storage:
 
 @cache
 def scaled_dtype(quantizer: Quantizer) -> torch.dtype | None:
-    """torch's dtype of codes that lie as their values do, under the smallest power of two that brings all of them in
-    range (`rceil`); None where they do not."""
+    """The torch dtype of codes with one power-of-two scale a tensor (`rceil`), stored with the strides of the values;
+    None for other quantizers."""
     scaled = replace(quantizer, format=_ONE_SCALE.format) == _ONE_SCALE
     return _SCALED.get(quantizer.format.key) if scaled else None
 
 
 @dataclass(frozen=True)
 class Codes:
-    """How the weights that rules round are kept, with their gradients and masters: as codes (`ops.CodeTensor`).
+    """How the weights that rules round, their gradients and masters are stored as codes (`ops.CodeTensor`).
 
-    The codes come with the optimizer of `halfstep.prepare`: under `halfstep.apply` these weights stay as others do.
-    With more than one rank, gradients stay in fp32 until the optimizer rounds them.
+    `halfstep.prepare` makes these weights codes, with the optimizer; under `halfstep.apply` alone they are stored as
+    others are. With more than one rank, gradients stay fp32 until the optimizer rounds them.
 
     Raises:
-        RecipeError: weights or gradients of torch's own dtypes, or with a residual; a master like the weights.
+        RecipeError: weights or gradients stored in torch's dtypes, or with a residual; a master equal to the weights.
     """
 
     weights: Storage
     grads: Storage | None = None
-    """The gradients as accumulated, rounded once a micro-batch; None is fp32."""
+    """Accumulated gradients, rounded once a micro-batch; None: fp32."""
     master: Storage | None = None
-    """What takes the update, in the optimizer's state; None where the weights take it themselves."""
+    """Masters, in the optimizer's state; None: the weights themselves are updated."""
 
     def __post_init__(self) -> None:
         for role in ("weights", "grads", "master"):
@@ -197,8 +197,7 @@ def _bytes(tensors: Layout) -> int:
 def get_storage(
     kind: str | Quantizer | Storage, residual: bool = False, flat: bool = False, smallest: int = 0
 ) -> Storage:
-    """The storage that a format's name (with its usual tiles) or a quantizer stands for; a `Storage` is returned as it
-    is.
+    """The storage by a format's name (with its usual tiles) or a quantizer; a `Storage` is returned as it is.
 
     Raises:
         RecipeError: no such format; or as `Storage`.
@@ -218,20 +217,20 @@ def get_storage(
 
 @dataclass(frozen=True)
 class Saved:
-    """How tensors are kept between the forward and the backward pass, where they are not kept as they are.
+    """How tensors that autograd saves for backward are stored in few bits.
 
-    Only what `nn.apply` knows by the module that saves it: inputs of attention and of rotary positions, the residual
-    stream, softmax's statistics and whatever a model's own code saves stay as they are, and so do parameters.
+    Only those of modules that `nn.apply` supports: inputs of attention and of rotary positions, the residual stream,
+    softmax's statistics and tensors saved by a model's own code are saved as they are, and so are parameters.
 
     Raises:
-        RecipeError: neither is given; a storage with a residual, or that leaves small tensors in fp32.
+        RecipeError: neither field is given; a storage with a residual, or with `smallest`.
     """
 
     operands: bool = False
-    """Inputs of linear products are kept as the codes that the products rounded them to, once for all products that
-    take them; weights are rounded again. No number changes."""
+    """Save inputs of linear layers as the codes that they were rounded to, once for all layers that read an input;
+    weights are rounded again in the backward. Results do not change."""
     nonlinear: Storage | None = None
-    """What norms, activation functions and gated products save of their inputs' shape."""
+    """How norms, activation functions and gated products save tensors of their inputs' shape; None: as they are."""
 
     def __post_init__(self) -> None:
         if not self.operands and self.nonlinear is None:
@@ -255,51 +254,51 @@ COAT = Saved(
         Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 16), get_scaling("absmax_bf16"))), flat=True
     ),
 )
-"""COAT's mixed granularity: one scale a tensor for inputs of products, one for each 16 elements elsewhere.
+"""COAT's mixed granularity: one scale a tensor for inputs of linear layers, one for each 16 elements elsewhere.
 
 Source: Xi et al. 2025, arXiv 2410.19313, and its released code.
 """
 
 
 OPERANDS = "operands"
-"""Weights cross as the codes that products round them to."""
+"""The value of `Communication.weights` for weights gathered as the codes that matmuls round them to."""
 
 REDUCE = {
     "all_to_all": "each rank sums its share in float32, in rank order",
     "fp8lm": "summed in the format itself, rank by rank, with one scale a tensor whose target follows saturation",
     "ms_amp": "summed in the format itself, rank by rank, with one scale a tensor over the root of the ranks",
 }
-"""How the mean of the ranks' gradients is formed."""
+"""How the mean of the ranks' gradients is computed."""
 
 
 @dataclass(frozen=True)
 class Communication:
     """The formats in which data parallelism sends gradients and gathers sharded weights (`halfstep.distributed`).
 
-    `all_to_all`: each rank encodes its gradient once and sends every other rank that rank's share of it; the shares are
-    decoded and summed in float32 in rank order, divided by the number of ranks, encoded, and gathered. Every element is
+    `all_to_all`: each rank encodes its gradient once and sends each other rank its share; ranks decode the shares, sum
+    them in float32 in rank order, divide by the number of ranks, encode the mean, and all-gather it. Every element is
     rounded twice, whatever the number of ranks, and 2 (N - 1) / N of an element's bytes are sent.
 
-    `fp8lm`: FP8-LM's reduction, as a reproduction: all ranks share one power of two a tensor, codes are added in E4M3
-    one rank after another, and mu, by which the scale's target is lowered, is halved where over 0.001% of the sum
-    saturates, and else raised by 2^(1/1000), up to 2. `ms_amp` has a constant 1 / sqrt(N) in its place.
+    `fp8lm`: a reproduction of FP8-LM's reduction. All ranks share one power-of-two scale a tensor, and codes are added
+    in E4M3 rank by rank. mu, which lowers the scale's target, is halved if over 0.001% of the sum saturates, and else
+    multiplied by 2^(1/1000), up to 2. `ms_amp` has a constant 1 / sqrt(N) instead of mu.
 
     Raises:
-        RecipeError: neither gradients nor weights are given; a storage whose scales are not of pieces of a row laid out
-            flat, or which does not mark an infinity; for `fp8lm` and `ms_amp` anything but one power of two a tensor.
+        RecipeError: neither gradients nor weights are given; a storage without tiles along the flattened tensor, or
+            whose scales cannot mark an infinity; for `fp8lm` and `ms_amp` other than one power of two a tensor.
 
     Source: Peng et al. 2023, arXiv 2310.18313, section 2.1, and MS-AMP's code; Wang et al. 2023, arXiv 2306.10209
     (ZeRO++), for the all-to-all.
     """
 
     gradients: Storage | None = None
-    """None: in the dtype that they have."""
+    """The format of gradients; None: their own dtype."""
     weights: Storage | str | None = None
-    """What `fully_shard` gathers; None: weights in their dtype. `OPERANDS`: those that both products round alike, to
-    powers of two or without scales, as their codes, and others in their dtype: no number changes."""
+    """The format of the weights that `fully_shard` gathers; None: their own dtype. `OPERANDS`: as codes, for weights
+    that both matmuls round alike with power-of-two scales or none, else in their dtype; results do not change."""
     reduce: str = "all_to_all"
     error_feedback: bool | None = None
-    """Whether what rounding took from a gradient is added to the next one; None: for formats of fewer than 8 bits."""
+    """Whether a gradient's rounding error is added to the next gradient; None: for formats of fewer than 8 bits."""
 
     def __post_init__(self) -> None:
         if self.gradients is None and self.weights is None:
@@ -320,7 +319,7 @@ class Communication:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether rounding errors are added to the next step's gradients."""
+        """Whether rounding errors are added to the next step's gradients (`error_feedback`, or its default)."""
         if self.error_feedback is None:
             few = self.gradients is not None and self.gradients.quantizer.format.bits < 8
             return few and self.reduce == "all_to_all"
@@ -338,7 +337,7 @@ class Communication:
 
 
 def _check(role: str, storage: Storage | None, one_scale: bool) -> None:
-    """Refuse a storage that no message holds."""
+    """Raise if a storage cannot be used for communication."""
     if storage is None:
         return
     found, scales = f"communication {role} = {storage}", storage.quantizer.scales
@@ -365,10 +364,11 @@ def _blocks(format: str, size: int) -> Storage:
 
 
 FP8 = Communication(gradients=_blocks("e4m3fn", 128))
-"""E4M3 with a power of two for each 128 elements: 1.008 bytes an element. A loss scale that is one changes no code."""
+"""E4M3 with a power-of-two scale for each 128 elements: 1.008 bytes an element. A power-of-two loss scale does not
+change the codes."""
 
 FP4 = Communication(gradients=_blocks("fp4", 32))
-"""E2M1 with a power of two for each 32 elements, with error feedback: 0.53 bytes an element."""
+"""E2M1 with a power-of-two scale for each 32 elements, with error feedback: 0.53 bytes an element."""
 
 FP8_LM = Communication(
     gradients=get_storage(Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("rceil")))), reduce="fp8lm"

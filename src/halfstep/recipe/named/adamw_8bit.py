@@ -1,4 +1,4 @@
-"""Adam's moments in 8 bits: two dynamic maps, in blocks of 256 of a tensor laid out flat."""
+"""Adam's moments in 8 bits: two dynamic maps, in blocks of 256 of the flattened tensor."""
 
 from halfstep import formats
 from halfstep.quant import Quantizer, Scales, Tile, get_scaling
@@ -11,7 +11,7 @@ def _map(name: str) -> Storage:
 
 
 MAPS = (("exp_avg_sq", _map("dynamic8_unsigned")), ("*", _map("dynamic8")))
-"""How Adam's two moments are kept."""
+"""How Adam's two moments are stored."""
 
 
 adamw_8bit = Recipe(

@@ -1,4 +1,4 @@
-"""Recipes that compute in bfloat16: what they store in it, and what they keep beside it."""
+"""Recipes that compute in bfloat16, by what they store in it and what master weights they have."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""FP4 products as Wang et al. 2025 train with them: the paper's form, and that of the code released with it."""
+"""FP4 matmuls of Wang et al. 2025: as in the paper, and as in the code released with it."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from halfstep.recipe.named.fp8lm import fp8lm_o2
 
 
 def _spec(input: Quantizer, weight: Quantizer, grad: Quantizer) -> LinearSpec:
-    """Backward products take the values that the forward rounded input and weight to."""
+    """A spec whose backward matmuls take the values that the forward rounded input and weight to."""
     return LinearSpec(Matmul(input, weight), Matmul(grad, weight.down), Matmul(grad, input.down))
 
 

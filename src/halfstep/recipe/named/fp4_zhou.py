@@ -1,4 +1,4 @@
-"""FP4 where a transformer feeds forward, FP8 around its attention and in the backward pass: Zhou et al.'s split."""
+"""FP4 in a transformer's MLPs, FP8 around its attention and in the backward pass: the split of Zhou et al."""
 
 from halfstep import formats
 from halfstep.quant import ROW, Quantizer, Scales, get_scaling

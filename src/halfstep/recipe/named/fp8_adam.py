@@ -1,4 +1,4 @@
-"""Adam's moments in E4M3, in blocks of 256 of a tensor laid out flat."""
+"""Adam's moments in E4M3, in blocks of 256 of the flattened tensor."""
 
 from halfstep import formats
 from halfstep.quant import Quantizer, Scales, Tile, get_scaling

@@ -12,7 +12,7 @@ _FIRST = (
 
 
 def delayed_recipe(name: str, scaling: Scaling, summary: str, source: str, notes: tuple[str, ...] = ()) -> Recipe:
-    """The recipe with another history, algorithm or margin."""
+    """The recipe with another amax history, algorithm or margin."""
     e4m3, e5m2 = (Quantizer(formats.get(f), scales=Scales(TENSOR, scaling)) for f in ("e4m3fn", "e5m2"))
     rules = (*KEEP, Rule("*", linear_spec(input=e4m3, weight=e4m3, grad_output=e5m2)))
     return Recipe(name, summary, source, compute="bf16", rules=rules, notes=notes)

@@ -1,4 +1,4 @@
-"""FP8 with one power-of-two scale a row of each product's shared dimension."""
+"""FP8 with one power-of-two scale a row along each matmul's shared dimension."""
 
 from halfstep import formats
 from halfstep.quant import ROW, TENSOR, Quantizer, Scales, get_scaling

@@ -1,4 +1,4 @@
-"""FP8-LM's levels: FP8 products, FP8 gradients, and weights stored in fp16 or FP8 with one power of two a tensor."""
+"""FP8-LM's levels: FP8 matmuls, FP8 gradients, and weights stored in fp16 or FP8 with one power of two a tensor."""
 
 from halfstep import formats
 from halfstep.quant import TENSOR, Quantizer, Scales, get_scaling

@@ -1,4 +1,4 @@
-"""MXFP4 in the backward products alone: rotated, and rounded stochastically without clipping."""
+"""MXFP4 in the backward matmuls alone: rotated, and rounded stochastically without clipping."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""MXFP8: E4M3 in blocks of 32 along each product's shared dimension, with a power-of-two scale."""
+"""MXFP8: E4M3 in blocks of 32 along each matmul's shared dimension, with a power-of-two scale."""
 
 from halfstep.quant import get_quantizer
 from halfstep.recipe import KEEP, Recipe, Rule, linear_spec

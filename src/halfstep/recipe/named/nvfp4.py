@@ -1,4 +1,4 @@
-"""NVFP4 as it is trained: E2M1 in blocks of 16 with E4M3 scales, and what keeps that stable."""
+"""NVFP4 training: E2M1 in blocks of 16 with E4M3 scales, and the measures that keep it stable."""
 
 from dataclasses import replace
 
