@@ -1,4 +1,4 @@
-"""COAT: moments in E4M3 after range expansion, FP8 matmuls with one scale a tensor, and tensors saved for backward in FP8."""
+"""COAT: moments in E4M3 after range expansion, FP8 matmuls with one scale a tensor, and FP8 saved for backward."""
 
 from halfstep import formats
 from halfstep.quant import TENSOR, Quantizer, Scales, Tile, get_scaling

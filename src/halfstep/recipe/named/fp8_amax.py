@@ -1,4 +1,4 @@
-"""FP8 with a power-of-two scale a tensor: from its own amax with headroom to accumulate in fp16, or one for all tensors."""
+"""FP8 with a power-of-two scale a tensor, from its own amax with headroom to accumulate in fp16, or one for all."""
 
 from halfstep import formats
 from halfstep.quant import TENSOR, Quantizer, Scales, Scaling, get_scaling
