@@ -9,7 +9,6 @@ from functools import partial
 import bitsandbytes as bnb
 import pytest
 import torch
-import torchao
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks, register_optimizer_step_pre_hook
 
 import halfstep
@@ -71,6 +70,11 @@ def test_what_is_lost_is_said_once(name):
         assert warning.filename == __file__
 
 
+def torchao_adamw(parameters, **options):
+    torchao = pytest.importorskip("torchao", reason="torchao is not installed")
+    return torchao.optim._AdamW(parameters, **options)
+
+
 def with_adapter():
     """A frozen network with a trained layer that is called like LoRA's."""
     model = mlp()
@@ -88,7 +92,7 @@ QUIET = {
     ),
     "bitsandbytes' moments": partial(told, "adamw-8bit", bnb.optim.AdamW8bit),
     "torchao's stochastic rounding": partial(
-        told, "bf16-stochastic", partial(torchao.optim._AdamW, bf16_stochastic_round=True)
+        told, "bf16-stochastic", partial(torchao_adamw, bf16_stochastic_round=True)
     ),
     "our own class": partial(told, "bf16-stochastic", partial(halfstep.optim.AdamW8bit, bf16_stochastic_round=True)),
     "GaLore's own class": partial(told, "bf16-mixed", halfstep.optim.GaLoreAdamW),

@@ -11,7 +11,7 @@ _TEXT = {
     "single": "{}.to(tl.float32)", "double": "{}.to(tl.float64)",
 }  # fmt: skip
 _ROUNDED_ONCE = {
-    ("div", "single"): "tl.div_rn({}, {})", ("div", "double"): "tl.fdiv({}, {}, ieee_rounding=True)",
+    ("div", "single"): "tl.div_rn({}, {})", ("div", "double"): "{} / {}",
     ("sqrt", "single"): "tl.sqrt_rn({})", ("sqrt", "double"): "tl.sqrt({})",
 }  # fmt: skip
 
