@@ -103,10 +103,10 @@ _ROOMS = (
     "accounting", "auditing", "distributed", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant",
     "recipe", "tracking", "unit",
 )  # fmt: skip
-"""The rooms with names that users need: attributes of the package without an import of their own."""
+"""The subpackages with public names, which are imported when they are first used as attributes."""
 
 _DEPRECATED: dict[str, tuple[str, str]] = {}
-"""An old public name: its new one, and the version that will not have the old one (CONTRIBUTING.md)."""
+"""By old public name: the new name, and the version that will remove the old one (CONTRIBUTING.md)."""
 
 __all__ = [
     "CUDAGraph",
@@ -173,7 +173,7 @@ def __getattr__(name: str) -> Any:
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         name = new
     if name in _HOME:
-        # Kept: the next use finds it without this function.
+        # Cached: later uses find it without this function.
         globals()[name] = getattr(import_module(_HOME[name]), name)
         return globals()[name]
     if name in _ROOMS:

@@ -1,4 +1,4 @@
-"""The `halfstep` command, also as `python -m halfstep`; Ctrl-C ends it quietly even while it is imported."""
+"""The `halfstep` command, also as `python -m halfstep`. Ctrl-C ends it without a traceback, also during imports."""
 
 import sys
 

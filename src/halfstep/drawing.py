@@ -1,4 +1,4 @@
-"""What the figures that commands draw have in common: type, ink, and that a user's own settings change none of them."""
+"""Common settings of the figures that commands draw: font and colours, independent of a user's matplotlib settings."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ INK, FAINT = "#1d2228", "#6b737c"
 
 @contextmanager
 def drawing(width: float, height: float) -> Iterator[Figure]:
-    """A new figure of so many inches; what is drawn on it while active is drawn in the common settings."""
+    """A context with a new figure of `width` x `height` inches and the common settings."""
     with rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.usetex": False, "text.parse_math": False}):
         figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
         FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""Every error that halfstep raises on purpose, in one tree.
+"""All errors that halfstep raises on purpose, with one base class.
 
     HalfstepError
     ├── FormatError         (ValueError)    a number format that is unknown or cannot do what was asked
@@ -26,7 +26,7 @@ from difflib import get_close_matches
 
 
 class HalfstepError(Exception):
-    """The root: `except HalfstepError` catches whatever halfstep raises on purpose."""
+    """The base class of all errors that halfstep raises on purpose."""
 
 
 class FormatError(HalfstepError, ValueError):
@@ -91,7 +91,7 @@ class MissingLibraryError(HalfstepError, ImportError):
     @classmethod
     @contextmanager
     def of(cls, extra: str) -> Iterator[None]:
-        """Within it, an import that fails says which extra of halfstep brings what it looked for."""
+        """A context in which a failed import raises an error that names the extra of halfstep to install."""
         try:
             yield
         except ModuleNotFoundError as error:
@@ -100,10 +100,10 @@ class MissingLibraryError(HalfstepError, ImportError):
 
 
 def one_of(kind: str, name: str, known: Collection[str], error: type[HalfstepError]) -> str:
-    """The name, one of those known.
+    """The name, checked to be one of `known`.
 
     Raises:
-        error: it is none of them; the nearest are shown.
+        error: it is not; the message has the nearest ones.
     """
     if name not in known:
         raise error(unknown(kind, name, known))
@@ -114,7 +114,7 @@ def unknown(kind: str, name: object, known: Iterable[str], meant: str | None = N
     """The message for a name that is not in a family: the nearest names first, then all of them.
 
     Args:
-        meant: the name that people who write this one usually mean, which then comes before the nearest.
+        meant: the name that is usually meant by this one, to be shown first.
 
     >>> unknown("format", "bf61", ["bf16", "fp16"])
     "unknown format 'bf61'; nearest: bf16, fp16. Known: bf16, fp16"

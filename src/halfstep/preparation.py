@@ -1,4 +1,4 @@
-"""apply + optimizer + loss scaler: in one line, or in two steps."""
+"""`prepare`: apply a recipe to a model and its optimizer and make a loss scaler; `optimize`: its second half."""
 
 import logging
 import warnings
@@ -50,7 +50,7 @@ def prepare(
     total_steps: int | None = None,
     recipe_change: str = "refuse",
 ) -> tuple[nn.Module, LowBit, LossScaler]:
-    """Make a model, its optimizer and a loss scaler follow a recipe. The loop is torch.amp's:
+    """Make a model, its optimizer and a loss scaler follow a recipe. The training loop is that of torch.amp:
 
         model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe="bf16-stochastic")
         loss = loss_fn(model(x), y)
@@ -58,31 +58,31 @@ def prepare(
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
 
-    The model is changed in place and returned (see `halfstep.apply`). The optimizer that comes back shares the
-    parameter groups of the one given, so schedulers built before or after work, and takes over its moments and step
-    counts. Masters are taken before the weights are rounded. `halfstep.audit(model, optimizer, scaler)` shows each
-    tensor. Where fully_shard, accelerate or Lightning comes in between: `halfstep.apply`, then `halfstep.optimize`.
+    The model is changed in place and returned (see `halfstep.apply`). The returned optimizer shares the parameter
+    groups of the given one, so schedulers built before or after work, and takes over its moments and step counts.
+    Master weights are copied before the weights are rounded. `halfstep.audit(model, optimizer, scaler)` shows each
+    tensor. If fully_shard, accelerate or Lightning come in between, call `halfstep.apply`, then `halfstep.optimize`.
 
     Args:
-        model: any module with parameters, before DDP, FSDP or torch.compile. One that is quantised under this recipe
-            (`quantize_model(..., adapters=True)`) trains what was put beside its codes.
+        model: any module with parameters, before DDP, FSDP or torch.compile. A model that is quantized under this
+            recipe (`quantize_model(..., adapters=True)`) trains its adapters.
         optimizer: torch.optim.AdamW, Adam, NAdam, RMSprop, Adagrad, SGD or Muon, or a subclass that overrides nothing;
-            `halfstep.optim`'s Lion or Lamb; or several of these as one (`halfstep.optim.Combined`).
+            `halfstep.optim`'s Lion or Lamb; or several of these combined (`halfstep.optim.Combined`).
         recipe: a name or a `Recipe`.
         module_filter: as in `halfstep.apply`.
-        generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
-        process_group: the ranks that agree on overflows, and so on steps that are skipped; None is all of them.
-        amax_group: the ranks that agree on the amaxes of scaling states and on the seed of stochastic rounding: those
-            that hold the same layers (of a pipeline, a stage's). None is `process_group`.
-        total_steps: how often the run calls `scaler.update()`: for recipes that change after a fraction of it. Others
-            take it and leave it.
-        recipe_change: whether the states that are loaded later may be those of another recipe: `refuse`, which is an
-            error that names both, or `allow`, which tells what of them is rounded, dropped or started over.
+        generator: the source of the seed of stochastic rounding (a generator, or the seed itself).
+        process_group: the ranks that agree on overflows, and so on skipped steps; None: all ranks.
+        amax_group: the ranks that agree on the amaxes of scaling states and on the seed of stochastic rounding, which
+            hold the same layers (in a pipeline, those of one stage). None: `process_group`.
+        total_steps: how often the run calls `scaler.update()`, for recipes that change after a fraction of it; others
+            ignore it.
+        recipe_change: whether states of another recipe may be loaded later: "refuse" raises an error that names both
+            recipes; "allow" warns and says what is rounded, dropped or started over.
 
     Raises:
-        OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
-        RecipeError, ModelError: as `halfstep.apply`; a recipe that changes after a fraction of the run, without
-            `total_steps`. Nothing was changed.
+        OptimizerError: the optimizer is not supported, or holds no parameter of the model. Nothing was changed.
+        RecipeError, ModelError: as `halfstep.apply`; or the recipe changes after a fraction of the run, and
+            `total_steps` is not given. Nothing was changed.
     """
     recipe = get_recipe(recipe)
     if not isinstance(model, nn.Module):
@@ -113,10 +113,10 @@ def plan(
 
         print(halfstep.plan(model, "nvfp4"))   # which layers round, to what, on which path; what is kept, and why
 
-    `halfstep.plan_of(model)` gives the same of a model that follows a recipe. A model on the meta device will do.
+    `halfstep.plan_of(model)` returns the plan of a model that follows a recipe. The model may be on the meta device.
 
     Args:
-        model, recipe, optimizer, module_filter: as for `prepare`. Without an optimizer, bytes are those of Adam.
+        model, recipe, optimizer, module_filter: as for `prepare`. Without an optimizer, bytes are counted for Adam.
 
     Raises:
         RecipeError, ModelError, OptimizerError: as `prepare`.
@@ -146,25 +146,26 @@ def optimize(
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer, scaler = halfstep.optimize(model, optimizer)
 
-    Once for each optimizer, where a model has several. Master copies start from the weights as `apply` rounded them,
-    unless `masters` has what they were before.
+    Call it once for each optimizer of a model. Master weights start from the weights as `apply` rounded them, unless
+    `masters` has their values from before.
 
     Args:
-        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile, PEFT).
+        model: the model that `apply` was called on, or a wrapper of it (DDP, torch.compile, PEFT).
         optimizer, generator, process_group, amax_group, total_steps, recipe_change: as in `prepare`.
-        masters: what `full_weights(model, recipe)` gave before `apply`, of parameters that are still the same objects.
+        masters: the result of `full_weights(model, recipe)` before `apply`, for parameters that are still the same
+            objects.
 
     Raises:
-        RecipeError: the model follows no recipe; `total_steps`, as in `prepare`.
-        OptimizerError: as `prepare`; the optimizer trains an adapter that came in fewer than 32 bits after `apply`,
-            under a recipe that keeps adapters in float32. Nothing was changed.
+        RecipeError: the model follows no recipe; or `total_steps` is wrong, as in `prepare`.
+        OptimizerError: as `prepare`; or the optimizer trains an adapter that was added after `apply` in fewer than 32
+            bits, under a recipe with float32 adapters. Nothing was changed.
     """
     run = _Run(generator, process_group, amax_group, total_steps, recipe_change)
     return _optimize(model, optimizer, run, masters or {})
 
 
 def adapts(model: nn.Module, recipe: Recipe) -> bool:
-    """Whether the model is quantised under the recipe already, and trains adapters beside its codes."""
+    """Whether the model is quantized under this recipe and trains adapters beside its codes."""
     return any(
         own.applied is not None and own.applied.adapts and own.applied.recipe == recipe for _, _, own in parts_of(model)
     )
@@ -172,10 +173,10 @@ def adapts(model: nn.Module, recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """How a model is trained, beside its recipe: the arguments of `prepare` of these names.
+    """The arguments of `prepare` with these names.
 
     Raises:
-        RecipeError: as `prepare`, of `total_steps` and `recipe_change`.
+        RecipeError: an invalid `total_steps` or `recipe_change`.
     """
 
     generator: torch.Generator | int | None
@@ -190,19 +191,19 @@ class _Run:
 
     @property
     def same_layers(self) -> Any:
-        """The ranks that hold the same layers."""
+        """The group of ranks that hold the same layers: `amax_group`, or `process_group`."""
         return self.process_group if self.amax_group is None else self.amax_group
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """What an optimizer trains of a model, and how."""
+    """The parameters that an optimizer trains, and how."""
 
     rule: UpdateRule
     names: dict[nn.Parameter, str]
-    """Of the model's parameters."""
+    """The names of all parameters of the model."""
     parameters: set[nn.Parameter]
-    """Of the optimizer."""
+    """The parameters of the optimizer."""
     projections: dict[nn.Parameter, Projection]
 
 
@@ -243,10 +244,13 @@ def _optimize(
 def full_weights(
     model: nn.Module, recipe: Recipe, among: Collection[nn.Parameter] | None = None
 ) -> dict[nn.Parameter, Tensor]:
-    """Float32 copies of the weights that a recipe keeps masters of, before `apply` rounds them; of those `among` some.
+    """Float32 copies of the weights that will have masters, to be taken before `apply` rounds them.
 
-    `prepare` takes them by itself. For the two steps: `masters = full_weights(model, recipe)`, then `apply`, then
+    `prepare` does that itself. With two steps: `masters = full_weights(model, recipe)`, then `apply`, then
     `optimize(..., masters=masters)`.
+
+    Args:
+        among: the parameters to copy; None: all that will have masters.
     """
     if recipe.master is None and (recipe.codes is None or recipe.codes.master is None):
         return {}
@@ -255,7 +259,7 @@ def full_weights(
 
 
 def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Plan:
-    """The plan, with the bytes of that optimizer's states; of several rules, of the one with the most parameters."""
+    """The plan with bytes counted for this optimizer; if it combines several, for the one with most parameters."""
     name, own = type(optimizer).__name__, rule
     if rule.parts:
         held = Counter({rule.of(group): 0 for group in optimizer.param_groups})
@@ -271,10 +275,10 @@ def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRu
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, may_be_meta: bool = False) -> _Trained:
-    """What the optimizer trains of the model.
+    """The parameters of the model that the optimizer trains, after checks.
 
     Raises:
-        OptimizerError, ModelError, RecipeError: it cannot be optimized as it is; nothing was touched.
+        OptimizerError, ModelError, RecipeError: the optimizer cannot train the model. Nothing was changed.
     """
     if isinstance(optimizer, LowBit):
         kind = type(optimizer).__name__
@@ -325,8 +329,7 @@ def _is_in_shared_memory(parameter: Tensor) -> bool:
 
 
 def _check_new(reference: Reference, trained: Collection[Tensor], stacklevel: int = 4) -> None:
-    """Refuse to train what `apply` would have stored in float32, had it been there then, and say which layers were not
-    there then."""
+    """Raise for adapters added after `apply` that are not float32 but should be; warn of other layers added since."""
     model = reference()
     if model is None or part_of(model).applied is None:
         return
@@ -411,7 +414,7 @@ def _optimized(
 
 
 def _seed_noise(model: nn.Module, run: _Run) -> None:
-    """Seed what the model's layers draw: alike where several processes train together."""
+    """Set the seed of the layers' noise, equal on all ranks that hold the same layers."""
     own = noise.seed(model)
     if own is not None:
         seed = own if run.generator is None else int(draw_seed(run.generator))

@@ -1,4 +1,4 @@
-"""Find what Python files define: the members of a family, one a file in its folder; what a user names."""
+"""Find objects in Python files: the members of a family, one a file in its package; modules and functions by name."""
 
 import sys
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from halfstep.errors import HalfstepError, unknown
 
 
 class Named(Protocol):
-    """Whatever carries the name it is found by."""
+    """An object with a name, by which it is found."""
 
     @property
     def name(self) -> str:
-        """The name."""
+        """The object's name."""
 
 
 T = TypeVar("T", bound=Named)
 
 
 def collect(package: str, kind: type[T]) -> dict[str, T]:
-    """Import every module of `package` and return its public objects of type `kind`, by name.
+    """The public objects of type `kind` in all modules of `package`, which are imported, by name.
 
-    Adding a member of a family is therefore one new file and no list to edit. An object that two modules
-    share (an import) counts once.
+    So a new member of a family needs one new file and no list to edit. An object that is in two modules (by an import)
+    counts once.
 
     Raises:
-        HalfstepError: two different objects carry the same name.
+        HalfstepError: two different objects have the same name.
     """
     found: dict[str, T] = {}
     origin: dict[str, str] = {}
@@ -51,12 +51,12 @@ def collect(package: str, kind: type[T]) -> dict[str, T]:
 
 
 def family(package: str, kind: type[T]) -> Callable[[], dict[str, T]]:
-    """`collect`, made when it is first asked for, and once."""
+    """A function that returns `collect(package, kind)`, computed at its first call."""
     return cache(lambda: collect(package, kind))
 
 
 def load_module(path: str, error: type[HalfstepError]) -> ModuleType:
-    """The module of that name, looked for in the working folder too, or the module in that file (`name.py`).
+    """The module with that name, searched for in the working directory too, or the module in that file (`name.py`).
 
     Raises:
         error: it cannot be imported.
@@ -81,7 +81,7 @@ def load_function(reference: str, error: type[HalfstepError]) -> Callable[..., A
     """The function of a module or a file: `module:function`, `file.py:function`.
 
     Raises:
-        error: as `load_module`; or it has no such function, the nearest are shown.
+        error: as `load_module`; or it has no such function (the message has the nearest names).
     """
     path, _, name = reference.rpartition(":")
     module = load_module(path, error)

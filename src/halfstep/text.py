@@ -1,4 +1,4 @@
-"""Text of reports: hostile text made safe, lines shortened, names and shares written; values grouped by keys."""
+"""Text of reports: escaped control characters, shortened lists, percentages, Markdown tables; and `grouped`."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,12 +7,12 @@ from typing import TypeVar
 
 # ---- text of reports -------------------------------------------------------------------------------------------------
 
-# Control characters move the cursor and change colours; direction marks make text read otherwise than it is.
+# Control characters move the cursor and change colours; direction marks change the order in which text is shown.
 _HOSTILE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def printable(text: str) -> str:
-    r"""Text with control characters and invisible direction marks written out.
+    r"""The text with control characters and invisible direction marks escaped.
 
     >>> printable("red \x1b[31m")
     'red \\x1b[31m'
@@ -21,8 +21,8 @@ def printable(text: str) -> str:
 
 
 def shortened(lines: Sequence[str], most: int = 60) -> str:
-    """Lines of a report joined for `print`, at most `most` of them: in the place of the others, before the last, stands
-    how many they are.
+    """The lines of a report joined for `print`, at most `most`: if there are more, all but the last of the rest are
+    replaced by a line with their number.
 
     >>> shortened(["a", "b", "c", "d"], most=3)
     'a\\n(2 more lines)\\nd'
@@ -33,7 +33,7 @@ def shortened(lines: Sequence[str], most: int = 60) -> str:
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """The first names of many, and how many more there are.
+    """The first names of a list, and the number of further ones.
 
     >>> some(["a", "b", "c"], 1)
     'a and 2 more'
@@ -42,7 +42,7 @@ def some(names: Sequence[str], shown: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent, never rounded to none or all.
+    """A share in percent, not rounded to 0% or 100% unless exact.
 
     >>> percent(0.9999999), percent(0.00001), percent(0.5)
     ('>99.99%', '<0.01%', '50%')
@@ -53,7 +53,7 @@ def percent(share: float) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown, of cells that are Markdown already.
+    """The lines of a Markdown table from cells in Markdown.
 
     >>> markdown_table(["a", "b"], [["1", "2"]])
     ['| a | b |', '| --- | --- |', '| 1 | 2 |']
@@ -62,7 +62,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 
 def holding(said: Mapping[str, object]) -> list[str]:
-    """The lines of a report that hold: those whose value is true, in their order.
+    """The keys whose value is true, in order: the lines of a report that apply.
 
     >>> holding({"in codes: 2 layers": 2, "tokenizer: ": ""})
     ['in codes: 2 layers']
@@ -77,7 +77,7 @@ Value = TypeVar("Value")
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values by their keys, both in the order in which they come.
+    """The values by their keys, both in the order of the pairs.
 
     >>> grouped((len(word), word) for word in ("a", "bc", "d"))
     {1: ['a', 'd'], 2: ['bc']}

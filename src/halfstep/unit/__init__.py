@@ -1,4 +1,4 @@
-"""Unit scaling: operations whose outputs and gradients are of unit size at initialisation, whatever their shapes."""
+"""Unit scaling: operations whose outputs and gradients have unit variance at initialization, whatever their shapes."""
 
 from halfstep.ops.plain import scale_backward, scale_forward
 from halfstep.unit.activations import gated_silu, gelu, relu, sigmoid, silu, softmax, tanh

@@ -1,7 +1,6 @@
-"""Functions of unit size from numbers to numbers, and softmax: one kernel forward and one backward, scaled in place.
+"""Unit-scaled activation functions, gated SiLU and softmax, each one autograd Function that scales in place.
 
-Each is one autograd function: its forward multiplies its own fresh result, its backward its own fresh gradient, while
-they are at hand. What is kept for the backward pass is what torch keeps.
+The forward multiplies its new result in place, the backward its new gradient. They save for backward what torch saves.
 """
 
 from collections.abc import Callable
@@ -18,43 +17,44 @@ from halfstep.unit.calibration import Constraint, get_constraint, tied
 
 _aten: Any = torch.ops.aten
 IN_PLACE = ("gelu", "gelu_tanh", "silu", "relu")
-"""Activations whose gradients take their input, or the sign of their result, which may be multiplied where it lies."""
+"""Activations whose backward needs their input or the sign of their result, so that the result may be scaled in
+place."""
 
 
 def gelu(
     input: Tensor, approximate: str = "none", *, mult: float = 1.0, constraint: str | Constraint | None = "to_output"
 ) -> Tensor:
-    """gelu(mult x) / mult of unit size."""
+    """gelu(mult x) / mult, scaled to unit variance."""
     return _activation(input, "gelu" if approximate == "none" else f"gelu_{approximate}", mult, constraint)
 
 
 def silu(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output") -> Tensor:
-    """silu(mult x) / mult = x sigmoid(mult x) of unit size."""
+    """silu(mult x) / mult = x sigmoid(mult x), scaled to unit variance."""
     return _activation(input, "silu", mult, constraint)
 
 
 def relu(input: Tensor, *, constraint: str | Constraint | None = "to_output") -> Tensor:
-    """relu(x) of unit size."""
+    """relu(x), scaled to unit variance."""
     return _activation(input, "relu", 1.0, constraint)
 
 
 def tanh(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output") -> Tensor:
-    """tanh(mult x) / mult of unit size."""
+    """tanh(mult x) / mult, scaled to unit variance."""
     return _activation(input, "tanh", mult, constraint)
 
 
 def sigmoid(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output") -> Tensor:
-    """sigmoid(mult x) / mult of unit size about its mean, which is not zero."""
+    """sigmoid(mult x) / mult, scaled to unit variance; its mean is not zero."""
     return _activation(input, "sigmoid", mult, constraint)
 
 
 def gated_silu(
     input: Tensor, gate: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output"
 ) -> Tensor:
-    """x silu(mult gate) / mult of unit size: the product of a SwiGLU.
+    """x silu(mult gate) / mult, scaled to unit variance: the gated product of SwiGLU.
 
-    The gradient of one that is broadcast is a sum of so many terms, and its factor is smaller by their number's root
-    before the constraint ties it; a warning says what to do where that makes it too large.
+    The gradient of a broadcast operand is a sum over its copies, and its factor is smaller by copies^-1/2 before the
+    constraint ties it; a warning says what to do if the tied factor is too large.
     """
     ideal, copies = factors.gated_silu(mult), factors.broadcast(tuple(input.shape), tuple(gate.shape))
     ideal = ideal[0], ideal[1] * copies[0], ideal[2] * copies[1]
@@ -72,14 +72,14 @@ def softmax(
     mult: float = 1.0,
     constraint: str | Constraint | None = "to_output",
 ) -> Tensor:
-    """softmax(mult x) along `dim`, of unit size about its mean: a temperature of 1 / mult.
+    """softmax(mult x) along `dim`, scaled to unit variance: a temperature of 1 / mult.
 
-    16-bit inputs are exponentiated, summed and scaled in float32: unscaled, 1 / size may be too small for fp16. Under
-    autocast the result is of the dtype that torch's has.
+    16-bit inputs are computed and scaled in float32, since the unscaled 1 / size may be too small for fp16. Under
+    autocast the result has the dtype of torch's softmax.
     """
     size = input.shape[dim] if input.dim() else 1
     output, grad = get_constraint(constraint)(*factors.softmax(size, mult))
-    if dtype is None:  # autocast's, where it is on: its lists differ from device to device
+    if dtype is None:  # ask torch: autocast's lists differ from device to device
         dtype = torch.softmax(input.new_empty(1), 0).dtype
     x = input if mult == 1 else input.to(torch.promote_types(input.dtype, torch.float32)) * mult
     with torch.autocast(input.device.type, enabled=False):
@@ -92,13 +92,12 @@ def _activation(x: Tensor, name: str, mult: float, constraint: str | Constraint 
 
 
 def times(x: Tensor, name: str, output: float, grad: float, mult: float = 1.0) -> Tensor:
-    """The activation of that name, torch's, at mult x, times `output`; its slope there, times `grad`, is its
-    gradient."""
+    """f(mult x) * output for the activation `name`; the gradient is multiplied by f'(mult x) * grad."""
     return run(_Activation, x, name, mult, output, grad)  # type: ignore[no-any-return]
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
-    """A fresh tensor times a number: in place, where no derivative of it is taken."""
+    """x * factor, in place if grad mode is off; x must have no other reference."""
     return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 
@@ -107,12 +106,12 @@ def _sharpened(x: Tensor, mult: float) -> Tensor:
 
 
 def value(x: Tensor, name: str) -> Tensor:
-    """The activation of that name, torch's."""
+    """torch's activation `name` of x."""
     return _FUNCTIONS[name][0](x)
 
 
 def _gradient(grad: Tensor, kept: Tensor, name: str, mult: float, output: float) -> Tensor:
-    """f'(mult x) times grad, of what was kept: x, or the scaled result of the functions that torch keeps that of."""
+    """f'(mult x) * grad, from the saved tensor: x, or the scaled result for functions whose result torch saves."""
     return _FUNCTIONS[name][1](grad, kept, mult, output)  # type: ignore[no-any-return]
 
 
@@ -134,11 +133,11 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
     "tanh": (torch.tanh, lambda grad, y, _, output: _aten.tanh_backward(grad, y / output)),
     "sigmoid": (torch.sigmoid, lambda grad, y, _, output: _aten.sigmoid_backward(grad, y / output)),
 }
-"""Each as torch has it, and its gradient of what it keeps."""
+"""By name: torch's function, and a function (grad, saved, mult, output) that returns f'(mult x) * grad."""
 
 
 class _Activation(torch.autograd.Function):
-    """f(mult x) times `output`, whose gradient is f'(mult x) times `grad`."""
+    """The autograd Function of f(mult x) * output, with the gradient f'(mult x) * grad."""
 
     generate_vmap_rule = True
 
@@ -165,7 +164,8 @@ class _Activation(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """x silu(mult gate) times `output`, with factors of their own on its gradients: each is part of a product."""
+    """The autograd Function of x silu(mult gate) * output, with separate factors on both gradients, folded into their
+    products."""
 
     generate_vmap_rule = True
 

@@ -1,10 +1,8 @@
-"""Which factors of an operation are tied, and what is measured: factors, and the size of what softmax's weights mix.
+"""Constraints that tie an operation's factors, `calibrate`, which measures factors, and the variance of attention.
 
-Rules tie the factors of the output and of its inputs' gradients. The factors that are measured are those that an
-operation's algebra would give.
-
-An edge of the graph that is no cut-edge (its removal leaves the graph whole) takes the same constant forward and
-backward; else gradients would be no multiple of the true ones. The rules differ in which constant that is.
+A constraint ties the factors of an operation's output and of its inputs' gradients. An edge of the graph that is no
+cut-edge (its removal does not disconnect the graph) needs the same constant forward and backward; otherwise gradients
+would not be a multiple of the true ones. Constraints differ in which constant that is.
 
 Source: Blake, Orr and Luschi 2023 (the geometric mean); u-muP, Blake et al. 2025 (the output's).
 """
@@ -26,11 +24,11 @@ from halfstep.quant.tracing import has_memory
 # ---- constraints -----------------------------------------------------------------------------------------------------
 
 Constraint = Callable[..., tuple[float, ...]]
-"""(output, *grad_inputs) to as many factors."""
+"""constraint(output, *grad_inputs): the ideal factors to as many tied ones."""
 
 
 def none(output: float, *grad_inputs: float) -> tuple[float, ...]:
-    """Each its own: for what comes after the last residual addition, and for weights, always.
+    """No constraint: each factor stays; for operations after the last residual addition, and always for weights.
 
     >>> none(0.5, 2.0)
     (0.5, 2.0)
@@ -39,7 +37,7 @@ def none(output: float, *grad_inputs: float) -> tuple[float, ...]:
 
 
 def geometric_mean(output: float, *grad_inputs: float) -> tuple[float, ...]:
-    """The geometric mean of all: neither pass is of unit size, both miss it by the same ratio.
+    """The geometric mean of all factors: values and gradients deviate from unit variance by the same ratio.
 
     >>> geometric_mean(0.5, 2.0)
     (1.0, 1.0)
@@ -49,7 +47,7 @@ def geometric_mean(output: float, *grad_inputs: float) -> tuple[float, ...]:
 
 
 def to_output(output: float, *grad_inputs: float) -> tuple[float, ...]:
-    """The output's: values are of unit size, and gradients are what they are.
+    """The output's factor for all: values have unit variance, gradients need not.
 
     >>> to_output(0.5, 2.0)
     (0.5, 0.5)
@@ -58,7 +56,7 @@ def to_output(output: float, *grad_inputs: float) -> tuple[float, ...]:
 
 
 def to_grad_input(output: float, *grad_inputs: float) -> tuple[float, ...]:
-    """The geometric mean of the gradients' (where there is one, its own): they are of unit size.
+    """The geometric mean of the gradients' factors for all: a single gradient has unit variance.
 
     >>> to_grad_input(0.5, 2.0)
     (2.0, 2.0)
@@ -71,10 +69,11 @@ _RULES: dict[str, Constraint] = {rule.__name__: rule for rule in RULES}
 
 
 def get_constraint(name: str | Constraint | None) -> Constraint:
-    """The rule of that name (`none`, `geometric_mean`, `to_output`, `to_grad_input`); None is `none`; a rule is itself.
+    """The constraint by name (`none`, `geometric_mean`, `to_output`, `to_grad_input`); None is `none`; a function is
+    returned as it is.
 
     Raises:
-        ModelError: no rule has that name; the nearest ones are shown.
+        ModelError: an unknown name; the message has the nearest ones.
     """
     if name is None or callable(name):
         return name or none
@@ -98,13 +97,13 @@ def tied(
 ) -> tuple[float, float, float]:
     """The factors of the output and of both gradients under a constraint.
 
-    The gradient of an operand that is broadcast is a sum over its copies: its ideal factor is smaller by their number's
-    root, and a constraint gives it that of the others. From four copies on a warning says so, where its gradient
-    becomes twice unit size or more.
+    The gradient of a broadcast operand is a sum over its copies: its ideal factor is smaller by copies^-1/2, and a
+    constraint replaces it by the tied one. From four copies on it warns if the gradient is then twice unit size or
+    more.
 
     Args:
-        name: of the function, which warns at its caller.
-        ideal: of the output and both gradients, each of unit size by itself.
+        name: the function's name, for the warning.
+        ideal: the ideal factors of the output and both gradients.
         roots: copies^-1/2 of each operand.
     """
     output, *grads = get_constraint(constraint)(*ideal)
@@ -120,20 +119,20 @@ def tied(
 
 @dataclass(frozen=True)
 class Calibration:
-    """An operation's factors, and how far each may be off."""
+    """An operation's measured factors, with their errors; callable as the scaled operation."""
 
     op: Callable[..., Tensor]
     output: float
     """The inverse of the standard deviation of the operation's output."""
     grad_inputs: tuple[float | None, ...]
-    """The inverse of the root mean square of each input's gradient; None where it has none."""
+    """The inverse of the root mean square of each input's gradient; None if it has none."""
     errors: tuple[float, ...]
-    """The relative standard errors of these factors, from the spread of the runs: infinite after a single one."""
+    """The relative standard errors of these factors, from the spread of the runs; infinite for a single run."""
 
     def __call__(self, *inputs: Any, constraint: str | Constraint | None = "to_output", **options: Any) -> Tensor:
         """The operation with its factors on its output and on its inputs' gradients, tied by the constraint.
 
-        An input without a factor, and all `options`, go through as they are.
+        Inputs without a factor and all `options` are passed unchanged.
         """
         if len(inputs) != len(self.grad_inputs):
             raise ModelError(f"{len(inputs)} inputs of an operation that was calibrated with {len(self.grad_inputs)}")
@@ -157,7 +156,7 @@ def calibrate(
 ) -> Calibration:
     """Measure the factors of `op` on inputs and an output gradient of N(0, 1).
 
-    The calibration is the operation with its factors:
+    The returned calibration can be called as the scaled operation:
 
     >>> square = calibrate(lambda x: x * x, [(64, 64)])
     >>> round(square.output, 1), round(square.grad_inputs[0], 1)
@@ -167,13 +166,13 @@ def calibrate(
 
     Args:
         op: takes as many tensors as there are shapes, and returns one.
-        shapes: an input's shape, or a tensor that is passed as it is (indices, a mask) and has no factor.
-        runs: how often it is run, each time with other numbers; a factor is that of the mean square over all.
-        seed: of the numbers, and of what `op` draws itself; torch's own generator is left as it was.
+        shapes: for each input its shape, or a tensor (indices, a mask) that is passed unchanged and has no factor.
+        runs: the number of runs, each with other random inputs; factors are from the mean square over all runs.
+        seed: of the inputs, and of random numbers in `op`; torch's own generator is not changed.
 
     Raises:
-        ModelError: an output that is no floating tensor, is not finite, or has no spread; an input whose gradient is
-            zero, or is missing.
+        ModelError: the output is no floating tensor, not finite, or constant; or an input's gradient is zero or
+            missing.
     """
     if runs < 1:
         raise ModelError(f"runs = {runs}; expected one or more")
@@ -191,7 +190,7 @@ def calibrate(
 
 
 def _gradients(output: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Those of the leaves for an output gradient of N(0, 1); None for one that the output does not depend on."""
+    """The gradients of the leaves for an output gradient of N(0, 1); None for leaves that the output does not use."""
     if not leaves or not output.requires_grad:
         return (None,) * len(leaves)
     return torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)
@@ -223,24 +222,23 @@ def _squares(
     return found
 
 
-# ---- attention's mix of values ---------------------------------------------------------------------------------------
+# ---- the variance of attention's output ------------------------------------------------------------------------------
 
 
 class Attended:
-    """How large a mix of values by softmax's weights is: measures the mean, over places, of the sum of squares of these
-    weights, on random scores under the traced mask; once for each mask and size."""
+    """Measures the mean square of attention's output for values of unit variance: the mean, over positions, of the sum
+    of squares of softmax's weights, on random scores under a mask. Cached for each mask and size."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], float] = {}
 
     def energy(self, shape: tuple[int, ...], square: float, mask: Tensor | None, causal: bool) -> float:
-        """For scores of that shape (..., times, sources) and mean square.
+        """The mean square for scores of shape (..., times, sources) and mean square `square`.
 
-        Independent values of unit size, mixed by such weights, have that mean square. Places that nothing attends to
-        are left out.
+        Positions that attend to nothing are left out.
         """
         times, sources = shape[-2:]
-        key = (times, sources, round(square, 6), mask, causal)  # a mask is itself alone, whatever it holds
+        key = (times, sources, round(square, 6), mask, causal)  # masks are compared by identity
         if key not in self._found:
             self._found[key] = _energy(times, sources, square, mask, causal)
         return self._found[key]

@@ -1,8 +1,8 @@
-"""The ideal factors of every operation: what brings its output, and the gradients of its inputs, to unit size.
+"""The ideal factors of every operation, which bring its output and the gradients of its inputs to unit size.
 
-Inputs, weights and output gradients are taken as independent numbers of N(0, 1), which they are at initialisation. An
-output is of unit size where its standard deviation about its mean is 1; a gradient, whose mean is zero, where its root
-mean square is. b is the number of rows, m the fan-in, n the fan-out.
+Inputs, weights and output gradients are assumed to be independent samples of N(0, 1), as at initialization. An output
+has unit size if its standard deviation is 1; a gradient, whose mean is zero, if its root mean square is 1. b is the
+number of rows, m the fan-in, n the fan-out.
 """
 
 import math
@@ -25,7 +25,7 @@ _STEP = 0.1  # of log t
 
 
 def expectation(function: Callable[[Array], Any]) -> float:
-    """E[f(z)] of a smooth function of one number of N(0, 1): a sum over an even grid is exact, to within rounding.
+    """E[f(z)] of a smooth function for z from N(0, 1), by a sum over an even grid, which is exact within rounding.
 
     >>> round(expectation(lambda z: z**4), 12)
     3.0
@@ -34,15 +34,15 @@ def expectation(function: Callable[[Array], Any]) -> float:
 
 
 class Softmax:
-    """Moments of p = softmax(m z) over s independent z, for any s: E[p_1^2], and what its gradient has.
+    """Moments of p = softmax(m z) over s independent z from N(0, 1), for any s, and of its gradient.
 
-    They are integrated on grids, exact to ten digits. A softmax over s logits m z divides by a random sum S, whose
-    powers an integral brings to the top: 1 / S^k is that of t^(k-1) e^(-t S) over t from 0 to infinity, by Gamma(k),
-    and the expectation of e^(-t S) is a product of s equal ones.
+    They are integrated numerically, exact to ten digits. Softmax divides by a random sum S of s exponentials. 1 / S^k
+    is the integral of t^(k-1) e^(-t S) over t from 0 to infinity, divided by Gamma(k), and the expectation of e^(-t S)
+    is a product of s equal factors.
     """
 
     def __init__(self, spread: float, longest: int) -> None:
-        """Logits of the standard deviation `spread`, over at most `longest` of them."""
+        """Prepare the integrals for logits with the standard deviation `spread`, at most `longest` of them."""
         lowest, highest = -math.log(longest) - 9 * spread - 14, 10 * spread + 6
         log_t = np.arange(lowest, highest, _STEP)
         t, exponentials = np.exp(log_t), np.exp(spread * _Z)
@@ -58,16 +58,17 @@ class Softmax:
         return np.exp(count * np.log1p(-np.minimum(self.missing, 1 - 1e-16)))  # type: ignore[no-any-return]
 
     def moment(self, k: int, size: int) -> float:
-        """E[p_1^k] of a softmax over `size`."""
+        """E[p_1^k] for a softmax over `size` elements."""
         return self._integral(k, self.powers[k] * self._others(size - 1))
 
     def gradient(self, size: int) -> float:
-        """E[(p_1 (g_1 - sum_j p_j g_j))^2] for g of N(0, 1): E[p_1^2 (1 - 2 p_1 + sum_j p_j^2)]."""
+        """The mean square of the gradient for g from N(0, 1): E[(p_1 (g_1 - sum_j p_j g_j))^2] = E[p_1^2 (1 - 2 p_1 +
+        sum_j p_j^2)]."""
         both = self._integral(4, self.powers[2] ** 2 * self._others(size - 2))
         return self.moment(2, size) - 2 * self.moment(3, size) + self.moment(4, size) + (size - 1) * both
 
     def squares(self, size: int) -> float:
-        """E[sum_j p_j^2] of a softmax over `size`: the variance of a mix of values of N(0, 1)."""
+        """E[sum_j p_j^2] for a softmax over `size`: the variance of a weighted sum of values from N(0, 1)."""
         return size * self.moment(2, size)
 
     def squares_up_to(self, size: int) -> float:
@@ -86,8 +87,8 @@ __all__ = [
 
 
 def linear(constraint: str | Constraint | None = "to_output", readout: bool = False) -> LinearSpec:
-    """The multipliers of a linear layer's products: output m^-1/2, gradient of the input n^-1/2, of the weight and of
-    the bias b^-1/2, since each is a sum of so many products. A readout's output has m^-1, which u-muP asks for.
+    """The multipliers of a linear layer's matmuls: m^-1/2 for the output, n^-1/2 for the input's gradient, b^-1/2 for
+    the gradients of weight and bias: each is a sum of that many products. A readout's output has m^-1, as in u-muP.
 
     The constraint ties the first two.
 
@@ -110,11 +111,11 @@ def _linear(constraint: Constraint, readout: bool) -> LinearSpec:
 
 
 def _powers(constraint: Constraint, fan_in: float, fan_out: float) -> tuple[tuple[float, float], ...]:
-    """The powers of 1 / fan-in and 1 / fan-out in each factor, of which the output's has the first and the gradient's
-    the second before the rule ties them.
+    """The powers of 1 / fan-in and 1 / fan-out in each factor after the constraint. Before it, the output's factor is
+    the power `fan_in` of 1 / fan-in, and the gradient's the power `fan_out` of 1 / fan-out.
 
     Raises:
-        ModelError: the rule's factors are no products of powers of those it is given.
+        ModelError: the constraint's results are not products of powers of its arguments.
     """
     first, second = constraint(math.e, 1.0), constraint(1.0, math.e)
     shares = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
@@ -130,21 +131,22 @@ def _powers(constraint: Constraint, fan_in: float, fan_out: float) -> tuple[tupl
 
 
 _LINEAR = {(rule.__name__, readout): _linear(rule, readout) for rule in RULES for readout in (False, True)}
-"""Of the rules that have names, made once, so that a traced model finds them."""
+"""The specs for the named constraints, made once, so that they exist in a traced model."""
 
 
 def matmul(rows: float, shared: float, columns: float, copies: float = 1.0) -> tuple[float, float, float]:
-    """Of (rows, shared) x (shared, columns): output shared^-1/2, left gradient columns^-1/2, right gradient rows^-1/2.
+    """The factors of (rows, shared) x (shared, columns): output shared^-1/2, left gradient columns^-1/2, right gradient
+    rows^-1/2.
 
     Args:
-        copies: how many products share the right side, whose gradient is the sum of theirs.
+        copies: the number of matmuls that share the right operand, whose gradient is summed over them.
     """
     return max(shared, 1) ** -0.5, max(columns, 1) ** -0.5, max(rows * copies, 1) ** -0.5
 
 
 @constant
 def softmax(size: int, mult: float = 1.0) -> tuple[float, float]:
-    """Of softmax(mult x) over `size` elements, and of its gradient: 1 / std(p), 1 / rms(dx), integrated.
+    """The factors of softmax(mult x) over `size` elements, 1 / std(p), and of its gradient, 1 / rms(dx), integrated.
 
     The table of Blake et al. 2023 has `size` for both, the order of magnitude; for many elements and mult 1 they are
     size / sqrt(e - 1) and size / sqrt(e). Over one element softmax is constant: 1 and 1.
@@ -163,11 +165,11 @@ def softmax(size: int, mult: float = 1.0) -> tuple[float, float]:
 def attention(
     queries: int, keys: int, width: int, mult: float = 1.0, is_causal: bool = False, dropout: float = 0.0
 ) -> float:
-    """The one factor of softmax(mult q k^T / width) v, of its output and of the gradients of q, k and v.
+    """The one factor of softmax(mult q k^T / width) v, for its output and the gradients of q, k and v.
 
-    A mix of values of N(0, 1) has the variance E[sum p^2] / (1 - dropout), of logits of the standard deviation
-    mult / sqrt(width), taken as normal. Causal attention mixes i values at place i, and the factor is for the mean of
-    the variance over places: no constant makes each of them of unit size, and the first is the largest.
+    The output's variance for values from N(0, 1) is E[sum p^2] / (1 - dropout), for logits with the standard deviation
+    mult / sqrt(width), assumed to be normal. Causal attention sums i values at position i, and the factor is for the
+    variance averaged over positions: no constant gives each of them unit size, and the first has the largest variance.
 
     For flat logits the variance is 1 / keys, and causal H(keys) / keys with the harmonic number H, for which the
     library has the logarithm.
@@ -197,28 +199,31 @@ def _check_spread(name: str, spread: float) -> None:
 
 
 def embedding(rows: int, lookups: int) -> float:
-    """Of the gradient of a table of so many rows: sqrt(rows / lookups), a row being looked up lookups / rows times.
+    """The factor of the gradient of a table with `rows` rows: sqrt(rows / lookups), since a row is looked up lookups /
+    rows times.
 
-    A row that `padding_idx` names has no gradient and moves no other's factor.
+    The row `padding_idx` has no gradient; it does not change the factor.
     """
     return math.sqrt(max(rows, 1) / max(lookups, 1))
 
 
 def norm(rows: int) -> float:
-    """Of the gradients of a norm's weight and bias: rows^-1/2. Output and input's gradient are of unit size already."""
+    """The factor of the gradients of a norm's weight and bias: rows^-1/2. The output and the input's gradient have unit
+    size already."""
     return 1 / math.sqrt(max(rows, 1))
 
 
 def dropout(p: float) -> float:
-    """Of dropout's output and of its gradient: sqrt(1 - p), since torch divides what is left by 1 - p."""
+    """The factor of dropout's output and gradient: sqrt(1 - p), since torch divides kept elements by 1 - p."""
     if not 0 <= p <= 1:
         raise ModelError(f"dropout with p = {p}; expected a probability between 0 and 1")
     return math.sqrt(1 - p)
 
 
 def add(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[float, float, float]:
-    """Of a sum of tensors of these shapes: output 2^-1/2; gradients copies^-1/2, where an input's element goes to so
-    many of the output. Where one has a single element the output's is 1: a shift changes no deviation.
+    """The factors of a sum of tensors of these shapes: 2^-1/2 for the output, copies^-1/2 for the gradient of an
+    operand that is broadcast to that many copies. If one has a single element, the output's is 1, since a shift does
+    not change the standard deviation.
     """
     one, other = broadcast(first, second)
     output = 1.0 if 1 in (math.prod(first), math.prod(second)) and one != other else 2**-0.5
@@ -226,8 +231,8 @@ def add(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[float, float, 
 
 
 def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[float, float]:
-    """Of the gradients of two operands of these shapes: copies^-1/2, since an element's gradient is the sum of those of
-    all the elements that it is broadcast to.
+    """The factors of the gradients of two operands that are broadcast together: copies^-1/2, since the gradient of an
+    element is the sum over its copies.
 
     >>> broadcast((8, 32, 16, 16), (8, 32, 1, 1))
     (1.0, 0.0625)
@@ -244,14 +249,14 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> list[int]:
 
 
 def residual(variance_fraction: float | None = None, ratio: float | None = None) -> tuple[float, float]:
-    """The weights of branch and skip, whose squares add up to 1.
+    """The weights of branch and skip connection, whose squares add up to 1.
 
     Args:
         variance_fraction: tau of the 2023 paper and of munit scaling: sqrt(tau) branch + sqrt(1 - tau) skip.
-        ratio: tau of u-muP, of standard deviations: (tau branch + skip) / sqrt(1 + tau^2).
+        ratio: tau of u-muP, a ratio of standard deviations: (tau branch + skip) / sqrt(1 + tau^2).
 
     Raises:
-        ModelError: both are given, or none; or one that is no fraction, or no ratio.
+        ModelError: both or none are given, or the value is out of range.
     """
     if (variance_fraction is None) == (ratio is None):
         raise ModelError(
@@ -270,12 +275,12 @@ def residual(variance_fraction: float | None = None, ratio: float | None = None)
 
 
 def cross_entropy(classes: int, label_smoothing: float = 0.0) -> float:
-    """Of the gradient of logits, of a loss that is summed: classes / sqrt(classes - 1) / (1 - label_smoothing).
+    """The factor of the logits' gradient for a summed loss: classes / sqrt(classes - 1) / (1 - label_smoothing).
 
-    At equal logits the gradient is (1 / classes - target), whose root mean square that is the inverse of.
+    It is the inverse of the root mean square of the gradient at equal logits, 1 / classes - target.
 
     Raises:
-        ModelError: one class, or labels smoothed to nothing, whose gradient is zero.
+        ModelError: one class, or label_smoothing of 1, for which the gradient is zero.
     """
     if classes < 2 or not 0 <= label_smoothing < 1:
         raise ModelError(
@@ -286,7 +291,8 @@ def cross_entropy(classes: int, label_smoothing: float = 0.0) -> float:
 
 
 def mse_loss() -> float:
-    """Of the gradients of input and target, of a loss that is summed: 8^-1/2, that of 2 (x - t) being sqrt(8)."""
+    """The factor of the gradients of input and target for a summed loss: 8^-1/2, since 2 (x - t) has the deviation
+    sqrt(8)."""
     return 8**-0.5
 
 
@@ -295,7 +301,7 @@ def _sigmoid(z: Array) -> Array:
 
 
 def _normal(z: Array) -> Array:
-    """The distribution function of N(0, 1)."""
+    """The cumulative distribution function of N(0, 1)."""
     return np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in z])
 
 
@@ -322,9 +328,9 @@ _FUNCTIONS: dict[str, tuple[Callable[[Array], Any], Callable[[Array], Any]]] = {
 def activation(name: str, mult: float = 1.0) -> tuple[float, float]:
     """The factors of f(mult x) / mult and of its gradient: mult / std(f(mult z)) and 1 / rms(f'(mult z)), integrated.
 
-    relu's, whatever mult: sqrt(2 / (1 - 1 / pi)) and sqrt(2), since E[relu] = 1 / sqrt(2 pi) and E[relu^2] = 1 / 2.
+    For relu, with any mult: sqrt(2 / (1 - 1 / pi)) and sqrt(2), since E[relu] = 1 / sqrt(2 pi) and E[relu^2] = 1 / 2.
 
-    Source: Blake et al. 2023, whose measured constants these are to within a thousandth.
+    Source: Blake et al. 2023; their measured constants agree to a thousandth.
 
     >>> [round(factor, 3) for factor in activation("gelu")]
     [1.701, 1.481]
@@ -340,17 +346,18 @@ def activation(name: str, mult: float = 1.0) -> tuple[float, float]:
 
 @constant
 def gated_silu(mult: float = 1.0) -> tuple[float, float, float]:
-    """The factors of x silu(mult gate) / mult, of x's gradient and of the gate's.
+    """The factors of x silu(mult gate) / mult, of the gradient of x and of that of the gate.
 
-    The first two are 1 / rms(silu), since x has no mean; the gate's 1 / rms(silu'), which the library takes for all.
+    The first two are mult / rms(silu), since x has mean zero; the gate's is 1 / rms(silu'), which the official library
+    uses for all three.
     """
-    activation("silu", mult)  # which says what is wrong with mult
+    activation("silu", mult)  # checks mult
     _, square, slope = _moments("silu", mult)
     return mult / math.sqrt(square), mult / math.sqrt(square), 1 / math.sqrt(slope)
 
 
 def _moments(name: str, mult: float) -> tuple[float, float, float]:
-    """E[f], E[f^2] and E[f'^2] at mult z."""
+    """E[f(mult z)], E[f(mult z)^2] and E[f'(mult z)^2] for z from N(0, 1)."""
     function, slope = _FUNCTIONS[name]
     return (
         expectation(lambda z: function(mult * z)),

@@ -1,4 +1,4 @@
-"""Functions of unit size: products, and what stands between them: norms, embeddings, dropout, residuals; and losses."""
+"""Unit-scaled functions: linear layers, matmuls, convolutions, attention, norms, embeddings, residuals, losses."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from halfstep.unit.calibration import Constraint, tied
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, constraint: str | Constraint | None = "to_output"
 ) -> Tensor:
-    """y = fan_in^-1/2 x w^T + b for x (..., in), weight (out, in), bias (out): torch's, of unit size.
+    """y = fan_in^-1/2 x w^T + b for x (..., in), weight (out, in), bias (out).
 
-    The factors are those of `factors.linear`, folded into the products. The product has the factor, the bias none.
+    The factors are those of `factors.linear`, as multipliers of the matmuls. The bias has no factor in the output.
     """
     return ops.linear(input, weight, bias, factors.linear(constraint))
 
@@ -31,8 +31,9 @@ def linear(
 def linear_readout(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, constraint: str | Constraint | None = None
 ) -> Tensor:
-    """`linear` for a model's last layer: y = fan_in^-1 x w^T + b, so that logits begin small and keep their size after
-    a step whatever the width. Nothing ties its factors unless a constraint is given: its input's edge is a cut-edge.
+    """`linear` for a model's last layer: y = fan_in^-1 x w^T + b, so that logits start small and change in a step by a
+    size that does not depend on the width. Its factors are not tied unless a constraint is given, since its input's
+    edge is a cut-edge.
 
     Source: u-muP, Blake et al. 2025.
     """
@@ -40,13 +41,13 @@ def linear_readout(
 
 
 def matmul(input: Tensor, other: Tensor, constraint: str | Constraint | None = "to_output") -> Tensor:
-    """x y for x (..., rows, shared), y (..., shared, columns) of unit size; neither is a weight (for which: `linear`).
+    """x y for x (..., rows, shared), y (..., shared, columns), scaled to unit variance; for weights use `linear`.
 
-    Where fewer matrices y than x are multiplied, or the other way, they are broadcast as by `torch.matmul`; where the
-    constraint makes the gradient of these too large, a warning says what to do.
+    Batch dimensions are broadcast as by `torch.matmul`; if the constraint makes the gradient of a broadcast operand too
+    large, a warning says what to do.
 
     Raises:
-        ModelError: one of them is a vector, or their sizes do not fit.
+        ModelError: an operand is a vector, or the shapes do not match.
     """
     if input.dim() < 2 or other.dim() < 2 or input.shape[-1] != other.shape[-2]:
         raise ModelError(
@@ -76,8 +77,8 @@ def conv1d(
     groups: int = 1,
     constraint: str | Constraint | None = "to_output",
 ) -> Tensor:
-    """torch's conv1d of unit size: fan-in is in / groups times the window, fan-out is out / groups times the window
-    over the stride. Zeros of the padding count as terms: with a short input the edges make the output smaller."""
+    """torch's conv1d, scaled to unit variance: fan-in is in / groups times the window, fan-out is out / groups times
+    the window over the stride. Zeros of the padding count as terms, so for short inputs the output is smaller."""
     return _convolution(input, weight, bias, stride, padding, dilation, groups, constraint, 1)
 
 
@@ -91,7 +92,7 @@ def conv2d(
     groups: int = 1,
     constraint: str | Constraint | None = "to_output",
 ) -> Tensor:
-    """torch's conv2d of unit size; as `conv1d`."""
+    """torch's conv2d, scaled to unit variance; as `conv1d`."""
     return _convolution(input, weight, bias, stride, padding, dilation, groups, constraint, 2)
 
 
@@ -125,7 +126,7 @@ def _convolution(
 
 
 def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
-    """One number a dimension of space."""
+    """The value as a tuple with one entry a spatial dimension."""
     values = (value,) * dims if isinstance(value, int) else tuple(value)
     return values * dims if len(values) == 1 else values
 
@@ -144,17 +145,17 @@ def scaled_dot_product_attention(
     spec: AttentionSpec | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """softmax(mult q k^T / d + mask) v of unit size: q (..., queries, d), k (..., keys, d), v (..., keys, d_v).
+    """softmax(mult q k^T / d + mask) v, scaled to unit variance: q (..., queries, d), k (..., keys, d), v (..., keys,
+    d_v).
 
-    Logits are divided by d and not by its root, as u-muP has it, whose keys and queries align in training. One factor
-    is on the output and on the gradients of q, k and v (`factors.attention`).
-
-    A mask does not enter the factor, since it is data and the factor is a constant; say what yours is:
+    Logits are divided by d, not by its square root, as in u-muP, since keys and queries align in training. The output
+    and the gradients of q, k and v have one factor (`factors.attention`). It is a constant, which does not depend on
+    the values of a mask.
 
     Args:
-        is_causal: a place attends to itself and those before it; without a mask.
-        is_causal_mask: the mask is causal, or causal and more: the factor is causal attention's.
-        spec, noise: how the operands of the two products are rounded, as for `ops.attention`; the factors stay.
+        is_causal: a position attends to itself and those before it; not together with a mask.
+        is_causal_mask: the mask is causal (perhaps masking more): take the factor of causal attention.
+        spec, noise: how the operands of the two matmuls are rounded, as for `ops.attention`; the factors stay.
     """
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
@@ -171,15 +172,15 @@ def scaled_dot_product_attention(
 def products(
     queries: int, keys: int, width: int, mult: float = 1.0, is_causal: bool = False, dropout: float = 0.0
 ) -> tuple[float, float]:
-    """What attention's scores are multiplied by beside 1 / sqrt(d), which makes it mult / d, and what the mixed values
-    are: `factors.attention`; forward and backward."""
+    """(factor of the scores in addition to 1 / sqrt(d), which makes mult / d in all; factor of the output,
+    `factors.attention`), both forward and backward."""
     return mult * max(width, 1) ** -0.5, factors.attention(queries, keys, width, mult, is_causal, dropout)
 
 
 def multipliers(
     queries: int, keys: int, width: int, mult: float = 1.0, is_causal: bool = False, dropout: float = 0.0
 ) -> AttentionSpec:
-    """`products` as a spec, whose operands a recipe may round."""
+    """`products` as the multipliers of a spec, to be combined with a recipe's rounding."""
     numbers = products(queries, keys, width, mult, is_causal, dropout)
     scores, mix = (LinearSpec(*[Matmul(multiplier=Multiplier(constant=number))] * 3) for number in numbers)
     return AttentionSpec(scores, mix)
@@ -192,7 +193,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch's layer norm, which is of unit size: the gradients of weight and bias have a factor of rows^-1/2."""
+    """torch's layer norm, whose output has unit variance; gradients of weight and bias have the factor rows^-1/2."""
     factor = factors.norm(_rows(input, normalized_shape))
     weight, bias = (None if part is None else scale_backward(part, factor) for part in (weight, bias))
     return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
@@ -201,8 +202,8 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """torch's RMS norm, which is of unit size: the gradient of the weight has a factor of rows^-1/2. The mean square is
-    taken in float32."""
+    """torch's RMS norm, whose output has unit size; the gradient of the weight has the factor rows^-1/2. The mean
+    square is computed in float32."""
     weight = None if weight is None else scale_backward(weight, factors.norm(_rows(input, normalized_shape)))
     return F.rms_norm(input, list(normalized_shape), weight, eps)
 
@@ -212,9 +213,9 @@ def _rows(x: Tensor, shape: Sequence[int]) -> int:
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, sparse: bool = False) -> Tensor:
-    """Rows of a table: the gradient of the table has a factor of sqrt(rows / lookups).
+    """torch's embedding lookup; the gradient of the table has the factor sqrt(rows / lookups).
 
-    The factor is on the gradient of what was looked up or of the table, whichever is smaller.
+    It is applied to the gradient of the output or of the table, whichever is smaller.
     """
     factor = factors.embedding(weight.shape[0], input.numel())
     if sparse or input.numel() < weight.shape[0]:
@@ -223,7 +224,7 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, spa
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Dropout of unit size: elements of x, or zeros, divided by sqrt(1 - p); in evaluation x itself."""
+    """Dropout that keeps the variance: kept elements of x are divided by sqrt(1 - p); in evaluation x itself."""
     factor = factors.dropout(p)
     if not training or p == 0:
         return input
@@ -233,9 +234,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 def add(input: Tensor | float, other: Tensor | float, constraint: str | Constraint | None = "to_output") -> Tensor:
-    """(x + y) / sqrt(2); a number, or a tensor of one element, shifts x and leaves its size.
+    """(x + y) / sqrt(2); a scalar, or a tensor of one element, is added without a factor.
 
-    Where one is broadcast and the constraint makes its gradient too large, a warning says what to do.
+    If the constraint makes the gradient of a broadcast operand too large, a warning says what to do.
     """
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return torch.add(input, other)
@@ -249,13 +250,13 @@ def add(input: Tensor | float, other: Tensor | float, constraint: str | Constrai
 def residual_split(
     input: Tensor, *, variance_fraction: float | None = None, ratio: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x as (branch, skip); their gradients are added with the weights of `residual_add`.
+    """x twice, as (branch, skip); their gradients are added with the weights of `residual_add`.
 
-    The branch's weight stands after the branch forward and before it backward, so that gradients inside are of unit
-    size and x's is that of the weighted sum all the same.
+    The branch's weight is applied at its output in the forward and at its input in the backward, so that gradients
+    inside the branch have unit size, and the gradient of x is that of the weighted sum.
 
     Args:
-        variance_fraction, ratio: one of them; see `factors.residual`.
+        variance_fraction, ratio: one of the two; see `factors.residual`.
     """
     branch, skip = factors.residual(variance_fraction, ratio)
     return run(_Split, input, branch, skip)  # type: ignore[no-any-return]
@@ -264,10 +265,10 @@ def residual_split(
 def residual_add(
     branch: Tensor, skip: Tensor, *, variance_fraction: float | None = None, ratio: float | None = None
 ) -> Tensor:
-    """The weighted sum of what `residual_split` gave, after the branch; both get the sum's gradient as it is.
+    """The weighted sum of a branch's output and the skip connection of `residual_split`; gradients pass unscaled.
 
     Args:
-        variance_fraction, ratio: as of the split.
+        variance_fraction, ratio: as for `residual_split`.
 
     Raises:
         ModelError: branch and skip have different shapes.
@@ -281,7 +282,7 @@ def residual_add(
 
 
 class _Split(torch.autograd.Function):
-    """x twice, whose gradient is a times the first's and b times the second's."""
+    """The autograd Function that returns x twice; its gradient is a times the first's plus b times the second's."""
 
     generate_vmap_rule = True
 
@@ -317,15 +318,15 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     mult: float = 1.0,
 ) -> Tensor:
-    """torch's cross-entropy of mult x, in float32 or wider; the gradient of the logits is that of the sum of losses,
+    """torch's cross-entropy of mult x, in float32 or wider; the gradient of the logits is that of the sum of losses
     times classes / sqrt(classes - 1) / (1 - label_smoothing).
 
-    input is (classes) or (batch, classes, ...), target (...) of classes, or probabilities of input's shape, whose
-    factor is that of one-hot ones. The mean is over targets that are not `ignore_index`, whose logits have no gradient.
-    Where logits are equal, the others' gradients have a root mean square of 1, whatever their number.
+    input is (classes) or (batch, classes, ...), target (...) of class indices, or probabilities of input's shape, for
+    which the factor is that of one-hot targets. The mean is over targets other than `ignore_index`, whose logits have
+    no gradient. At equal logits the gradients of the others have a root mean square of 1, whatever their number.
 
-    The factor is on the loss's own gradient, a number, so that it costs no pass over the logits. A mult that is not 1
-    is on the values alone, as u-muP has it.
+    The factor is applied to the loss's own gradient, a scalar, and costs no pass over the logits. mult multiplies the
+    values alone, not the gradients, as in u-muP.
     """
     factor = factors.cross_entropy(input.shape[0] if input.dim() == 1 else input.shape[1], label_smoothing)
     options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
@@ -342,7 +343,7 @@ def cross_entropy(
 
 
 def mse_loss(input: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-    """torch's mean squared error, in float32 or wider; gradients are those of the sum of squares, times 8^-1/2.
+    """torch's mean squared error, in float32 or wider; gradients are those of the sum of squares times 8^-1/2.
 
     Raises:
         ModelError: the shapes differ, which torch would broadcast.
@@ -359,12 +360,12 @@ def mse_loss(input: Tensor, target: Tensor, reduction: Reduction = "mean") -> Te
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A sum of 16-bit losses may overflow."""
+    """x in float32 or wider, since a sum of 16-bit losses may overflow."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Loss(torch.autograd.Function):
-    """A sum over a count, whose gradient is the sum's times a factor: the count is not in it."""
+    """The autograd Function of total / count, whose gradient is that of `total` times a factor, without the count."""
 
     generate_vmap_rule = True
 

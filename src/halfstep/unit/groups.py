@@ -1,4 +1,4 @@
-"""Parameter groups whose learning rates and decays follow the roles of their parameters."""
+"""`parameter_groups`: parameter groups with learning rates and weight decays by the roles of parameters."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,25 +23,25 @@ def parameter_groups(
     groups: Iterable[Mapping[str, Any]] | None = None,
     readout_constraint: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for any optimizer of torch's or halfstep's, each of parameters with one learning rate and one decay.
+    """Parameter groups for an optimizer of torch or halfstep, each with one learning rate and one weight decay.
 
     A parameter's learning rate is `lr` times the parametrization's factor for its role (`unit.roles`). Schedulers
-    multiply it further, as they do any group's. A frozen parameter is in a group too, if its role is known.
+    multiply it further, as that of any group. A frozen parameter is in a group too, if its role is known.
 
     Args:
-        optimizer: its class or name; what is not known is refused (`OptimizerError`), with what to say instead.
-        weight_decay: as `decay` says; biases and gains have it too, unless `groups` says otherwise.
-        parametrization: a name (`standard`, `umup`, `munit`), or what `unit.get_parametrization` returns.
-        decay: what `weight_decay` means, `coupled`, `independent` or `decoupled` (`unit.DECAYS`); None: as the
-            parametrization has it. After `decoupled` call `unit.decouple_decay(optimizer)`.
-        groups: groups that there are already: `params` and options. Each is split by factors and keeps its options;
-            its `lr` and `weight_decay` stand before those given here. None: all parameters of the model.
-        readout_constraint: for SGD, where the model has no `unit.LinearReadout` that tells.
+        optimizer: its class or name.
+        weight_decay: as `decay` says; also for biases and gains, unless `groups` says otherwise.
+        parametrization: a name (`standard`, `umup`, `munit`), or the result of `unit.get_parametrization`.
+        decay: the meaning of `weight_decay`: `coupled`, `independent` or `decoupled` (`unit.DECAYS`); None: the
+            parametrization's default. After `decoupled` call `unit.decouple_decay(optimizer)`.
+        groups: existing groups, with `params` and options. Each is split by factors and keeps its options; its `lr` and
+            `weight_decay` take precedence over the arguments. None: all parameters of the model.
+        readout_constraint: for SGD, if the model has no `unit.LinearReadout` with a constraint.
 
     Raises:
-        ModelError: a parameter whose role nothing tells; a tied one whose roles want two learning rates; one of
+        ModelError: a parameter with an unknown role; a tied one whose roles need two learning rates; a parameter of
             `groups` that is not the model's; an empty model.
-        OptimizerError: an unknown optimizer, or one that the parametrization or the decay has no rule for; a learning
+        OptimizerError: an unknown optimizer, or one without a rule in the parametrization or for the decay; a learning
             rate that is not positive.
 
     >>> model = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2))
@@ -80,7 +80,7 @@ def _listed(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _factors(model: nn.Module, groups: list[dict[str, Any]], factor: Any) -> dict[Tensor, float]:
-    """Each parameter's factor; none of a frozen parameter whose role nothing tells."""
+    """Each parameter's learning-rate factor, without frozen parameters of unknown roles."""
     known, missing = known_roles(model)
     names = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
     wanted = [parameter for group in groups for parameter in group["params"]]
@@ -112,7 +112,7 @@ def _one(names: list[str], known: Mapping[str, Role], factor: Any) -> float:
 
 
 def _readout(model: nn.Module) -> str | None:
-    """The constraint that the model's readouts name; None where there is none, or they differ."""
+    """The constraint of the model's readouts; None if there are none or they differ."""
     named = {name for module in model.modules() if (name := unit_part(module).readout) is not None}
     return named.pop() if len(named) == 1 else None
 

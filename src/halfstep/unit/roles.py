@@ -1,8 +1,7 @@
-"""What a parameter is to its model, what unit scaling made of a module, and how an optimizer follows a gradient.
+"""`Role`s of parameters, which decide their initial scale and learning rate; and `UnitPart`, a module's record.
 
-A parameter's role decides its scale at initialisation and its learning rate. What unit scaling made is one record, an
-attribute of the module. How an optimizer follows a gradient is for learning-rate rules; weight decay may be held apart
-from the learning rate.
+Also `optimizer_kind`, which learning-rate rules depend on, and `decouple_decay`, weight decay independent of the
+learning rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,37 +25,37 @@ _NAME = "_halfstep_unit"
 
 @dataclass(frozen=True)
 class UnitPart:
-    """A module's part of a unit-scaled model. Copies and pickles of the module carry it along."""
+    """The record of a module in a unit-scaled model. Copied and pickled with the module."""
 
     multipliers: LinearSpec | None = None
-    """What the products of a layer are multiplied by."""
+    """The multipliers of a layer's matmuls."""
     forward: Any = None
-    """What its forward computes by: of one operation a `Whole`, of code of its own an `Own` (`nn.unit`)."""
+    """The factors of its forward: a `Whole` if the module is one operation, else an `Own` (`nn.unit`)."""
     scaled: Any = None
-    """Of a model that `unit_scale` was called on: its report, and what weights were divided by."""
+    """Only on a model that `unit_scale` was called on: the record to undo it."""
     tags: Mapping[str, Any] = field(default_factory=dict)
-    """What it says of its parameters, by name (`unit.roles`)."""
+    """The `Tag`s of its parameters, by name."""
     depth: int | Callable[[Any], int] | None = None
-    """How many blocks it has, as a residual stack."""
+    """For a residual stack: its number of blocks, or a function of the module that returns it."""
     readout: str | None = None
-    """Of a readout: the constraint that it names."""
+    """For a readout: the name of its constraint."""
 
 
 NONE, _PLAIN = UnitPart(), LinearSpec()
 
 
 def unit_part(module: Any) -> UnitPart:
-    """The module's record; an empty one where there is none."""
+    """The module's record; an empty one if it has none."""
     return module.__dict__.get(_NAME, NONE)  # type: ignore[no-any-return]
 
 
 def multipliers_of(module: Any) -> LinearSpec:
-    """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
+    """The multipliers of a unit-scaled layer's matmuls; an empty spec for other layers."""
     return module.__dict__.get(_NAME, NONE).multipliers or _PLAIN
 
 
 def set_unit_part(module: Any, **changes: Any) -> None:
-    """Put those fields in the module's record; one in which nothing is left is taken away."""
+    """Set fields of the module's record; a record without any set field is removed."""
     module.__dict__[_NAME] = changed = replace(unit_part(module), **changes)
     if changed == NONE:
         del module.__dict__[_NAME]
@@ -72,22 +71,22 @@ KINDS = {
     "norm": "the gain of a norm",
     "bias": "what is added",
 }
-"""The roles of weights, and what each stands for."""
+"""The kinds of roles, with their meaning."""
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _BIASED = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 @dataclass(frozen=True)
 class Tag:
-    """What a module says of one of its parameters.
+    """The role that a module assigns to one of its parameters.
 
     Raises:
-        ModelError: a kind that is not one of `KINDS`.
+        ModelError: the kind is not one of `KINDS`.
     """
 
     kind: str
     ends_branch: bool = False
-    """Whether it is the matrix of the last layer of a residual branch: attention's output, an MLP's down-projection."""
+    """Whether it is the matrix of a residual branch's last layer: attention's output, an MLP's down-projection."""
 
     def __post_init__(self) -> None:
         one_of("role of a parameter", self.kind, KINDS, ModelError)
@@ -95,20 +94,20 @@ class Tag:
 
 @dataclass(frozen=True)
 class Role:
-    """One parameter: its kind, what one output sums over, how many outputs there are, and the depth it stands in."""
+    """A parameter's role: its kind, fan-in, fan-out and the depth of its residual stack."""
 
     kind: str
     fan_in: int
-    """The rows of an embedding's table; of a gain or a bias, its elements."""
+    """For an embedding, the rows of the table; for a gain or bias, its number of elements."""
     fan_out: int
     depth: int | None = None
-    """How many blocks the residual stack has that it is part of; None outside of one."""
+    """The number of blocks of the residual stack that contains it; None outside of one."""
     ends_branch: bool = False
 
 
 def tag_of(module: nn.Module, name: str = "weight") -> Tag | None:
-    """What the module says of its parameter of that name; or what its class alone tells (an embedding's table, a
-    norm's gain, a linear or convolutional layer's bias); None where nothing tells."""
+    """The tag of the module's parameter `name`: one that was set, or one that follows from the module's class (an
+    embedding's table, a norm's gain, the bias of a linear or convolutional layer); else None."""
     tags: Mapping[str, Tag] = unit_part(module).tags
     if name in tags:
         return tags[name]
@@ -120,18 +119,18 @@ def tag_of(module: nn.Module, name: str = "weight") -> Tag | None:
 
 
 def set_tag(module: nn.Module, name: str, tag: Tag) -> None:
-    """Say what a module's own parameter of that name is. It is kept by the module, and so by its copies and pickles: a
+    """Set the tag of a module's own parameter. It is stored on the module, so that copies and pickles have it: a
     parameter loses its attributes when it is copied."""
     set_unit_part(module, tags={**unit_part(module).tags, name: tag})
 
 
 def set_roles(model: nn.Module, kinds: Mapping[str, str]) -> None:
-    """Say what parameters are: globs on their names, and kinds (`KINDS`); the first glob that matches decides.
+    """Set the roles of parameters: globs on their names, with kinds (`KINDS`); the first glob that matches decides.
 
-    For layers that are not `halfstep.unit`'s, and for those that stand elsewhere than their class says.
+    For layers other than `halfstep.unit`'s, and for those whose role differs from their class's default.
 
     Raises:
-        ModelError: a kind that there is not, or a glob that no parameter matches; nothing was set.
+        ModelError: an unknown kind, or a glob that no parameter matches; nothing was set.
 
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
     >>> set_roles(model, {"0.weight": "input", "2.weight": "readout"})
@@ -153,7 +152,7 @@ def set_roles(model: nn.Module, kinds: Mapping[str, str]) -> None:
 
 
 def set_depth(stack: nn.Module, depth: int) -> None:
-    """Say that a module is a residual stack of so many blocks: a list or a sequence that is not `unit.Stack`.
+    """Declare a module to be a residual stack of `depth` blocks, for a list or sequence other than `unit.Stack`.
 
     Raises:
         ModelError: a depth below 1.
@@ -164,10 +163,10 @@ def set_depth(stack: nn.Module, depth: int) -> None:
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every parameter, by name; a tied one stands there by each of its names.
+    """The role of every parameter, by name; a tied one under each of its names.
 
     Raises:
-        ModelError: parameters whose role nothing tells, by name; or one residual stack within another.
+        ModelError: parameters of unknown roles; or a residual stack within another.
     """
     found, missing = known_roles(model)
     if missing:
@@ -176,7 +175,7 @@ def roles(model: nn.Module) -> dict[str, Role]:
 
 
 def known_roles(model: nn.Module) -> tuple[dict[str, Role], list[str]]:
-    """`roles`, as far as they can be told, and the names of the others."""
+    """The known roles, by parameter name, and the names of parameters of unknown roles."""
     found: dict[str, Role] = {}
     missing: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -190,7 +189,7 @@ def known_roles(model: nn.Module) -> tuple[dict[str, Role], list[str]]:
 
 
 def no_role(names: list[str]) -> str:
-    """The message for parameters whose role nothing tells."""
+    """The error message for parameters of unknown roles."""
     return (
         f"no role is known of {some(names, 8)}. Say it: halfstep.unit.set_roles(model, "
         f"{{{names[0]!r}: 'hidden'}}); globs are taken, and the roles are {', '.join(KINDS)}. The layers of "
@@ -230,9 +229,9 @@ def _depth(model: nn.Module, path: str) -> int | None:
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """How an optimizer's step follows a gradient.
+    """How an optimizer's step depends on the gradient's scale and on weight decay.
 
-    `adam`: the step stays when all gradients are multiplied by one constant; `sgd`: it is multiplied too.
+    `adam`: the step does not change if all gradients are multiplied by a constant; `sgd`: it is multiplied too.
     """
 
     rule: str
@@ -254,10 +253,10 @@ _KNOWN = {
 
 
 def optimizer_kind(optimizer: type[torch.optim.Optimizer] | str) -> OptimizerKind:
-    """How that class, or the optimizer of that name, follows a gradient. A subclass of a known class is of its kind.
+    """The kind of an optimizer, by class or name. A subclass of a known class has its kind.
 
     Raises:
-        OptimizerError: neither is known; an instance is no class.
+        OptimizerError: the optimizer is unknown, or an instance.
     """
     if isinstance(optimizer, str):
         names = [optimizer]
@@ -279,16 +278,16 @@ def optimizer_kind(optimizer: type[torch.optim.Optimizer] | str) -> OptimizerKin
 
 
 def decouple_decay(optimizer: torch.optim.Optimizer) -> None:
-    """Hold, from step to step, the decay of the groups that `parameter_groups(decay="decoupled")` made.
+    """Keep the weight decay per step constant for groups made by `parameter_groups(decay="decoupled")`.
 
-    torch's optimizers, and halfstep's, multiply a weight by 1 - lr * weight_decay. Before each step this sets
-    weight_decay to decay_per_step / lr, with the learning rate that the scheduler has left there. Call it once, on the
-    optimizer that steps: after `halfstep.prepare`, on what came back; after a copy or a pickle of the optimizer, which
-    torch makes without hooks, again. A step with a learning rate of zero moves nothing, and decays nothing.
+    torch's optimizers, and halfstep's, multiply a weight by 1 - lr * weight_decay. A hook sets weight_decay to
+    decay_per_step / lr before each step, with the group's current learning rate. Call it once, on the optimizer that
+    steps: after `halfstep.prepare`, on the returned one; again after a copy or pickle of the optimizer, which torch
+    makes without hooks. A step with a learning rate of zero changes and decays nothing.
 
     Raises:
-        OptimizerError: no group has a `decay_per_step`; or one has momentum, which spreads what SGD adds to the
-            gradient over the steps that follow.
+        OptimizerError: no group has a `decay_per_step`; or one has momentum, which spreads SGD's decay over later
+            steps.
 
     Source: Narayan et al. 2025, arXiv 2502.05967 (fully decoupled decay).
     """

@@ -1,1 +1,1 @@
-"""Modules to write unit-scaled models from: torch's layers by name, arguments and state-dict keys, of unit scale."""
+"""Modules for unit-scaled models, with the names, arguments and state-dict keys of torch's layers."""

@@ -9,7 +9,7 @@ from halfstep.unit.functions import dropout, layer_norm, rms_norm
 
 
 class _Constrained(nn.Module):
-    """A module whose factors a constraint ties, and that takes nothing else."""
+    """A base of modules with a constraint as their only argument."""
 
     def __init__(self, constraint: str = "to_output") -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class Dropout(nn.Dropout):
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm without gain and bias, unless asked for: u-muP transfers with norms that have none.
+    """nn.LayerNorm, by default without gain and bias: u-muP's hyperparameters transfer with norms that have none.
 
-    Gain and bias, where there are, get gradients times rows^-1/2; values and the input's gradient are the stock ones.
+    The gradients of gain and bias, if any, are multiplied by rows^-1/2; the rest is as in nn.LayerNorm.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm without gain, unless asked for; its gain's gradient is multiplied by rows^-1/2."""
+    """nn.RMSNorm, by default without gain; the gradient of a gain is multiplied by rows^-1/2."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Linear layers, convolutions and embeddings of unit variance, whose factors stand in their products."""
+"""Unit-scaled linear layers, convolutions and embeddings, with factors as multipliers of their matmuls."""
 
 from typing import Any
 
@@ -13,25 +13,25 @@ from halfstep.unit.roles import Tag, multipliers_of, set_tag, set_unit_part
 
 
 SAME = "same"
-"""The constraint of munit scaling: one factor, fan_in^-1/2 (1 / fan_in of a readout), in all three products. All
-gradients, the weight's too, are then those of y = fan_in^-1/2 x w^T."""
+"""The constraint of munit scaling: one factor, fan_in^-1/2 (1 / fan_in for a readout), in all three matmuls. All
+gradients, also the weight's, are then those of y = fan_in^-1/2 x w^T."""
 
 
 def _reset(layer: Any) -> None:
-    """Weights from N(0, 1), biases zero."""
+    """Initialize weights from N(0, 1) and biases to zero."""
     nn.init.normal_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
 
 class Linear(nn.Linear):
-    """y = fan_in^-1/2 x w^T + b with w ~ N(0, 1) and b = 0; no bias unless asked for.
+    """y = fan_in^-1/2 x w^T + b with w ~ N(0, 1) and b = 0; by default without bias.
 
-    The factors stand in the three products (`unit.multipliers_of`), so that any recipe rounds the operands as they are.
+    The factors are multipliers of the three matmuls (`unit.multipliers_of`), so that recipes round unscaled operands.
 
     Args:
-        constraint: how the factors of y and of x's gradient are tied (`unit.get_constraint`), or `unit.SAME`.
-        role: of the weight (`unit.KINDS`); `input` for the layer that takes the data.
+        constraint: how the factors of y and of the gradient of x are tied (`unit.get_constraint`), or `unit.SAME`.
+        role: the weight's (`unit.KINDS`); `input` for the layer that takes the data.
         ends_branch: whether the layer is the last of a residual branch.
     """
 
@@ -56,7 +56,7 @@ class Linear(nn.Linear):
     reset_parameters = _reset
 
     def extra_repr(self) -> str:
-        """torch's, and the constraint."""
+        """As torch's, with the constraint."""
         return f"{super().extra_repr()}, constraint={self.constraint!r}"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ class Linear(nn.Linear):
 
 
 class LinearReadout(Linear):
-    """The last layer: y = x w^T / fan_in + b, whose outputs shrink with the width at the start, as muP asks.
+    """The last layer: y = x w^T / fan_in + b, whose initial outputs shrink with the width, as muP requires.
 
-    Nothing ties its factors unless a constraint is given: its gradients are of unit scale.
+    Its factors are not tied unless a constraint is given: its gradients then have unit size.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ def _multipliers(constraint: str, readout: bool) -> LinearSpec:
 
 
 class _Conv(nn.modules.conv._ConvNd):
-    """What both have: factors, unit variance, and padding. torch's class comes after it, whose `__init__` it calls."""
+    """The common base of Conv1d and Conv2d: factors, initialization and padding. torch's class follows in the MRO."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class _Conv(nn.modules.conv._ConvNd):
 
 
 class Conv1d(_Conv, nn.Conv1d):
-    """nn.Conv1d times fan_in^-1/2, fan_in = in_channels / groups * kernel, with w ~ N(0, 1); no bias unless asked for.
+    """nn.Conv1d times fan_in^-1/2, fan_in = in_channels / groups * kernel, with w ~ N(0, 1); by default without bias.
 
-    Arguments as torch's; `constraint` and `role` as of `unit.Linear`.
+    Arguments as torch's; `constraint` and `role` as for `unit.Linear`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Conv1d(_Conv, nn.Conv1d):
 
 
 class Conv2d(_Conv, nn.Conv2d):
-    """nn.Conv2d as `unit.Conv1d`."""
+    """The unit-scaled nn.Conv2d, as `unit.Conv1d`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(batch, in, height, width) -> (batch, out, height, width)"""
@@ -155,7 +155,7 @@ class Embedding(nn.Embedding):
     Arguments as torch's.
 
     Raises:
-        ModelError: `max_norm` or `scale_grad_by_freq`, which give rows and gradients other scales.
+        ModelError: `max_norm` or `scale_grad_by_freq` is given, which change the scale of rows or gradients.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

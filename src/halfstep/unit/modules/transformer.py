@@ -1,8 +1,8 @@
-"""Transformer layers of unit scale: multi-head self-attention, MLPs, and stacks of them.
+"""Unit-scaled transformer layers: multi-head self-attention, MLPs, and stacks of them.
 
-How much a residual branch weighs beside the stream is a scheme, a function (index, layers) -> ratio. Residual layers
-are counted from 0, two a transformer block: attention, then MLP. The branch f(x) of ratio r gives
-(x + r f(x)) / sqrt(1 + r^2), which keeps the variance.
+The weights of residual branches follow a scheme, a function (index, layers) -> ratio. Residual layers are counted from
+0, two a transformer block: attention, then MLP. A branch f(x) with ratio r becomes (x + r f(x)) / sqrt(1 + r^2), which
+keeps the variance.
 """
 
 from collections.abc import Callable
@@ -36,17 +36,17 @@ PLACES = {
 
 
 class Attention(nn.Module):
-    """Self-attention on (batch, time, width) with logits mult q k^T / head, its sum brought to unit variance.
+    """Self-attention on (batch, time, width) with logits mult q k^T / head, its output scaled to unit variance.
 
-    A recipe's `attention` rounds the operands of its two products; the factors stay.
+    A recipe's `attention` rounds the operands of its two matmuls; the factors stay.
 
     Args:
-        is_causal: attend to the present and the past alone.
+        is_causal: a position attends to itself and those before it.
         dropout: the probability with which an attention weight becomes zero in training.
-        mult: the temperature; sqrt(head) gives logits q k^T / sqrt(head), those of munit scaling and of stock models.
-        square_root: take the square root of softmax's weights, whose squares sum to 1: the variance is then 1 at every
-            place, whatever their number, if values are independent. Real ones are not, and the variance grows with the
-            place: munit scaling's final recipe leaves it off, and norms after the branch instead.
+        mult: the temperature; sqrt(head) gives logits q k^T / sqrt(head), as in munit scaling and stock models.
+        square_root: take the square root of softmax's weights, whose squares then sum to 1: the variance is 1 at every
+            position if values are independent. Real values are not, and the variance grows with the position: munit
+            scaling's final recipe does without it and has norms after the branch.
         constraint: of the two linear layers.
 
     Raises:
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.out_proj = Linear(width, width, bias, constraint=constraint, ends_branch=True, **factory)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, time, width) -> the same shape; the mask is added to the logits, or False where not to attend."""
+        """(batch, time, width) -> the same shape; the mask is added to the logits, or boolean: False is masked out."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attend = square_root_attention if self.square_root else scaled_dot_product_attention
@@ -100,11 +100,11 @@ def square_root_attention(
 ) -> Tensor:
     """sqrt(softmax(mult q k^T / d + mask)) v for q, k, v of shape (..., time, d).
 
-    The square root is taken of the logarithm, whose gradient is finite where a weight is zero. Dropout keeps the
-    variance: what is left is divided by sqrt(1 - p).
+    The square root is computed from the logarithm, whose gradient is finite where a weight is zero. Dropout keeps the
+    variance: kept weights are divided by sqrt(1 - p).
 
     Args:
-        spec: how the operands of the two products are rounded; scores and weights are then float32.
+        spec: how the operands of the two matmuls are rounded; scores and weights are then float32.
 
     Source: Narayan et al. 2025, arXiv 2502.05967, equation 8, whose norm of the weights is to be squared.
     """
@@ -132,13 +132,13 @@ def _square_roots(logits: Tensor, attn_mask: Tensor | None, dropout_p: float, is
 class GatedMLP(nn.Module):
     """down(up(x) silu(gate(x))): SwiGLU.
 
-    The layers are not constrained one by one, since up and gate and down mirror each other: the product of their
-    factors is the same in both directions.
+    The layers have no constraints of their own, since up and gate on the one hand and down on the other mirror each
+    other: the product of their factors is the same forward and backward.
 
     Args:
-        width: of the input and the output.
-        hidden: between them; None: 4 width.
-        mult: how sharp the gate is, silu(g) = g sigmoid(mult g).
+        width: the size of input and output.
+        hidden: the size in between; None: 4 width.
+        mult: the sharpness of the gate, silu(g) = g sigmoid(mult g).
         constraint: `unit.SAME` for munit scaling's factors; None otherwise.
     """
 
@@ -160,7 +160,7 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(gelu(up(x))); arguments as of `GatedMLP`."""
+    """down(gelu(up(x))); arguments as for `GatedMLP`."""
 
     def __init__(
         self, width: int, hidden: int | None = None, mult: float = 1.0, constraint: str | None = None, **factory: Any
@@ -181,23 +181,23 @@ _MLPS = {"gated": GatedMLP, "gelu": MLP}
 
 
 class TransformerLayer(nn.Module):
-    """Attention, then an MLP; every sum is weighted so that it keeps the variance.
+    """Attention, then an MLP, each a residual branch whose weighted sum keeps the variance.
 
     Args:
-        ratios: of attention's branch and of the MLP's beside the stream (`unit.equal_shares` and its kin).
-        place: where the norms stand (`PLACES`).
+        ratios: the ratios of attention's branch and of the MLP's (see `unit.equal_shares`).
+        place: the position of the norms (`PLACES`).
         norm: `rms` or `layer`, without gain and bias unless `affine`.
         mlp: `gated` or `gelu`.
-        hidden: the MLP's; None: 4 width.
-        is_causal: attend to the present and the past alone.
-        dropout: of attention's weights and of both branches.
+        hidden: the hidden size of the MLP; None: 4 width.
+        is_causal: a position attends to itself and those before it.
+        dropout: of attention's weights and of both branches' outputs.
         mult: the temperature of attention's logits, mult q k^T / (width / heads).
-        square_root: attention's weights are the square root of softmax's (`unit.Attention`).
-        bias: whether linear layers add one.
+        square_root: take the square root of softmax's weights (`unit.Attention`).
+        bias: whether linear layers have a bias.
         constraint: of the layers; `unit.SAME` for munit scaling.
 
     Raises:
-        ModelError: a name that there is not; heads that do not divide the width.
+        ModelError: an unknown name; heads that do not divide the width.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class TransformerLayer(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, time, width) -> the same shape; the mask is added to attention's logits, or says where to attend."""
+        """(batch, time, width) -> the same shape; the mask is added to attention's logits, or is boolean."""
         x = self._branch(x, lambda x: self.attention(x, mask), self.attention_norm, self.ratios[0])
         return self._branch(x, self.mlp, self.mlp_norm, self.ratios[1])
 
@@ -252,13 +252,13 @@ Residual = Callable[[int, int], float]
 
 
 def equal_shares(mult: float = 1.0, attention_ratio: float = 1.0) -> Residual:
-    """u-muP's: the embedding, all attention layers and all MLPs give a third of the output's variance each.
+    """u-muP's scheme: the embedding, all attention layers and all MLPs each contribute a third of the variance.
 
         a_mlp = mult sqrt(2 / (1 + attention_ratio^2)),  a_attention = attention_ratio a_mlp
         ratio_l = a_l / sqrt(layers / 2 + n_attention a_attention^2 + n_mlp a_mlp^2)
 
-    with the counts of the layers before. `mult` is what the residual layers give relative to the embedding,
-    `attention_ratio` what attention gives relative to MLPs, both as standard deviations.
+    where n counts the layers before. `mult` is the contribution of residual layers relative to the embedding,
+    `attention_ratio` that of attention relative to MLPs, both as standard deviations.
 
     Raises:
         ModelError: a multiplier that is not positive.
@@ -281,7 +281,7 @@ def equal_shares(mult: float = 1.0, attention_ratio: float = 1.0) -> Residual:
 
 
 def fixed(variance_fraction: float) -> Residual:
-    """munit scaling's: sqrt(1 - tau) x + sqrt(tau) f(x), one tau for all layers.
+    """munit scaling's scheme: sqrt(1 - tau) x + sqrt(tau) f(x), with one tau for all layers.
 
     Raises:
         ModelError: a tau outside (0, 1).
@@ -294,7 +294,8 @@ def fixed(variance_fraction: float) -> Residual:
 
 
 def running_mean() -> Residual:
-    """sqrt(l / (l + 1)) x + sqrt(1 / (l + 1)) f(x) with l = 1, 2 ...: every layer and the embedding weigh the same.
+    """The scheme sqrt(l / (l + 1)) x + sqrt(1 / (l + 1)) f(x), l = 1, 2 ...: all layers and the embedding contribute
+    equally.
 
     Source: Blake et al. 2023, arXiv 2303.11257.
     """
@@ -302,11 +303,10 @@ def running_mean() -> Residual:
 
 
 class Stack(nn.Sequential):
-    """An nn.Sequential of residual blocks, whose parameters have the depth len(stack) in their roles (`unit.roles`).
+    """An nn.Sequential of residual blocks, which sets the depth of its parameters' roles to len(stack) (`unit.roles`).
 
-    The depth follows blocks that are added or taken away later. The official unit-scaling library counts blocks, as
-    this does; Aleph Alpha's code counts residual layers, two a block, which multiplies the stack's learning rates by
-    2^-1/2.
+    The depth changes if blocks are added or removed. As the official unit-scaling library does, it counts blocks; Aleph
+    Alpha's code counts residual layers, two a block, which multiplies the stack's learning rates by 2^-1/2.
     """
 
     def __init__(self, *blocks: Any) -> None:
@@ -315,13 +315,13 @@ class Stack(nn.Sequential):
 
 
 class TransformerStack(Stack):
-    """So many `TransformerLayer`s, each with its two ratios from a residual scheme.
+    """A stack of `TransformerLayer`s, each with two ratios from a residual scheme.
 
     Args:
-        layers: blocks, of two residual layers each.
+        layers: the number of blocks, of two residual layers each.
         residual: `unit.equal_shares(...)` (u-muP), `unit.fixed(...)` (munit scaling), `unit.running_mean()`, or a
             function of a residual layer's index and their number.
-        options: as `TransformerLayer` takes them.
+        options: as for `TransformerLayer`.
     """
 
     def __init__(

@@ -14,21 +14,21 @@ _by_name = family("halfstep.unit.parametrization", Parametrization)
 
 
 def list_parametrizations() -> tuple[str, ...]:
-    """Their names."""
+    """The names of all parametrizations."""
     return tuple(sorted(_by_name()))
 
 
 def get_parametrization(
     name: str | Parametrization, base_width: int | None = None, width: int | None = None
 ) -> Parametrization:
-    """The parametrization of that name; one that is given is returned as it is, but for the widths.
+    """The parametrization of that name, or the given one, for the given widths.
 
     Args:
-        base_width, width: the model's width that the learning rate was found at, and that of this model; both or
-            neither. Where a rule has such a base (munit's), hidden matrices learn with sqrt(base_width / width) of it.
+        base_width, width: the width at which the learning rate was tuned, and the width of this model; both or neither.
+            If the rule has a base width (munit's), hidden matrices learn with sqrt(base_width / width) of the rate.
 
     Raises:
-        ModelError: an unknown name; one width alone, or no positive ones; widths for a rule without a base.
+        ModelError: an unknown name; one width alone, or widths that are not positive; widths for a rule without a base.
 
     >>> get_parametrization("umup").decay
     'independent'

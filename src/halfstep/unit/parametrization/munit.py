@@ -1,4 +1,4 @@
-"""munit scaling: fan_in^-1/2 in both directions, muP's learning rates, decay apart from the learning rate."""
+"""munit scaling: fan_in^-1/2 forward and backward, muP's learning rates, weight decay decoupled from them."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,11 @@ from halfstep.unit.roles import OptimizerKind, Role
 
 
 def _rate(role: Role, optimizer: OptimizerKind, of_hidden: float) -> float:
-    """That for hidden matrices, 1 for all else."""
+    """The learning-rate factor: `of_hidden` for hidden matrices, 1 for all others.
+
+    Raises:
+        OptimizerError: the optimizer is not Adam-like.
+    """
     if optimizer.rule != "adam":
         raise OptimizerError(
             "munit scaling has a learning-rate rule for Adam-like optimizers alone (AdamW, Lion ...), and this one's "
@@ -18,12 +22,12 @@ def _rate(role: Role, optimizer: OptimizerKind, of_hidden: float) -> float:
 
 
 def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
-    """fan_in^-1/2 for hidden matrices, 1 for all else."""
+    """The learning-rate factor: fan_in^-1/2 for hidden matrices, 1 for all others."""
     return _rate(role, optimizer, role.fan_in**-0.5)
 
 
 def _transfer(base_width: int, width: int) -> Callable[[Role, OptimizerKind, str | None], float]:
-    """sqrt(base_width / width) for hidden matrices: the learning rate is that of the base width."""
+    """The learning-rate factor relative to a base width: sqrt(base_width / width) for hidden matrices, 1 for others."""
 
     def lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
         return _rate(role, optimizer, (base_width / width) ** 0.5)

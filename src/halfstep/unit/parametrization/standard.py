@@ -1,11 +1,11 @@
-"""The standard parametrization: 1 / sqrt(fan_in) at the start, one learning rate for all."""
+"""The standard parametrization: initial deviation 1 / sqrt(fan_in), one learning rate for all parameters."""
 
 from halfstep.unit.parametrization.base import Parametrization
 from halfstep.unit.roles import Role
 
 
 def _init(role: Role) -> float:
-    """Zero for biases, one for tables and gains, fan_in^-1/2 for matrices."""
+    """The initial deviation: 0 for biases, 1 for embedding tables and gains, fan_in^-1/2 for matrices."""
     if role.kind == "bias":
         return 0.0
     return 1.0 if role.kind in ("norm", "embedding") else role.fan_in**-0.5

@@ -6,9 +6,10 @@ from halfstep.unit.roles import OptimizerKind, Role
 
 
 def _adam(role: Role) -> float:
-    """hidden: fan_in^-1/2; embedding: fan_out^-1/2, the model's width; input, readout, gains and biases: 1.
+    """The learning-rate factor for Adam: fan_in^-1/2 for hidden matrices, fan_out^-1/2 (fan_out: the model's width) for
+    embeddings, 1 for the input layer, the readout, gains and biases.
 
-    The embedding's is empirical; the official library could not derive it.
+    The embedding's factor is empirical; the official library could not derive it.
     """
     if role.kind == "hidden":
         return float(role.fan_in**-0.5)
@@ -16,8 +17,9 @@ def _adam(role: Role) -> float:
 
 
 def _sgd(role: Role) -> float:
-    """SGD behind a readout whose gradient is tied to its output, and so falls with the width:
-    sqrt(fan_in) for matrices (of an embedding: the width), their elements for gains and biases, 1 for the readout."""
+    """The learning-rate factor for SGD with a readout whose gradient's factor is tied to its output's, and so shrinks
+    with the width: sqrt(fan_in) for matrices (for embeddings sqrt(width)), the number of elements for gains and biases,
+    1 for the readout."""
     if role.kind in ("hidden", "input"):
         return float(role.fan_in**0.5)
     if role.kind == "embedding":
@@ -26,9 +28,9 @@ def _sgd(role: Role) -> float:
 
 
 def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
-    """By the optimizer's rule, and depth^-1/2 for what stands in a residual stack.
+    """The learning-rate factor by the optimizer's rule, times depth^-1/2 for parameters in a residual stack.
 
-    SGD behind an unconstrained readout sees gradients of unit scale, as Adam makes them: it follows Adam's rule.
+    SGD with an unconstrained readout has gradients of unit size, as Adam's normalized ones, and follows Adam's rule.
     """
     depth = 1.0 if role.depth is None else float(role.depth**-0.5)
     if optimizer.rule == "adam" or readout == "none":
