@@ -24,9 +24,9 @@ _LEAST = 16  # rows and columns below which no rank counts as low
 _LOW = 3  # a low rank is at most a third of the smaller side
 _GAP = 1.5  # the least ratio of the last singular value of a low rank to the next one
 _NOISE = 2.0  # times the average energy of rounding errors
-_MERGED = 2.0**-7  # the largest relative step of a product that was computed in bf16 before it was added
+_MERGED = 2.0**-7  # the largest relative step of a low-rank product that was computed in bf16 before it was added
 _MORE = 8  # random vectors beyond the rank
-_VALUES = 1 << 20  # read at a time
+_VALUES = 1 << 20  # values that are read at a time
 
 
 def comparable(dtype: str) -> bool:

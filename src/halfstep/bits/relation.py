@@ -23,7 +23,7 @@ from halfstep.quant.tile import block, square
 EVEN, AWAY, NEAREST = "to nearest, ties to even", "to nearest, ties away from zero", "to nearest"
 ZERO, UP, DOWN, STOCHASTIC = "toward zero", "up", "down", "stochastically"
 
-_SIGMAS = 5.0  # how far a count of stochastic rounding may be from the one expected
+_SIGMAS = 5.0  # standard deviations that a count of values stochastically rounded up may be from its expectation
 
 _TILES = {"row": ROW, "128x128": square(128), "2^k": block(32), **{f"1x{n}": block(n) for n in (16, 32, 64, 128)}}
 """Tiles by the names that an origin has for them."""

@@ -129,7 +129,7 @@ class InMemory(Shaped):
         for run in runs(self.tensor, max(nbytes // self.tensor.element_size(), 1)):
             dense = run if run.stride(0) == 1 else run.clone(memory_format=torch.contiguous_format)
             bits = dense.cpu().view(torch.uint8).numpy().view(TYPES[self.dtype].piece)
-            bits.flags.writeable = False  # as a file's are: kernels are compiled for those
+            bits.flags.writeable = False  # as a file's are: kernels are compiled for read-only arrays
             yield bits
 
 
@@ -170,7 +170,7 @@ def _joined(held: list[NDArray[Any]]) -> NDArray[Any]:
     if len(held) == 1:
         return held[0]
     joined = np.concatenate(held)
-    joined.flags.writeable = False  # as a file's pieces are: kernels are compiled for those
+    joined.flags.writeable = False  # as a file's pieces are: kernels are compiled for read-only arrays
     return joined
 
 

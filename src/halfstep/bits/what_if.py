@@ -268,7 +268,7 @@ class _Buffer:
 def _values(rows: Tensor, quantizer: Quantizer, scan: Scan, buffer: _Buffer) -> Tensor:
     """Some rows of a scanned tensor, quantized and dequantized, in the buffer."""
     x = rows
-    if needs_largest(quantizer):  # one scale for a tensor with infinities or NaN is NaN
+    if needs_largest(quantizer):  # the single scale of a tensor with infinities or NaN is NaN
         x = with_largest(rows, math.nan if not _has_tiles(quantizer) and scan.table.nonfinite else scan.amax)
     out = buffer.like(x)
     if quantizer.scales is None:

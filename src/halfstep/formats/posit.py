@@ -41,7 +41,7 @@ class Posit(Format):
 
     @property
     def significant_bits(self) -> int:
-        return max(self.width - 2 - self.es, 1)  # beside the sign and the shortest regime, of two bits
+        return max(self.width - 2 - self.es, 1)  # without the sign and the shortest regime (2 bits)
 
     @property
     def max(self) -> float:

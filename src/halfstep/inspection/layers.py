@@ -295,7 +295,7 @@ class Held(Shaped):
         rows = max(each * len(self.held) // max(self.numel, 1), 1)
         for first in range(0, len(self.held), rows):
             flat = np.ascontiguousarray(self.held[first : first + rows]).ravel()
-            flat.flags.writeable = False  # as a file's pieces are: kernels are compiled for those
+            flat.flags.writeable = False  # as a file's pieces are: kernels are compiled for read-only arrays
             yield from (flat[i : i + each] for i in range(0, flat.size, each))
 
 
@@ -413,7 +413,7 @@ def weights(checkpoint: Checkpoint) -> dict[str, Weight]:
             continue
         weight = (
             Weight(tensor.name, tensor.dtype, tensor.shape, tensor, None if tensor.dtype in UNREAD else tensor)
-            if layer is None or (not layer.parts and layer.scheme.startswith("GGUF"))  # whose codes come decoded
+            if layer is None or (not layer.parts and layer.scheme.startswith("GGUF"))  # its reader decodes the codes
             else _coded(layer, stored, ours)
         )
         # Codes keep their own name where the file has a tensor with the weight's name too.

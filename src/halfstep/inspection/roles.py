@@ -78,7 +78,7 @@ def _row_of(part: str) -> int:
 
 
 _SEPARATORS, _WORD = re.compile(r"[./]"), re.compile(r"\w+")
-_OPTAX = {"mu", "nu"}  # its names of Adam's moments, under those of its states; a variational encoder has a mu, too
+_OPTAX = {"mu", "nu"}  # Adam's moments in optax; only under its states' names, as a variational encoder has a mu, too
 _COMPILED = {i: re.compile(pattern, re.IGNORECASE) for i, (_, pattern) in enumerate(ROLES)}
 _SEARCHED = {i: pattern for i, pattern in _COMPILED.items() if r"\." in pattern.pattern}
 _WHOLE = {i: pattern for i, pattern in _COMPILED.items() if i not in _SEARCHED}

@@ -224,7 +224,7 @@ def write(
     """
     check_target(target, path)
     how, tensors = TARGETS[target], checkpoint.tensors
-    scales = {report.name for report in reports if report.role == "scales"}  # of codes, which would not fit them
+    scales = {report.name for report in reports if report.role == "scales"}  # kept: codes need them exact
     cast = {tensor.name for tensor in tensors if how.casts(tensor) and tensor.name not in scales}
     parts = [part for tensor in tensors for part in (how.parts(tensor) if tensor.name in cast else [_copy(tensor)])]
     described = {

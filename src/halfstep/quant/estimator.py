@@ -50,7 +50,7 @@ class Estimator:
             )
         if self.cap is not None and not 0 < self.cap <= torch.finfo(torch.float32).max:
             raise QuantizationError(f"an estimator with cap = {self.cap}; expected a positive number, or None")
-        _ = self.text  # known from here on: a traced graph cannot take a cached property's lock
+        _ = self.text  # cached now: a traced graph cannot take a cached property's lock
 
     @cached_property
     def text(self) -> str:
@@ -134,7 +134,7 @@ class Clamp:
             raise QuantizationError(f"a clamp at quantile {self.quantile}; expected a number between 0.5 and 1")
         one_of("tile of a clamp", self.tile, TILES, QuantizationError)
         one_of("estimate of a clamp", self.estimate, ESTIMATES, QuantizationError)
-        _ = self.text  # known from here on: a traced graph cannot take a cached property's lock
+        _ = self.text  # cached now: a traced graph cannot take a cached property's lock
 
     @cached_property
     def text(self) -> str:

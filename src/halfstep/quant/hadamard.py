@@ -53,7 +53,7 @@ class Hadamard:
             raise QuantizationError(
                 f"seed = {self.seed!r} of a Hadamard transform; expected an integer, {RANDOM!r} or none (NVFP4's signs)"
             )
-        _ = self._fixed  # known from here on: a traced graph cannot take a cached property's lock
+        _ = self._fixed  # cached now: a traced graph cannot take a cached property's lock
 
     def __str__(self) -> str:
         return f"Hadamard {self.size}" + ("" if self.seed is None else f", signs {self.seed}")

@@ -45,7 +45,7 @@ class Scales:
     def __post_init__(self) -> None:
         if isinstance(self.rule, StatefulScaling) and self.tile != TENSOR:
             raise QuantizationError(f"{self.rule.name} scaling with tile {self.tile}: it needs one scale per tensor")
-        _ = self.rule.text  # known from here on: a traced graph cannot take a cached property's lock
+        _ = self.rule.text  # cached now: a traced graph cannot take a cached property's lock
 
     def __str__(self) -> str:
         return f"{self.rule}, {self.tile}"

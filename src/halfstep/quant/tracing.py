@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_NAMES = "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"  # torch's own, and private
+_NAMES = "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"  # private names of torch
 _KNOWN = all(hasattr(eval_frame, name) for name in _NAMES)
 
 
@@ -43,7 +43,7 @@ def inlined(function: Function) -> Function:
 def _skip(function: Callable[..., Any], callees: str) -> None:
     """Let no graph begin with the function; with SKIP, nor with functions that it calls."""
     action, strategy, mark = (getattr(eval_frame, name) for name in _NAMES)
-    mark(inspect.unwrap(function).__code__, strategy(action.SKIP, getattr(action, callees)))  # beneath torch.no_grad
+    mark(inspect.unwrap(function).__code__, strategy(action.SKIP, getattr(action, callees)))  # inside torch.no_grad
 
 
 @inlined

@@ -61,7 +61,7 @@ def _scaled(value, scale, like):
 
 @inner
 def _numbers_piece(codes, scale, levels, out, meaning):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    block = 1 << len(levels)  # a compile-time constant: a loop of fixed length vectorises
     for b in range(scale.size):
         s = scale[b]
         start = b * block
@@ -103,7 +103,7 @@ def _half_scales(codes, scale, meaning, times):
 
 @inner
 def _halves_piece(codes, times, levels, out, meaning):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    block = 1 << len(levels)  # a compile-time constant: a loop of fixed length vectorises
     for b in range(times.size):
         half = times[b]
         start = b * block

@@ -140,7 +140,7 @@ def scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
 
 
 def _over(x, divisor, scale, steps, run, levels, out, numbers, codes, cuts, keys, place):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    block = 1 << len(levels)  # a compile-time constant: a loop of fixed length vectorises
     for b in range(divisor.size):
         d, s = divisor[b], each(scale, b)
         start = b * block

@@ -190,7 +190,7 @@ class Nibbles(_Pairs):
         halves = wide & 15, wide >> 4
         if scale is None:
             return [self._looked_up(self.table, half) for half in halves]
-        if len(scales) == 1:  # the same products, but fewer
+        if len(scales) == 1:  # the same values with fewer multiplications
             return [self._looked_up(self.table * scale, half) for half in halves]
         return [self._looked_up(self.table, half) * scale for half in halves]
 
@@ -289,7 +289,7 @@ class _Loop:
         most = None if self.mask is None else cgutils.alloca_once_value(builder, none)
         together = (
             js if _has(self.context, "avx512f") else 1
-        )  # what more would be added to finds no room in 16 registers
+        )  # without AVX-512 more accumulators do not fit in the 16 registers
         for j in range(0, js, together):
             self._sum(range(j, min(j + together, js)), ms, most)
         if most is None:

@@ -145,7 +145,7 @@ def _meaning(format: Format) -> tuple[Any, np.uint8]:
     if isinstance(format, Integer) and format.bits == 8 and format.low < 0 and format.fraction_bits == 0:
         return (), every
     if isinstance(format, Float) and format.bits == 8 and element_codes.are_halves(format) and -12 <= format.bias <= 15:
-        unit = np.float32(ldexp(1.0, 15 - format.bias))  # exact, times a scale that is usual
+        unit = np.float32(ldexp(1.0, 15 - format.bias))  # its product with any usual scale is exact
         return (np.uint16(5 - format.exponent_bits), unit), np.uint8(element_codes.decoding_scalars(format)[-1])
     table = element_codes.table(format, torch.float32).numpy()
     words = table.view(np.uint32)

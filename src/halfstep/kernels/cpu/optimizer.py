@@ -145,7 +145,7 @@ class Update:
         if taken is None:
             taken, after = numbers.program.numbers(numbers.given, [one.item() for one in self.shared])
         taken, factors = (numbers.scale, *taken), dict[str, Tensor]()
-        if self.arguments is None:  # a moment's scale is one of the numbers, another in each step
+        if self.arguments is None:  # a moment's scale is among the scalars and changes each step
             run = Updates([(self.weight, self.kept, _taken(self.moments, self.rests, {}))], self.tile)
         else:
             run = self._alone
@@ -211,7 +211,7 @@ class Updates:
     def __init__(self, tensors: Sequence[tuple[Any, ...]], tile: Any) -> None:
         self._first, self._tile, rows = tensors[0], tile, list[list[int]]()
         for lies in tensors:
-            row, left = [0, lies[0].size], list[Any]([lies])  # address and size, of the gradient first
+            row, left = [0, lies[0].size], list[Any]([lies])  # addresses and sizes, the gradient's first
             kinds, numbers = list[Any](), list[bytes]()
             while left:
                 part = left.pop()

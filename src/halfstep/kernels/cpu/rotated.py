@@ -17,7 +17,7 @@ from halfstep.quant.quantizer import matrix_shape
 
 
 WIDTH = 128  # columns that a thread takes at a time, so that the data stays in the L1 cache
-LANES = 16  # of a float32 register
+LANES = 16  # float32 elements of a register
 NEAR = 1 << 12  # elements of rows that are rotated at a time
 LEVELS = {2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6}
 

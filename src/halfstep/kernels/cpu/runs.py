@@ -31,7 +31,7 @@ def elementwise(body: Callable[..., Lane]) -> Any:
     parameter named `out` gets the current value of the output element, `index` the element's index, and `like` the
     numba type to return.
     """
-    body = getattr(body, "body", body)  # of one that is under `lanes.lanes`
+    body = getattr(body, "body", body)  # the plain function of one decorated with `lanes.lanes`
     names = list(inspect.signature(body).parameters)
 
     @emitted(wide=True)

@@ -67,7 +67,7 @@ def _run_of(out, value, factor, grid, numbers):
     gap = (binade - g.shift).float()
     steps = (inside.float() / gap).truncated().value_as_float()
     middle = (steps + 0.5) * gap
-    # |x - middle| of the half gap; where the largest value stands alone above the others, its own side is as steep
+    # |x - middle| in half gaps; where the largest value stands alone above the others, its own side is as steep
     away = ((inside.float() - middle).bits() & MAGNITUDE).float() * (gap.constant(2.0) / gap)
     away = (away > 1.0).pick(away.constant(1.0), away)
     away = (away < smallest).pick(smallest, away)

@@ -23,9 +23,9 @@ from halfstep.quant.scaling.absmax import MAP, DoubleAbsmax
 from halfstep.quant.tile import ROW
 
 
-_LARGEST = 1 << 14  # elements of a tile
+_LARGEST = 1 << 14  # the most elements of a tile
 _BLOCK = 1 << 12  # elements of a block
-WARPS = 8  # of a block of 4096 elements: 16 a thread
+WARPS = 8  # per program over 4096 elements: 16 elements per thread
 
 
 _STORED = {"codes", "scale", "tensor_scale", "scale_scale", "scale_offset"}

@@ -17,9 +17,9 @@ from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of,
 BLOCK = SQUARES
 """Elements per program: one block of `arithmetic.norm`."""
 EACH, MANY = 4, 1 << 14
-"""Blocks that a program updates one after another, so that their addresses stay in the L1 cache, for at least MANY
-blocks. On an H200 one block per program takes 1.05 of the time, but 0.84 for moments in codebooks, which are looked
-up."""
+"""Blocks that one program updates one after another, so that their addresses stay in the L1 cache, where there are at
+least MANY blocks. On an H200 one block per program takes 1.05 of the time, but 0.84 for moments in codebooks, which are
+looked up."""
 TENSORS = 128
 """Tensors per program of the launch that computes scalars."""
 

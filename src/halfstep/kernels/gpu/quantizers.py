@@ -120,7 +120,7 @@ def rule(format: Format, scaling: Scaling) -> Rule | None:
         return Rule("two_level", largest, tensor_largest=tensor, up=not scaling.clips)  # type: ignore[attr-defined]
     if isinstance(scaling, DoubleAbsmax):
         return Rule("double", largest, group=GROUP)
-    if type(scaling) is FourOverSix and format.key == ocp.float4_e2m1fn.key:  # whose sums of errors are exact
+    if type(scaling) is FourOverSix and format.key == ocp.float4_e2m1fn.key:  # its sums of errors are exact
         tensor = elements.float_bits(scaling.room * format.max)
         four = Rule("two_level", elements.float_bits(format.max / 1.5), tensor_largest=tensor)
         return Rule("two_level", largest, tensor_largest=tensor, second=four, nearest=pair(format).rounding)

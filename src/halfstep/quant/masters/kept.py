@@ -73,7 +73,7 @@ class Split(_Lower):
         bits = updated.float().contiguous().view(torch.int32)
         kept["low"].copy_(bits)  # the lower 16 bits, as torch converts
         weight.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
-        weight.masked_fill_(updated.isnan(), torch.nan)  # whose payload may have carried
+        weight.masked_fill_(updated.isnan(), torch.nan)  # the addition may have overflowed a NaN's mantissa
 
 
 split = Split("split")
@@ -102,7 +102,7 @@ class Residue(_Lower):
         upper = (bits + 0x7F + ((bits >> 8) & 1)).bitwise_right_shift_(8)
         kept["residue"].copy_(upper)  # the lower 8 bits, as torch converts
         weight.view(torch.int16).copy_((upper + 0x80).bitwise_right_shift_(8))
-        weight.masked_fill_(updated.isnan(), torch.nan)  # whose payload may have carried
+        weight.masked_fill_(updated.isnan(), torch.nan)  # the addition may have overflowed a NaN's mantissa
 
 
 residue = Residue("residue")

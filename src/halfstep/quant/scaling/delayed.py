@@ -38,7 +38,7 @@ class Current(Scaling):
 def factor_of(amax: Tensor, element: Format) -> Tensor:
     """max / amax in float32: 1 for an amax of 0, NaN for one that is not finite, at most the largest float32."""
     if amax.is_cpu and amax.dim() == 0 and has_memory(amax):
-        # the same, in one call
+        # equal bits in one torch call
         return torch.scalar_tensor(number_of(amax.item(), element), dtype=torch.float32, device="cpu")
     # Divided in float64 and rounded once, which equals float32's division: CUDA's and a compiler's float32 division is
     # not always correctly rounded.
