@@ -78,7 +78,7 @@ def stand_in() -> None:
     for kind in (StatefulScaling, *StatefulScaling.__subclasses__()):
         kind.waits = lambda self, state: True  # type: ignore[method-assign,attr-defined]
     for module in (native, blocks, layouts):
-        module.plain = gpu.lies_plain  # type: ignore[attr-defined]
+        module.plain = gpu.is_dense  # type: ignore[attr-defined]
     operators.on_cpu = history  # type: ignore[attr-defined]
     operand.amax_of = amax.run  # type: ignore[assignment]
     operator.here = lambda tensor: True  # type: ignore[assignment]

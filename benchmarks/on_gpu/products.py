@@ -158,7 +158,7 @@ def _carried(bench: Bench) -> dict[str, Any]:
     m, side = bench.sizes.rows, bench.sizes.square
     x, grad = (bench.normal(m, side, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
-    with mock.patch.object(scaled_mm, "is_there", return_value=False):
+    with mock.patch.object(scaled_mm, "may_have_tensor_cores", return_value=False):
         others = {"bf16": lambda: _both_passes(bench, Layer(_plain(bench, side), grad), x)}
         return race(bench, _ours(bench, "fp8-current", x, grad), others) | {"shape": f"{m} x {side} x {side}"}
 

@@ -36,9 +36,9 @@ def cases(quantizer: Quantizer, hadamard: Hadamard, chance: random.Random) -> It
     for dim in (0, 1):
         given = spun, x.device, dtype, shape, dim
         yield from tiles.rotations(*given)
-        if rotated.told(x, signs, dim, quantizer if dim else quantizer.down) is not None:
+        if rotated.constants(x, signs, dim, quantizer if dim else quantizer.down) is not None:
             yield from tiles.rotated_values(*given)
-        if rotated.told(x, signs, dim, quantizer, turned=True) is not None:
+        if rotated.constants(x, signs, dim, quantizer, turned=True) is not None:
             yield from tiles.rotated_codes(*given)
 
 

@@ -57,7 +57,7 @@ def cases(quantizer: Quantizer, chance: random.Random, rounds: int) -> Iterator[
             yield from tiles.valued(quantizer, device, dtype, shape, into=into)
         yield from tiles.dequantised(quantizer, device, dtype, shape)
         form, outer = chance.choice((("stored", ""), ("stored", "outer"), ("swizzled", ""), ("number", "outer")))
-        if layouts.told(torch.empty(shape, dtype=dtype), quantizer) is not None:
+        if layouts.constants(torch.empty(shape, dtype=dtype), quantizer) is not None:
             yield from tiles.both(quantizer, device, dtype, shape, form, outer)
 
 

@@ -18,7 +18,7 @@ import triton
 
 from halfstep import ops
 from halfstep.kernels import scaled_mm
-from halfstep.kernels.gpu import blocks, layouts, lies_plain
+from halfstep.kernels.gpu import blocks, is_dense, layouts
 from halfstep.kernels.gpu.amax import run as largest_of
 from halfstep.ops import native, operand
 from halfstep.ops.function import LastInput
@@ -113,7 +113,7 @@ if __name__ == "__main__":
         kind.waits = lambda self, state: True  # as on a GPU, which the host does not ask
     capability = 9, 0
     linear, made = import_module("halfstep.ops.linear"), native.native_layer
-    native.plain = blocks.plain = layouts.plain = lies_plain
+    native.plain = blocks.plain = layouts.plain = is_dense
     rounded, rounding = [], native.Rounding.__call__
 
     def counted(self, x, *given):

@@ -36,35 +36,35 @@ def test_what_recipes_rotate_is_rounded_in_the_same_pass(name):
             continue
         for operand in (product.lhs, product.rhs):
             inner = operand.plain.inner or operand.plain
-            assert rotated.told(x, signs(product.hadamard.size), 1, inner) is not None
-            assert rotated.told(x, signs(product.hadamard.size), 0, inner.down) is not None
+            assert rotated.constants(x, signs(product.hadamard.size), 1, inner) is not None
+            assert rotated.constants(x, signs(product.hadamard.size), 0, inner.down) is not None
             for dim in (0, 1):
-                assert rotated.told(x, signs(product.hadamard.size), dim, operand.plain, turned=True) is not None
+                assert rotated.constants(x, signs(product.hadamard.size), dim, operand.plain, turned=True) is not None
 
 
 def test_tiles_that_do_not_lie_along_the_rotation_or_are_longer_are_left():
     x, quantizer = torch.empty(128, 256, device=META), get_quantizer("mxfp8")
-    assert rotated.told(x, signs(32), 1, quantizer) is not None
-    assert rotated.told(x, signs(16), 1, quantizer) is None
-    assert rotated.told(x, signs(32), 0, quantizer) is None
-    assert rotated.told(x, signs(32), 0, quantizer.down) is not None
+    assert rotated.constants(x, signs(32), 1, quantizer) is not None
+    assert rotated.constants(x, signs(16), 1, quantizer) is None
+    assert rotated.constants(x, signs(32), 0, quantizer) is None
+    assert rotated.constants(x, signs(32), 0, quantizer.down) is not None
     for tile in (Tile(16, 16), Tile(0, 0), Tile(1, 0), Tile(1, 24)):
         square = replace(quantizer, scales=Scales(tile, get_scaling("rceil")))
-        assert rotated.told(x, signs(32), 1, square) is None, tile
-    assert rotated.told(x, signs(32), 1, replace(quantizer, rounding="toward_zero")) is None
+        assert rotated.constants(x, signs(32), 1, square) is None, tile
+    assert rotated.constants(x, signs(32), 1, replace(quantizer, rounding="toward_zero")) is None
 
 
 def test_other_sizes_dtypes_and_layouts_are_left():
     x = torch.empty(128, 256, device=META)
-    sizes = [size for size in (2, 4, 8, 16, 32, 64, 128) if rotated.told(x, signs(size), 0) is not None]
+    sizes = [size for size in (2, 4, 8, 16, 32, 64, 128) if rotated.constants(x, signs(size), 0) is not None]
     assert sizes == [8, 16, 32, 64]
-    assert rotated.told(x.double(), signs(16), 0) is None
-    assert rotated.told(x.t(), signs(16), 0) is None
-    assert rotated.told(x[:0], signs(16), 0) is None
+    assert rotated.constants(x.double(), signs(16), 0) is None
+    assert rotated.constants(x.t(), signs(16), 0) is None
+    assert rotated.constants(x[:0], signs(16), 0) is None
     stack = torch.empty(3, 4, 32, device=META)
-    assert rotated.told(stack, signs(16), -1) is not None
-    assert rotated.told(stack, signs(16), 1) is None
-    assert rotated.told(stack, signs(16), -1, get_quantizer("nvfp4")) is None
+    assert rotated.constants(stack, signs(16), -1) is not None
+    assert rotated.constants(stack, signs(16), 1) is None
+    assert rotated.constants(stack, signs(16), -1, get_quantizer("nvfp4")) is None
 
 
 def test_both_copies_of_what_one_product_rotates_come_from_one_pass():
@@ -72,10 +72,10 @@ def test_both_copies_of_what_one_product_rotates_come_from_one_pass():
     spec = next(rule.linear for rule in get_recipe("nvfp4").rules if rule.linear.rounds)
     size = spec.grad_weight.hadamard.size
     for quantizer in (spec.grad_weight.lhs, spec.grad_weight.rhs):
-        assert turned.told(torch.empty(256, 128, device=META), quantizer, signs(size)) is not None
-        assert turned.told(torch.empty(250, 128, device=META), quantizer, signs(size)) is None  # blocks that end early
-        assert turned.told(torch.empty(256, 128, device=META), quantizer, signs(64)) is None
-        assert turned.told(torch.empty(256, 128, device=META), quantizer.down, signs(size)) is None
+        assert turned.constants(torch.empty(256, 128, device=META), quantizer, signs(size)) is not None
+        assert turned.constants(torch.empty(250, 128, device=META), quantizer, signs(size)) is None  # partial blocks
+        assert turned.constants(torch.empty(256, 128, device=META), quantizer, signs(64)) is None
+        assert turned.constants(torch.empty(256, 128, device=META), quantizer.down, signs(size)) is None
 
 
 def test_shapes_grow_to_whole_blocks():

@@ -67,21 +67,21 @@ def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_hol
     ):
         quantizer = Quantizer(formats.get(format), scales=Scales(tile, rule))
         assert (blocks.cut_of(x, quantizer) is not None) == taken, (format, tile)
-        assert (layouts.told(x, quantizer) is not None) == (taken and tile.columns == 16)
-        told = rotated.told(x, torch.empty(16, device=META), 1, quantizer)
-        assert (told is not None) == (taken and tile == Tile(1, 16))
+        assert (layouts.constants(x, quantizer) is not None) == (taken and tile.columns == 16)
+        found = rotated.constants(x, torch.empty(16, device=META), 1, quantizer)
+        assert (found is not None) == (taken and tile == Tile(1, 16))
 
 
 def test_both_layouts_by_a_seed_only_where_they_share_their_codes():
     x = torch.empty(128, 256, device=META)
     for name, shared in (("mxfp8", False), ("fp8_1x128", False), ("fp8_128x128", True), ("int8_tensor", True)):
-        assert layouts.told(x, get_quantizer(name)) is not None, name
-        told = layouts.told(x, get_quantizer(name, rounding="stochastic"))
-        assert (told is not None) == shared, name
-    assert layouts.told(x, get_quantizer("mxfp8"), given=True) is None
-    told = layouts.told(x, get_quantizer("int8_tensor"), given=True)
-    assert (told is not None) == formats.get("int8").has_nan
-    assert layouts.told(torch.empty(5, 256, device=META), get_quantizer("mxfp4")) is None  # 5 codes of 4 bits
+        assert layouts.constants(x, get_quantizer(name)) is not None, name
+        found = layouts.constants(x, get_quantizer(name, rounding="stochastic"))
+        assert (found is not None) == shared, name
+    assert layouts.constants(x, get_quantizer("mxfp8"), scale_given=True) is None
+    found = layouts.constants(x, get_quantizer("int8_tensor"), scale_given=True)
+    assert (found is not None) == formats.get("int8").has_nan
+    assert layouts.constants(torch.empty(5, 256, device=META), get_quantizer("mxfp4")) is None  # 5 codes of 4 bits
 
 
 def test_scales_of_both_copies_lie_as_units_read_them():

@@ -77,15 +77,15 @@ def test_one_correction_alone_is_seen_to_be_wanted():
 def hopper(monkeypatch):
     """This CPU as a GPU that converts."""
     monkeypatch.setattr(cast, "capability", lambda device: (9, 0))
-    quantizers.told.cache_clear()
+    quantizers.constants_on.cache_clear()
     yield torch.device("cpu")
-    quantizers.told.cache_clear()
+    quantizers.constants_on.cache_clear()
 
 
 def test_quotients_are_corrected_only_for_codes_that_the_gpu_converts_to(hopper):
     """Noise, cut points and values in few bits of other formats take every bit of a quotient."""
     noisy = Quantizer(E4M3, "stochastic", scales=Scales(block(128), get_scaling("absmax")))
     for quantizer in (get_quantizer("nf4"), noisy, get_quantizer("nvfp4"), get_quantizer("mxfp8_e4m3")):
-        assert quantizers.told(quantizer, hopper, torch.bfloat16)[0].corrections == 0
+        assert quantizers.constants_on(quantizer, hopper, torch.bfloat16)[0].corrections == 0
     for dtype, corrections in ((torch.bfloat16, 1), (torch.float16, 1), (torch.float32, 2)):
-        assert quantizers.told(get_quantizer("fp8_1x128"), hopper, dtype)[0].corrections == corrections
+        assert quantizers.constants_on(get_quantizer("fp8_1x128"), hopper, dtype)[0].corrections == corrections

@@ -10,7 +10,7 @@ import halfstep
 from families import for_each
 from halfstep import formats
 from halfstep.cli.diagnosis import gpu_path
-from halfstep.kernels.gpu import cast, here, lies_plain
+from halfstep.kernels.gpu import cast, here, is_dense
 from halfstep.ops import amax_of, casts
 from halfstep.quant.cast import CONTAINERS
 
@@ -35,7 +35,7 @@ def test_kernels_of_a_gpu_take_no_tensor_of_a_cpu(launches):
     assert cast.run(x, out, e4m3, *NEAREST)
     assert cast.run_codes(x, codes, e4m3, *NEAREST)
     assert cast.run_decode(codes, out, e4m3)
-    assert lies_plain(x)
+    assert is_dense(x)
     assert not here(x)
     assert cast.instruction(e4m3, "nearest_even", "saturate", x.device) is None
 

@@ -177,7 +177,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(launches, "functions", lambda name: functions)
     monkeypatch.setattr(launches, "prepared", lambda kernel, *_, **__: lambda *rest: launched.append(kernel))
     for module in (stepping, kinds):
-        name = "plain" if module is stepping else "lies_plain"
+        name = "plain" if module is stepping else "is_dense"
         monkeypatch.setattr(module, name, lambda t, *dtypes: t.dtype in (dtypes or KINDS) and t.is_contiguous())
     own = torch.Tensor.data_ptr
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: 16 * id(t) if hasattr(t, "fake_mode") else own(t))

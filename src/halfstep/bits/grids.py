@@ -109,7 +109,7 @@ def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) 
 def halved(scan: Scan, look: First) -> tuple[int, float]:
     """The significant bits that half of the values fit, the others not; and the evidence that random mantissas of the
     bits in use would not."""
-    count, left = scan.table.told, look.left
+    count, left = scan.table.telling_count, look.left
     # At most (4p)^(n/2): the probability that half of n values do what each does with probability p = 2^-left.
     evidence = count / 2 * (left - 2) * _weight(scan, count) if left >= SHORT else 0.0
     return look.most - left, evidence

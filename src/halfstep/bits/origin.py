@@ -118,18 +118,18 @@ def origin(scan: Scan, stored: str) -> Origin:
 
 def origins(scans: Sequence[Scan], stored: str) -> list[Origin]:
     """The origins of several tensors, all stored in that dtype."""
-    telling = [scan for scan in scans if scan.table.told]
+    telling = [scan for scan in scans if scan.table.telling_count]
     looked = looks(telling, stored_format(stored), list(_casts(stored_format(stored)).values()))
-    return [_origin(scan, stored, next(looked)) if scan.table.told else Origin(stored) for scan in scans]
+    return [_origin(scan, stored, next(looked)) if scan.table.telling_count else Origin(stored) for scan in scans]
 
 
 def _origin(scan: Scan, stored: str, look: Looks) -> Origin:
-    found, telling = _found(scan, stored, look), scan.table.told
-    told = 1.0 if found.scale is not None or found.levels is not None else _told(scan, telling)
-    return Origin(**(vars(found) | {"telling": telling, "told": told, "distinct": scan.magnitudes}))
+    found, telling = _found(scan, stored, look), scan.table.telling_count
+    share = 1.0 if found.scale is not None or found.levels is not None else _telling_share(scan, telling)
+    return Origin(**(vars(found) | {"telling": telling, "told": share, "distinct": scan.magnitudes}))
 
 
-def _told(scan: Scan, telling: int) -> float:
+def _telling_share(scan: Scan, telling: int) -> float:
     """The share of telling values: of the nonzero ones, unless nearly all are zero."""
     used, size = scan.table.nonzero, scan.table.size
     return telling / (used if used >= LEAST * size else size)

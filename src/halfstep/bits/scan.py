@@ -147,7 +147,7 @@ def readable(tensor: Values) -> bool:
 
 def scan(tensor: Values, progress: Progress | None = None) -> Scan:
     """Scan a `readable` tensor, reading it once, CHUNK bytes at a time."""
-    chunks = told(tensor.chunks(CHUNK), progress)
+    chunks = with_progress(tensor.chunks(CHUNK), progress)
     if tensor.dtype == "float64":
         return _scan_double(chunks)
     if is_small(tensor):
@@ -155,7 +155,7 @@ def scan(tensor: Values, progress: Progress | None = None) -> Scan:
     return _scan_codes(chunks, tensor) if tensor.dtype in _NARROW else _scan_float32(chunks, tensor)
 
 
-def told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[NDArray[Any]]:
+def with_progress(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[NDArray[Any]]:
     """The chunks, with `progress` called after each was used."""
     for chunk in chunks:
         yield chunk

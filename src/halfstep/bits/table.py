@@ -80,7 +80,7 @@ class Table:
         return self._sums[4][2]
 
     @property
-    def told(self) -> int:
+    def telling_count(self) -> int:
         """The number of `telling` values."""
         return self._sums[4][3]
 

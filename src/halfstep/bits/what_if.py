@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.bits.scan import Progress, Scan, decoded, told
+from halfstep.bits.scan import Progress, Scan, decoded, with_progress
 from halfstep.bits.values import Values, as_float32, even
 from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Float, Format
@@ -326,7 +326,7 @@ def with_largest(rows: Tensor, amax: float) -> Tensor:
 def stored_pieces(tensor: Values, progress: Progress | None = None) -> Iterator[NDArray[Any]]:
     """The rows of a tensor as stored, flat, a multiple of 128 at a time (the last piece may have fewer)."""
     columns = tensor.shape[-1]
-    return told(even(tensor, max(_ROWS, PIECE // columns // _ROWS * _ROWS) * columns), progress)
+    return with_progress(even(tensor, max(_ROWS, PIECE // columns // _ROWS * _ROWS) * columns), progress)
 
 
 def pieces(tensor: Values) -> Iterator[Tensor]:

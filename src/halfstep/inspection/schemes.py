@@ -56,7 +56,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Told:
+class StoredShape:
     """The shape is stored in the part `sized`; rows are padded to whole words."""
 
     sized: str
@@ -68,8 +68,8 @@ class Told:
             return None
         if part is None:
             return codes[0], 8 * codes[1]
-        told = [int(value) for piece in part.chunks(64) for value in piece] if 0 < part.numel <= 4 else []
-        return tuple(told) if len(told) == 2 and told[0] == codes[0] and told[1] >= codes[1] else None
+        shape = [int(value) for piece in part.chunks(64) for value in piece] if 0 < part.numel <= 4 else []
+        return tuple(shape) if len(shape) == 2 and shape[0] == codes[0] and shape[1] >= codes[1] else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Scheme:
     scale_dtypes: tuple[str, ...]
     methods: tuple[str, ...]
     """Its names in config.json: `quantization_config.quant_method`."""
-    packing: Packed | Blocks | Words | Told = Packed()
+    packing: Packed | Blocks | Words | StoredShape = Packed()
     format: str | None = None
     """The format of a code; None for the stored type itself."""
     tile: tuple[int, int] | None = None
@@ -157,7 +157,7 @@ SCHEMES = (
     ),
     # compressed-tensors pack-quantized
     Scheme(
-        "packed int", "_packed", ("int32",), "_scale", _FLOATS, ("compressed-tensors",), Told("_shape"), "int",
+        "packed int", "_packed", ("int32",), "_scale", _FLOATS, ("compressed-tensors",), StoredShape("_shape"), "int",
         needs=("_shape",), may=("_zero_point", "_g_idx"),
     ),
     # compressed-tensors int-quantized

@@ -62,10 +62,10 @@ def norm(x: Any) -> Any:
         return x.trace.norm(x)
     if hasattr(x, "device_mesh"):
         return torch.sqrt(x.double().square().sum()).to(x.dtype)
-    total, *rest = _in_blocks(_halved(_in_blocks(x.detach().flatten()).square_()))
+    total, *rest = _in_blocks(_pairwise_sum(_in_blocks(x.detach().flatten()).square_()))
     for one in rest:
         total = total + one
-    return torch.sqrt(_halved(total)).to(x.dtype)
+    return torch.sqrt(_pairwise_sum(total)).to(x.dtype)
 
 
 SQUARES = 1024
@@ -78,7 +78,7 @@ def _in_blocks(numbers: Tensor) -> Tensor:
     return blocks.view(-1, SQUARES)
 
 
-def _halved(numbers: Tensor) -> Tensor:
+def _pairwise_sum(numbers: Tensor) -> Tensor:
     """The sum of each row, whose length is a power of two."""
     while (half := numbers.shape[-1] // 2) > 0:
         numbers = numbers[..., :half] + numbers[..., half:]
@@ -151,8 +151,8 @@ class Program(NamedTuple):
         `shared`."""
         values: list[Any] = [*map(np.float64, given), *map(np.float32, shared), *self.scalars.constants]
         with np.errstate(all="ignore"):
-            for name, _, places in self.scalars.operations:
-                operands = list(map(values.__getitem__, places))
+            for name, _, indices in self.scalars.operations:
+                operands = list(map(values.__getitem__, indices))
                 values.append(operands[2 - bool(operands[0])] if name == "where" else _ON_HOST[name](*operands))
         found = tuple(map(values.__getitem__, self.scalars.results))
         return tuple(map(np.float32, found[: len(found) - len(self.shared)])), found[len(found) - len(self.shared) :]
@@ -171,8 +171,8 @@ _ON_HOST: Mapping[str, Callable[..., Any]] = {
 class Traced:
     """A symbolic value of a formula that is being traced."""
 
-    def __init__(self, trace: Trace, place: int, kind: str, shared: bool) -> None:
-        self.trace, self.place, self.kind, self.shared = trace, place, kind, shared
+    def __init__(self, trace: Trace, index: int, kind: str, shared: bool) -> None:
+        self.trace, self.index, self.kind, self.shared = trace, index, kind, shared
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -186,11 +186,11 @@ class Traced:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise (AttributeError if name.startswith("__") else TypeError)(_beyond(f".{name}"))
+        raise (AttributeError if name.startswith("__") else TypeError)(_unsupported(f".{name}"))
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        raise TypeError(_beyond(f"torch's {function.__name__}"))
+        raise TypeError(_unsupported(f"torch's {function.__name__}"))
 
     def __neg__(self) -> Traced:
         return self.trace.operation("mul", self, -1.0)
@@ -199,14 +199,14 @@ class Traced:
         return self.trace.operation("abs", self)
 
 
-def _operator(name: str, turned: bool = False) -> Callable[[Traced, Any], Traced]:
+def _operator(name: str, reflected: bool = False) -> Callable[[Traced, Any], Traced]:
     def apply(self: Traced, other: Any) -> Traced:
-        return self.trace.operation(name, *((other, self) if turned else (self, other)))
+        return self.trace.operation(name, *((other, self) if reflected else (self, other)))
 
     return apply
 
 
-def _beyond(found: str) -> str:
+def _unsupported(found: str) -> str:
     return (
         f"a formula uses {found}. Expected + - * / < <= > >=, abs, and root, where, maximum and is_nan of "
         "halfstep.kernels.arithmetic (x**2 is x * x; x == 0 is abs(x) <= 0), or a rule with an `update` of its own"
@@ -215,7 +215,7 @@ def _beyond(found: str) -> str:
 
 def _refused(name: str) -> Callable[..., Any]:
     def apply(self: Traced, *_: Any) -> Any:
-        raise TypeError(_beyond(name))
+        raise TypeError(_unsupported(name))
 
     return apply
 
@@ -223,7 +223,7 @@ def _refused(name: str) -> Callable[..., Any]:
 for _name in ("add", "sub", "mul", "truediv", "lt", "le", "gt", "ge"):
     setattr(Traced, f"__{_name}__", _operator("div" if _name == "truediv" else _name))
 for _name in ("add", "sub", "mul", "truediv"):
-    setattr(Traced, f"__r{_name}__", _operator("div" if _name == "truediv" else _name, turned=True))
+    setattr(Traced, f"__r{_name}__", _operator("div" if _name == "truediv" else _name, reflected=True))
 for _name in ("eq", "ne", "pow", "rpow", "mod", "floordiv", "and", "or", "xor", "invert"):
     setattr(Traced, f"__{_name}__", _refused(f"__{_name}__"))
 
@@ -254,34 +254,34 @@ class Trace:
         numbers = [o for o in traced if o.kind != "truth"]
         wide = shared and all(o.kind == "double" for o in numbers) and bool(numbers or name == "where")
         kind = "double" if wide else "single"
-        places = [self._place(o, kind, shared) for o in operands]
-        return self._new(Operation(name, "truth" if name in _TRUTHS else kind, tuple(places)), shared)
+        indices = [self._index(o, kind, shared) for o in operands]
+        return self._new(Operation(name, "truth" if name in _TRUTHS else kind, tuple(indices)), shared)
 
     def norm(self, x: Traced) -> Traced:
         """The norm over the whole tensor of x, a value of elements: an input that is known only after a pass over the
         tensor."""
         if x.shared or x.kind != "single":
             raise TypeError("a formula takes the norm of a scalar that all elements share. Expected one per element")
-        if x.place not in self.norms:
-            self.norms[x.place] = self.given("single", False)
-        return self.norms[x.place]
+        if x.index not in self.norms:
+            self.norms[x.index] = self.given("single", False)
+        return self.norms[x.index]
 
     def converted(self, x: Traced, kind: str) -> Traced:
         """x converted to another kind."""
         if not x.shared and kind == "double":
             raise TypeError("a formula takes an element to float64. Expected float32: only shared scalars are float64")
-        return x if x.kind == kind else self._new(Operation(kind, kind, (x.place,)), x.shared)
+        return x if x.kind == kind else self._new(Operation(kind, kind, (x.index,)), x.shared)
 
-    def _place(self, operand: Traced | float, kind: str, shared: bool) -> int:
+    def _index(self, operand: Traced | float, kind: str, shared: bool) -> int:
         if not isinstance(operand, Traced):
-            return self.constant(float(operand) if kind == "double" else float(np.float32(operand))).place
+            return self.constant(float(operand) if kind == "double" else float(np.float32(operand))).index
         if operand.kind != "truth":
-            return self.converted(operand, kind).place
+            return self.converted(operand, kind).index
         if operand.shared and not shared:  # `element` takes shared values as float32 scalars, so as 1.0 or 0.0
-            one, zero, half = (self.constant(number).place for number in (1.0, 0.0, 0.5))
-            number = self._new(Operation("where", "single", (operand.place, one, zero)), True)
-            return self._new(Operation("gt", "truth", (number.place, half)), False).place
-        return operand.place
+            one, zero, half = (self.constant(number).index for number in (1.0, 0.0, 0.5))
+            number = self._new(Operation("where", "single", (operand.index, one, zero)), True)
+            return self._new(Operation("gt", "truth", (number.index, half)), False).index
+        return operand.index
 
     def constant(self, number: float) -> Traced:
         """A constant; the same value for double and single."""
@@ -291,32 +291,32 @@ class Trace:
         return self._once(operation, operation, operation.kind, shared)
 
     def _once(self, key: Any, value: Operation | float, kind: str, shared: bool) -> Traced:
-        place = self._made.get(key)
-        if place is None:
+        index = self._made.get(key)
+        if index is None:
             self.values.append((value, shared))
-            place = self._made[key] = len(self.values) - 1
-        return Traced(self, place, kind, shared)
+            index = self._made[key] = len(self.values) - 1
+        return Traced(self, index, kind, shared)
 
     def part(self, inputs: Sequence[int], results: Sequence[int]) -> Part:
         """The operations that compute the values `results` from the values `inputs`, both as indices, without unused
         ones."""
         needed = set(results)
-        for place in range(len(self.values) - 1, -1, -1):
-            operation = self.values[place][0]
-            if place in needed and place not in inputs and isinstance(operation, Operation):
+        for index in range(len(self.values) - 1, -1, -1):
+            operation = self.values[index][0]
+            if index in needed and index not in inputs and isinstance(operation, Operation):
                 needed.update(operation.operands)
-        between = [(place, self.values[place][0]) for place in sorted(needed - set(inputs))]
+        between = [(index, self.values[index][0]) for index in sorted(needed - set(inputs))]
         if any(value is None for _, value in between):
             raise TypeError(
                 "a formula takes a norm of a norm, or computes a scalar moment from elements. Expected norms of "
                 "values of weight, gradient and moments, and scalar moments computed from options and scalar moments"
             )
-        known = {place: value for place, value in between if isinstance(value, float)}
-        made = {place: value for place, value in between if isinstance(value, Operation)}
+        known = {index: value for index, value in between if isinstance(value, float)}
+        made = {index: value for index, value in between if isinstance(value, Operation)}
         order = [*inputs, *known, *made]
         at = dict(zip(order, range(len(order)), strict=True))
-        operations = [o._replace(operands=tuple(at[place] for place in o.operands)) for o in made.values()]
-        return Part(len(inputs), tuple(known.values()), tuple(operations), tuple(at[place] for place in results))
+        operations = [o._replace(operands=tuple(at[index] for index in o.operands)) for o in made.values()]
+        return Part(len(inputs), tuple(known.values()), tuple(operations), tuple(at[index] for index in results))
 
 
 def traced(
@@ -347,25 +347,25 @@ def traced(
             "a formula returns scalars that all elements share. Expected a weight and moments with a value per element"
         )
     after = [trace.converted(new[name], "single") for name in shared]
-    inputs = [one.place for one in (weight, grad, *each.values())]
-    places = [one.place for one in results]
-    norms, normed = [one.place for one in trace.norms.values()], list(trace.norms)
-    numbers = _met(trace, [*places, *normed])
-    first = [one.place for one in (*scalars.values(), *kept.values())]
+    inputs = [one.index for one in (weight, grad, *each.values())]
+    indices = [one.index for one in results]
+    norms, normed = [one.index for one in trace.norms.values()], list(trace.norms)
+    numbers = _scalars_read(trace, [*indices, *normed])
+    first = [one.index for one in (*scalars.values(), *kept.values())]
     return Program(
         tuple(names), tuple(shared), tuple(moments),
-        trace.part(first, [*numbers, *(one.place for one in after)]),
-        trace.part([*numbers, *norms, *inputs], places), trace.part([*numbers, *inputs], normed),
+        trace.part(first, [*numbers, *(one.index for one in after)]),
+        trace.part([*numbers, *norms, *inputs], indices), trace.part([*numbers, *inputs], normed),
     )  # fmt: skip
 
 
-def _met(trace: Trace, results: Sequence[int]) -> list[int]:
+def _scalars_read(trace: Trace, results: Sequence[int]) -> list[int]:
     """The indices of the shared values that per-element operations of `results` read."""
     needed, found = set(results), []
-    for place in range(len(trace.values) - 1, -1, -1):
-        operation, shared = trace.values[place]
-        if place in needed and shared and not isinstance(operation, float):
-            found.append(place)
-        elif place in needed and isinstance(operation, Operation):
+    for index in range(len(trace.values) - 1, -1, -1):
+        operation, shared = trace.values[index]
+        if index in needed and shared and not isinstance(operation, float):
+            found.append(index)
+        elif index in needed and isinstance(operation, Operation):
             needed.update(operation.operands)
     return found[::-1]

@@ -60,18 +60,18 @@ class Tiles(NamedTuple):
 def outer_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
     """The dtype of operands that tensor cores there take for that quantizer, with one scale per tensor or row applied
     after the sum. None where they do not take them, where there are no tensor cores, and for smaller tiles."""
-    native = is_there(device) and not is_tiled(quantizer) and refusal(quantizer, device) is None
+    native = may_have_tensor_cores(device) and not is_tiled(quantizer) and refusal(quantizer, device) is None
     return dtype_of(quantizer.format) if native else None
 
 
-def is_there(device: torch.device) -> bool:
+def may_have_tensor_cores(device: torch.device) -> bool:
     """Whether the device may have FP8 or FP4 tensor cores."""
     return capability(device) != (0, 0)
 
 
 def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
     """Why tensor cores there do not multiply operands of that quantizer natively; None where they do."""
-    if (why := _lacks_units(device)) is not None:
+    if (why := _lacks_tensor_cores(device)) is not None:
         return why
     format, kind = quantizer.format, kind_of(quantizer)
     if kind is not NV and format.key not in FP8:
@@ -138,7 +138,7 @@ def takes(
 ) -> bool:
     """Whether tensor cores there compute a matmul (rows, shared, columns) of operands of those quantizers, in `dtype`;
     with `multiplied`, times a scalar that is no power of two."""
-    if not is_there(device) or lhs is None or rhs is None or product_refusal(lhs, rhs, device) is not None:
+    if not may_have_tensor_cores(device) or lhs is None or rhs is None or product_refusal(lhs, rhs, device) is not None:
         return False
     whole, taken = kind_of(lhs) is TENSORS and kind_of(rhs) is TENSORS, not (multiplied and kind_of(lhs) is MX)
     return taken and dtype in _results(whole) and misfit(lhs, rhs, sizes) is None  # MX scales are powers of two
@@ -153,7 +153,7 @@ def _results(whole: bool) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float16) if whole else (torch.bfloat16,)
 
 
-def _lacks_units(device: torch.device) -> str | None:
+def _lacks_tensor_cores(device: torch.device) -> str | None:
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
     if _found(device) == (0, 0):
@@ -177,7 +177,7 @@ def _found(device: torch.device) -> tuple[int, int]:
 
 
 # A traced graph takes their results as constants. torch 2.8 does not trace comparing such a tuple with another.
-is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
+may_have_tensor_cores._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _found._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -103,7 +103,7 @@ def linear(
         alike = keeping is None and spec.rounds_input_alike
         last = last if alike and has_memory(x, or_fake=True) and not x.is_leaf else None
         dtype = product_dtype(x)
-        units = units_of(spec, x, weight, dtype) if scaled_mm.is_there(x.device) else NO_UNITS
+        units = units_of(spec, x, weight, dtype) if scaled_mm.may_have_tensor_cores(x.device) else NO_UNITS
         if channels is not None:  # no tensor core divides by powers of two channel by channel
             units = Units(there=units.there)
         elif not torch.is_grad_enabled():
@@ -152,7 +152,7 @@ def rounded_weight(
     check_plain(weight)
     seeds, later_seeds = seeds_of(states, weight if like is None else like, spec.output, spec.grad_input)
     state, at = (states or {}).get("weight"), weight.detach()
-    units = units_of(spec, weight, weight, dtype) if scaled_mm.is_there(weight.device) else NO_UNITS
+    units = units_of(spec, weight, weight, dtype) if scaled_mm.may_have_tensor_cores(weight.device) else NO_UNITS
 
     @torch.no_grad()
     def form() -> tuple[Side, Side, tuple[Tensor | None, Tensor | None]]:

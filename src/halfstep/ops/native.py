@@ -169,9 +169,11 @@ class Rounding:
         self._largest = self._turned = None
         needed = 1
         if signs is not None:
-            told = turned.told(torch.empty(shape, dtype=dtype, device="meta"), quantizer, signs)
-            assert told is not None
-            self._turned = turned.BothTurned(quantizer, told, len(signs), shape, dtype, device, form, strides, noisy)
+            constants = turned.constants(torch.empty(shape, dtype=dtype, device="meta"), quantizer, signs)
+            assert constants is not None
+            self._turned = turned.BothTurned(
+                quantizer, constants, len(signs), shape, dtype, device, form, strides, noisy
+            )
             needed = self._turned.zeros
         else:
             self._both = layouts.Both(quantizer, shape, dtype, device, form, strides, noisy)
@@ -272,9 +274,12 @@ def _decided(
         kind, x = kind_of(quantizer), torch.empty(shape, dtype=dtype, device="meta")
         if quantizer.clamp is not None or kind not in (TENSORS, *NUMBERS, *SHORT):
             return None
-        whole = kind is TENSORS
-        told = layouts.told(x, quantizer, given=whole) if spun is None else turned.told(x, quantizer, spun)
-        if told is None:
+        constants = (
+            layouts.constants(x, quantizer, scale_given=kind is TENSORS)
+            if spun is None
+            else turned.constants(x, quantizer, spun)
+        )
+        if constants is None:
             return None
         place = shape, dtype, device, quantizer, spun is None  # layers that share an input share its `Rounding`
         if place not in spec.known:

@@ -264,12 +264,12 @@ def _rotated(
         return None
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
     narrow = carrier(format.key, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
-    if here(x) and (told := gpu_rotated.told(x, signs, dim, ruled)) is not None:
+    if here(x) and (constants := gpu_rotated.constants(x, signs, dim, ruled)) is not None:
         scale, seed = (
             torch.empty((), device=x.device, dtype=torch.float32) if two_level else None,
             seed_of(ruled.rounding, given, x.device),
         )
-        values = gpu_rotated.run_values(x, signs, dim, ruled, told, seed, narrow, share, scale)
+        values = gpu_rotated.run_values(x, signs, dim, ruled, constants, seed, narrow, share, scale)
         return Operand(values, scale) if plain.inner is None else over(Operand(values), share)
     numbers = rotated_tiles.numbers_of(x, signs, dim, ruled, narrow)
     if numbers is None:

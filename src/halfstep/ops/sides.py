@@ -195,7 +195,7 @@ def _units_of(spec: LinearSpec, rows: int, sizes: tuple[int, ...], dtype: torch.
 
 def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device's tensor cores compute a matmul (rows, shared) times (shared, across)."""
-    if product.accumulate is not None or not scaled_mm.is_there(device):
+    if product.accumulate is not None or not scaled_mm.may_have_tensor_cores(device):
         return False
     sizes, multiplied = (rows, shared, across), product.multiplier is not None
     return scaled_mm.takes(product.lhs, product.rhs, sizes, dtype, device, multiplied)
@@ -223,9 +223,11 @@ def side(
         return operand(x, down, dtype, state, record, signs, dim, units, seed)
     if signs is not None:
         plain = quantizer.plain
-        told = gpu_rotated.told(x := x.contiguous(), signs, dim, plain, turned=True) if here(x) else None
-        if told is not None:
-            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, told, seed_of(plain.rounding, seed, x.device))
+        constants = gpu_rotated.constants(x := x.contiguous(), signs, dim, plain, turned=True) if here(x) else None
+        if constants is not None:
+            shape, tensors = gpu_rotated.run_codes(
+                x, signs, dim, plain, constants, seed_of(plain.rounding, seed, x.device)
+            )
             return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
         x = rotate(x, signs, dim)
     return Coded(quantize(x if dim else x.t(), quantizer.plain, generator=seed), dtype, not dim)
@@ -257,7 +259,7 @@ def both_sides(
     if scales.tile == TENSOR:
         native = units_mm.dtype_of(quantizer.format)
         assert native is not None
-        if here(x) and layouts.told(x, quantizer, given=True) is not None:
+        if here(x) and layouts.constants(x, quantizer, scale_given=True) is not None:
             formed = yet_to_form(x, quantizer.format, scales.rule, state, record)
             one, other, scale = layouts.codes(x, quantizer, seed_of(quantizer.rounding, given[0], x.device), *formed)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
@@ -266,16 +268,16 @@ def both_sides(
         scale = factor.reciprocal()
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, given[0], amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
-    told = turned.told(x, quantizer, signs) if signs is not None and here(x) else None
-    if signs is not None and told is None:
+    constants = turned.constants(x, quantizer, signs) if signs is not None and here(x) else None
+    if signs is not None and constants is None:
         first = side(x, quantizer, dtype, coded=True, seed=given[0])
         return first, side(x, quantizer, dtype, signs=signs, dim=0, coded=True, seed=given[1])
-    if signs is not None and told is not None:
+    if signs is not None and constants is not None:
         parts = layouts.empty(x, quantizer)
         seeds = [seed_of(quantizer.rounding, seed, x.device) for seed in given]
-        turned.run(x, quantizer, told, signs, *parts, seeds[0], seeds[1])
+        turned.run(x, quantizer, constants, signs, *parts, seeds[0], seeds[1])
         along, down = (Tiles(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
-    elif here(x) and layouts.told(x, quantizer) is not None:
+    elif here(x) and layouts.constants(x, quantizer) is not None:
         form = "number" if units_mm.kind_of(quantizer) in units_mm.NUMBERS else "stored"
         parts = layouts.empty(x, quantizer, form, outer=scales.tile == block(128))
         layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, given[0], x.device))

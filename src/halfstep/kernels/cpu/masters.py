@@ -56,7 +56,7 @@ def _is_rest(weight: Lane, rest: Lane) -> Lane:
 
 
 def followed_rest(weight: Lane, rest: Lane) -> Lane:
-    """`quant.masters.base.drop_strange` on bfloat16 bits."""
+    """`quant.masters.base.drop_impossible` on bfloat16 bits."""
     return _is_rest(weight, rest).pick(rest, 0)
 
 

@@ -266,7 +266,7 @@ def _add(sums, others):
 
 
 @inner
-def _halved(numbers):
+def _pairwise_sum(numbers):
     """The sum of an array, in the order of `arithmetic.norm`; the array is overwritten."""
     half = numbers.size // 2
     while half:
@@ -293,9 +293,9 @@ def find_norms(rows, like, numbers, found):
             for n in range(count):
                 own = results[n * SQUARES : (n + 1) * SQUARES]
                 _square(own[: SQUARES // 2], own[SQUARES // 2 :], squares)
-                sums[n, a // SQUARES] = _halved(squares)
+                sums[n, a // SQUARES] = _pairwise_sum(squares)
     for n in range(count):
         total = np.zeros(SQUARES)
         for block in range(sums.shape[1]):
             total[block % SQUARES] += sums[n, block]
-        found[n] = np.sqrt(_halved(total))
+        found[n] = np.sqrt(_pairwise_sum(total))

@@ -68,10 +68,10 @@ def here(tensor: Tensor) -> bool:
 def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     """Whether this is a dense contiguous CUDA tensor of one of the dtypes (default: fp32, bf16 and fp16), and Triton
     kernels run here."""
-    return here(tensor) and lies_plain(tensor, *dtypes)
+    return here(tensor) and is_dense(tensor, *dtypes)
 
 
-def lies_plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
+def is_dense(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     """Whether this is a dense contiguous tensor of one of the dtypes (default: fp32, bf16 and fp16), on any device."""
     return (
         tensor.dtype in (dtypes or KINDS)

@@ -11,7 +11,7 @@ _BLOCK = 4 * BLOCK  # few programs, since each does an atomic max on one address
 
 
 def run(x: torch.Tensor, unless: torch.Tensor | None = None, found: torch.Tensor | None = None) -> torch.Tensor:
-    """max |x| of a tensor that `lies_plain`, as a float32 scalar: 0 for an empty tensor, NaN where an element is NaN.
+    """max |x| of an `is_dense` tensor, as a float32 scalar: 0 for an empty tensor, NaN where an element is NaN.
     Where `unless`, a float32 scalar, is not 0, x is not read and the result is 0.
 
     Args:

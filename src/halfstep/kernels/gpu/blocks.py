@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.formats import Format, ocp
 from halfstep.kernels.cpu.arrays import separate
-from halfstep.kernels.gpu import KINDS, UNIT, amax, bits, functions, halves, launch, lies_plain, prepared, quantizers
+from halfstep.kernels.gpu import KINDS, UNIT, amax, bits, functions, halves, is_dense, launch, prepared, quantizers
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.cast import encode
 from halfstep.quant.quantizer import layout, matrix_shape
@@ -78,20 +78,20 @@ def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
 def cut_of(x: Tensor, quantizer: Quantizer) -> Cut | None:
     """The blocks in which kernels quantize x, on any device. None where they do not support it: x must be dense,
     contiguous, and fp32, bf16 or fp16."""
-    if not lies_plain(x) or not x.numel() or quantizer.scales is None:
+    if not is_dense(x) or not x.numel() or quantizer.scales is None:
         return None
     single = _single(quantizer)
     if single is not None and quantizer.format.bits not in (4, 8):
         return None
-    told, made = (
-        quantizers.known(single or quantizer),
+    constants, made = (
+        quantizers.constants(single or quantizer),
         cut(tuple(x.shape), quantizer.scales.tile, quantizer.format.bits),
     )
-    if told is None or made is None:
+    if constants is None or made is None:
         return None
-    if told[0].second is not None and made.tile[0] > made.block[0]:
+    if constants[0].second is not None and made.tile[0] > made.block[0]:
         return None  # the errors of a tile that is read in several strips are not summed
-    return made if told[0].kind != "two_level" or all(made.tile) else None
+    return made if constants[0].kind != "two_level" or all(made.tile) else None
 
 
 def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> bool:
@@ -117,7 +117,7 @@ def run_values(
     With two levels of scales, if `tensor_scale` is given the tensor's scale is written to it and not applied to the
     values.
     """
-    if not lies_plain(out) or x.shape != out.shape or x.data_ptr() == out.data_ptr() or not separate(x, out):
+    if not is_dense(out) or x.shape != out.shape or x.data_ptr() == out.data_ptr() or not separate(x, out):
         return False
     if (cutting := cut_of(x, quantizer)) is None:
         return False
@@ -144,15 +144,15 @@ class Largest:
     def __init__(
         self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, both: bool = False
     ) -> None:
-        told, tile = quantizers.known(quantizer), quantizer.tiling.tile
-        assert told is not None
+        constants, tile = quantizers.constants(quantizer), quantizer.tiling.tile
+        assert constants is not None
         made = cut(shape, tile, 8)  # with `bits` 8: only maxima are found, no codes packed
         assert made is not None
         self._shared = both and tile.rows == tile.columns
         self._turned = None
         if both and not self._shared and tile != ROW:
             self._turned = Largest(quantizer.down, shape, dtype, device)
-        two_level = told[0].kind == "two_level"
+        two_level = constants[0].kind == "two_level"
         self.zeros = 0
         """The size of the zeros that a call may pass, to be raised by atomic max."""
         self._needed, self._whole = two_level or not all(made.tile), not any(made.tile)
@@ -220,7 +220,7 @@ def _launch(
     # With the GPU's conversion instructions registers would spill for unaligned rows, and for values of a float32
     # input.
     plainly = made.unit == 1 or (values is not None and x.dtype == torch.float32)
-    given = quantizers.known(quantizer) if plainly else quantizers.told(quantizer, x.device, x.dtype)
+    given = quantizers.constants(quantizer) if plainly else quantizers.constants_on(quantizer, x.device, x.dtype)
     assert given is not None
     rule, element = given
     narrow = values is not None and values.itemsize == 2
@@ -242,11 +242,11 @@ def restored(
 ) -> tuple[Cut, quantizers.Rule, quantizers.Meaning] | None:
     """The constants of the dequantizing kernel. None where it does not support these tensors, on any device."""
     scales, format = quantizer.scales, quantizer.format
-    if scales is None or tensors.keys() - _STORED or not lies_plain(out) or not out.numel():
+    if scales is None or tensors.keys() - _STORED or not is_dense(out) or not out.numel():
         return None
     rule, meaning = quantizers.rule(format, scales.rule), quantizers.meaning(format)
     made = cut(tuple(out.shape), scales.tile, format.bits)
-    if rule is None or meaning is None or made is None or not all(lies_plain(t, t.dtype) for t in tensors.values()):
+    if rule is None or meaning is None or made is None or not all(is_dense(t, t.dtype) for t in tensors.values()):
         return None
     return (made, rule, meaning) if rule.kind != "power" or scales.rule.holds == "float8_e8m0fnu" else None
 

@@ -13,7 +13,7 @@ from halfstep.kernels.cpu import element_codes, elements, posit
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.codes import lie_in, shifts
 from halfstep.kernels.cpu.lanes import INFINITY
-from halfstep.kernels.gpu import BLOCK, KINDS, bits, capability, functions, halves, launch, lies_plain, prepared
+from halfstep.kernels.gpu import BLOCK, KINDS, bits, capability, functions, halves, is_dense, launch, prepared
 from halfstep.quant.rounding import Seed
 
 
@@ -36,7 +36,7 @@ def run(
     """Write x * factor, rounded, to `out`, with the bits of `kernels.cpu.cast.run`. False where no kernel supports it:
     both must be dense and contiguous, of one shape, and either the same tensor or not overlapping."""
     known = elements.scalars(format, rounding, overflow, out.dtype, x.dtype if factor is None else torch.float32)
-    if known is None or not (lies_plain(x) and lies_plain(out) and x.shape == out.shape and separate(x, out)):
+    if known is None or not (is_dense(x) and is_dense(out) and x.shape == out.shape and separate(x, out)):
         return False
     numbers = elements.Rounding(*map(int, known))
     _launch(x, out, numbers, None, KINDS[out.dtype], rounding, seed, factor, None if amax is None else bits(amax))
@@ -62,7 +62,7 @@ def run_codes(
     `packed`: 4- and 6-bit codes are packed along the rows of `out`, which they fill, as by `quant.pack`. by_integers:
     do not use the GPU's own conversion to these codes (`instruction`).
     """
-    known = element_codes.scalars(format, rounding, overflow) if lies_plain(x) and lies_plain(out, out.dtype) else None
+    known = element_codes.scalars(format, rounding, overflow) if is_dense(x) and is_dense(out, out.dtype) else None
     if known is None or not lie_in(out, x, format, packed):
         return None
     numbers, codes = (tuple(map(int, part)) for part in known)
@@ -111,9 +111,7 @@ def run_posit(x: Tensor, out: Tensor, format: formats.Posit, rounding: str) -> b
     """Write x, rounded to the nearest posit, to `out`: values, or codes if `out` is an integer tensor. False where no
     kernel supports it: both must be dense and contiguous, of one shape, and either the same tensor or not
     overlapping."""
-    numbers = (
-        posit.scalars(format, rounding, x.dtype, out.dtype) if lies_plain(x) and lies_plain(out, out.dtype) else None
-    )
+    numbers = posit.scalars(format, rounding, x.dtype, out.dtype) if is_dense(x) and is_dense(out, out.dtype) else None
     if numbers is None or x.shape != out.shape or not separate(x, out):
         return False
     n = x.numel()
@@ -129,7 +127,7 @@ def run_decode(codes: Tensor, out: Tensor, format: formats.Format, packed: bool 
     """Write the values of `codes` to `out`. False: a code has more bits than the format; checked where codes are stored
     in wider integers, and the host synchronizes for it. None where no kernel supports it: the tensors must be dense and
     contiguous, and `out` fp32, bf16 or fp16."""
-    known = format.bits <= 16 and lies_plain(out) and lies_plain(codes, codes.dtype)
+    known = format.bits <= 16 and is_dense(out) and is_dense(codes, codes.dtype)
     if not known or not lie_in(codes, out, format, packed):
         return None
     n, found, table, numbers = out.numel(), None, None, _numbers(format, out.dtype)
@@ -175,7 +173,7 @@ def run_finish(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch
     18.
 
     Args:
-        product: (rows, columns), float32, that `lies_plain`.
+        product: (rows, columns), float32, `is_dense`.
         scale: a float32 scalar.
         bias: (columns), contiguous, in `dtype`: bf16 or fp16.
     """

@@ -13,7 +13,7 @@ from halfstep.kernels.arithmetic import Program
 from halfstep.kernels.cpu import element_codes, elements, expansion
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.masters import KEPT
-from halfstep.kernels.gpu import KINDS, cast, lies_plain, quantizers, table
+from halfstep.kernels.gpu import KINDS, cast, is_dense, quantizers, table
 from halfstep.quant import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.expansion import Expansion
@@ -145,9 +145,9 @@ def _form_of(coded: Coded) -> Form | None:
     scales = ("scale", "exponent", "center") if form is not None and form.kind == "expanded" else ("scale",)
     if (
         form is None
-        or not lies_plain(codes, codes.dtype)
+        or not is_dense(codes, codes.dtype)
         or coded.parts.keys() != {"codes", *scales}
-        or not all(lies_plain(coded.parts[part], torch.float32) for part in scales)
+        or not all(is_dense(coded.parts[part], torch.float32) for part in scales)
     ):
         return None
     if form.rule is not None:
@@ -189,14 +189,14 @@ def _is_dense(t: Tensors) -> bool:
         and (isinstance(grad, Tensor) or isinstance(weight, Coded))
         and len(kept) <= 1
         and all(form is not None and form.rule is not None for form in forms)
-        and all(lies_plain(one) for one in (weight, grad, *moments) if isinstance(one, Tensor))
-        and all(lies_plain(one, *_KEPT) for one in kept if isinstance(one, Tensor))
+        and all(is_dense(one) for one in (weight, grad, *moments) if isinstance(one, Tensor))
+        and all(is_dense(one, *_KEPT) for one in kept if isinstance(one, Tensor))
         and all(one.numel() == size and one.device == device for one in t.all)
         and all(_form_of(one) is not None for one in moments if isinstance(one, Coded))
         and len(moments) <= 2
-        and (t.residual is None or (lies_plain(t.residual) and isinstance([*moments, None, None][1], Tensor)))
+        and (t.residual is None or (is_dense(t.residual) and isinstance([*moments, None, None][1], Tensor)))
         and (t.rounding == "nearest_even" or noisy)
-        and all(lies_plain(one, torch.float32) and one.numel() == 1 and one.device == device for one in t.shared)
+        and all(is_dense(one, torch.float32) and one.numel() == 1 and one.device == device for one in t.shared)
     )
 
 
@@ -215,7 +215,7 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
     """For a key of `kind_of`: the tables that a launch looks values up in, and its constants."""
     _, kind, *kept = key
     looked_up = tuple(quantizers.table(one[0].format, device) if isinstance(one, tuple) else None for one in kept[-2:])
-    forms = {name: _told(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
+    forms = {name: _form_on(one, device) for name, one in zip(("W", "X", "G", "M1", "M2"), kept, strict=True)}
     return looked_up, {"K": kind, **forms, "HALF": cast.half()}
 
 
@@ -225,13 +225,13 @@ def has_one_scale(constants: Mapping[str, Any]) -> bool:
     return any(form is not None and form.rule is not None for form in forms)
 
 
-def _told(kept: Any, device: torch.device) -> Form | None:
+def _form_on(kept: Any, device: torch.device) -> Form | None:
     """The `_form` of `kept`, with that GPU's own conversion to its codes, where it has one."""
     form = _form(kept)
     if form is None or form.element is None:
         return form
     quantizer, container = kept
-    quotient, element = quantizers.told(
+    quotient, element = quantizers.constants_on(
         quantizer, device, torch.float32, (form.quotient or quantizers.Rule("", 0), form.element)
     )
     made = element.instruction

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
-from halfstep.kernels.gpu import KINDS, UNIT, functions, halves, lies_plain, prepared, quantizers
+from halfstep.kernels.gpu import KINDS, UNIT, functions, halves, is_dense, prepared, quantizers
 from halfstep.kernels.gpu.blocks import Largest
 from halfstep.kernels.units_mm import swizzled_size
 from halfstep.quant import Quantizer
@@ -43,30 +43,32 @@ Tensors = dict[str, Tensor]
 """The tensors of one quantized copy: `codes`, `scale` ..."""
 
 
-def told(x: Tensor, quantizer: Quantizer, given: bool = False) -> tuple[quantizers.Rule, quantizers.Element] | None:
+def constants(
+    x: Tensor, quantizer: Quantizer, scale_given: bool = False
+) -> tuple[quantizers.Rule, quantizers.Element] | None:
     """The constants with which kernels quantize x in both layouts. None where they do not support it, on any device: x
-    must be a dense contiguous matrix, in tiles along rows, squares, whole rows, or one scale per tensor, which is
-    `given` or not. Stochastic rounding only where both copies have the same codes."""
+    must be a dense contiguous matrix, in tiles along rows, squares, whole rows, or with one scale per tensor, computed
+    before (`scale_given`) or by the kernels. Stochastic rounding only where both copies have the same codes."""
     every = {4: 2, 6: 4}.get(quantizer.format.bits, 1)  # rows and columns must fill whole bytes
-    if not lies_plain(x) or x.dim() != 2 or not x.numel() or any(size % every for size in x.shape):
+    if not is_dense(x) or x.dim() != 2 or not x.numel() or any(size % every for size in x.shape):
         return None
-    return _told(quantizer, given)
+    return _constants(quantizer, scale_given)
 
 
 @cache
-def _told(quantizer: Quantizer, given: bool) -> tuple[quantizers.Rule, quantizers.Element] | None:
+def _constants(quantizer: Quantizer, scale_given: bool) -> tuple[quantizers.Rule, quantizers.Element] | None:
     if quantizer.scales is None:
         return None
     tile = quantizer.scales.tile
     along = tile.rows == 1 and tile.columns in _ALONG and quantizer.rounding != "stochastic"
     if not along and (tile.rows != tile.columns or tile.rows not in _SQUARES):
         return None
-    if given:
+    if scale_given:
         coded = quantizers.element(quantizer.format, quantizer.rounding)
         if coded is None or coded.rounding is None or not quantizer.format.has_nan or tile != TENSOR:
             return None
         return quantizers.Rule("reciprocal", float_bits(quantizer.format.max)), coded
-    found = quantizers.known(quantizer)
+    found = quantizers.constants(quantizer)
     if found is None or found[1].bins is not None or (found[0].second is not None and tile.columns != _CHOICE[0]):
         return None  # the errors of a tile that is read in several strips are not summed
     return found if found[0].kind != "two_level" or (tile.rows and tile.columns) else None
@@ -160,9 +162,9 @@ class Both:
         noisy: bool = False,
     ) -> None:
         self.tile = tile = quantizer.tiling.tile
-        found = _told(quantizer, form == "whole")
+        found = _constants(quantizer, form == "whole")
         assert found is not None
-        rule, element = quantizers.told(quantizer, device, dtype, found)
+        rule, element = quantizers.constants_on(quantizer, device, dtype, found)
         units = [UNIT if size % UNIT == 0 else 1 for size in shape]
         plain = 1 not in units and not noisy
         strip, warps = _STRIP

@@ -197,12 +197,12 @@ def written(dtype: torch.dtype) -> elements.Rounding:
 
 
 @cache
-def told(
-    quantizer: Quantizer, device: torch.device, dtype: torch.dtype, given: tuple[Rule, Element] | None = None
+def constants_on(
+    quantizer: Quantizer, device: torch.device, dtype: torch.dtype, portable: tuple[Rule, Element] | None = None
 ) -> tuple[Rule, Element]:
-    """The constants with which kernels quantize tensors of that dtype on that device: `given`, or `known(quantizer)`,
-    changed to use the GPU's own instructions, which give the same bits."""
-    found = given or known(quantizer)
+    """The constants with which kernels quantize tensors of that dtype on that device: `portable` (default: `constants`
+    of the quantizer), changed to use the GPU's own instructions, which give the same bits."""
+    found = portable or constants(quantizer)
     assert found is not None
     rule, element = found
     made = instruction(quantizer.format, quantizer.rounding, "saturate", device)
@@ -211,7 +211,7 @@ def told(
     return rule._replace(corrections=corrections), element._replace(instruction=made)
 
 
-def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
+def constants(quantizer: Quantizer) -> tuple[Rule, Element] | None:
     """The constants with which kernels quantize, on any device; None where they do not support the quantizer."""
     scales = quantizer.scales
     if scales is None or quantizer.outliers is not None or quantizer.clamp is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
-from halfstep.kernels.gpu import KINDS, UNIT, bits, functions, halves, launch, lies_plain, quantizers
+from halfstep.kernels.gpu import KINDS, UNIT, bits, functions, halves, is_dense, launch, quantizers
 from halfstep.kernels.gpu.blocks import WARPS
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout, matrix_shape
@@ -26,10 +26,12 @@ _STRIP, _WIDE = 1 << 12, 64  # most bytes and columns of a program along columns
 _CHOICE = 32  # most columns where each tile has a choice of two scales: with more, registers would spill
 
 
-Told = tuple[quantizers.Rule | None, quantizers.Element | None]
+Constants = tuple[quantizers.Rule | None, quantizers.Element | None]
 
 
-def told(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> Told | None:
+def constants(
+    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False
+) -> Constants | None:
     """The constants with which kernels rotate x and quantize the result, if there is a quantizer; None where they do
     not support it.
 
@@ -39,11 +41,11 @@ def told(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None,
     """
     size, dim = len(signs), dim % x.dim() if x.dim() else -1
     known = dim == x.dim() - 1 or (dim == 0 and x.dim() == 2)
-    if not (known and lies_plain(x) and x.numel() and lies_plain(signs, torch.float32) and size in _SIZES):
+    if not (known and is_dense(x) and x.numel() and is_dense(signs, torch.float32) and size in _SIZES):
         return None
     if quantizer is None:
         return None, None
-    found, scales = quantizers.known(quantizer), quantizer.scales
+    found, scales = quantizers.constants(quantizer), quantizer.scales
     if found is None or scales is None or x.dim() != 2 or found[1].bins is not None:
         return None
     tile = scales.tile
@@ -60,7 +62,7 @@ def whole_shape(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
 
 def run(x: Tensor, signs: Tensor, dim: int) -> Tensor | None:
     """`quant.rotate(x, signs, dim)`: float32, padded to whole blocks. None where no kernel supports it."""
-    if (given := told(x, signs, dim)) is None:
+    if (given := constants(x, signs, dim)) is None:
         return None
     out = torch.empty(whole_shape(x, len(signs), dim), dtype=torch.float32, device=x.device)
     _launch(x, signs, dim % x.dim() != x.dim() - 1, None, given, None, None, None, out=out)
@@ -72,26 +74,26 @@ def run_values(
     signs: Tensor,
     dim: int,
     quantizer: Quantizer,
-    told: Told,
+    constants: Constants,
     seed: Seed | None,
     dtype: torch.dtype,
     part: float = 1.0,
     tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """x times `part`, rotated, then quantized with the constants `told` and dequantized. Noise is indexed by position
-    in the matrix; with one level of scales and dimension 0, in its transpose.
+    """x times `part`, rotated, then quantized (with the kernels' `constants`) and dequantized. Noise is indexed by
+    position in the matrix; with one level of scales and dimension 0, in its transpose.
 
     With two levels of scales, if `tensor_scale` is given the tensor's scale is written to it and not applied to the
     values.
     """
     out = torch.empty(whole_shape(x, len(signs), dim), dtype=dtype, device=x.device)
     noise = None if seed is None else "rows" if dim or quantizer.tiling.rule.two_level else "turned"
-    _launch(x, signs, dim == 0, quantizer, told, seed, noise, part, out=out, whole=tensor_scale)
+    _launch(x, signs, dim == 0, quantizer, constants, seed, noise, part, out=out, whole=tensor_scale)
     return out
 
 
 def run_codes(
-    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, told: Told, seed: Seed | None
+    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, constants: Constants, seed: Seed | None
 ) -> tuple[tuple[int, ...], dict[str, Tensor]]:
     """The shape of the rotated matrix (for dimension 0, of its transpose) and the tensors of its quantization: `codes`,
     `scale` ..."""
@@ -100,7 +102,7 @@ def run_codes(
     made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
     noise = None if seed is None else "rows" if dim else "turned"
     out, scale, whole = made["codes"], made["scale"], made.get("tensor_scale")
-    _launch(x, signs, dim == 0, quantizer, told, seed, noise, None, out, scale, whole)
+    _launch(x, signs, dim == 0, quantizer, constants, seed, noise, None, out, scale, whole)
     return shape, made
 
 
@@ -109,7 +111,7 @@ def _launch(
     signs: Tensor,
     down: bool,
     quantizer: Quantizer | None,
-    told: Told,
+    constants: Constants,
     seed: Seed | None,
     noise: str | None,
     part: float | None,
@@ -119,12 +121,12 @@ def _launch(
 ) -> None:
     """Launch the kernel; twice with two levels of scales."""
     (rows, columns), size = matrix_shape(tuple(x.shape)), len(signs)
-    rule, element = told
+    rule, element = constants
     tile = 0 if quantizer is None or quantizer.scales is None else max(astuple(quantizer.scales.tile))
     unit = UNIT if columns % UNIT == 0 else 1
     two_level = rule is not None and rule.kind == "two_level"
     values: Any = out.dtype if rule is not None and scale is None else None
-    constants: dict[str, Any] = {
+    options: dict[str, Any] = {
         "device": x.device, "R": rule, "Q": element, "E": quantizers.e4m3() if two_level else None,
         "SOURCE": KINDS[x.dtype], "TARGET": KINDS.get(values),
         "OUT": quantizers.written(values) if values is not None and values.itemsize == 2 else None,
@@ -135,12 +137,12 @@ def _launch(
     wide = _WIDE if rule is None or rule.second is None else _CHOICE
     warps, high = (1, min(wide, _STRIP // (size * x.itemsize))) if down else (WARPS, _BLOCK // size)
     grid = -(-rows // size) * -(-columns // high) if down else -(-rows * -(-columns // size) // high)
-    constants |= {"warps": warps, "DOWN": down, "ROWS": high, "COLUMNS": size}
+    options |= {"warps": warps, "DOWN": down, "ROWS": high, "COLUMNS": size}
     kernel, found = functions("rotated").rotate, None
     given = signs, rows, columns // unit
     if two_level:
         found = torch.zeros(1, dtype=torch.int32, device=x.device)
         nothing = {"Q": None, "E": None, "TARGET": None, "OUT": None, "APART": False, "NOISE": None}
-        launch(kernel, grid, bits(x), None, None, None, None, found, *given, *halves(None), **(constants | nothing))
+        launch(kernel, grid, bits(x), None, None, None, None, found, *given, *halves(None), **(options | nothing))
     cells = [None if t is None else bits(t) for t in (out, scale, whole)]
-    launch(kernel, grid, bits(x), *cells, found, None, *given, *halves(seed), **constants)
+    launch(kernel, grid, bits(x), *cells, found, None, *given, *halves(seed), **options)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
-from halfstep.kernels.gpu import KINDS, UNIT, functions, halves, layouts, lies_plain, prepared, quantizers
+from halfstep.kernels.gpu import KINDS, UNIT, functions, halves, is_dense, layouts, prepared, quantizers
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import Seed
 
@@ -24,12 +24,12 @@ _VARYING = 0, 7, 8
 """The arguments that differ between calls or may begin elsewhere: `x`, `found` and `raised`."""
 
 
-def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[quantizers.Rule, quantizers.Element] | None:
+def constants(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[quantizers.Rule, quantizers.Element] | None:
     """The constants with which kernels quantize x. None where `run` does not support it: x must be a dense contiguous
     matrix with sizes that are multiples of 16 and rows that fill blocks of the rotation, in tiles along its rows that
     are no longer than these blocks."""
-    size, scales, found = len(signs), quantizer.scales, quantizers.known(quantizer)
-    if not (lies_plain(x) and lies_plain(signs, torch.float32) and x.dim() == 2 and x.numel()):
+    size, scales, found = len(signs), quantizer.scales, quantizers.constants(quantizer)
+    if not (is_dense(x) and is_dense(signs, torch.float32) and x.dim() == 2 and x.numel()):
         return None
     if found is None or scales is None or found[0].second is not None or found[1].bins is not None:
         return None
@@ -41,7 +41,7 @@ def told(x: Tensor, quantizer: Quantizer, signs: Tensor) -> tuple[quantizers.Rul
 def run(
     x: Tensor,
     quantizer: Quantizer,
-    told: tuple[quantizers.Rule, quantizers.Element],
+    constants: tuple[quantizers.Rule, quantizers.Element],
     signs: Tensor,
     along: layouts.Tensors,
     turned: layouts.Tensors,
@@ -49,10 +49,10 @@ def run(
     turned_seed: Seed | None = None,
 ) -> None:
     """Write the tensors of `quantizer.quantize(x)` to `along`, and those of the transpose of `quant.rotate(x, signs,
-    0)` to `turned`, with a seed each: both made by `layouts.empty`, stored or swizzled. `told`: the kernels'
+    0)` to `turned`, with a seed each: both made by `layouts.empty`, stored or swizzled. `constants`: the kernels'
     constants."""
     form, strides, one, other = layouts.laid(quantizer, along, turned)
-    both = _both(quantizer, told, len(signs), tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
+    both = _both(quantizer, constants, len(signs), tuple(x.shape), x.dtype, x.device, form, strides, seed is not None)
     both(x, signs, one, other, None, seed, turned_seed)
 
 
@@ -60,7 +60,7 @@ class BothTurned:
     """The launches that write both copies of matrices of one shape and dtype.
 
     Args:
-        told: the kernels' constants for the quantizer (`told`).
+        constants: those that `constants` returns for the quantizer.
         size: of a block of the rotation.
         form, strides, noisy: as for `layouts.Both`.
     """
@@ -68,7 +68,7 @@ class BothTurned:
     def __init__(
         self,
         quantizer: Quantizer,
-        told: tuple[quantizers.Rule, quantizers.Element],
+        constants: tuple[quantizers.Rule, quantizers.Element],
         size: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -78,22 +78,22 @@ class BothTurned:
         noisy: bool,
     ) -> None:
         scales, (rows, columns) = quantizer.tiling, shape
-        two_level, high = told[0].kind == "two_level", max(size, UNIT)
+        two_level, high = constants[0].kind == "two_level", max(size, UNIT)
         self._device, self.zeros = device, 2 if two_level else 0
         """The size of the zeros that a call may pass, to be raised by atomic max."""
         self._grid = -(-rows // high) * -(-columns // (_STRIP // high))
         self._sizes, self._strides = (rows // UNIT, columns // UNIT), (*strides[0], *strides[1])
-        constants: dict[str, Any] = {
-            "R": told[0], "SOURCE": KINDS[dtype], "FORM": form, "FACTOR": float_bits(math.sqrt(1 / size)),
+        options: dict[str, Any] = {
+            "R": constants[0], "SOURCE": KINDS[dtype], "FORM": form, "FACTOR": float_bits(math.sqrt(1 / size)),
             "LEVELS": LEVELS[size], "W": scales.tile.columns, "UNIT": UNIT, "ROWS": high, "COLUMNS": _STRIP // high,
         }  # fmt: skip
         kernel = functions("rotated").both_turned
-        coded = {"Q": told[1], "E": quantizers.e4m3() if two_level else None, "NOISY": noisy}
-        self._write = prepared(kernel, device, 1, as_bits=True, varying=_VARYING, **coded, **constants)
+        coded = {"Q": constants[1], "E": quantizers.e4m3() if two_level else None, "NOISY": noisy}
+        self._write = prepared(kernel, device, 1, as_bits=True, varying=_VARYING, **coded, **options)
         self._note = None
         if two_level:
             nothing = {"Q": None, "E": None, "NOISY": False}
-            self._note = prepared(kernel, device, 1, as_bits=True, varying=_VARYING, **nothing, **constants)
+            self._note = prepared(kernel, device, 1, as_bits=True, varying=_VARYING, **nothing, **options)
 
     def __call__(
         self,

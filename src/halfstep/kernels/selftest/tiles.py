@@ -215,14 +215,14 @@ def rotations(
 
 def rotated_values(
     spun: Spun, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], dim: int, make: Make = spread,
-    told: Run = gpu_rotated.told, run: Run = gpu_rotated.run_values, into: torch.dtype = torch.bfloat16,
+    constants: Run = gpu_rotated.constants, run: Run = gpu_rotated.run_values, into: torch.dtype = torch.bfloat16,
     part: float = 0.75,
 ) -> Cases:  # fmt: skip
     """Values: along rows, of the whole in the input's dtype; along columns, of that part; with two levels of scales,
     also without the tensor's scale."""
     quantizer, part, into = (spun[0], 1.0, dtype) if dim else (spun[0].down, part, into)
     x, signs, seed = make(shape, dtype, spun[0]), spun[1].signs(), seed_of(quantizer.rounding)
-    known, two_level = told(x, signs, dim, quantizer), quantizer.scales.rule.two_level
+    known, two_level = constants(x, signs, dim, quantizer), quantizer.scales.rule.two_level
     wide, upright = quant.rotate(x, signs, dim) * part, dim or two_level
     expected = quantizer.quantize(wide, seed) if upright else spun[0].quantize(wide.t().contiguous(), seed)
     values, there = expected.dequantize(into), (x.to(device), signs.to(device), dim, quantizer, known, seed)
@@ -239,8 +239,8 @@ def rotated_codes(spun: Spun, device: torch.device, dtype: torch.dtype, shape: t
     """Codes and scales; along columns, those of the transpose."""
     (quantizer, hadamard), x = spun, spread(shape, dtype, spun[0])
     signs, seed = hadamard.signs(), seed_of(quantizer.rounding)
-    told: Any = gpu_rotated.told(x, signs, dim, quantizer, turned=True)
-    size, found = gpu_rotated.run_codes(x.to(device), signs.to(device), dim, quantizer, told, seed)
+    constants: Any = gpu_rotated.constants(x, signs, dim, quantizer, turned=True)
+    size, found = gpu_rotated.run_codes(x.to(device), signs.to(device), dim, quantizer, constants, seed)
     wide = quant.rotate(x, signs, dim) if dim else quant.rotate(x, signs, dim).t().contiguous()
     assert size == tuple(wide.shape)
     yield from (Case(expected, found[key], key) for key, expected in quantizer.quantize(wide, seed).tensors.items())
@@ -252,10 +252,10 @@ def _rotated_both(
     """Codes and scales of the matrix, and of its rotated transpose, with a seed each, one of which is on the device."""
     (quantizer, hadamard), x = spun, spread(shape, dtype, spun[0])
     signs, seeds = hadamard.signs(), (SEED, 7) if quantizer.rounding == "stochastic" else (None, None)
-    told: Any = turned.told(x, quantizer, signs)
+    constants: Any = turned.constants(x, quantizer, signs)
     copies = layouts.empty(x.to(device), quantizer, form)
     handed = (cell(SEED, device), 7) if seeds[0] else seeds
-    turned.run(x.to(device), quantizer, told, signs.to(device), *copies, *handed)
+    turned.run(x.to(device), quantizer, constants, signs.to(device), *copies, *handed)
     wide = x, quant.rotate(x, signs, 0).t().contiguous()
     for one, seed, found, which in zip(wide, seeds, copies, ("as it lies", "rotated"), strict=True):
         made = quantizer.quantize(one, seed).tensors
@@ -420,7 +420,7 @@ CPU = (
             for rounding in ("nearest_even", "stochastic")
         },
         rotated_values, product(DTYPES[:2], [(33, 64)], [0]), make=bounded, into=torch.float32, part=1.0,
-        told=lambda x, signs, dim, q: rotated_tiles.numbers_of(x, signs, dim, q, torch.float32), run=_cpu_rotated,
+        constants=lambda x, signs, dim, q: rotated_tiles.numbers_of(x, signs, dim, q, torch.float32), run=_cpu_rotated,
     ),
 )  # fmt: skip
 GPU = (

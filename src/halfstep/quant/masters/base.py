@@ -81,7 +81,7 @@ class Master(ABC):
         return float(sum(dtype.itemsize for dtype in self.keeps.values()))
 
 
-def drop_strange(weight: Tensor, rest: Tensor) -> None:
+def drop_impossible(weight: Tensor, rest: Tensor) -> None:
     """Zero the second bfloat16 of a weight kept as a sum of two, where no update could have left it beside the first.
 
     After w' = w + c and c' = c + (w - w'), each operation rounded, |c'| <= 2^-7 |w'|; and the error of rounding float32

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.quant.masters.base import Kept, Master, drop_strange
+from halfstep.quant.masters.base import Kept, Master, drop_impossible
 
 
 class Full(Master):
@@ -119,7 +119,7 @@ class _Pair(Master):
 
     def follow(self, weight: Tensor, kept: Kept) -> None:
         for name in self.keeps:
-            drop_strange(weight, kept[name])
+            drop_impossible(weight, kept[name])
 
 
 class Kahan(_Pair):

@@ -27,7 +27,7 @@ def stochastic_bf16(number, drawn):
 @triton.jit
 def beside(weight, rest):
     """The bits of `rest`, the second bf16 of a weight kept as a sum of two, or 0 where it is too large beside the first
-    (`masters.drop_strange`)."""
+    (`masters.drop_impossible`)."""
     size, part = (weight >> 16) & 0x7FFF, (rest >> 16) & 0x7FFF
     return tl.where(part > tl.where(size > 0x3C0, size, 0x3C0) - 0x380, 0, rest)
 
