@@ -1,4 +1,4 @@
-"""What docs/memory.md and the ledger say of models too large for this machine: accounts, kept.
+"""Memory accounts of models too large for this machine, for docs/memory.md and the ledger.
 
 python benchmarks/accounts.py [--keep]
 """
@@ -26,12 +26,12 @@ GIB = 2**30
 
 
 def states_of(name: str, recipe: str | Recipe) -> Account:
-    """The account of what stays from step to step: no pass is run."""
+    """The account of persistent memory (what stays from step to step), without that of a pass."""
     return account(replace(load_subject(name), batch=None), recipe)
 
 
 def optimizers() -> dict[str, Any]:
-    """Bytes that stay, by model and recipe, with AdamW."""
+    """Persistent bytes by model and recipe, with AdamW."""
     found: dict[str, Any] = {}
     for name in MODELS:
         for recipe in OPTIMIZERS:
@@ -48,7 +48,7 @@ def optimizers() -> dict[str, Any]:
 
 
 def galore() -> dict[str, Any]:
-    """GaLore's headlines for LLaMA 7B with a rank of 1024: shares of memory that are saved, in bf16."""
+    """The shares of memory that GaLore with rank 1024 saves for LLaMA 7B in bf16: the paper's headline figures."""
 
     def of(**kinds: Any) -> Account:
         return states_of("llama-7b", Recipe("galore-7b", "", "Zhao et al. 2024", weights="bf16", **kinds))
@@ -56,7 +56,7 @@ def galore() -> dict[str, Any]:
     projection = Projection(rank=1024, share=None)
     adam, low = of(moments="bf16"), of(moments="bf16", projection=projection)
     two, four = (of(moments=((PROJECTOR, kind), *MAPS), projection=projection).bytes for kind in ("bf16", "fp32"))
-    projectors = (four.states - two.states) // 2  # numbers in them
+    projectors = (four.states - two.states) // 2  # elements of the projectors
     whole, states = adam.bytes.persistent, adam.bytes.states
     rest = two.persistent - two.state_scales  # a float32 for each 256 moments, which the paper's count leaves out
     found = {
@@ -73,7 +73,7 @@ def galore() -> dict[str, Any]:
 
 
 def passes() -> dict[str, Any]:
-    """Masters against activations; FP8-LM against bf16: bytes of a step."""
+    """Bytes of a training step by role, the ratio of activations to master weights, and what FP8-LM saves over bf16."""
     found: dict[str, Any] = {}
     for name, recipe, batch, how in (
         ("resnet-50", "fp16-master", 256, "none"),
@@ -93,7 +93,8 @@ def passes() -> dict[str, Any]:
 
 
 def doubled() -> dict[str, Any]:
-    """The peak of a step of a LLaMA of 1B under COAT, by batch, beside a baseline whose activations are all in bf16."""
+    """The peak memory of a training step of a 1B LLaMA by batch size, under COAT and under bf16-master (all activations
+    in bf16)."""
     found: dict[str, Any] = {}
     for recipe in ("bf16-master", "coat"):
         for batch in (4, 8, 16):

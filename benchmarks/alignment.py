@@ -1,4 +1,4 @@
-"""Do the two input weights of a gated MLP align under weight decay? A small Llama on text, decay by decay.
+"""Whether the gate and up projections of a gated MLP align under weight decay: a small Llama on text.
 
 python benchmarks/alignment.py [--keep] [--steps N]
 """
@@ -23,7 +23,8 @@ DECAYS = (0.0, 0.1, 1.0)
 
 
 def train(decay: float, steps: int, lr: float = 3e-3) -> list[dict[str, float]]:
-    """Float32, AdamW (decoupled decay on matrices); what `look` sees, five times."""
+    """Train in float32 with AdamW, with weight decay on matrices only; the results of `look` at five evenly spaced
+    steps."""
     task = get_task("lm").open(experiment_for("lm", recipes=("fp32",), batch=16, context=32))
     torch.manual_seed(0)
     model = Llama(VOCABULARY, 32, layers=2, width=64, heads=2)
@@ -51,7 +52,8 @@ def train(decay: float, steps: int, lr: float = 3e-3) -> list[dict[str, float]]:
 
 @torch.no_grad()
 def look(model: Any, inputs: list[Tensor]) -> dict[str, float]:
-    """|cosine| of the gate's and the up-projection's row of every channel that contributes, and the product's amax."""
+    """Statistics of |cosine| between the rows of the gate and up projections, over the channels that contribute; and
+    the amax of the down projections' inputs."""
     cosines, amaxes, peaks = [], [], []
     for block, hidden in zip(model.layers, inputs, strict=True):
         mlp, rows = block.mlp, hidden.flatten(0, -2)

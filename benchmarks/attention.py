@@ -1,7 +1,7 @@
-"""Attention whose two matmuls round their operands to FP8, in a model of transformers, against its `sdpa`.
+"""Attention with the operands of both matmuls rounded to FP8, compared with `sdpa` of transformers.
 
-Error: of the output and of the gradients of q, k and v, in the norm, of standard normal inputs, against float32. Time:
-the process's CPU time of a forward and a backward, one thread, medians of ratios of interleaved pairs.
+Error: of the output and of the gradients of q, k and v, as relative Euclidean norms against float32, for standard
+normal inputs. Time: process CPU time of forward and backward on one thread, as medians of ratios of interleaved pairs.
 
     python benchmarks/attention.py [--keep] [--pairs 30]
 """
@@ -31,7 +31,7 @@ BATCH, HEADS, TIME, WIDTH = 2, 8, 256, 64
 
 
 def specs() -> dict[str, AttentionSpec]:
-    """One scale a tensor with softmax's weights times a fixed 256, and blocks of 32 with powers of two."""
+    """The attention specs by name: FP8 with one scale per tensor (softmax weights times a fixed 256), and MXFP8."""
     e4, e5 = (Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in ("e4m3fn", "e5m2"))
     p = Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("fixed", bias=8)))
     mx = get_quantizer("mxfp8_e4m3", scale="rceil")

@@ -1,10 +1,10 @@
-"""What `halfstep audit` says of fine-tuning in bf16, rate by rate, and what watching the steps costs.
+"""What `halfstep audit` reports for fine-tuning in bf16 by learning rate, and the CPU cost of watching steps.
 
     python benchmarks/audit.py [--keep] [--rounds 30] [--out FOLDER]
 
-The GPT of which_bf16_finetune.py is trained from its pre-trained weights in bf16 by torch's AdamW. Beside the watch's
-share of lost updates, which looks at up to 65,536 values of a tensor, stands that of all values, from copies of the
-weights. The cost is the CPU time of steps with a watch over that of the same steps without, in turn, in one process.
+The GPT of which_bf16_finetune.py is fine-tuned in bf16 and float32 by torch's AdamW. The share of lost updates that the
+watch reports, from up to 65,536 values per tensor, is compared with the share over all values, from copies of the
+weights. The cost is the CPU time of watched steps over that of unwatched steps, alternating in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RATES, STEPS, TURN = (1e-6, 1e-5, 1e-4, 1e-3), 10, 3
 
 
 class Loop:
-    """Fine-tuning as a plain loop."""
+    """A plain training loop that fine-tunes the model with AdamW."""
 
     def __init__(self, told: Any, weights: Path, rate: float, dtype: torch.dtype) -> None:
         self.model: nn.Module = loaded(told, weights).to(dtype)
@@ -40,14 +40,14 @@ class Loop:
         self._data, self._step = get_task(told.task).open(told), 0
 
     def backward(self) -> None:
-        """Gradients of the next batch."""
+        """Compute the gradients of the next batch."""
         self._step += 1
         self.optimizer.zero_grad()
         self._data.loss(self.model, self._data.batch(0, self._step)).backward()
 
 
 def shares(loop: Loop) -> dict[str, float]:
-    """The share of lost updates after some steps: as the watch says, and of all values."""
+    """The share of lost updates after STEPS steps: as the watch reports it, and over all values in the last step."""
     lost = wanted = 0
     with Watch() as watch:
         for step in range(STEPS):
@@ -63,7 +63,8 @@ def shares(loop: Loop) -> dict[str, float]:
 
 
 def cost(loop: Loop, rounds: int) -> dict[str, float]:
-    """The median over rounds of watched steps' CPU time by unwatched ones', the model being found; and quartiles."""
+    """The CPU time of watched steps relative to unwatched ones, as median and quartiles over rounds; and the seconds
+    that one search for the model takes."""
     ratios, watched = [], Watch()
     for _ in range(rounds + 2):
         seconds = []

@@ -1,9 +1,9 @@
-"""Do a row's logits depend on the rest of its batch, and on how many tokens a call has?
+"""Whether a row's logits depend on the rest of its batch, and on the number of tokens per call.
 
     python benchmarks/batch_mates.py [--keep]
 
-Distances of logits (Euclidean norms), of a small Llama with random weights: of a row alone to the same row in a batch,
-and of tokens given one by one with a KV cache to all of them in one call. --keep writes results/batch_mates.json and
+Measures Euclidean distances of logits for a small Llama with random weights: between a row alone and the same row in a
+batch, and between tokens fed one by one with a KV cache and all in one call. --keep writes results/batch_mates.json and
 the table of docs/inference.md between `<!-- mates -->` marks.
 """
 
@@ -30,7 +30,7 @@ TABLE = re.compile(r"(?<=<!-- mates -->\n).*?(?=<!-- end mates -->)", re.DOTALL)
 
 
 def form(model: nn.Module, name: str) -> Any:
-    """A copy of the model, as that row of the table has it."""
+    """The model in the precision that a row of the table names."""
     if name not in WIDE:
         return quantised(model, name)
     halfstep.apply(model, WIDE[name])
@@ -38,13 +38,14 @@ def form(model: nn.Module, name: str) -> Any:
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """The distance between two tensors, as a share of the second's norm."""
+    """The Euclidean distance between two tensors, relative to the norm of `expected`."""
     return float((found - expected).norm() / expected.norm())
 
 
 @torch.inference_mode()
 def distances(name: str) -> dict[str, float]:
-    """By what went along with the row: how far its logits are from those of the row alone, in one call."""
+    """How far the row's logits are from those of the row alone in one call: in a batch of each size, and token by token
+    with a KV cache."""
     model = form(llama(), name)
     rows = torch.randint(0, 512, (max(ROWS), TOKENS), generator=torch.Generator().manual_seed(0))
     alone = model(rows[:1]).logits

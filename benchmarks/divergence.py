@@ -1,4 +1,4 @@
-"""What announces that a run diverges, at which rate recipes do, and what moved before a spike: docs/stability.md.
+"""Early signs of divergence, and the learning rates at which recipes diverge: docs/stability.md.
 
     halfstep sweep --recipes fp32 --grid lr=0.5,1.5 --grid sharpness=5e-4 --grid clip=1e9 --grid warmup=150 \
         --grid statistics=1 --grid validations=5 --seeds 40 --steps 200 --model gpt-nano --jobs 1 --out LEADS
@@ -6,7 +6,7 @@
         --grid validations=2 --seeds 40 --steps 120 --model gpt-nano --jobs 1 --out RAMP
     python benchmarks/divergence.py [--leads LEADS] [--ramp RAMP [RAMP]] [--keep]
 
---keep writes results/divergence.json, the parts measured beside those that are there. `page` makes the tables of the
+--keep writes results/divergence.json, in which parts that were not measured now stay. `page` makes the tables of the
 page.
 """
 
@@ -35,15 +35,16 @@ VARIANTS = {
     for logs in (False, True)
     for width in (1, 3, 5, 10)
 }
-"""How the series may be taken before an alarm is set on them; the first is as they are."""
+"""How series are smoothed before alarm thresholds are set, by name: (whether logarithms are averaged, window in steps).
+The first variant is unsmoothed."""
 
 
 EFFECT = 0.1
-"""The relative difference of two rates that a comparison is to find."""
+"""The relative difference between two learning rates for whose detection the power is computed."""
 
 
 def ahead(path: Path) -> dict[str, Any]:
-    """How far ahead loss, gradient norm and sharpness announce that a run diverges."""
+    """How many steps ahead the loss, gradient norm and sharpness announce divergence, for each smoothing variant."""
     stable, lost = runs_of(path, NAMES)
     found: dict[str, Any] = {"seconds": seconds(path), "stable": len(stable), "lost": len(lost), "variants": {}}
     for name, (logs, width) in VARIANTS.items():
@@ -64,12 +65,12 @@ def ahead(path: Path) -> dict[str, Any]:
 
 
 def ramp(paths: Sequence[Path], risen: Path) -> dict[str, Any]:
-    """The learning rate at which runs diverge while it rises, by recipe, paired over seeds with fp32's.
+    """By recipe, the learning rate at which runs diverge while it rises, compared with fp32's with the same seeds.
 
-    A run that does not diverge counts with the highest rate it reached, so differences upwards are understated.
+    A run that does not diverge counts with the highest rate it reached, so positive differences are underestimated.
 
     Args:
-        risen: the sweep `ahead` reads, whose fp32 runs rise along the same line: the negative control.
+        risen: the sweep that `ahead` reads, whose fp32 runs follow the same ramp: the negative control.
     """
     table: dict[str, dict[int, float]] = {}
     survived: dict[str, int] = {}
@@ -111,7 +112,8 @@ def ramp(paths: Sequence[Path], risen: Path) -> dict[str, Any]:
 
 
 def rates_lost(path: Path, point: str = "lr") -> Iterator[tuple[str, int, float, bool, int]]:
-    """Of a sweep's runs: recipe, seed, the learning rate at which it diverged, whether it never did, its spikes."""
+    """For each run of a sweep: recipe, seed, its last learning rate (at divergence or at the end), whether it never
+    diverged, and its number of spikes."""
     folder = SweepFolder(path)
     sweep = folder.sweep()
     for found in outcomes(folder, sweep):
@@ -122,7 +124,8 @@ def rates_lost(path: Path, point: str = "lr") -> Iterator[tuple[str, int, float,
 
 
 def beside(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, Any]:
-    """Rates less another's, over the seeds of both; with the power to find a tenth of the other's mean."""
+    """The paired differences between two recipes' rates over common seeds: mean, interval and verdict, with the power
+    to detect a tenth of the base's mean."""
     seeds = sorted(rates.keys() & base.keys())
     apart, mean = [rates[seed] - base[seed] for seed in seeds], statistics.fmean(base[seed] for seed in seeds)
     ends, spread = paired(apart), statistics.stdev(apart)
@@ -148,13 +151,13 @@ def beside(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[str, A
 
 
 def more(counts: Mapping[int, int], base: Mapping[int, int]) -> dict[str, float]:
-    """Spikes a run less another's, over the seeds of both."""
+    """The paired difference in spikes per run between two recipes, over common seeds, with its interval."""
     apart = [counts[seed] - base[seed] for seed in sorted(counts.keys() & base.keys())]
     return {"mean": statistics.fmean(apart), **asdict(paired(apart))}
 
 
 def smoothed(run: Mapping[str, Series], logs: bool, width: int) -> dict[str, list[float]]:
-    """The mean of the last `width` steps of each series, or of its logarithms."""
+    """Each series, or its logarithms, averaged over the last `width` steps."""
     found = {}
     for name, series in run.items():
         values = [math.inf if one is None else math.log(one) if logs else one for one in series]
@@ -163,7 +166,7 @@ def smoothed(run: Mapping[str, Series], logs: bool, width: int) -> dict[str, lis
 
 
 def seconds(path: Path) -> float:
-    """What the runs of a sweep took, in all."""
+    """The total training time of a sweep's runs."""
     folder = SweepFolder(path)
     return sum(folder.state(cell).seconds or 0.0 for cell in folder.sweep().cells())
 
@@ -179,7 +182,8 @@ def page(kept: dict[str, Any]) -> str:
 
 
 def leads_table(found: dict[str, Any]) -> str:
-    """A row a series, as it is; and how sharpness compares with the loss in every variant."""
+    """The table of unsmoothed series, and that of sharpness compared with the loss and the gradient norm, one row per
+    variant."""
     first, *_ = found["variants"].values()
     lines = ["| series | alarm above | false alarms | runs announced | steps ahead | earlier than the loss by |"]
     lines.append("| --- " * 6 + "|")
@@ -201,7 +205,7 @@ def leads_table(found: dict[str, Any]) -> str:
 
 
 def ramp_table(found: dict[str, Any]) -> str:
-    """A row a recipe."""
+    """The table of learning rates at divergence, one row per recipe."""
     lines = [
         "| recipe | runs | diverges at a rate of | less fp32's, same seeds | power for a tenth | verdict | spikes |"
     ]
@@ -219,24 +223,24 @@ def ramp_table(found: dict[str, Any]) -> str:
 
 
 def against(apart: dict[str, Any]) -> list[str]:
-    """A difference of rates with its interval, its power and the verdict."""
+    """The table cells of a difference of rates: mean with interval, power, verdict."""
     ends = f"{apart['mean']:+.2f} ({apart['low']:+.2f} to {apart['high']:+.2f})"
     return [ends, f"{apart['power']:.0%}", apart["verdict"]]
 
 
 def counted(found: dict[str, Any]) -> str:
-    """A share with its interval."""
+    """A count of runs with the interval of its share, as text."""
     ends = found["interval"]
     return f"{found['hits']}/{found['runs']} ({ends['low']:.0%} to {ends['high']:.0%})"
 
 
 def between(found: Mapping[str, float] | None) -> str:
-    """A mean with its interval."""
+    """A mean with its interval, as text."""
     return "-" if found is None else f"{found['mean']:+.1f} ({found['low']:+.1f} to {found['high']:+.1f})"
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the benchmark as the module describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leads", type=Path, help="folder of the sweep with sharpness")
     parser.add_argument("--ramp", type=Path, nargs="+", help="folders of sweeps whose rate rises; with --leads")

@@ -1,8 +1,8 @@
-"""Does mixed precision hold beyond language? Every task under three recipes, beside the papers' figures.
+"""Mixed precision beyond language: every task of the lab under three recipes, next to the papers' figures.
 
     python benchmarks/domains.py [--keep] [--tasks vision,gan] [--steps N] [--out FOLDER]
 
---keep writes results/domains.json and docs/domains.md. An interrupted run goes on where it was.
+--keep writes results/domains.json and docs/domains.md. An interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SEEDS: dict[str, dict[str, Any]] = {
     "lm": {"steps": 200},
     "mlm": {"steps": 200},
 }
-"""What the runs take otherwise than the task says: more seeds where they are cheap and lie far apart, and no more steps
-than it takes; three seeds elsewhere."""
+"""Overrides of the tasks' settings: more seeds where runs are cheap and their results vary, and only as many steps as
+needed. Three seeds elsewhere."""
 
 INTRODUCTION = """# Beyond language
 
@@ -82,7 +82,7 @@ mean over all outputs, `reduction="mean"`. Nothing is contrived: that mean makes
 
 
 def run(task: str, recipes: tuple[str, ...], folder: Path, **given: Any) -> tuple[Results, float]:
-    """Train what is not trained yet; the results, and the seconds this call took."""
+    """Train the runs that are missing; the results, and the seconds that this call took."""
     experiment = experiment_for(task, recipes=recipes, **given)
     started = time.perf_counter()
     comparison = open_experiment(experiment, folder, resume=(folder / "experiment.json").is_file())
@@ -93,7 +93,7 @@ def run(task: str, recipes: tuple[str, ...], folder: Path, **given: Any) -> tupl
 
 
 def figures(results: Results, seconds: float) -> dict[str, Any]:
-    """What is kept of a task's runs."""
+    """The figures of a task's runs that the results file stores."""
     return {
         "summary": get_task(results.experiment.task).summary,
         "experiment": results.experiment.to_dict(),
@@ -105,7 +105,8 @@ def figures(results: Results, seconds: float) -> dict[str, Any]:
 
 
 def flushed(results: Results, scale: float) -> list[float]:
-    """The share of fp32's non-zero activation gradients that fp16 makes zero, times a loss scale, at each look."""
+    """The share of fp32's nonzero activation gradients that become zero when multiplied by a loss scale and cast to
+    fp16, one per statistics row."""
     first = results.first_seed("fp32")
     rows = [row["activation_gradients"] for row in (first[1] if first else []) if row["kind"] == "statistics"]
     histograms = [ExponentHistogram({int(e): n for e, n in row["counts"].items()}) for row in rows]
@@ -146,7 +147,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def _difference(verdict: dict[str, Any]) -> str:
-    """The mean difference and its interval."""
+    """The mean difference to fp32 and its interval, as text."""
     interval = verdict["interval"]
     ends = f" ({interval['low']:+.2%} to {interval['high']:+.2%})" if interval else ""
     return f"{round(verdict['paired_gap'], 4) + 0.0:+.2%}{ends}" if verdict["paired_gap"] is not None else ""

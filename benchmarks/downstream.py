@@ -1,9 +1,9 @@
-"""Do models trained in FP8 lose on tasks what their loss does not show? A small probe set: docs/stability.md.
+"""Whether models trained in FP8 lose accuracy that their loss does not show: a small probe set, docs/stability.md.
 
     python benchmarks/downstream.py RATES [--keep]
 
-RATES is the sweep of `stability.py`, of which the models at a learning rate of 0.003 are asked.
-Each model is taken from its last checkpoint and answers in fp32. --keep writes results/downstream.json.
+RATES is the sweep of `stability.py`; its models trained at a learning rate of 0.003 are evaluated.
+Each is loaded from its last checkpoint and evaluated in fp32. --keep writes results/downstream.json.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ KEPT = RESULTS / "downstream.json"
 QUESTIONS, CONTEXT, ANSWER = 384, 48, 16
 RATE, RECIPES = 3e-3, ("fp32", "bf16-mixed", "fp8-current", "fp8-delayed", "mxfp8")
 EFFECT = 0.01
-"""The loss of accuracy that a comparison is to find: a point."""
+"""The drop in accuracy for whose detection the power is computed: one percentage point."""
 
 
 def windows(task: LanguageModelling, places: Tensor) -> Tensor:
-    """The bytes of the held-out text from each place, (places, 64)."""
+    """The 64 bytes of held-out text from each position: (places, 64)."""
     return task.corpus.windows("held_out", places, CONTEXT + ANSWER).long()
 
 
 def places(task: LanguageModelling, count: int) -> Tensor:
-    """So many places, evenly over the held-out text."""
+    """`count` positions, evenly spaced over the held-out text."""
     return torch.arange(count, dtype=torch.int64, device="cpu") * (len(task.corpus.held_out) - 65) // count
 
 
 def likelihoods(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The log-likelihood of each row's last 16 bytes, given the others."""
+    """The log-likelihood of each row's last 16 bytes given the bytes before them."""
     scores = F.log_softmax(model(tokens[:, :-1]), -1).gather(-1, tokens[:, 1:, None])[..., 0]
     return scores[:, -ANSWER:].sum(-1)
 
 
 def next_byte(model: nn.Module, task: LanguageModelling) -> float:
-    """The most probable next byte is the text's."""
+    """The share of bytes that the model predicts as the most likely ones."""
     tokens = windows(task, places(task, QUESTIONS))
     return float((model(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]).float().mean())
 
 
 def continuation(model: nn.Module, task: LanguageModelling) -> float:
-    """Of four continuations, three from elsewhere in the text, the text's is the most probable."""
+    """The share of windows whose own last 16 bytes are more likely than those of three other windows."""
     tokens = windows(task, places(task, QUESTIONS))
     scores = []
     for shift in range(4):
@@ -69,7 +69,7 @@ def continuation(model: nn.Module, task: LanguageModelling) -> float:
 
 
 def order(model: nn.Module, task: LanguageModelling) -> float:
-    """The text's last 16 bytes are more probable than the same with their halves exchanged."""
+    """The share of windows whose last 16 bytes are more likely than the same bytes with their halves swapped."""
     tokens = windows(task, places(task, QUESTIONS))
     other = tokens.clone()
     other[:, -ANSWER:] = tokens[:, -ANSWER:].roll(ANSWER // 2, -1)
@@ -86,7 +86,7 @@ CHANCE = {"next byte": 1 / 256, "continuation": 0.25, "order": 0.5}
 
 @torch.no_grad()
 def measured(path: Path) -> dict[str, Any]:
-    """Each recipe's accuracy on each task, and its difference to fp32's over the same seeds."""
+    """Each recipe's accuracy on each task, and its difference to fp32's with the same seeds."""
     sweep = SweepFolder(path).sweep()
     cells, table = Cells(path, sweep), dict[str, dict[str, list[float]]]()
     for point, recipe, seed in sweep.cells():
@@ -105,7 +105,8 @@ def measured(path: Path) -> dict[str, Any]:
 
 
 def against(found: list[float], base: list[float]) -> dict[str, Any]:
-    """Accuracies, and their differences to the baseline's with the power to find a point."""
+    """The accuracies and their mean, and the paired differences to the baseline's with their interval and the power to
+    detect one percentage point."""
     apart = [mine - other for mine, other in zip(found, base, strict=True)]
     row: dict[str, Any] = {"accuracies": found, "mean": statistics.fmean(found)}
     if not any(apart):
@@ -130,7 +131,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the benchmark as the module describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, help="the sweep's folder")
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")

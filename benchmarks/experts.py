@@ -1,8 +1,8 @@
-"""CPU time of a forward and a backward of transformers' experts under recipes, over that of its own code in bf16.
+"""CPU time of forward and backward of transformers' experts under recipes, relative to its own code in bf16.
 
     python benchmarks/experts.py [--keep]
 
-Median of paired ratios, interleaved in one process, one thread; two experts a token. transformers' own code is
+Medians of paired ratios, interleaved in one process, one thread; two experts per token. transformers' own code is
 `grouped_mm`, with weights and inputs in bf16. --keep writes results/experts.json and the table of docs/recipes.md
 between `<!-- experts -->` marks.
 """
@@ -34,7 +34,7 @@ TABLE = re.compile(r"(?<=<!-- experts -->\n).*?(?=<!-- end experts -->)", re.DOT
 
 
 class Mixture(nn.Module):
-    """One stack of experts, so that a recipe has a model around it."""
+    """A model of one stack of experts, to which recipes can be applied."""
 
     def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def seconds(call: Callable[[], None]) -> float:
 
 
 def ratios(experts: int, width: int, inner: int, tokens: int) -> dict[str, float]:
-    """Of each recipe's CPU time to stock bf16's."""
+    """The CPU time of each recipe relative to stock bf16, as medians over rounds."""
     torch.manual_seed(0)
     stock, x = Mixture(experts, width, inner), torch.randn(tokens, width)
     index, weights = torch.rand(tokens, experts).topk(SLOTS).indices, torch.rand(tokens, SLOTS)
@@ -75,7 +75,7 @@ def ratios(experts: int, width: int, inner: int, tokens: int) -> dict[str, float
 
 
 def table(data: dict[str, Any]) -> str:
-    """A row each size."""
+    """The table of CPU time ratios, one row per size."""
     lines = [f"| experts, width, inner width, tokens | {' | '.join(f'`{name}`' for name in RECIPES)} |"]
     lines.append("| --- |" + " --- |" * len(RECIPES))
     for row in data["rows"]:
@@ -85,7 +85,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def trained(data: dict[str, Any]) -> str:
-    """A row each recipe that `halfstep compare` trained moe-tiny under, the first of them fp32."""
+    """The table of `halfstep compare`'s verdicts for moe-tiny, one row per recipe, fp32 first."""
     lines = ["| recipe | verdict | final loss | to fp32, same seed | 95% interval of that |", "| --- |" + " --- |" * 4]
     for row in data["verdicts"]:
         cells = [row["status"], f"{row['final_loss']:.4f}", f"{row['paired_gap']:+.2%}"]

@@ -1,10 +1,10 @@
-"""COAT beside pre-training: a GPT that is fine-tuned on other text, and a small vision-language model.
+"""COAT beyond pre-training: a GPT that is fine-tuned on other text, and a small vision-language model.
 
     python benchmarks/finetune.py [--keep] [--out FOLDER]
 
 The GPT is pre-trained in bf16-mixed on Python's standard library and fine-tuned on the READMEs of the packages that are
-installed beside halfstep, none of which is in the standard library; the digest kept says which text it was. --keep
-writes results/finetune.json. An interrupted run goes on where it was.
+installed beside halfstep, none of which is in the standard library; the results store the text's digest. --keep
+writes results/finetune.json. An interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAN: dict[str, Any] = {"validations": 1, "statistics": 1, "checkpoints": 1}
 
 
 def readmes(folder: Path) -> Path:
-    """The READMEs of the packages installed, a file each."""
+    """Write the READMEs of the installed packages to the folder, one file each; the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for package in distributions():
         name, text = package.metadata["Name"].lower(), package.metadata["Description"]
@@ -46,21 +46,21 @@ def readmes(folder: Path) -> Path:
 
 
 def pretrained(out: Path) -> Path:
-    """Weights of the lab's smallest GPT, pre-trained in bf16."""
+    """The path of the weights of the lab's smallest GPT, pre-trained in bf16-mixed."""
     told = experiment_for("lm", recipes=("bf16-mixed",), steps=600, seeds=1, **LEAN)
     train(told, {"bf16-mixed": get_recipe("bf16-mixed")}, out)
     return out / "bf16-mixed" / "seed-0" / "checkpoints" / f"step-{told.steps:08d}" / "model.safetensors"
 
 
 def loaded(experiment: Experiment, weights: Path) -> nn.Module:
-    """The model of an experiment with weights from a file."""
+    """The model of an experiment, with weights loaded from a file."""
     model = build_model(experiment.model, get_task(experiment.task).open(experiment).models(), seed=0)
     load_model(model, str(weights))
     return model
 
 
 def apart(values: Losses, higher_is_better: bool = False) -> dict[str, dict[str, Any]]:
-    """By recipe, the difference from fp32's, by the rule of `halfstep compare`."""
+    """By recipe, the difference to fp32 as `halfstep compare` judges it; or `diverged`."""
     finals = {name: {n: v for n, v in enumerate(each) if v is not None} for name, each in values.items()}
     found = {}
     for name, own in finals.items():
@@ -72,7 +72,7 @@ def apart(values: Losses, higher_is_better: bool = False) -> dict[str, dict[str,
 
 
 def fine_tuning(out: Path) -> dict[str, Any]:
-    """The losses on the new text: before, and after fine-tuning under every recipe."""
+    """The losses on the new text before and after fine-tuning under each recipe, and their differences to fp32's."""
     text = str(readmes(out / "readmes"))
     told = experiment_for("lm", recipes=RECIPES, data=text, steps=150, seeds=3, lr=1e-3, warmup=10, **LEAN)
     make = partial(loaded, told, pretrained(out / "pretrained"))
@@ -88,7 +88,7 @@ def fine_tuning(out: Path) -> dict[str, Any]:
 
 
 def captions(out: Path) -> dict[str, Any]:
-    """Loss and accuracy of a vision-language model."""
+    """Losses and accuracies of a vision-language model under each recipe, and their differences to fp32's."""
     told = experiment_for("captioning", recipes=RECIPES[:3], steps=250, seeds=3, **LEAN)
     losses = train(told, {name: get_recipe(name) for name in told.recipes}, out / "captions")
     accuracy = {
@@ -105,7 +105,7 @@ def captions(out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train what is not trained yet, print, and with --keep write."""
+    """Train the runs that are missing, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"))

@@ -1,12 +1,12 @@
-"""FP8-LM's fine-tuning: TRL's SFT and DPO of a small Llama under fp8lm-o2 and fp32.
+"""FP8-LM fine-tuning: SFT and DPO by TRL of a small Llama under fp8lm-o2 and fp32.
 
     python benchmarks/finetune_trl.py [--keep] [--out FOLDER]
 
 The Llama is trained in fp32 on Python's standard library, byte by byte, and fine-tuned on the READMEs of the packages
 that are installed beside halfstep. A preference pair is a prompt from a README, its continuation, and the same with the
 letters of every other word shuffled. The DPO policy and its reference start from the fp32 fine-tuning of
-seed 0. Loss and reward accuracy are of READMEs that were held out; bytes are of the live tensors. --keep writes
-results/finetune_trl.json. An interrupted run goes on with the trainings that are missing.
+seed 0. Loss and reward accuracy are of held-out READMEs; bytes are measured on the live tensors. --keep writes
+results/finetune_trl.json. An interrupted run resumes with the trainings that are missing.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ State = dict[str, torch.Tensor]
 
 
 class SFT(HalfstepMixin, SFTTrainer):  # type: ignore[misc]
-    """TRL's SFT by a recipe."""
+    """TRL's SFT trainer under a recipe."""
 
 
 class DPO(HalfstepMixin, DPOTrainer):  # type: ignore[misc]
-    """TRL's DPO by a recipe."""
+    """TRL's DPO trainer under a recipe."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte."""
+    """A tokenizer with one token per byte."""
     words = ["<pad>", "<end>", *sorted(ByteLevel.alphabet())]
     model = Tokenizer(BPE({word: i for i, word in enumerate(words)}, []))
     model.pre_tokenizer, model.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
@@ -68,7 +68,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama(state: State | None = None) -> LlamaForCausalLM:
-    """0.13 million parameters: from the seed, or with these weights."""
+    """A Llama of 0.13 million parameters, initialised with seed 0 or with these weights."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=258, max_position_embeddings=256, pad_token_id=0, **SIZES))
     if state is not None:
@@ -77,24 +77,24 @@ def llama(state: State | None = None) -> LlamaForCausalLM:
 
 
 def text_of(folder: str | None, split: str) -> str:
-    """The training or the held-out part of a corpus."""
+    """The training or held-out split of a corpus, as text."""
     return bytes(getattr(load_corpus(folder, TEXT), split).tolist()).decode("utf-8", errors="ignore")
 
 
 def windows(text: str, count: int, seed: int = 0) -> Dataset:
-    """Pieces of a text, from random places."""
+    """Pieces of a text from random positions."""
     places = random.Random(seed).choices(range(len(text) - TEXT), k=count)
     return Dataset.from_dict({"text": [text[place : place + TEXT] for place in places]})
 
 
 def misspelt(text: str, draw: random.Random) -> str:
-    """The text with the letters of every other word in another order."""
+    """The text with the letters of every other word shuffled."""
     odd = itertools.cycle((False, True))
     return re.sub(r"\w{3,}", lambda word: "".join(draw.sample(word[0], len(word[0]))) if next(odd) else word[0], text)
 
 
 def pairs(text: str, count: int, seed: int = 0) -> Dataset:
-    """Prompts with what follows, as it stands and misspelt."""
+    """Preference pairs: a prompt with its continuation (chosen) and the misspelt continuation (rejected)."""
     rows, draw = [], random.Random(seed)
     while len(rows) < count:
         after = PROMPT + draw.randrange(len(text) - PROMPT - REPLY)
@@ -105,7 +105,7 @@ def pairs(text: str, count: int, seed: int = 0) -> Dataset:
 
 
 def told(kind: str, seed: int, out: Path) -> dict[str, Any]:
-    """The arguments of a training."""
+    """The training arguments."""
     return {
         "output_dir": str(out), "max_steps": STEPS[kind], "learning_rate": RATES[kind], "seed": seed,
         "warmup_steps": 10, "lr_scheduler_type": "cosine", "per_device_train_batch_size": BATCH,
@@ -131,7 +131,7 @@ def dpo(recipe: str, start: State, data: tuple[Dataset, Dataset], seed: int, out
 
 
 def result(trainer: Any) -> dict[str, Any]:
-    """Held-out figures, and the bytes that stay from step to step, by role."""
+    """Held-out figures, and persistent bytes by role."""
     found = trainer.evaluate()
     figures = {name: found[name] for name in ("eval_loss", "eval_rewards/accuracies") if name in found}
     stays = measure_persistent(trainer.model, trainer.optimizer.optimizer)
@@ -143,7 +143,7 @@ def result(trainer: Any) -> dict[str, Any]:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """What is in a file, or is made now and written there."""
+    """The `result` stored in a file; if the file is missing, made now and written there."""
     if not path.exists():
         row = result(make())
         path.write_text(json.dumps(row))
@@ -152,14 +152,14 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 
 
 def trained(path: Path, make: Callable[[], Any]) -> State:
-    """Weights from a file, or trained now and written there."""
+    """The weights stored in a file; if it is missing, trained now and written there."""
     if not path.exists():
         torch.save(make().model.state_dict(), path)
     return torch.load(path)  # type: ignore[no-any-return]
 
 
 def measured(out: Path) -> dict[str, Any]:
-    """Every training that is not there yet, and what came of all."""
+    """Run every training that is missing; the results of all."""
     out.mkdir(parents=True, exist_ok=True)
     folder = str(readmes(out / "readmes"))
     library, train, rest = text_of(None, "train"), text_of(folder, "train"), text_of(folder, "held_out")
@@ -178,7 +178,8 @@ def measured(out: Path) -> dict[str, Any]:
 
 
 def compared(found: dict[str, Any]) -> dict[str, Any]:
-    """To fp32 by the rule of `halfstep compare`, and to bf16-master in bytes."""
+    """Losses and accuracies compared with fp32 as `halfstep compare` judges, and persistent bytes compared with
+    bf16-master."""
 
     def of(kind: str, name: str) -> dict[str, Any]:
         return {recipe: [row[name] for row in rows] for recipe, rows in found[kind].items()}
@@ -194,21 +195,21 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved(recipe: str) -> dict[str, float]:
-    """How much fewer bytes stay from step to step than under bf16-master, the model being the one above."""
+    """The shares of persistent bytes that a recipe saves over bf16-master for this model."""
     ours, theirs = bytes_of(recipe), bytes_of("bf16-master")
     roles = {"weights": ("weights",), "optimizer": ("master", "states"), "all": tuple(theirs)}
     return {name: 1 - sum(ours[r] for r in own) / sum(theirs[r] for r in own) for name, own in roles.items()}
 
 
 def bytes_of(recipe: str) -> dict[str, int]:
-    """What stays, by role, of the model above under a recipe."""
+    """The persistent bytes of the model under a recipe, by role."""
     model = llama()
     model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
     return asdict(measure_persistent(model, optimizer))
 
 
 def main() -> None:
-    """Train what is not trained yet, print, and with --keep write."""
+    """Train the runs that are missing, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune_trl"))

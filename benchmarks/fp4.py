@@ -1,13 +1,13 @@
-"""Does FP4 train as fp32 does, and which of its parts pay? A small Llama on real text; docs/fp4.md.
+"""Whether FP4 training reaches fp32's loss, and which parts of FP4 recipes matter: a small Llama, docs/fp4.md.
 
     python benchmarks/fp4.py [--cases A,B] [--seeds 0,1,2] [--out FOLDER] [--keep]
     python benchmarks/fp4.py --collect [--out FOLDER]
     python benchmarks/fp4.py --page
 
-A run that results/fp4.json keeps is not trained again, one that has ended in --out is read, and one that was killed
-goes on. --keep adds what has ended in --out to results/fp4.json, whatever was asked for now, and writes the page and
-the pictures; --collect does that and trains nothing; --page writes the page and the pictures of what was kept. A kept
-run counts as long as its case has the numbers that it was trained with: experiment, model and recipe.
+A run whose result is in results/fp4.json is not trained again, one that has ended in --out is read, and an interrupted
+one resumes. --keep adds every run that has ended in --out to results/fp4.json, and writes the page and
+the plots; --collect does that without training; --page writes the page and the plots from results/fp4.json. A stored
+result counts as long as its case's experiment, model and recipe are those that it was trained with.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ DOCS = RESULTS.parent.parent / "docs"
 LAYERS, WIDTH, HEADS = 4, 192, 6
 ARCHITECTURE, TOKENS = "llama2-7b", 4096
 COSTED = ("fp8-current", "mxfp4", "nvfp4", "fp4-wang", "fp4-zhou-dgrad-fp8", "fp4-zhou-dgrad-bf16")
-"""Recipes whose cost in theory is computed, and on what."""
+"""Recipes whose theoretical cost is computed, for ARCHITECTURE and sequences of TOKENS."""
 WORDS = ("name", "summary", "source", "aliases", "notes", "float32_adapters")
-"""Of a recipe's data, those that move no number of a model without adapters."""
+"""Fields of a recipe's data that change no value of a model without adapters."""
 
 
 class Constant(Experiment):
-    """An experiment whose learning rate stays where its warm-up ends."""
+    """An experiment whose learning rate is constant after the warm-up."""
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, from 1."""
+        """The learning rate of a step, counted from 1."""
         return self.lr * min(1.0, step / self.warmup)
 
 
 def experiment(case: Case) -> Experiment:
-    """What every case is trained on."""
+    """The experiment of a case."""
     told = experiment_for(
         "lm",
         recipes=("fp32",),
@@ -75,21 +75,21 @@ def experiment(case: Case) -> Experiment:
 
 
 def model() -> Llama:
-    """The model of every run: 1.9 million parameters."""
+    """The Llama of every run: 1.9 million parameters."""
     return Llama(VOCABULARY, 64, layers=LAYERS, width=WIDTH, heads=HEADS)
 
 
 def identity(case: Case, recipe: Recipe) -> str:
-    """A name for what fixes a run's numbers but its seed: the experiment's, the model's and the recipe's data.
+    """A hash of what determines a run's values besides its seed: the experiment's, the model's and the recipe's data.
 
-    What a recipe does not have is left out, so that a field which recipes get later renames no run.
+    Empty fields of a recipe are left out, so that a new field of recipes does not change the hash.
     """
     told = [experiment(case).key(LAYERS, WIDTH, HEADS), case.constant, _said(_moving(to_data(recipe)))]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _moving(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's data without words, its stages' too."""
+    """A recipe's data, and that of its stages, without WORDS."""
     stages = [stage | {"recipe": _moving(stage["recipe"])} for stage in data.get("stages", [])]
     return {key: value for key, value in data.items() if key not in WORDS} | {"stages": stages}
 
@@ -103,7 +103,7 @@ def _said(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: a case and a seed, and where its numbers are."""
+    """One run: a case, a seed, and the folder of its metrics."""
 
     case: Case
     seed: int
@@ -111,12 +111,12 @@ class Run:
 
     @classmethod
     def of(cls, case: Case, seed: int, out: Path) -> Run:
-        """The run of a case as its recipe is now."""
+        """The run of a case with its current recipe."""
         words = re.sub(r"[^a-z0-9]+", "-", case.name.lower()).strip("-")
         return cls(case, seed, out / f"{words}-{identity(case, case.make())}" / f"seed-{seed}")
 
     def train(self) -> None:
-        """Go on to the end, from wherever it is."""
+        """Train to the end, resuming where an earlier call stopped."""
         told = experiment(self.case)
         task = get_task(told.task).open(told)
 
@@ -126,13 +126,14 @@ class Run:
         Trainer(told, self.case.make(), self.seed, task, build, self.folder).run()
 
     def rows(self) -> list[Row]:
-        """What it has written, if it has ended."""
+        """The rows of its metrics if it has ended, else none."""
         rows = read_metrics(self.folder / "metrics.jsonl")
         return rows if rows and rows[-1]["kind"] == "end" else []
 
 
 def figures(rows: list[Row]) -> dict[str, Any]:
-    """What is kept of a run: the loss that it ended with, or the step at which it diverged; its curve; its time."""
+    """What the results store of a run: the final loss, or the step at which it diverged; the validation curve; the
+    seconds."""
     curve = [(row["step"], row["loss"]) for row in rows if row["kind"] == "validation"]
     diverged = next((row["step"] for row in rows if row["kind"] == "diverged"), None)
     seconds = sum(row["seconds"] for row in rows if row["kind"] == "step")
@@ -140,14 +141,14 @@ def figures(rows: list[Row]) -> dict[str, Any]:
 
 
 def kept(case: Case) -> dict[str, Any]:
-    """The runs of a case that were kept before, by seed: none, where its numbers are others now."""
+    """The stored results of a case by seed; none if the case's identity has changed."""
     path = RESULTS / "fp4.json"
     found = json.loads(path.read_text())["cases"].get(case.name) if path.exists() else None
     return found["runs"] if found and found["identity"] == identity(case, case.make()) else {}
 
 
 def collected(out: Path, seeds: int = 9) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of every case, the runs that have ended, by seed."""
+    """Each case's name with the results of its runs that have ended, by seed."""
     for case in CASES.values():
         runs = [Run.of(case, seed, out) for seed in range(seeds)]
         found = kept(case) | {str(run.seed): figures(rows) for run in runs if (rows := run.rows())}
@@ -156,7 +157,7 @@ def collected(out: Path, seeds: int = 9) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def results(out: Path) -> dict[str, Any]:
-    """What is kept: every run that has ended, and what they say."""
+    """The contents of results/fp4.json: every run that has ended, with verdicts and costs."""
     cases = dict(collected(out))
     parameters = sum(parameter.numel() for parameter in model().parameters())
     model_data = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "parameters": parameters}
@@ -170,12 +171,12 @@ def results(out: Path) -> dict[str, Any]:
 
 
 def costs() -> dict[str, float]:
-    """By recipe: what its products would take on an architecture, as a share of 16 bits', without the output head."""
+    """By recipe, the theoretical cost of its GEMMs for ARCHITECTURE as a share of 16 bits', without the output head."""
     return {name: cost(load_subject(ARCHITECTURE), name, sequence=TOKENS).without(HEAD).share for name in COSTED}
 
 
 def asked_for(names: str | None) -> list[Case]:
-    """Cases by name, or all."""
+    """The cases with these names; all for None."""
     if names is None:
         return list(CASES.values())
     for name in names.split(","):
@@ -185,7 +186,7 @@ def asked_for(names: str | None) -> list[Case]:
 
 
 def main() -> None:
-    """Train what is asked for; write what is asked."""
+    """Train the cases asked for, and write what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help="some of: " + ", ".join(CASES).replace("%", "%%"))
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])

@@ -1,6 +1,6 @@
-"""What docs/fp4.md compares: recipes of few bits, and the same with one part taken away or changed.
+"""The cases of docs/fp4.md: recipes of few bits, and the same with one part removed or changed.
 
-Each case makes its recipe when it is asked for, of the named one, so that a change of that is a change of its cases.
+A case derives its recipe from the named one when called, so that changes of a named recipe apply to its cases.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from halfstep.recipe.operands import KEEP
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe to train, and what it is compared with beside fp32."""
+    """A recipe to train, and the case that it is compared with besides fp32."""
 
     name: str
     make: Callable[[], Recipe]
     base: str | None = None
-    """The case of which one part is taken away or changed here."""
+    """The case of which this one removes or changes a part."""
     constant: bool = False
-    """Whether the learning rate stays where the warm-up ends."""
+    """Whether the learning rate is constant after the warm-up."""
     rate: float = 1.0
-    """What the learning rate is multiplied by."""
+    """The factor of the learning rate."""
 
     @property
     def baseline(self) -> str:
-        """The case in fp32 at the same learning rates."""
+        """The name of the fp32 case with the same learning rate schedule."""
         return CONSTANT if self.constant else "fp32"
 
 
@@ -40,10 +40,10 @@ CONSTANT = "fp32 constant lr"
 
 
 def changed(recipe: Recipe, **parts: Any) -> Recipe:
-    """The recipe with other parts.
+    """The recipe with these fields replaced.
 
     Raises:
-        ValueError: they are what it has already, so that nothing would be compared.
+        ValueError: they have these values already, so that nothing would be compared.
     """
     made = replace(recipe, **parts)
     if made == recipe:
@@ -56,7 +56,7 @@ TENSORS = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-"""By product: the tensors that it multiplies."""
+"""By matmul: the tensors that it multiplies."""
 
 
 def of_operands(
@@ -64,7 +64,7 @@ def of_operands(
     change: Callable[[Quantizer], Quantizer],
     tensors: Collection[str] = ("input", "weight", "grad_output"),
 ) -> Recipe:
-    """The recipe with every operand changed that is rounded and made of one of those tensors."""
+    """The recipe with the quantizer changed of every operand that is rounded and made of one of those tensors."""
 
     def operand(quantizer: Quantizer | None, tensor: str) -> Quantizer | None:
         return quantizer if quantizer is None or tensor not in tensors else change(quantizer)
@@ -80,7 +80,7 @@ def of_operands(
 
 
 def plain(format: str, **how: str) -> Recipe:
-    """All six operands of every layer in one block format, rounded to nearest, and nothing else done for them."""
+    """A recipe that rounds all six operands of every layer to one block format, to nearest, and nothing else."""
     quantizer = get_quantizer(format, **how)
     return Recipe(
         f"{format}-plain",
@@ -92,17 +92,18 @@ def plain(format: str, **how: str) -> Recipe:
 
 
 def named(name: str) -> Case:
-    """A recipe as it is."""
+    """The case of a recipe as it is."""
     return Case(name, partial(get_recipe, name))
 
 
 def without(base: str, part: str, change: Callable[[Recipe], Recipe]) -> Case:
-    """A recipe without a part, or with a part changed."""
+    """The case of a recipe with a part removed or changed."""
     return Case(f"{base} {part}", lambda: change(get_recipe(base)), base)
 
 
 def at_rate(name: str, rate: float) -> Case:
-    """A recipe as it is, at another learning rate: whether a difference to fp32 is one of the rate that fits."""
+    """The case of a recipe at another learning rate, which shows whether a difference to fp32 is due to the learning
+    rate."""
     return Case(f"{name} lr x {rate:g}", partial(get_recipe, name), name, rate=rate)
 
 
@@ -110,17 +111,17 @@ def at_rate(name: str, rate: float) -> Case:
 
 
 def no_estimator(recipe: Recipe) -> Recipe:
-    """Rounding's derivative taken for 1."""
+    """The recipe without estimators: the derivative of rounding is taken as 1."""
     return of_operands(recipe, lambda operand: replace(operand, estimator=None))
 
 
 def no_clamp(recipe: Recipe) -> Recipe:
-    """Outliers rounded with the rest."""
+    """The recipe without clamps: outliers are rounded like other values."""
     return of_operands(recipe, lambda operand: replace(operand, clamp=None))
 
 
 def no_compensation(recipe: Recipe) -> Recipe:
-    """Outliers clamped, and what is beyond lost."""
+    """The recipe with clamps but without compensation: what exceeds the clamp is lost."""
 
     def change(operand: Quantizer) -> Quantizer:
         return replace(operand, clamp=operand.clamp and replace(operand.clamp, compensation=False))
@@ -129,12 +130,12 @@ def no_compensation(recipe: Recipe) -> Recipe:
 
 
 def direct(recipe: Recipe) -> Recipe:
-    """Neither: rounding alone."""
+    """The recipe without estimators and clamps."""
     return no_clamp(no_estimator(recipe))
 
 
 def steepness(k: float) -> Callable[[Recipe], Recipe]:
-    """The estimator's k."""
+    """A change of recipes: the estimators' k."""
 
     def change(operand: Quantizer) -> Quantizer:
         return replace(operand, estimator=operand.estimator and replace(operand.estimator, k=k))
@@ -143,7 +144,7 @@ def steepness(k: float) -> Callable[[Recipe], Recipe]:
 
 
 def one_scale(*tensors: str) -> Callable[[Recipe], Recipe]:
-    """One scale a tensor, for those of them that are in FP4."""
+    """A change of recipes: one scale per tensor for those of `tensors` that are in FP4."""
 
     def change(operand: Quantizer) -> Quantizer:
         if operand.scales is None or operand.format.bits != 4:
@@ -154,7 +155,7 @@ def one_scale(*tensors: str) -> Callable[[Recipe], Recipe]:
 
 
 def direct_but(tensor: str) -> Callable[[Recipe], Recipe]:
-    """Rounding alone, and one tensor in E4M3 instead of FP4."""
+    """A change of recipes: `direct`, with one tensor in E4M3 instead of FP4."""
 
     def change(operand: Quantizer) -> Quantizer:
         return replace(operand, format=formats.get("e4m3fn"))
@@ -163,7 +164,7 @@ def direct_but(tensor: str) -> Callable[[Recipe], Recipe]:
 
 
 def float32_states(recipe: Recipe) -> Recipe:
-    """The products alone: weights, gradients and moments as fp32 keeps them."""
+    """The recipe with weights, gradients and moments as in fp32: few bits only in matmuls."""
     return changed(recipe, codes=None, moments="fp32")
 
 
@@ -189,7 +190,7 @@ WANG = (
 
 
 def no_hadamard(recipe: Recipe) -> Recipe:
-    """No operand rotated."""
+    """The recipe without Hadamard rotations."""
 
     def spec(linear: LinearSpec) -> LinearSpec:
         return LinearSpec(**{name: replace(getattr(linear, name), hadamard=None) for name in TENSORS})
@@ -198,12 +199,12 @@ def no_hadamard(recipe: Recipe) -> Recipe:
 
 
 def to_nearest(recipe: Recipe) -> Recipe:
-    """Nothing rounded stochastically."""
+    """The recipe with round to nearest even instead of stochastic rounding."""
     return of_operands(recipe, lambda operand: replace(operand, rounding="nearest_even"))
 
 
 def no_squares(recipe: Recipe) -> Recipe:
-    """Scales of 1 x n elements where the recipe has n x n, so that a weight is rounded anew for the backward pass."""
+    """The recipe with tiles of 1 x n where it has n x n, so that a weight is quantized again for the backward pass."""
 
     def change(operand: Quantizer) -> Quantizer:
         scales = operand.scales
@@ -215,7 +216,7 @@ def no_squares(recipe: Recipe) -> Recipe:
 
 
 def no_kept_blocks(recipe: Recipe) -> Recipe:
-    """The model's blocks all in few bits: the output head alone is kept."""
+    """The recipe with every block of the model in few bits: only the output head stays in high precision."""
     return changed(recipe, rules=tuple(rule for rule in recipe.rules if rule.blocks is None))
 
 
@@ -232,14 +233,14 @@ NVFP4 = (
 
 
 def until(share: int, constant: bool = False) -> Case:
-    """Few bits for that share of the run, in percent, and bf16 for the rest."""
+    """The case of fp4-zhou for that percentage of the run, and bf16-mixed for the rest."""
     words = " constant lr" if constant else ""
     recipe = partial(get_recipe, f"fp4-zhou until {share}%, then bf16-mixed")
     return Case(f"fp4-zhou until {share}%{words}", recipe, f"fp4-zhou{words}", constant)
 
 
 SWITCHES = (50, 80, 90)
-"""When few bits end, in percent of the run."""
+"""When the run switches to bf16-mixed, in percent of its steps."""
 ZHOU = (
     named("fp4-zhou"),
     named("fp4-zhou-dgrad-bf16"),

@@ -1,4 +1,4 @@
-"""The words and the pictures of docs/fp4.md, which follow from results/fp4.json."""
+"""The text and the plots of docs/fp4.md, generated from results/fp4.json."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def page(data: Data) -> str:
 
 
 def _left(told: Data) -> str:
-    """What shares of the learning rate are left to a last stage."""
+    """The learning rate after each of SWITCHES as a share of its peak, in words."""
     schedule = Experiment(("fp32",), steps=told["steps"], warmup=told["warmup"], lr=1.0)
     left = [f"{schedule.learning_rate(told['steps'] * share // 100 + 1):.0%}" for share in SWITCHES]
     return ", ".join(f"{rate} after {share}% of the run" for rate, share in zip(left, SWITCHES, strict=True))
@@ -202,7 +202,7 @@ def _part_line(name: str, row: Row, data: Data) -> str:
 
 
 def plot(data: Data, folder: Path) -> None:
-    """Both pictures: the gaps over the steps of the recipes as they are, and the final gaps of all cases."""
+    """Write both plots: each named recipe's gap to fp32 over steps, and the final gaps of all cases."""
     with matplotlib.rc_context(SETTINGS):
         (folder / "fp4.png").write_bytes(png(_curves(data)))
         (folder / "fp4_final.png").write_bytes(png(_final(data)))

@@ -1,4 +1,4 @@
-"""What the runs of docs/fp4.md say: each case to fp32, and to the case that it lacks a part of."""
+"""The verdicts of docs/fp4.md: each case compared with fp32, and with the case of which it changes a part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, Difference, diffe
 
 
 ENOUGH = 3
-"""Seeds, before a verdict is given."""
+"""The fewest seeds for a verdict."""
 MISSING = "not measured yet"
 BETTER, WORSE, ALIKE = "better", "worse", "cannot tell"
 
@@ -17,22 +17,21 @@ Cases = dict[str, dict[str, Any]]
 
 
 def judged(cases: Cases) -> dict[str, dict[str, Any]]:
-    """By case: mean loss and verdict, its difference to fp32 and to its base, each with the ends of its interval.
+    """By case: mean loss and verdict, and its differences to fp32 and to its base with their intervals.
 
-    A case of which a run diverged has no other figure. Fewer than three seeds are given no verdict but `cannot tell`.
-    Of the difference to the base the word is `worse` where its whole interval lies above 0, and `better` where all of
-    it lies below.
+    A case with a diverged run has no other figures. With fewer than three seeds the verdict is `cannot tell`. The
+    difference to the base is `worse` where its whole interval is above 0, and `better` where it is below.
     """
     return {name: _judged(name, case, cases) for name, case in cases.items()}
 
 
 def finals(case: dict[str, Any]) -> dict[int, float]:
-    """The losses after the last step, by seed, of the runs that finished."""
+    """The final losses of the runs that finished, by seed."""
     return {int(seed): run["loss"] for seed, run in case["runs"].items() if run["loss"] is not None}
 
 
 def diverged(case: dict[str, Any]) -> dict[int, int]:
-    """The steps at which runs diverged, by seed; the last where only the loss after it shows it."""
+    """The steps at which runs diverged, by seed; the last validated step where only the final loss shows it."""
     lost = {int(seed): run for seed, run in case["runs"].items() if run["loss"] is None}
     return {seed: run["diverged_at"] or run["curve"][-1][0] for seed, run in lost.items()}
 

@@ -1,9 +1,9 @@
-"""Does FP8 train as fp32 does? Recipes side by side on real text, what each operand loses, and jumps of an amax.
+"""FP8 recipes compared with fp32 on real text, the rounding errors of each operand, and losses when an amax jumps.
 
     python benchmarks/fp8.py [--keep | --page] [--steps N] [--out FOLDER]
 
---keep writes results/fp8.json and docs/fp8.md; --page writes the page from what is kept, and trains nothing. An
-interrupted run goes on where it was.
+--keep writes results/fp8.json and docs/fp8.md; --page writes the page from the results, without training. An
+interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ absolute deviations.
 
 
 def batches(steps: int, seed: int = 0) -> Iterator[dict[str, Tensor]]:
-    """The lm task's batches."""
+    """The first `steps` batches of the lm task."""
     task = get_task("lm").open(experiment_for("lm", recipes=("fp32",)))
     for step in range(1, steps + 1):
         yield task.batch(seed, step)
 
 
 def prepared(recipe: str) -> tuple[nn.Module, Any, Any]:
-    """The lm task's model under a recipe, with its optimizer and scaler."""
+    """The lm task's model prepared with a recipe, its optimizer and scaler."""
     experiment = experiment_for("lm", recipes=("fp32",))
     task = get_task("lm").open(experiment)
     model = build_model(experiment.model, task.models(), seed=0)
@@ -117,7 +117,7 @@ def prepared(recipe: str) -> tuple[nn.Module, Any, Any]:
 
 
 def step(model: nn.Module, optimizer: Any, scaler: Any, batch: dict[str, Tensor]) -> float:
-    """One training step; the loss."""
+    """Run one training step; the loss."""
     loss = nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
     scaler.scale(loss).backward()
     scaler.clip_grad_norm_(optimizer, 1.0)
@@ -128,7 +128,7 @@ def step(model: nn.Module, optimizer: Any, scaler: Any, batch: dict[str, Tensor]
 
 
 def watched(recipe: str, steps: int) -> list[OperandError]:
-    """The operands of the step after so many."""
+    """The operand errors of the step after `steps` training steps."""
     parts = prepared(recipe)
     *before, last = batches(steps + 1)
     for batch in before:
@@ -139,7 +139,8 @@ def watched(recipe: str, steps: int) -> list[OperandError]:
 
 
 def jumping(recipe: str, steps: int) -> list[float]:
-    """The losses of a run in which the amax of some inputs jumps, and the function does not change."""
+    """The losses of a run in which the amax of the inputs of each MLP's second layer jumps in some steps, without a
+    change of the function that the model computes."""
     parts = prepared(recipe)
     factor = 1.0
     for block in parts[0].blocks:
@@ -156,12 +157,13 @@ def jumping(recipe: str, steps: int) -> list[float]:
 
 
 def jumps(number: int) -> bool:
-    """Whether a step, from 0, has the jump."""
+    """Whether a step, counted from 0, has the jump."""
     return number >= JUMPS_FROM and (number - JUMPS_FROM) % JUMPS_EVERY == 0
 
 
 def spikes(losses: list[float]) -> list[int]:
-    """The steps whose loss is above the median of the window before by so many median absolute deviations."""
+    """The steps whose loss exceeds the median of the WINDOW steps before by more than MADS median absolute
+    deviations."""
     found = []
     for number in range(WINDOW, len(losses)):
         before = losses[number - WINDOW : number]
@@ -173,7 +175,7 @@ def spikes(losses: list[float]) -> list[int]:
 
 
 def rise(losses: list[float]) -> float:
-    """How far the loss lies above that of the step before, in steps that jump, on average."""
+    """The mean increase of the loss over the previous step, in steps with the jump."""
     return statistics.fmean(b - a for n, (a, b) in enumerate(pairwise(losses), 1) if jumps(n))
 
 
@@ -203,7 +205,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def runs(compared: dict[str, Any]) -> str:
-    """A comparison's command, table and band."""
+    """A comparison's command, table and fp32 band, as Markdown."""
     experiment, band, lines = compared["experiment"], compared["band"], []
     for name, v in compared["verdicts"].items():
         gap = "" if name == "fp32" or v["paired_gap"] is None else f"{v['paired_gap']:+.2%}"
@@ -219,7 +221,7 @@ def runs(compared: dict[str, Any]) -> str:
 
 
 def compared(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A comparison on the lm task, in a folder that it goes on from."""
+    """The results of a comparison on the lm task, resumed if `folder` has one."""
     experiment = experiment_for("lm", **changes)
     comparison = open_experiment(experiment, folder, resume=(folder / "experiment.json").is_file())
     comparison.run()
@@ -233,7 +235,7 @@ def compared(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def judgement(losses: dict[str, list[float]]) -> str:
-    """What the figures say of the histories."""
+    """A sentence that compares the spikes with amax histories of 1 and of 1024 steps."""
     inside = {name: sum(jumps(n) for n in spikes(found)) for name, found in losses.items()}
     short, long = inside["fp8-delayed-megatron"], inside["fp8-delayed"]
     if short > long:
@@ -242,7 +244,7 @@ def judgement(losses: dict[str, list[float]]) -> str:
 
 
 def operand_lines(operands: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """A row for each operand of each product, over the layers."""
+    """Table rows, one for each operand of each matmul: errors over the layers."""
     for recipe, rows in operands.items():
         groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
         for row in rows:

@@ -1,4 +1,4 @@
-"""The parts of docs/fp8.md that `ledger.py window` and `outliers.py` measure: constant scales, and outliers."""
+"""The sections of docs/fp8.md from results of `ledger.py window` and `outliers.py`: constant scales, and outliers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import RESULTS
 
 
 WITHIN = 0.005
-"""A constant is inside the window where the loss is at most so much above fp16's with the same seed, for every seed."""
+"""A constant is inside the window if no seed's loss exceeds fp16's with the same seed by more than this share."""
 
 WINDOW = """## One scale for all
 
@@ -36,13 +36,13 @@ by the amax of the previous step.
 
 
 def sections() -> str:
-    """Both, from what is kept."""
+    """Both sections, from the stored results."""
     window, outliers = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("ledger_window", "outliers"))
     return "\n".join([*constants(window), "", *smooth(outliers)])
 
 
 def constants(data: dict[str, Any]) -> Iterator[str]:
-    """The windows, a line a model."""
+    """The section on constant scales, with a table row per model."""
     names = [name for name in next(iter(data["comparisons"].values()))["summary"] if name.startswith("c")]
     yield WINDOW.format(constants=" | ".join(f"c = {int(n[1:])}" for n in names), rule=" | ".join("---" for _ in names))
     for label, found in data["comparisons"].items():
@@ -63,7 +63,7 @@ def constants(data: dict[str, Any]) -> Iterator[str]:
 
 
 def smooth(data: dict[str, Any]) -> Iterator[str]:
-    """The search, a line a setting."""
+    """The section on outliers, with a table row per setting."""
     yield OUTLIERS
     for row in data["rows"]:
         cells = (
@@ -81,8 +81,8 @@ def smooth(data: dict[str, Any]) -> Iterator[str]:
     yield from _wrapped(
         f"Means over {data['seeds']} seeds of {data['steps']} steps, with the minimum and the maximum. An outlier "
         "is the largest value of the gated product over its root mean square; a jump is its largest value over that of "
-        f"the previous step. Both are maxima over the second half of bf16's runs. In {better} of "
-        f"{len(pairs)} pairs of runs with the same setting and seed Smooth-SwiGLU has the lower loss. "
+        "the previous step. Both are maxima over bf16's runs, jumps over their second half. In "
+        f"{better} of {len(pairs)} pairs of runs with the same setting and seed Smooth-SwiGLU has the lower loss. "
         f"{diverged} of the {2 * len(pairs)} runs diverged."
     )
 

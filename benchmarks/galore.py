@@ -1,9 +1,9 @@
-"""GaLore beside full rank, LoRA and ReLoRA of the same rank: pre-training on text, and fine-tuning on a classification.
+"""GaLore against full rank, and LoRA and ReLoRA of the same rank: pre-training on text, fine-tuning a classifier.
 
     python benchmarks/galore.py [--keep] [--out FOLDER]
 
-Every method's learning rate is the best of a sweep with a seed of its own; then three seeds. --keep writes
-results/galore.json. Every run writes its figure to FOLDER, and is not done again.
+Every method's learning rate is the best of a sweep with a separate seed; it then runs three seeds. --keep writes
+results/galore.json. Every run writes its result to FOLDER and is not repeated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SWEEP, SEEDS = 100, (0, 1, 2)
 RATES = {
     "full": (1e-3, 3e-3, 1e-2),
     "galore": (3e-3, 1e-2, 3e-2, 1e-1),
-    "galore-8bit": (),  # GaLore's
+    "galore-8bit": (),  # the rate of GaLore
     "lora": (1e-3, 3e-3, 1e-2),
     "relora": (1e-3, 3e-3, 1e-2),
 }
@@ -50,7 +50,7 @@ PACKAGES = ("asyncio", "email", "unittest", "xml", "multiprocessing", "importlib
 
 
 class LoRA(nn.Module):
-    """y = x W^T + b + 2 (x A^T) B^T, with W frozen, and B of zeros at the start (Hu et al. 2021, arXiv 2106.09685)."""
+    """y = x W^T + b + 2 (x A^T) B^T, with W frozen and B initialised to zero (Hu et al. 2021, arXiv 2106.09685)."""
 
     def __init__(self, stock: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the product to the weight, and begin anew (Lialin et al. 2023, arXiv 2307.05695)."""
+        """Add 2 B A to the weight and reinitialise A and B (Lialin et al. 2023, arXiv 2307.05695)."""
         self.stock.weight += 2 * self.b @ self.a
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.b.zero_()
@@ -92,7 +92,7 @@ def merged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def recipe_of(method: str, rank: int) -> Recipe:
-    """float32 products throughout: what is compared is the optimizer."""
+    """The method's recipe with float32 matmuls, so that only optimizers are compared."""
     if not method.startswith("galore"):
         return get_recipe("fp32")
     return replace(get_recipe(method), name=f"{method}-fp32", compute="fp32", projection=Projection(rank, GAP))
@@ -101,7 +101,8 @@ def recipe_of(method: str, rank: int) -> Recipe:
 def trained(
     method: str, model: nn.Module, rank: int, lr: float, steps: int, loss_of: Callable[[nn.Module, int], Tensor]
 ) -> dict[str, Any]:
-    """Train, with 10% of warm-up and a cosine to 10%; the bytes of weights and states a parameter of the model."""
+    """Train with 10% of warm-up and a cosine decay to 10% of the learning rate. Returns the bytes per parameter of
+    weights and optimizer states together, and of the states."""
     count = sum(p.numel() for p in model.parameters())
     if method in ("lora", "relora"):
         model = with_lora(model, rank)
@@ -149,7 +150,7 @@ def next_byte(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 class Classifier(nn.Module):
-    """The mean of a pre-trained GPT's last states, and a linear head of its own."""
+    """A pre-trained GPT's hidden states, averaged over tokens, with a new linear head."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -163,7 +164,8 @@ class Classifier(nn.Module):
 
 
 def pieces() -> dict[bool, tuple[Tensor, Tensor]]:
-    """Pieces of 64 bytes of Python's own packages, and which each is of; every fifth file is held out (True)."""
+    """Pieces of 64 bytes of Python's own packages with the package as label, by whether they are held out (every fifth
+    file)."""
     found: dict[bool, list[tuple[bytes, int]]] = {False: [], True: []}
     for label, package in enumerate(PACKAGES):
         files = sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py"))
@@ -200,7 +202,7 @@ def tuned(
 
 
 def best(rates: dict[str, tuple[float, ...]], run: Callable[[str, float, int], dict[str, Any]]) -> dict[str, Any]:
-    """For each method its learning rate, by the sweep, and what the seeds find with it."""
+    """For each method: its learning rate by the sweep, and the results of the seeds with it."""
     found: dict[str, Any] = {}
     for method, tried in rates.items():
         sweep = {f"{lr:g}": run(method, lr, SWEEP)["loss"] for lr in tried}
@@ -211,7 +213,7 @@ def best(rates: dict[str, tuple[float, ...]], run: Callable[[str, float, int], d
 
 
 def kept(out: Path, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a run found, now or before."""
+    """The stored result of a run; if there is none, run and store it."""
     file = out / f"{name}.json"
     if not file.exists():
         found = run()
@@ -255,7 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def summary(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """The mean losses and their gaps to full rank, seed by seed; the accuracies."""
+    """The mean losses, their gaps to full rank with the same seed, and the accuracies, by method."""
     found: dict[str, Any] = {}
     for method, what in before.items():
         pairs = list(zip(what["runs"], before["full"]["runs"], strict=True))

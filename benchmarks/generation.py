@@ -1,4 +1,4 @@
-"""How fast does a quantised model generate text? Whole generations, and the product of a weight and a vector.
+"""The speed of text generation by quantised models: whole generations, and single matrix-vector multiplications.
 
     python benchmarks/generation.py [--keep] [--rounds N]
 
@@ -31,14 +31,15 @@ from harness import RESULTS, keep, timings
 PROMPT, NEW = 16, 64
 RECIPES = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nf4", "int8-weight-only")
 SHAPES = {"within": (2048, 2048), "beyond": (8192, 8192)}
-"""Of weights (out, in): their bf16 values lie within the last-level cache (32 MB here), or their FP4 codes fill it."""
+"""Shapes of weights (out, in): `within`, whose bf16 values fit in the last-level cache (32 MB here), and `beyond`,
+whose FP4 codes fill it."""
 BARS = {"within": 1.3, "beyond": 1.0}
 PAGE = RESULTS.parent.parent / "docs" / "inference.md"
 TABLE = re.compile(r"(?<=<!-- generation -->\n).*?(?=<!-- end generation -->)", re.DOTALL)
 
 
 def recipe_of(name: str) -> str | Recipe:
-    """A named recipe; of a weight format that none has, one whose weights are rounded to it, and nothing else is."""
+    """The name of a recipe as it is; for a quantizer's name, a recipe that only rounds weights with it."""
     if name in halfstep.list_recipes():
         return name
     quantizer = halfstep.quant.get_quantizer(name)
@@ -46,14 +47,14 @@ def recipe_of(name: str) -> str | Recipe:
 
 
 def quantised(model: nn.Module, name: str) -> nn.Module:
-    """A copy, quantised for inference."""
+    """A copy of the model, quantised for inference."""
     twin = copy.deepcopy(model)
     halfstep.quantize_model(twin, recipe_of(name))
     return twin
 
 
 def peers() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """Other libraries' quantised models, by name."""
+    """Functions that quantise a model with other libraries, by name."""
     return {
         "bitsandbytes Linear4bit nf4": partial(_bitsandbytes, bits=4),
         "bitsandbytes Linear8bitLt": partial(_bitsandbytes, bits=8),
@@ -108,7 +109,8 @@ def generate(model: Any, ids: Tensor) -> Tensor:
 
 
 def generations(rounds: int) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """By row: the median time of a generation in ms, and its ratio to the faster of fp32 and bf16; why others fail."""
+    """By model: the median time of a generation in ms, and its ratio to the faster of fp32 and bf16; and by name the
+    errors of peers that do not run."""
     whole, ids = llama(), torch.randint(512, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     models: dict[str, nn.Module] = {"fp32": whole, "bf16": copy.deepcopy(whole).bfloat16()}
     models |= {name: quantised(whole, name) for name in RECIPES}
@@ -125,7 +127,7 @@ def generations(rounds: int) -> tuple[dict[str, dict[str, float]], dict[str, str
 
 
 def products(where: str, rounds: int) -> dict[str, dict[str, float]]:
-    """The same of one layer and one vector."""
+    """By recipe: the time of one linear layer on one vector in ms, and its ratio to the faster of fp32 and bf16."""
     out, shared = SHAPES[where]
     torch.manual_seed(0)
     layer = nn.Linear(shared, out, bias=False)

@@ -1,11 +1,11 @@
-"""Everything that waits for a GPU, in one command: bits, bars, and training; `make bench-gpu`.
+"""All measurements on a GPU in one command: bit-exactness, timings against bars, and training; `make bench-gpu`.
 
-    python benchmarks/gpu.py --minutes 9 --out DIR     # on a GPU; a DIR that has rows goes on where they end
+    python benchmarks/gpu.py --minutes 9 --out DIR     # on a GPU; resumes after the rows that DIR has
     python benchmarks/gpu.py --dry --out DIR           # without one: every section at tiny sizes, figures mean nothing
 
-Each section runs in a process of its own, which is ended when its time is up. DIR/rows.jsonl has every row as it
-comes, DIR/gpu.json all of them with machine, versions and verdicts, DIR/table.txt what is printed at the end.
-This file imports the standard library alone, so that the table is printed whatever else does not run.
+Each section runs in its own process, which is killed when its time is up. DIR/rows.jsonl has every row as it
+comes, DIR/gpu.json all of them with machine, versions and verdicts, DIR/table.txt the table printed at the end.
+This file imports only the standard library, so that the table is printed even if nothing else runs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ BENCHMARKS = Path(__file__).resolve().parent
 WEIGHTS = {
     "machine": 10, "correctness": 170, "probes": 6, "casts": 60, "optimizers": 60, "products": 100, "training": 120,
 }  # fmt: skip
-"""Seconds of nine minutes. What a section leaves over goes to those after it, in proportion."""
+"""Seconds of each section out of nine minutes. The time that a section does not use goes to later ones, in
+proportion."""
 GRACE = 8.0
-"""Seconds after a section's time in which it may end by itself: a row is not stopped in its middle before."""
+"""Seconds after a section's time during which its process may still end by itself: rows are not interrupted before."""
 RESERVE = 6.0
-"""Seconds for the table."""
+"""Seconds kept for the table."""
 
 
 def main() -> None:
-    """Run what was asked for; the table is printed whatever ended it."""
+    """Run the sections asked for; the table is printed however they end."""
     parser = argparse.ArgumentParser(description="Measure on a GPU, or try everything without one (--dry).")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
@@ -78,8 +79,8 @@ def measure(
 ) -> None:
     """Run each section in its share of the time that is left.
 
-    A process that ended in the middle of a row, its GPU's context lost or itself killed, is followed by another, which
-    goes on with the row after that one: as long as each has begun one. How the last one failed is a row of its own.
+    If a process ends during a row (its GPU's context lost, or killed), another one continues with the row after it, as
+    long as each has begun a new row. The last failure is a row of its own.
     """
     for number, section in enumerate(sections):
         rest = sum(WEIGHTS[name] for name in sections[number:])
@@ -102,8 +103,8 @@ def measure(
 
 
 def _run(section: str, options: Sequence[str], seconds: float, told: Path) -> tuple[int, str]:
-    """A section's process, ended with all that it started where it goes on for longer than it may: its exit code, and
-    the last line of what it wrote to stderr, all of which goes to the file `told`."""
+    """Run a section's process, killed with all its children if it exceeds its time: its exit code, and the last line of
+    its stderr, all of which goes to the file `told`."""
     words = [sys.executable, "-m", "on_gpu", section, "--seconds", str(seconds), *options]
     told.parent.mkdir(parents=True, exist_ok=True)
     with told.open("w", encoding="utf-8") as file:
@@ -118,21 +119,21 @@ def _run(section: str, options: Sequence[str], seconds: float, told: Path) -> tu
 
 
 def ended(child: subprocess.Popen[str]) -> None:
-    """End a process and all that it started."""
+    """Kill a process and all its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def environment() -> dict[str, str]:
-    """The variables of a section's process: it finds this repository's halfstep before any other."""
+    """The environment variables of a section's process, in which this repository's halfstep is imported first."""
     places = [BENCHMARKS, BENCHMARKS.parent / "src", os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(str(place) for place in places if str(place))}
 
 
 def _doctor(told: Path) -> subprocess.Popen[str]:
-    """`halfstep doctor` of the CPU's kernels, on a core of its own beside everything else: compiling them takes long,
-    and on the GPU it would disturb what is timed there, where the section asks the same of the GPU's kernels."""
+    """Start `halfstep doctor` on the CPU's kernels beside the sections, on its own core: compiling them takes long, and
+    would disturb timings on the GPU, where the correctness section tests the GPU's kernels in the same way."""
     told.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "halfstep", "doctor", "--json"]
     hidden = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
@@ -162,7 +163,8 @@ def finish(journal: Journal, out: Path, dry: bool, sections: Sequence[str]) -> N
 
 
 def _libraries() -> str:
-    """numba beside numpy: a numba that refuses the numpy there stops halfstep's CPU kernels from being imported."""
+    """The versions of numpy and numba, or why numba does not import: with a numpy that numba refuses, halfstep's CPU
+    kernels cannot be imported."""
     words = [
         "import numpy; print('numpy', numpy.__version__, end=', ')",
         "import numba; print('numba', numba.__version__)",
@@ -175,7 +177,7 @@ def _libraries() -> str:
 
 
 def _lacking() -> str:
-    """What keeps this Python from measuring, in a line; empty where nothing does."""
+    """Why this Python cannot measure, in one line; empty if it can."""
     words = "import torch, triton; assert torch.cuda.is_available(), 'torch sees no CUDA device here'"
     told = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
     return (told.stderr.strip().splitlines() or ["it ended without a word"])[-1] if told.returncode else ""

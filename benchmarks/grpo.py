@@ -1,10 +1,10 @@
-"""TRL's GRPO with the trainer and the rollout under one recipe or two: how far they are apart, step by step.
+"""TRL's GRPO with trainer and rollout under the same or different recipes: their mismatch, step by step.
 
     python benchmarks/grpo.py [--keep]
 
-A small Llama with random weights is rewarded for the share of its tokens that are even. Before each generation the
-rollout, another model under a recipe of its own, takes the trainer's float32 weights, and TRL generates with it. KL and
-differences are those of the completions just drawn, one call of each model. Three seeds. --keep writes
+A small Llama with random weights is rewarded for the share of even tokens. Before each generation the
+rollout, a second model under its own recipe, takes the trainer's float32 weights, and TRL generates with it. KL and
+differences are over the completions just drawn, from one call of each model. Three seeds. --keep writes
 results/grpo.json and the table of docs/mismatch.md between `<!-- grpo -->` marks.
 """
 
@@ -36,7 +36,7 @@ PAIRS = (
     ("bf16-mixed", "fp8-current"),
     ("fp8-current", "fp8-current"),
     ("fp8-rowwise", "fp8-rowwise"),
-)  # of the trainer, and of the rollout
+)  # recipes of the trainer and of the rollout
 SEEDS, STEPS, WORDS, PROMPT, REPLY, ROWS, EACH = 3, 60, 64, 4, 16, 32, 8
 CLIP = 0.2
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -45,7 +45,7 @@ TABLE = re.compile(r"(?<=<!-- grpo -->\n).*?(?=<!-- end grpo -->)", re.DOTALL)
 
 
 class GRPO(HalfstepMixin, GRPOTrainer):  # type: ignore[misc]
-    """GRPO whose completions another model draws, which has the weights of the one that trains."""
+    """GRPO whose completions are sampled by a second model, the rollout, with the weights of the trained one."""
 
     rollout: LlamaForCausalLM
     seen: list[dict[str, float]]
@@ -62,7 +62,8 @@ class GRPO(HalfstepMixin, GRPOTrainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def apart(self, ids: torch.Tensor) -> dict[str, float]:
-        """KL of the rollout's next tokens to the trainer's, and what the drawn ones' log-probabilities differ by."""
+        """The mean KL of the rollout's next-token distributions to the trainer's, the largest difference of the sampled
+        tokens' log-probabilities, the share of ratios that would be clipped, and the reward."""
         logs = [
             model(input_ids=ids).logits[:, PROMPT - 1 : -1].double().log_softmax(-1)
             for model in (self.rollout, self.model)
@@ -78,7 +79,7 @@ class GRPO(HalfstepMixin, GRPOTrainer):  # type: ignore[misc]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Word `wN` is token N; none of them ends a text."""
+    """A tokenizer whose word `wN` is token N, and none of which ends a text."""
     words = {**{f"w{number}": number for number in range(WORDS)}, "<pad>": WORDS, "<end>": WORDS + 1}
     made = Tokenizer(WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = WhitespaceSplit()
@@ -86,12 +87,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of even tokens."""
+    """The share of even tokens in each completion."""
     return [fmean(token % 2 == 0 for token in ids) for ids in completion_ids]
 
 
 def model(seed: int) -> LlamaForCausalLM:
-    """A small Llama that never ends a text."""
+    """A small Llama without an end-of-text token."""
     torch.manual_seed(seed)
     made = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, eos_token_id=None, pad_token_id=None, **SIZES))
     made.generation_config.eos_token_id = made.generation_config.pad_token_id = None
@@ -99,7 +100,7 @@ def model(seed: int) -> LlamaForCausalLM:
 
 
 def run(train: str, rollout: str, seed: int) -> list[dict[str, float]]:
-    """What `apart` measured before each step."""
+    """The results of `apart` before each step."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [" ".join(f"w{n}" for n in row) for row in torch.randint(WORDS, (64, PROMPT), generator=generator)]
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +118,7 @@ def run(train: str, rollout: str, seed: int) -> list[dict[str, float]]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """A row each pair: over seeds, the mean and the range."""
+    """The table of docs/mismatch.md, one row per pair: the mean and range over seeds."""
     heads = "trained under | generated under | KL, first step | KL, last 10 | largest difference | reward, last 10"
     lines = [f"| {heads} |", "| --- |" + " --- |" * 5]
     for pair in data["pairs"]:
@@ -136,7 +137,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def spread(found: list[float]) -> str:
-    """The mean of several seeds, and the least and the most."""
+    """The mean of several seeds with their minimum and maximum, as text."""
     return f"{fmean(found):.1e} ({min(found):.1e} to {max(found):.1e})" if any(found) else "0"
 
 

@@ -1,7 +1,7 @@
-"""Time several ways of doing the same work in one run, interleaved, and keep the ratios.
+"""Time several ways of doing the same work in one run, interleaved, and store the ratios.
 
-Clocks drift and neighbours come and go, so a figure stands only beside one taken at the same time: every round runs
-every contender once, in shuffled order, and what is reported is the median over rounds and the median of the
+Clock speeds and other load vary, so times are only compared with times taken in the same round: every round runs
+every contender once, in shuffled order. Reported are the median over rounds, and the median of the
 round-by-round ratios.
 """
 
@@ -29,29 +29,29 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of doing the work, the one it is measured against, and the ratio that it must not pass."""
+    """One way of doing the work, the contender whose time it is divided by, and the largest ratio allowed."""
 
     name: str
     run: Callable[[], Any]
     against: str | None = None
     at_most: float | None = None
     is_peer: bool = False
-    """Whether it is another library's, which may not run beside this torch: the others are then timed without it."""
+    """Whether it is another library, which may not run with this torch: the others are then timed without it."""
 
 
 def timings(
     runs: dict[str, Callable[[], Any]], rounds: int, warmup: int = 2, span: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds a call, one entry a round, of every run: each has one turn a round, in shuffled order.
+    """Seconds per call of every run, one entry per round: each has one turn per round, in shuffled order.
 
-    A turn is one call. With a `span` (seconds) it is one untimed call, which finds out what the caches keep, and then
-    calls until the span has passed, of which the mean counts: what takes microseconds cannot be told from one call
-    right after a slow neighbour. Calls longer than ten spans have no untimed one.
+    A turn is one call. With a `span` (seconds) it is one untimed warm-up call, then calls until the span has passed,
+    whose mean counts: microseconds cannot be measured from one call with cold caches after another run. Calls longer
+    than ten spans have no warm-up.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     shuffle = random.Random(0).sample
     gc.collect()
-    gc.freeze()  # what is alive now stays alive: the collections between turns need not look at it
+    gc.freeze()  # collections between turns skip what is alive now
     for number in range(rounds + warmup):
         for name in shuffle(list(runs), len(runs)):
             gc.collect()
@@ -75,14 +75,15 @@ def _turn(run: Callable[[], Any], span: float) -> float:
 
 
 def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
-    """The median over rounds of one's time over the other's in the same round."""
+    """The median over rounds of the ratio of two times in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
 
 
 def race(contenders: list[Contender], rounds: int, warmup: int = 2) -> list[dict[str, Any]]:
-    """Time every contender once a round; one row each: median seconds, median ratio, the bar and whether it is met.
+    """Time every contender once per round. One row each: median milliseconds, median ratio, the bar and whether it is
+    met.
 
-    A peer whose first call fails is named with its error and left out, and nothing is measured against it.
+    A peer whose first call fails has a row with its error, and contenders compared with it have none.
     """
     failed = {c.name: why for c in contenders if c.is_peer and (why := _failure(c.run)) is not None}
     seconds = timings({c.name: c.run for c in contenders if c.name not in failed}, rounds, warmup)
@@ -102,7 +103,7 @@ def race(contenders: list[Contender], rounds: int, warmup: int = 2) -> list[dict
 
 
 def _failure(run: Callable[[], Any]) -> str | None:
-    """What a call raises, in a line."""
+    """What a call raises, in one line."""
     try:
         run()
     except Exception as error:
@@ -111,14 +112,15 @@ def _failure(run: Callable[[], Any]) -> str | None:
 
 
 def keeps(doc: str | None) -> bool:
-    """Whether --keep is on the command line; --help prints the text, and all else is an error, before anything runs."""
+    """Whether --keep is on the command line. --help prints the text; other arguments are an error before anything
+    runs."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="write the figures to benchmarks/results")
     return bool(parser.parse_args().keep)
 
 
 def report(name: str, question: str, rows: list[dict[str, Any]], rounds: int, kept: bool) -> None:
-    """Print the rows; where they are `kept`, write them to results/NAME.json beside the machine's name."""
+    """Print the rows; if `kept`, write them to results/NAME.json with the machine's description."""
     heads = ["contender", "median", "against", "ratio", "at most"]
     if any("state_bytes" in row for row in rows):
         heads.append("state bytes a parameter")

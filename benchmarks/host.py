@@ -1,14 +1,14 @@
-"""What does halfstep ask of the host of a GPU? A layer, `advance`, and an optimizer's step, without a GPU.
+"""The host time of a layer, of `scaler.update` and of an optimizer step on a GPU, measured without a GPU.
 
-CPU tensors stand in for CUDA's. Triton's launches and `scaled_mm` are replaced by functions that do nothing, which are
-counted: what is measured is all that halfstep and torch do around them. torch's Linear under bf16 autocast and its
-fused AdamW run beside, on tensors so small that their arithmetic takes little. Every round runs each in turn, in one
-process and one thread, and takes the process's CPU time; a ratio is the median over rounds. On a GPU torch's own
+CPU tensors stand in for CUDA's. Triton's launches and `scaled_mm` are replaced by functions that do nothing but count:
+measured is all that halfstep and torch do around them. torch's Linear under bf16 autocast and its
+fused AdamW are timed for comparison, on tensors so small that their arithmetic takes little. Every round runs each in
+turn, in one process and thread, by process CPU time; a ratio is the median over rounds. On a GPU torch's own
 operations, allocations and launches cost more; `make bench-gpu` measures that.
 
     python benchmarks/host.py [--keep] [--rounds 30]
 
-Needs Triton, whose decorators make the kernels: PYTHONPATH=.triton/3.7.1, or torch for CUDA.
+Needs Triton, for its decorators of kernels: PYTHONPATH=.triton/3.7.1, or torch for CUDA.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ LAYERS = {
     "fp8-current": (9, 0), "fp8-delayed": (9, 0), "fp8-rowwise": (9, 0), "fp8-block": (9, 0), "mxfp8": (10, 0),
     "nvfp4": (10, 0),
 }  # fmt: skip
-"""Recipes, and the compute capability of the GPU that is stood in for."""
+"""Recipes, with the compute capability of the simulated GPU."""
 OPTIMIZERS = ("fp32", "bf16-stochastic", "bf16-split", "fp8-adam")
 BARE = "bare"
 DEEP, SIDE, STATES, TENSORS = 8, 128, 155, 300
 BARS = {"fp8-current": 2.0, "fp8-delayed": 2.0, "fp8-rowwise": 2.5, "fp8-block": 2.5, "mxfp8": 2.5, "nvfp4": 3.3}
 BARS |= {"update": 2.0} | dict.fromkeys(OPTIMIZERS, 1.0)
-"""At most what share of the peer's time: torch's Linear, and its fused AdamW."""
+"""The largest allowed ratio to the time of torch's Linear, or of its fused AdamW."""
 launches: list[str] = []
 
 
 class Nothing:
-    """In the place of a compiled kernel."""
+    """A stand-in for a compiled kernel: launching it only records its name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,7 +65,7 @@ class Nothing:
 
 
 def stand_in() -> None:
-    """Let CPU tensors take what CUDA's take."""
+    """Patch halfstep so that CPU tensors take the code paths of CUDA tensors."""
 
     def first(self: gpu.Launch, grid: int, key: tuple[bool | None, ...], arguments: tuple[Any, ...]) -> None:
         self._compiled[key] = Nothing(self._kernel.fn.__name__)
@@ -85,7 +85,7 @@ def stand_in() -> None:
 
 
 def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[], None]:
-    """Forward and backward of linear layers: of a recipe, or as they are."""
+    """A function that runs forward and backward of DEEP linear layers: under a recipe, or as they are."""
     side = 16 if recipe is None and kind is nn.Linear else SIDE
     model = nn.Sequential(*(kind(side, side, bias=False) for _ in range(DEEP)))
     stepper: torch.optim.Optimizer | None = None
@@ -98,7 +98,7 @@ def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[],
         _, stepper, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
     x, grad = torch.randn(side, side).bfloat16().requires_grad_(), torch.randn(side, side).bfloat16()
 
-    def run(_: Any = stepper) -> None:  # the model follows its optimizer as long as it is there
+    def run(_: Any = stepper) -> None:  # keeps the optimizer alive: the model follows it while it exists
         x.grad = None
         model.zero_grad()
         scaled_mm.capability = capability
@@ -110,7 +110,7 @@ def layer(recipe: str | None, kind: type[nn.Linear] = nn.Linear) -> Callable[[],
 
 
 class Bare(torch.autograd.Function):
-    """The allocations, launches and products of fp8-current's layer, with nothing decided, checked or prepared."""
+    """The allocations, launches and GEMMs of an fp8-current layer, without any decisions, checks or preparation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Bare(torch.autograd.Function):
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for codes and their scale, and two launches."""
+    """Allocate codes in both layouts and their scale, with two launches."""
     one, other = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in (x.shape, x.shape[::-1]))
     scale, found = torch.empty((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
     _AMAX[1, 1, 1](x, found)
@@ -139,7 +139,7 @@ _AMAX, _CODES = Nothing("amax"), Nothing("codes")
 
 
 class BareLinear(nn.Linear):
-    """A linear layer of `Bare`."""
+    """A linear layer that runs `Bare`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`, without a bias."""
@@ -147,7 +147,7 @@ class BareLinear(nn.Linear):
 
 
 def update() -> Callable[[], None]:
-    """The end of a step under fp8-delayed, of states in number three a layer."""
+    """A function that runs `scaler.update()` under fp8-delayed, for a model with three scaling states per layer."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(STATES)))
     model, stepper, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "fp8-delayed")
     scaler.scale(model(torch.randn(16, 16).bfloat16()).sum()).backward()
@@ -156,7 +156,7 @@ def update() -> Callable[[], None]:
 
 
 def optimizer(recipe: str | None) -> Callable[[], None]:
-    """A step over many tensors, whose gradients are elsewhere each time."""
+    """A function that runs an optimizer step over many tensors, whose gradients have other addresses each time."""
     model = nn.Module()
     model.weights = nn.ParameterList(nn.Parameter(torch.zeros(*((16, 24), (24,))[i % 2])) for i in range(TENSORS))
     stepper: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -183,7 +183,8 @@ def measured(
     parts: int = 1,
     peers: int = 1,
 ) -> dict[str, Any]:
-    """By name the microseconds of one of the `parts` of a call, its ratio to one of the peer's, and its launches."""
+    """By name: the microseconds of one of the `parts` of a call, its ratio to one of the peer's parts, and its
+    launches."""
     found: dict[str, Any] = {}
     for name, run in ours.items():
         for _ in range(3):

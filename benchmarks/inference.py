@@ -1,9 +1,9 @@
-"""What does a model quantised for inference cost, and what does it lose? Bytes, a prompt's time, the error of logits.
+"""The cost and the error of models quantised for inference: bytes, the time of a prompt, the error of logits.
 
     python benchmarks/inference.py [--keep] [--steps N]
 
---keep writes results/inference.json and the table of docs/inference.md. generation.py times tokens that follow each
-other.
+--keep writes results/inference.json and the table of docs/inference.md. generation.py times token-by-token
+generation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TABLE = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def inference_form(model: nn.Module, name: str) -> nn.Module:
-    """A copy of the model, as that row has it."""
+    """A copy of the model in the precision that a row names."""
     twin = copy.deepcopy(model)
     if name in WIDE:
         halfstep.apply(twin, WIDE[name])
@@ -64,7 +64,7 @@ def trained(steps: int) -> tuple[nn.Module, Any]:
 
 @torch.no_grad()
 def errors(model: nn.Module, task: Any) -> dict[str, dict[str, float]]:
-    """By row: bits a byte on held-out text, and the relative error of the logits to fp32's."""
+    """By row: bits per byte on held-out text, and the relative error of the logits to fp32's."""
     batches = task.held_out()
     found: dict[str, dict[str, float]] = {}
     expected: list[Tensor] = []
@@ -84,7 +84,7 @@ def errors(model: nn.Module, task: Any) -> dict[str, dict[str, float]]:
 
 
 def costs(rounds: int) -> dict[str, dict[str, float]]:
-    """By row: bytes in memory and on disk, and the time of a prompt of 256 tokens, of llama-small."""
+    """By row, for llama-small: bytes in memory and on disk, and the time of a prompt of 256 tokens."""
     torch.manual_seed(0)
     model = Llama(VOCABULARY, 256, layers=6, width=384, heads=6)
     forms = {name: inference_form(model, name) for name in (*WIDE, *RECIPES)}
@@ -102,7 +102,7 @@ def costs(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """The figures of docs/inference.md."""
+    """The table of docs/inference.md."""
     lines = [
         "| weights | in memory | on disk | 256 tokens | logits' error | bits a byte |",
         "| --- | --- | --- | --- | --- | --- |",

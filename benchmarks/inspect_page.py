@@ -1,4 +1,4 @@
-"""Write the tables of docs/inspect.md: checkpoints of known origin and what is said of them, and the speed measured."""
+"""Write the tables of docs/inspect.md: the verdicts on checkpoints of known origin, and the measured speed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SMALL = Path(__file__).parent / "results" / "inspect_small.json"
 
 
 def origins() -> str:
-    """A row for each checkpoint: how it was made, what its bits say, and what the knowledge base says."""
+    """The table of checkpoints, one row each: how it was made, what its bits say, and whether the knowledge base has
+    it."""
     rows = ["| made as | what the bits say | sure | the knowledge base |", "| --- | --- | --- | --- |"]
     example = runpy.run_path(str(ROOT / "examples" / "known_origins.py"))["main"]
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +55,7 @@ def speed() -> str:
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """The page with a table between its marks."""
+    """The page with a table inserted between its marks."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n\n{table}\n\n{end}", text, flags=re.DOTALL)
 

@@ -1,8 +1,8 @@
-"""How fast `halfstep inspect` reads a checkpoint of 4 GB from the page cache, and in how much memory.
+"""The speed of `halfstep inspect` on a checkpoint of 4 GB in the page cache, and the memory it needs.
 
-Half of the checkpoint is float32, half bfloat16, in shards of half a gigabyte. One thread: what is compared with the
-bars is bytes per second of CPU time, that is per core, which neighbours on the machine disturb less than the clock.
-`--small` measures something else: 120,000 tensors of 64 to 256 values, by CPU time.
+Half of the checkpoint is float32, half bfloat16, in shards of half a gigabyte. One thread: the bars are for
+bytes per second of CPU time, that is per core, which other load on the machine disturbs less than wall-clock time.
+`--small` instead measures the CPU time of 120,000 tensors of 64 to 256 values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ print(peak - base)
 
 
 def write_checkpoint(folder: Path, shards: int) -> None:
-    """A Hugging Face folder: matrices of N(0, 0.02), the first half of the shards in float32, the rest in bfloat16."""
+    """Write a Hugging Face folder of matrices of N(0, 0.02), with half of the shards in float32, the others in
+    bfloat16."""
     base = torch.randn(SHARD // 4 // WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)) * 0.02
     weights = {}
     for shard in range(shards):
@@ -76,7 +77,7 @@ def write_checkpoint(folder: Path, shards: int) -> None:
 
 
 def numpy_or(checkpoint: Checkpoint) -> int:
-    """The OR of all words: the least that reading every bit can cost."""
+    """The bitwise OR of all words: the least work that reads every bit."""
     found = 0
     for tensor in checkpoint.tensors:
         for chunk in tensor.chunks(1 << 24):
@@ -85,7 +86,7 @@ def numpy_or(checkpoint: Checkpoint) -> int:
 
 
 def naive(file: Path) -> list[Any]:
-    """What one would write in torch: load, convert, compare; fewer figures than an inspection has."""
+    """A straightforward inspection in torch (load, convert, compare) with fewer figures than halfstep's."""
     found = []
     for tensor in load_file(file).values():
         x = tensor.float()
@@ -100,7 +101,7 @@ def naive(file: Path) -> list[Any]:
 
 
 def measure(runs: dict[str, tuple[Callable[[], Any], int]], rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of gigabytes a second, of clock and of CPU time; every round runs all, in shuffled order."""
+    """Median gigabytes per second of wall-clock and of CPU time; every round runs all, in shuffled order."""
     clock: dict[str, list[float]] = {name: [] for name in runs}
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -120,13 +121,13 @@ def measure(runs: dict[str, tuple[Callable[[], Any], int]], rounds: int) -> dict
 
 
 def memory(small: Path, path: Path, casts: list[str]) -> float:
-    """The most anonymous memory that an inspection takes, in MB above what importing and compiling took."""
+    """The peak anonymous memory of an inspection, in MB above that after importing and compiling."""
     command = [sys.executable, "-c", MEMORY, str(small), str(path), *casts]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def small(rounds: int) -> dict[str, float]:
-    """The fewest CPU seconds of inspecting SMALL tensors, for each type."""
+    """The fewest CPU seconds of inspecting SMALL tensors, for each dtype."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         generator, name = torch.Generator().manual_seed(0), str(dtype).removeprefix("torch.")
@@ -151,7 +152,7 @@ def small(rounds: int) -> dict[str, float]:
 
 
 def keep_small(rounds: int, kept: bool) -> None:
-    """Measure, print, and on request keep."""
+    """Measure small tensors, print, and if `kept` write the results."""
     found = small(rounds)
     for name, seconds in found.items():
         print(f"{SMALL} small tensors of {name}: {seconds:.1f} s of CPU, at most {SMALL_BAR:g}")
@@ -162,7 +163,7 @@ def keep_small(rounds: int, kept: bool) -> None:
 
 
 def bars(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """What was asked for, what was measured, and whether it is met."""
+    """Rows of each bar: what it is about, the measured value, the least allowed, and whether it is met."""
     speed = {name: row["gb_per_cpu_second"] for name, row in found.items()}
     rows = [
         ("all statistics, float32: GB a second and core", speed["statistics, float32"], 1.0),
@@ -183,7 +184,7 @@ def bars(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, and on request keep."""
+    """Measure, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=8, help="of half a gigabyte each")
     parser.add_argument("--rounds", type=int, default=3)
@@ -199,7 +200,7 @@ def main() -> None:
         write_checkpoint(folder, options.shards)
         shards = sorted(folder.glob("*.safetensors"))
         wide, narrow = shards[0], shards[-1]
-        cast = folder / "cast" / "model.safetensors"  # from bf16: a quick look finds no last bit before the end
+        cast = folder / "cast" / "model.safetensors"  # float32 with bf16 values: a quick inspection must read all
         cast.parent.mkdir()
         save_file({name: x.bfloat16().float() for name, x in load_file(wide).items()}, cast)
         size = sum(tensor.nbytes for tensor in open_checkpoint(folder).tensors)

@@ -1,12 +1,12 @@
-"""A KV cache in 8 and 4 bits: KL of the next token against length, bytes, and a step's time. docs/inference.md.
+"""KV caches in 8 and 4 bits: the KL of next-token distributions by length, bytes, and step time: docs/inference.md.
 
     python benchmarks/kv_cache.py [--keep]
 
-A small Llama is trained on the lab's text for each of three seeds, then reads 8 windows of 256 bytes token by token,
-each token after the text itself. KL is of its distribution under the full cache to that under the other, in float64,
-the mean of an eighth of the window: early, and at the end. Time is the processor's, of a step after 128 tokens, to the
-full cache's in the same round. transformers' QuantizedCache("fp8") has one scale a tensor, from the first call. --keep
-writes results/kv_cache.json.
+A small Llama is trained on the lab's text for each of three seeds, then reads 8 held-out windows of 256 bytes, one
+byte per call. KL is of its next-byte distribution with the full cache to that with the other cache, in float64,
+averaged over the first or the last eighth of the window. Time is the CPU time of a step after 128 bytes, relative to
+the full cache's in the same round. transformers' QuantizedCache("fp8") has one scale per tensor from its first
+call. --keep writes results/kv_cache.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CACHES: dict[str, Callable[[], Any]] = {
 
 
 def trained(seed: int) -> tuple[LlamaForCausalLM, Tensor]:
-    """A model and windows that it has not seen."""
+    """A trained model, and held-out windows."""
     task = get_task("lm").open(experiment_for("lm", recipes=("fp32",), batch=BATCH, context=LENGTH))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(CONFIG)
@@ -59,13 +59,13 @@ def trained(seed: int) -> tuple[LlamaForCausalLM, Tensor]:
 
 @torch.no_grad()
 def read(model: LlamaForCausalLM, tokens: Tensor, cache: Any) -> Tensor:
-    """Log-probabilities after each token, in float64, the tokens one call each."""
+    """Log-probabilities in float64 after each token, with one call per token."""
     rows = [model(token, past_key_values=cache).logits[:, -1].double().log_softmax(-1) for token in tokens.split(1, 1)]
     return torch.stack(rows, 1)
 
 
 def divergences(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, list[float]]:
-    """By cache, the KL of each eighth of the window."""
+    """By cache, the mean KL in each eighth of the window."""
     full = read(model, tokens, DynamicCache(config=CONFIG))
     found = {}
     for name, make in CACHES.items():
@@ -75,7 +75,7 @@ def divergences(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, list[float
 
 
 def times(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, list[float]]:
-    """By cache, the time of a step after half of the window, to the full cache's in the same round."""
+    """By cache, the CPU times of steps after half of the window, relative to the full cache's in the same round."""
     half, ratios = LENGTH // 2, {name: [] for name in CACHES}
     caches = {"full": DynamicCache(config=CONFIG), **{name: make() for name, make in CACHES.items()}}
     with torch.no_grad():
@@ -93,7 +93,7 @@ def times(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, list[float]]:
 
 
 def bits(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, float]:
-    """Bits of a number in each cache."""
+    """Bits per stored value in each cache."""
     found, numbers = {PEER: 8.0}, 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim
     for kind in KINDS:
         cache = LowBitCache(CONFIG, kind)
@@ -103,7 +103,7 @@ def bits(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, float]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """What docs/inference.md shows."""
+    """The table of docs/inference.md."""
     first, last = f"KL at 1 to {EIGHTH}", f"at {LENGTH - EIGHTH + 1} to {LENGTH} (95% interval)"
     lines = [f"| cache | bits a number | {first} | {last} | CPU time of a step |", f"|{' --- |' * 5}"]
     for name, row in data["rows"].items():
@@ -116,7 +116,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Train, read, and keep."""
+    """Train, measure, print, and with --keep write."""
     kept = keeps(__doc__)
     runs = []
     for seed in range(SEEDS):

@@ -1,4 +1,4 @@
-"""The law of Kumar et al. fitted to runs of our own: constants, residuals, cells left out: docs/stability.md.
+"""The scaling law of Kumar et al. fitted to our own runs: constants, residuals, held-out cells: docs/stability.md.
 
     halfstep sweep --recipes fp32 --grid model=gpt-nano,gpt-micro,gpt-tiny --grid steps=50,100,200,400 \
         --grid lr=3e-3 --grid warmup=20 --grid statistics=1 --grid validations=2 --seeds 3 --out SIZES
@@ -7,7 +7,7 @@
         --out BITS
     python benchmarks/law.py SIZES BITS [MORE ...] [--keep]
 
-MORE is as BITS with other steps. --keep writes results/law.json. `page` makes the tables of the page.
+MORE are sweeps like BITS with other steps. --keep writes results/law.json. `page` makes the tables of the page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PUBLISHED |= {"offset": KUMAR.widths["weights"].offset}
 
 
 def measured(paths: Sequence[Path]) -> dict[str, Any]:
-    """The fit on all cells, or without bits where they make no difference, and what fits on parts say of the others."""
+    """The fit on all cells (on those with float32 weights, if bits make no difference to the loss), and how well fits
+    on parts of the cells predict the others."""
     every = law_cells(paths)
     bits: dict[str, Any] = {"paired": pairs(paths)}
     try:
@@ -67,7 +68,8 @@ def measured(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def rounded(paths: Sequence[Path]) -> dict[str, Any]:
-    """The damage of rounding after training, fitted where it is positive; and that at the most tokens by the others."""
+    """The fit of the damage of rounding after training, on positive damages; and the damage at the most tokens,
+    measured and predicted from fewer tokens."""
     every = damages(paths)
     harm = [cell for cell in every if cell.damage > 0]
     most = max(cell.tokens for cell in every)
@@ -86,7 +88,8 @@ def rounded(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def pairs(paths: Sequence[Path]) -> dict[str, Any]:
-    """By bits, losses of runs with rounded weights less those of the same model, tokens and seed with whole ones."""
+    """By bits, the losses of runs with rounded weights less those of runs with float32 weights, with the same model,
+    tokens and seed: mean and interval."""
     found: dict[tuple[int, int, int, float], float] = {}
     for path in paths:
         folder = SweepFolder(path)
@@ -105,12 +108,12 @@ def pairs(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def stands(at: tuple[float, float, float], cell: Cell) -> bool:
-    """Whether a run is of that cell."""
+    """Whether a run belongs to that cell."""
     return place(cell) == at
 
 
 def place(cell: Cell) -> tuple[float, float, float]:
-    """Its parameters, tokens and bits, infinite for whole weights."""
+    """A run's parameters, tokens and bits; infinite bits for float32 weights."""
     return cell.parameters, cell.tokens, cell.bits or math.inf
 
 
@@ -126,7 +129,7 @@ def noise(cells: Sequence[Cell], groups: Sequence[tuple[float, float, float]]) -
 
 
 def predicted(cells: Sequence[Cell], outs: Sequence[Callable[[Cell], bool]]) -> dict[str, Any]:
-    """How far fits without some cells lie from those cells' mean losses."""
+    """The errors of fits that leave out some cells, on those cells' mean losses."""
     rows = []
     for out in outs:
         kept = [cell for cell in cells if not out(cell)]
@@ -147,7 +150,7 @@ def predicted(cells: Sequence[Cell], outs: Sequence[Callable[[Cell], bool]]) -> 
 
 
 def told(law: Law, at: tuple[float, float, float]) -> float:
-    """The law's loss."""
+    """The loss that the law predicts for a cell."""
     parameters, tokens, bits = at
     return law.loss(parameters, tokens, None if math.isinf(bits) else {"weights": bits})
 
@@ -205,7 +208,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the benchmark as the module describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", type=Path, nargs="+", help="folders of sweeps")
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")

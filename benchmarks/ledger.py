@@ -1,8 +1,8 @@
-"""The training runs behind rows of the ledger that no other page has: recipes beside a baseline, seed by seed.
+"""The training runs behind rows of the ledger that are on no other page: recipes compared with a baseline.
 
     python benchmarks/ledger.py NAME [--keep] [--steps N] [--out FOLDER]
 
-NAME is one of GROUPS. --keep writes results/ledger_NAME.json. An interrupted run goes on where it was.
+NAME is one of GROUPS. --keep writes results/ledger_NAME.json. An interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from recurrent import LanguageModel, Translator
 
 @dataclass(frozen=True)
 class Comparison:
-    """Recipes on one task, and the one that the others are compared with."""
+    """Recipes on one task, and the baseline that they are compared with."""
 
     experiment: Experiment
     recipes: dict[str, Recipe]
     build: Callable[[], nn.Module] | None = None
-    """The model, where it is none of the task's."""
+    """Builds the model, if it is not one of the task's."""
     baseline: str = "fp32"
 
 
@@ -51,24 +51,24 @@ _LEAN: dict[str, Any] = {"seeds": 3, "validations": 1, "statistics": 1, "checkpo
 
 
 def named(task: str, *recipes: str, seeds: int = 3, **given: Any) -> Comparison:
-    """Named recipes on a task; the first is the baseline."""
+    """A comparison of named recipes on a task; the first is the baseline."""
     experiment = experiment_for(task, recipes=recipes, seeds=seeds, validations=1, **given)
     return Comparison(experiment, {name: get_recipe(name) for name in recipes}, baseline=recipes[0])
 
 
 def betas() -> dict[str, Comparison]:
-    """Collage's forms, whose second moment is bf16, at both values of beta2; bf16-kahan's is float32."""
+    """Collage's recipes, whose second moment is bf16, and bf16-kahan, whose is float32, at two values of beta2."""
     recipes = ("fp32", "bf16-kahan", "bf16-collage-plus", "bf16-collage-light")
     return {f"{beta2:g}": named("lm", *recipes, steps=400, betas=(0.9, beta2)) for beta2 in (0.95, 0.999)}
 
 
 def masters() -> dict[str, Comparison]:
-    """A speech model with a master copy of its 16-bit weights, and without."""
+    """A speech model with and without master weights for its 16-bit weights."""
     return {"speech": named("speech", "fp32", "fp16-master", "fp16-nomaster", "fp16-pure", "bf16-nomaster")}
 
 
 def states() -> dict[str, Comparison]:
-    """FP8-LM's recipe with its moments, or its weights, in fewer bits: one change at a time."""
+    """FP8-LM's recipe with its moments or its weights in fewer bits, one change at a time."""
     o1 = get_recipe("fp8lm-o1")
     assert o1.codes is not None
     assert o1.codes.grads is not None
@@ -87,7 +87,7 @@ def states() -> dict[str, Comparison]:
 
 
 def pairs() -> dict[str, Comparison]:
-    """Fishman's recipe on a small Llama with float32 moments, and with the four pairs of FP8 formats for the two."""
+    """Fishman's recipe on a small Llama with float32 moments, and with each pair of FP8 formats for the two moments."""
     base = get_recipe("fp8-smooth-swiglu")
     current = Scales(TENSOR, get_scaling("current"))
     e4m3, e5m2 = (get_storage(Quantizer(formats.get(name), scales=current)) for name in ("e4m3", "e5m2"))
@@ -101,7 +101,7 @@ def pairs() -> dict[str, Comparison]:
 
 
 def sums() -> dict[str, Comparison]:
-    """Products that add up in 16 bits, over up to 1024 terms (the weight gradients': 16 sequences of 64)."""
+    """Matmuls that accumulate in 16 bits, over up to 1024 terms (in weight gradients: 16 sequences of 64)."""
     return {"lm": named("lm", "fp32", "fp16-mixed", "fp16-accumulate", "bf16-accumulate", steps=300)}
 
 
@@ -111,14 +111,15 @@ SIZES = {"small": (1, 32, 2), "large": (3, 128, 4)}
 
 
 def _constant(scaling: Scaling) -> Recipe:
-    """fp8-cscale with another constant."""
+    """fp8-cscale with another constant scale."""
     e4, e5 = (Quantizer(formats.get(f), scales=Scales(TENSOR, scaling)) for f in ("e4m3fnuz", "e5m2fnuz"))
     rules = (*KEEP, Rule("*", linear_spec(input=e4, weight=e4, grad_output=e5)))
     return replace(get_recipe("fp8-cscale"), rules=rules)
 
 
 def window() -> dict[str, Comparison]:
-    """fp16, its products in FP8 with a scale a tensor, and with one constant scale 2^c for all, c swept."""
+    """fp16, the same with GEMMs in FP8 with one scale per tensor, and with one constant scale 2^c for all tensors, c
+    swept."""
     amax = get_recipe("fp8-amax")
     recipes = {"fp16": replace(amax, rules=()), "fp8-amax": amax}
     recipes |= {f"c{c:+d}": _constant(get_scaling("fixed", bias=c)) for c in WINDOW}
@@ -130,12 +131,12 @@ def window() -> dict[str, Comparison]:
 
 
 def coat() -> dict[str, Comparison]:
-    """COAT's states, activations and products in FP8, against bf16."""
+    """COAT, with states, activations and GEMM operands in FP8, against bf16."""
     return {"lm": named("lm", "bf16-mixed", "coat", steps=200)}
 
 
 def static() -> dict[str, Comparison]:
-    """FP8 without scales in GPTs under munit scaling and u-muP, each at the learning rate found best for its width."""
+    """FP8 without scales in GPTs under munit scaling and u-muP, each at the best learning rate for its width."""
     munit = named("lm", "fp32", "munit-fp8", model="munit-gpt-tiny", lr=0.5)
     return {"munit": munit, "umup": named("lm", "fp32", "umup-fp8", model="unit-gpt-tiny", lr=2.0)}
 

@@ -1,4 +1,4 @@
-"""Final losses of recipes, named ones or one's own, with the same weights and batches a seed: what paired gaps need."""
+"""Final losses of recipes with the same initial weights and batches for each seed, and their paired gaps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from halfstep.recipe import Recipe
 
 
 Losses = dict[str, list[float | None]]
-"""By recipe, one entry a seed; None is a run that diverged."""
+"""By recipe, one final loss per seed; None for a run that diverged."""
 
 
 def train(
     experiment: Experiment, recipes: Mapping[str, Recipe], out: Path, make: Callable[[], nn.Module] | None = None
 ) -> Losses:
-    """The validation loss after the last step of every recipe and seed, on the experiment's model or another.
+    """Train every recipe with every seed, on the experiment's model or the one that `make` builds: the final validation
+    losses.
 
-    A run that has ended in `out` is read.
+    Runs that have ended in `out` are read, not repeated.
     """
     task = get_task(experiment.task).open(experiment)
     own = {} if make is None else {experiment.model: make}
@@ -44,7 +45,7 @@ def train(
 
 
 def gaps(losses: Losses, recipe: str, baseline: str) -> list[float] | None:
-    """(loss - baseline's with the same seed) / baseline's, one a seed; None where a run of the recipe diverged.
+    """(loss - baseline's loss) / baseline's loss, one per seed; None if a run of the recipe diverged.
 
     Raises:
         ValueError: a run of the baseline diverged.
@@ -59,7 +60,8 @@ def gaps(losses: Losses, recipe: str, baseline: str) -> list[float] | None:
 
 
 def summary(losses: Losses, baseline: str = "fp32") -> dict[str, dict[str, float | int | None]]:
-    """By recipe: the mean loss, the paired gap's mean, ends and 95% interval over seeds, and how many runs diverged."""
+    """By recipe: the mean loss, the mean, ends and 95% interval of the paired gaps over seeds, and how many runs
+    diverged."""
     found: dict[str, dict[str, float | int | None]] = {}
     for recipe, values in losses.items():
         pairs = gaps(losses, recipe, baseline)

@@ -1,15 +1,15 @@
-"""The memory that training takes, counted and as the system sees it: one fresh process for each recipe and batch.
+"""The memory of training, counted on tensors and as resident memory: one fresh process for each recipe and batch.
 
-Counted, as papers count: weights, gradients, masters and optimizer states, measured on live tensors, and what autograd
-keeps at the end of a forward, every memory once (`tracking.saving`). As the system sees it: the largest resident set
+Counted, as papers count: weights, gradients, masters and optimizer states, measured on live tensors, and tensors saved
+for backward at the end of a forward, every storage once (`tracking.saving`). Resident: the largest resident set
 during a whole step after the first, above that of a process that trains a model of a few kilobytes in the same way, so
-that code, libraries and compiled kernels do not count. Children run with MALLOC_MMAP_THRESHOLD_=65536, by which glibc
-gives freed tensors back at once: what is resident is then what is alive.
+that code, libraries and compiled kernels do not count. Children run with MALLOC_MMAP_THRESHOLD_=65536, with which glibc
+returns freed tensors to the system at once: resident memory is then that of live tensors.
 
     python benchmarks/memory.py                 # the memory
-    python benchmarks/memory.py --recipes bf16-mixed,coat    # of some; what is not measured again stays
+    python benchmarks/memory.py --recipes bf16-mixed,coat    # of some recipes; other results stay
     python benchmarks/memory.py --speed         # the time of a step
-    python benchmarks/memory.py --page          # docs/memory.md's section "Measured", from what is kept
+    python benchmarks/memory.py --page          # docs/memory.md's section "Measured", from the results
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ RECIPES = (
 
 
 def recipe_of(name: str) -> Recipe:
-    """A named one, or fp8-current that keeps what autograd saves as COAT does: what that alone gives."""
+    """The named recipe; `NAME saved as coat` is the recipe NAME with COAT's storage of saved tensors only."""
     base, _, saved = name.partition(" saved as ")
     return replace(get_recipe(base), name=name, saved=COAT) if saved else get_recipe(base)
 
 
 class Training:
-    """A prepared model, and a step of it."""
+    """A model prepared with a recipe, and its training step."""
 
     def __init__(self, model: str, recipe: str, batch: int, size: tuple[int, ...] = SIZE) -> None:
         torch.manual_seed(0)
@@ -82,17 +82,17 @@ class Training:
         self.scaler.scale(self.loss(rows)).backward()
 
     def step(self, rows: int | None = None) -> None:
-        """One on so many rows of the batch, or on all."""
+        """One step on the first `rows` rows of the batch, or on all."""
         self.backward(rows)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
 
 def child(model: str, recipe: str, batch: int, idle: bool) -> dict[str, Any]:
-    """What a process of its own measures."""
+    """The measurements of one configuration, made in a process of their own."""
     training = Training(model, recipe, batch, (1, 32, 2) if idle else SIZE)
-    training.step(rows=1)  # kernels are compiled, and states made
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident set begins anew
+    training.step(rows=1)  # compiles kernels and creates the optimizer's states
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident set
     training.step()
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
@@ -118,7 +118,7 @@ def _count(model: nn.Module) -> int:
 
 
 def _dtypes(training: Training) -> dict[str, dict[str, int]]:
-    """Elements by dtype, of parameters and of the optimizer's states."""
+    """Number of elements by dtype, of the parameters and of the optimizer's states."""
     weights: Counter[str] = Counter()
     states: Counter[str] = Counter()
     for parameter in training.model.parameters():
@@ -130,7 +130,7 @@ def _dtypes(training: Training) -> dict[str, dict[str, int]]:
 
 
 def measured(model: str, recipe: str, batch: int, idle: bool = False) -> dict[str, Any]:
-    """`child` in a process of its own."""
+    """The result of `child` in a new process."""
     command = [sys.executable, __file__, "--child", model, recipe, str(batch), str(int(idle))]
     variables = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
@@ -140,13 +140,13 @@ def measured(model: str, recipe: str, batch: int, idle: bool = False) -> dict[st
 
 
 def counted(row: dict[str, Any]) -> int:
-    """Weights, gradients, masters, states and activations."""
+    """Bytes of weights, gradients, masters, states and activations."""
     return sum(row[role] for role in ("weights", "grads", "master", "states", "activations"))
 
 
 def recipe_memory(model: str, recipe: str) -> dict[str, Any]:
-    """One recipe over batches."""
-    measured(model, recipe, 1, idle=True)  # kernels are compiled: a compiler takes memory that would count as idle
+    """The memory under one recipe for each batch size."""
+    measured(model, recipe, 1, idle=True)  # compiles kernels: a compiler's memory would count as idle
     idle, rows = measured(model, recipe, 1, idle=True)["peak_bytes"], {}
     for batch in BATCHES:
         row = measured(model, recipe, batch)
@@ -158,7 +158,7 @@ def recipe_memory(model: str, recipe: str) -> dict[str, Any]:
 
 
 def compared(found: dict[str, Any]) -> None:
-    """Add the baseline's memory over each recipe's."""
+    """Add the ratios of the baseline's memory to each recipe's."""
     for recipe in found.keys() & set(RECIPES):
         for batch, row in found[recipe]["batches"].items():
             base = found[BASELINE]["batches"][batch]
@@ -167,7 +167,7 @@ def compared(found: dict[str, Any]) -> None:
 
 
 def _crossing(rows: dict[str, Any]) -> int:
-    """The tokens in a batch from which activations are more than the optimizer's states."""
+    """The number of tokens per batch from which activations exceed the optimizer's states and masters."""
     first, last = rows[str(BATCHES[0])], rows[str(BATCHES[-1])]
     a_token = (last["activations"] - first["activations"]) / ((BATCHES[-1] - BATCHES[0]) * CONTEXT)
     fixed = first["activations"] - a_token * BATCHES[0] * CONTEXT
@@ -175,8 +175,8 @@ def _crossing(rows: dict[str, Any]) -> int:
 
 
 def _largest(model: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The largest batch of `coat` whose peak is no more than the baseline's at its largest batch but one: found on the
-    line through two measurements, then measured."""
+    """The largest batch of `coat` whose peak is no more than the baseline's at its second largest batch: extrapolated
+    from two measurements, then measured."""
     at = BATCHES[-2]
     budget = found[BASELINE]["batches"][str(at)]["above_idle_bytes"]
     rows, idle = found["coat"]["batches"], found["coat"]["idle_bytes"]
@@ -189,7 +189,7 @@ def _largest(model: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(batch: int = 16, rounds: int = 9) -> dict[str, Any]:
-    """The time of a step, interleaved, on each model."""
+    """The time of a step under each recipe, interleaved, for each model."""
     found = {}
     for model in MODELS:
         names = ("fp8-current", "coat", "fp8-current saved as coat", BASELINE)

@@ -1,4 +1,4 @@
-"""The section "Measured" of docs/memory.md, from what memory.py and finetune.py keep."""
+"""The section "Measured" of docs/memory.md, from the results of memory.py and finetune.py."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ that of the recipe, at the same batch; for `bf16-mixed` itself the table has MiB
 
 
 def section(memory: dict[str, Any], finetune: dict[str, Any]) -> str:
-    """All of it."""
+    """The whole section."""
     return "\n".join([*sizes(memory), *losses(finetune)]) + "\n"
 
 
 def write(page: Path, text: str) -> None:
-    """Put the section in the place of the one that is there."""
+    """Replace the section in the page."""
     whole = page.read_text()
     start = whole.index(HEADING)
     page.write_text(whole[:start] + text + whole[whole.index("\n## ", start) :])
 
 
 def sizes(data: dict[str, Any]) -> Iterator[str]:
-    """Memory of both models."""
+    """The part on the memory of both models."""
     layers, width, _ = data["layers_width_heads"]
     counts = {model: found[BASELINE]["batches"]["64"]["parameters"] / 1e6 for model, found in data["memory"].items()}
     yield HEADING + "\n"
@@ -86,7 +86,7 @@ def sizes(data: dict[str, Any]) -> Iterator[str]:
 
 
 def losses(data: dict[str, Any]) -> Iterator[str]:
-    """Fine-tuning, and the vision-language model."""
+    """The part on losses of fine-tuning and of the vision-language model."""
     tuned, captions = data["fine-tuning"], data["captions"]
     told = tuned["experiment"]
     yield from _wrapped(
@@ -120,7 +120,7 @@ def _mean(values: list[float | None]) -> str:
 
 
 def _against(row: dict[str, Any] | None) -> str:
-    """The difference with its interval, and the verdict."""
+    """The difference with its interval, and the verdict, as table cells."""
     if row is None:
         return "the baseline |"
     if row.get("gap") is None:

@@ -1,5 +1,7 @@
-"""What does `halfstep.cached_weights` save? Eight micro-batches forward and backward, and eight forwards of an
-evaluation, with weights rounded once and for each, and torch's autocast with its own cache of casts and without.
+"""The time that `halfstep.cached_weights` saves on micro-batches in training and evaluation.
+
+Eight micro-batches forward and backward, and eight forwards of an evaluation, with weights rounded once or for each,
+and the same for torch's autocast and its cache of casts.
 
     python benchmarks/micro_batches.py [--keep]
 """
@@ -22,7 +24,7 @@ ROWS = {"64 rows": 64, "16 rows": 16}
 
 
 def model_of(layers: int = LAYERS) -> nn.Module:
-    """MLPs one after the other, 2.1 million weights each."""
+    """A sequence of MLPs of 2.1 million weights each."""
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(layers)]
     return nn.Sequential(*parts)
@@ -31,7 +33,8 @@ def model_of(layers: int = LAYERS) -> nn.Module:
 def works(
     model: nn.Module, rows: int, around: Callable[[], AbstractContextManager[object]], each: bool
 ) -> dict[str, Callable[[], None]]:
-    """Micro-batches of so many rows, in training and in evaluation; `each` enters `around` for every one of them."""
+    """Training and evaluation on MICRO micro-batches of `rows` rows, as functions. `each` enters `around` for every
+    micro-batch instead of once."""
     batches = torch.randn(MICRO, rows, WIDTH)
 
     def forward(x: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ def works(
 
 
 def contenders() -> list[Contender]:
-    """Each recipe, with weights rounded once beside the same without."""
+    """Each recipe with weights rounded once, compared with the same with weights rounded for each micro-batch."""
     found = []
     for size, rows in ROWS.items():
         made: dict[str, tuple[nn.Module, Callable[[], AbstractContextManager[object]]]] = {
@@ -76,7 +79,7 @@ def contenders() -> list[Contender]:
 
 
 def main() -> None:
-    """Run it."""
+    """Time all of them, interleaved."""
     kept = keeps(__doc__)
     rows = race(contenders(), ROUNDS)
     question = f"{MICRO} micro-batches of {LAYERS} MLPs of width {WIDTH}"

@@ -1,8 +1,8 @@
-"""How far a trainer's next-token distributions are from a rollout's, recipe by recipe, on a small trained GPT.
+"""The distance of a trainer's next-token distributions from a rollout's by recipe, for a small trained GPT.
 
     python benchmarks/mismatch.py [--keep] [--out FOLDER]
 
-The GPT is that of finetune.py, pre-trained in bf16-mixed; the tokens are of its held-out text. --keep writes
+The GPT is that of finetune.py, pre-trained in bf16-mixed; tokens are from its held-out text. --keep writes
 results/mismatch.json and the table of docs/mismatch.md between `<!-- mismatch -->` marks.
 """
 
@@ -32,7 +32,7 @@ TABLE = re.compile(r"(?<=<!-- mismatch -->\n).*?(?=<!-- end mismatch -->)", re.D
 
 
 def table(data: dict[str, Any]) -> str:
-    """KL and the share clipped, a row each rollout."""
+    """The table of KL and clipped shares, one row per rollout."""
     heads = [f"trained under `{name}`" for name in data["train"]]
     lines = [f"| generates under | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
     for rollout, row in data["rows"].items():

@@ -1,9 +1,9 @@
-"""What a format does to Adam's moments as training makes them: COAT's table 1. --keep writes results/moments.json.
+"""The error of rounding Adam's moments from training: COAT's table 1. --keep writes results/moments.json.
 
     python benchmarks/moments.py [--keep]
 
 The error is the mean over all weights of the squared difference of m / (sqrt(v) + eps), eps = 1e-8, after rounding m
-and v in groups of 128; `zeros` is the share of second moments that become zero.
+and v in groups of 128; `zeros` is the share of second moments that are rounded to zero.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ PAIRS = {
     "E4M3, E4M3, the second expanded": (("e4m3fn", PLAIN), ("e4m3fn", KERNEL)),
     "E4M3, E4M3, both expanded as the paper has it": (("e4m3fn", PAPER), ("e4m3fn", PAPER)),
 }
-"""Formats and scale rules of the first and of the second moment."""
+"""By name: (format, scale rule) of the first and of the second moment."""
 
 
 def trained(model_name: str, seed: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """By step, both moments of the matrices of a model that trains in float32, laid out flat."""
+    """By step, the first and second moments of all matrices of a model trained in float32, each flattened into one
+    tensor."""
     told = experiment_for("lm", recipes=("fp32",), model=model_name)
     task = get_task("lm").open(told)
     model = build_model(told.model, task.models(), seed)
@@ -56,7 +57,7 @@ def trained(model_name: str, seed: int) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def errors(m: Tensor, v: Tensor) -> dict[str, dict[str, float]]:
-    """By pair: the mean squared error of m / (sqrt(v) + eps), and the share of v that becomes zero."""
+    """By pair: the mean squared error of m / (sqrt(v) + eps), and the share of v that is rounded to zero."""
     exact, found = m / (v.sqrt() + EPS), {}
     for name, pair in PAIRS.items():
         first, second = (_rounded(x, *kind) for x, kind in zip((m, v), pair, strict=True))

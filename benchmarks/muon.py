@@ -1,10 +1,10 @@
-"""Muon's momentum in few bits beside AdamW and torch.optim.Muon: loss, bytes, time. docs/which_optimizer.md.
+"""Muon with low-bit momentum compared with AdamW and torch.optim.Muon: loss, bytes, time. docs/which_optimizer.md.
 
     python benchmarks/muon.py [--keep] [--out FOLDER]
 
-The demo's GPT from three seeds, everything in float32 but the optimizers' states. Muon updates the matrices, AdamW the
-embeddings and vectors; both at the same learning rates (`adjust_lr_fn="match_rms_adamw"`). Time is that of the update
-alone, of gradients that stay, as a ratio to torch's two optimizers in the same round. --keep writes results/muon.json.
+The demo's GPT with three seeds, all in float32 except the optimizers' states. Muon updates the matrices, AdamW the
+embeddings and vectors, both at the same learning rates (`adjust_lr_fn="match_rms_adamw"`). Time is that of updates
+alone, with constant gradients, relative to torch's two optimizers in the same round. --keep writes results/muon.json.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ CONTENDERS = {
     "muon": ("muon", "fp32"),
     "muon, 8 bits": ("muon", "adamw-8bit"),
 }
-"""By name, an optimizer and the recipe that says how its states are kept."""
+"""By name: an optimizer, and the recipe whose storage its states have."""
 
 
 def recipe_of(kept: str) -> Recipe:
-    """fp32, with states kept as that recipe does."""
+    """fp32, with optimizer states stored as in the recipe `kept`."""
     return replace(get_recipe("fp32"), name=f"states-{kept}", moments=get_recipe(kept).moments)
 
 
 def told(optimizer: str, lr: float) -> Experiment:
-    """The demo's run."""
+    """The demo's experiment with this optimizer and learning rate."""
     return experiment_for(
         "lm", recipes=("fp32",), optimizer=optimizer, lr=lr, validations=1, statistics=1, checkpoints=1
     )
 
 
 class Updates:
-    """The demo's GPT with gradients that stay, and a step of its optimizer."""
+    """The demo's GPT with constant gradients, and its optimizer."""
 
     def __init__(self, optimizer: str, kept: str) -> None:
         experiment = told(optimizer, 1e-3)
@@ -63,12 +63,12 @@ class Updates:
         self.optimizer.step()
 
     def states(self) -> float:
-        """Bytes a parameter."""
+        """Bytes per parameter of the optimizer's states."""
         return float(measure(self.model, self.optimizer).states)
 
 
 def torchs() -> Any:
-    """A step of torch.optim.Muon, and of its AdamW for the rest, on the same gradients."""
+    """A function that steps torch.optim.Muon for matrices and torch.optim.AdamW for the rest, on the same gradients."""
     own = Updates("muon", "fp32")
     matrices = own.optimizer.param_groups[0]["params"]
     others = [p for group in own.optimizer.param_groups[1:] for p in group["params"]]
@@ -82,7 +82,7 @@ def torchs() -> Any:
 
 
 def table(data: dict[str, Any]) -> str:
-    """What docs/using.md shows of the figures."""
+    """The table of docs/which_optimizer.md."""
     rates = data["losses"]
     heads = ["optimizer, its states", "bytes/param of states", "update", *(f"loss at {lr}" for lr in rates)]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
@@ -96,7 +96,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Train, measure, and keep."""
+    """Train, measure, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/muon"))

@@ -1,8 +1,8 @@
-"""What `halfstep.track` costs: a GPT's training steps with the log and without.
+"""The cost of `halfstep.track`: the CPU time of a GPT's training steps with the log and without.
 
-Each pair runs as many steps of both in turn, in one process and one thread, and compares their CPU time; the figure is
-the median of the ratios, with the interval that holds it at 95% (order statistics). `--every 1` looks at every step,
-which tells what one row costs more closely: of the default cadence it is a hundredth.
+Each pair runs the same number of steps of both in turn, in one process and one thread, and compares their CPU time; the
+figure is the median of the ratios with its 95% interval (order statistics). `--every 1` records every step,
+which measures the cost of one row more precisely: the default cadence costs a hundredth of it.
 
     python benchmarks/numerics_log.py [--keep] [--pairs 30] [--recipe fp8-current] [--every 100]
 """
@@ -27,7 +27,7 @@ KEPT = Path(__file__).parent / "results" / "numerics_log.json"
 
 
 def run(recipe: str, every: int, folder: Path | None) -> Callable[[], float]:
-    """A function that trains some steps, tracked where there is a folder, and gives their CPU time."""
+    """A function that trains some steps, tracked if there is a folder, and returns their CPU time."""
     torch.manual_seed(0)
     model = GPT(vocabulary=128, context=64, layers=2, width=128, heads=4)
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)

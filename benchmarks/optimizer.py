@@ -1,4 +1,4 @@
-"""What an optimizer step costs in few bits, and the bytes of its states, against other libraries in the same run."""
+"""The time of low-bit optimizer steps and the bytes of their states, against other libraries in the same run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = {
 
 
 class Weights(nn.Module):
-    """A few large parameters."""
+    """A module of a few large parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,28 +39,28 @@ class Weights(nn.Module):
 
 
 def blocks(format: str) -> Storage:
-    """A format in blocks of 256."""
+    """Storage in a format in blocks of 256."""
     return get_storage(Quantizer(formats.get(format), scales=Scales(Tile(1, 256), get_scaling("absmax"))), flat=True)
 
 
 def of_tensor(format: str, rule: str) -> Storage:
-    """A format with one scale a tensor."""
+    """Storage in a format with one scale per tensor."""
     return get_storage(Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling(rule))))
 
 
 def kept_as(first: Storage, second: Storage) -> Recipe:
-    """fp32 weights with the moments kept so."""
+    """fp32 with the moments in these storages."""
     return replace(get_recipe("fp32"), name="moments", moments=(("exp_avg", first), ("exp_avg_sq", second)))
 
 
 def coat_moments() -> Recipe:
-    """fp32 weights with the moments of the recipe `coat`."""
+    """fp32 with the moments of the recipe `coat`."""
     return replace(get_recipe("fp32"), name="moments", moments=get_recipe("coat").moments)
 
 
 @dataclass
 class Step:
-    """A step of an optimizer that is made at the first call, where an error of what is not installed comes."""
+    """A step of an optimizer that is created at the first call, so that an uninstalled library fails there."""
 
     made: Callable[[], torch.optim.Optimizer]
     optimizer: torch.optim.Optimizer | None = None
@@ -71,14 +71,14 @@ class Step:
         return self.optimizer.step()
 
     def state_bytes(self) -> float:
-        """Bytes a parameter of what the optimizer keeps beside the weights: moments, masters, scales, projectors."""
+        """Bytes per parameter of all the optimizer's state: moments, masters, scales, projectors."""
         assert self.optimizer is not None
         kept = [value for state in self.optimizer.state.values() for value in state.values()]
         return sum(map(live_bytes, kept)) / (TENSORS * SHAPE[0] * SHAPE[1])
 
 
 def live_bytes(value: object) -> int:
-    """The bytes of a state's tensors: those inside of a wrapper, or of an object that keeps some."""
+    """The bytes of a state's tensors, including those inside tensor subclasses and objects."""
     if not isinstance(value, torch.Tensor):
         return sum(map(live_bytes, vars(value).values())) if hasattr(value, "__dict__") else 0
     if hasattr(value, "__tensor_flatten__"):
@@ -104,11 +104,11 @@ MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Lion": lambda parameters: halfstep.optim.Lion(parameters, lr=1e-4),
     "LAMB": lambda parameters: halfstep.optim.Lamb(parameters, lr=1e-4, weight_decay=0.01),
 }
-"""The other update rules, by name."""
+"""Constructors of the other update rules' optimizers, by name."""
 
 
 def of_rule(name: str) -> Step:
-    """The step of a rule under fp32."""
+    """The step of an update rule under fp32."""
     model = Weights()
     _, optimizer, _ = halfstep.prepare(model, MAKES[name](model.parameters()), "fp32")
     model.with_gradients()
@@ -116,7 +116,7 @@ def of_rule(name: str) -> Step:
 
 
 class ForeachLion(torch.optim.Optimizer):
-    """Lion as torch's optimizers are written, an operation on all tensors at a time: torch has none."""
+    """Lion with foreach operations, as torch's optimizers are written: torch has none."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -132,7 +132,7 @@ class ForeachLion(torch.optim.Optimizer):
 
 
 class ForeachLamb(torch.optim.Optimizer):
-    """LAMB written so."""
+    """LAMB with foreach operations."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -160,7 +160,7 @@ _FOREACH: dict[str, type[torch.optim.Optimizer]] = {"Lion": ForeachLion, "LAMB":
 
 
 def of_torch(name: str) -> Step:
-    """The step of torch's optimizer: the fused one for SGD, else an operation on all tensors at a time."""
+    """The step of torch's own optimizer: fused for SGD, else foreach."""
     parameters = Weights().with_gradients().parameters()
     if name in _FOREACH:
         return Step(lambda: _FOREACH[name](parameters, {}))
@@ -168,12 +168,13 @@ def of_torch(name: str) -> Step:
 
 
 def theirs(module: str, name: str) -> Step:
-    """The step of an AdamW by its name."""
+    """The step of a library's AdamW, by module and class name."""
     return Step(lambda: getattr(import_module(module), name)(Weights().with_gradients().parameters(), lr=1e-4))
 
 
 def projected(module: str, name: str) -> Step:
-    """The step of an AdamW in a subspace of the gradient, found anew every 200 steps: not in those that are timed."""
+    """The step of an AdamW with gradients projected to a subspace, which is recomputed every 200 steps: not within the
+    timed ones."""
 
     def made() -> torch.optim.Optimizer:
         group = {"params": list(Weights().with_gradients().parameters()), "rank": 128}

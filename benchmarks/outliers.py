@@ -1,10 +1,10 @@
-"""Does FP8 with delayed scales break on a gated MLP's outliers, and does Smooth-SwiGLU mend it? A search.
+"""Whether outliers of a gated MLP break FP8 with delayed scales, and whether Smooth-SwiGLU prevents it: a search.
 
     python benchmarks/outliers.py [--keep] [--steps N] [--seeds N]
 
-A gated MLP learns from another one, whose two input weights are the same in every channel, as they become when they
-align: its product is quadratic in its tokens. Their sizes are log-normal, so that the outliers are in the data. The
-operands of the down-projection alone are rounded, so that what is seen is the product's.
+A gated MLP is trained to reproduce another one, whose two input weights are equal in every channel, as after
+alignment: its gated product is quadratic in the tokens. Token sizes are log-normal, so that outliers are in the data.
+Only the operands of the down-projection are rounded, so that only the gated product's outliers matter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 class Teacher:
-    """Tokens, and what they are taught: sum_i o_i silu(v_i x) (v_i x), with v of unit length."""
+    """Random tokens and their targets: sum_i o_i silu(v_i x) (v_i x), with v_i of unit length."""
 
     def __init__(self, tail: float, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,8 @@ class Teacher:
         self.tail, self.generator = tail, generator
 
     def batch(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """x (tokens, width), normal times exp(tail * a normal number a token), and y of the same shape."""
+        """x (tokens, width), normal times exp(tail * a standard normal per token), and its targets y of the same
+        shape."""
         size = torch.exp(self.tail * torch.randn(tokens, 1, generator=self.generator))
         x = torch.randn(tokens, WIDTH, generator=self.generator) * size
         seen = x @ self.inputs
@@ -55,7 +56,8 @@ class Teacher:
 
 
 def run(recipe: Recipe, tail: float, decay: float, seed: int, steps: int) -> dict[str, float]:
-    """Fit; the loss on tokens not seen, the product's largest outlier over its root mean square, its largest jump."""
+    """Train, and return the loss on unseen tokens, the gated product's largest ratio of amax to RMS, and its largest
+    ratio of amax to the amax of the step before, in the second half of the steps."""
     teacher = Teacher(tail, seed)
     torch.manual_seed(seed)
     mlp = MLP(WIDTH, INNER)
@@ -89,7 +91,8 @@ def run(recipe: Recipe, tail: float, decay: float, seed: int, steps: int) -> dic
 
 
 def search(seeds: int, steps: int) -> list[dict[str, Any]]:
-    """Every tail and decay: each recipe's runs, and its loss over bf16's with the same seed, mean and ends."""
+    """For every tail and decay: each recipe's runs, and the ratios of its loss to bf16's with the same seed: mean,
+    least, most."""
     rows = []
     for tail, decay in itertools.product(TAILS, DECAYS):
         runs = {name: [run(r, tail, decay, seed, steps) for seed in range(seeds)] for name, r in RECIPES.items()}

@@ -1,10 +1,10 @@
-"""What does halfstep cost where there is little to compute? A step of eight 64 x 64 layers against a plain torch loop.
+"""The overhead of halfstep for small layers: a step of eight 64 x 64 layers compared with a plain torch loop.
 
 Every round runs a few steps of each loop in turn, in one process and one thread, and takes the process's CPU time; a
-ratio is the median over rounds of a recipe's time by that of the plain float32 loop of the same round. Beside the
-recipes run what torch itself offers: `torch.autocast` (as bf16-mixed), and torchao's float8 training, emulated as
-halfstep's is on a CPU (as fp8-current). `bare` is an autograd function that makes fp8-current's roundings and GEMMs by
-the same kernels, with nothing decided, checked or recorded, and torch's fused AdamW: what Python and torch alone take.
+ratio is the median over rounds of a recipe's time over that of the plain float32 loop in the same round. Compared with
+the recipes are torch's own means: `torch.autocast` (as bf16-mixed), and torchao's float8 training, emulated as
+halfstep's is on a CPU (as fp8-current). `bare` is an autograd Function with fp8-current's roundings and GEMMs by
+the same kernels, without decisions, checks or records, and torch's fused AdamW: the least that Python and torch take.
 
     python benchmarks/overhead.py [--keep] [--rounds 60] [--recipes A,B]
 """
@@ -32,12 +32,12 @@ from halfstep.quant.scaling import get_scaling
 
 LAYERS, WIDTH, BATCH, STEPS = 8, 64, 32, 10
 BARS = {"fp32": 1.1, "bf16-mixed": 1.3, "fp8-current": 2.2, "fp8-delayed": 2.2, "coat": 5.0}
-"""At most what share of the plain loop's time a step takes."""
+"""The largest allowed ratio to the plain loop's time."""
 KEPT = Path(__file__).parent / "results" / "overhead.json"
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same ones each time."""
+    """The model, with the same initial weights in each call, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -46,7 +46,8 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 def plain(
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model, fused: bool | None = None
 ) -> Callable[[], None]:
-    """A few steps of a plain loop, of the float32 model or of what a peer makes of it."""
+    """A function that runs STEPS steps of a plain training loop of the float32 model, or of the model that `wrap`
+    returns."""
     model, optimizer = model_and_optimizer()
     model = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
@@ -62,7 +63,7 @@ def plain(
 
 
 def prepared(recipe: str) -> Callable[[], None]:
-    """The same steps under a recipe."""
+    """A function that runs the same steps under a recipe."""
     model, optimizer, scaler = halfstep.prepare(*model_and_optimizer(), recipe)
     x = torch.randn(BATCH, WIDTH)
 
@@ -91,13 +92,13 @@ class Autocast(nn.Module):
 
 
 def torchao(model: nn.Module) -> nn.Module:
-    """The model under torchao's float8 training with scales of whole tensors."""
+    """The model under torchao's float8 training with one scale per tensor."""
     made: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
     return made
 
 
 class Bare(torch.autograd.Function):
-    """A linear layer of fp8-current."""
+    """The autograd Function of a linear layer with fp8-current's arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -116,14 +117,14 @@ class Bare(torch.autograd.Function):
 
 
 def rounded(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """The values of a matrix over its scale, in bf16, and the scale."""
+    """A matrix rounded to the format over its scale, in bf16; and the scale."""
     made = cast.run_whole(x, torch.bfloat16, formats.get(format), "nearest_even", CURRENT, None, False)
     assert made is not None
     return made[:2]
 
 
 class BareLinear(nn.Linear):
-    """A linear layer of `Bare`."""
+    """A linear layer that runs `Bare`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`."""
@@ -142,7 +143,7 @@ PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {"torch.autocast": Autocast
 
 
 def race(recipes: list[str], rounds: int) -> dict[str, list[float]]:
-    """By recipe and by peer, its time by the plain loop's in each round."""
+    """By recipe and peer, the ratio of its time to the plain loop's in each round."""
     loops = {"": plain(), **{peer: plain(wrap) for peer, wrap in PEERS.items()}}
     loops |= {"bare": plain(bare, fused=True)} | {recipe: prepared(recipe) for recipe in recipes}
     ratios: dict[str, list[float]] = {name: [] for name in loops if name}
@@ -158,7 +159,7 @@ def race(recipes: list[str], rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Race, print, and keep what was found."""
+    """Time all, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipes", default=",".join(BARS))
     parser.add_argument("--rounds", type=int, default=60)

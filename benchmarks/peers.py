@@ -1,6 +1,6 @@
-"""The peers of halfstep's quantisers: what each calls, what comes back, and how far it means the same.
+"""Other libraries' counterparts of halfstep's quantisers: how to call them, and how far their values agree.
 
-A peer that is not installed, or does not build, is left out by name; none of them is needed to run the rest.
+A peer that is not installed or does not build is left out and named; the others run without it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Way:
-    """One way of doing a piece of work."""
+    """One library's way of doing the work."""
 
     run: Callable[[], Any]
     values: Callable[[Any], Tensor] = lambda result: result
-    """The values that a result of `run` stands for."""
+    """Converts a result of `run` to values."""
     agrees: float = 1.0
-    """The least share of elements that must be what the work asks for: peers differ at the edges of their range."""
+    """The least share of elements that must equal the reference: peers differ at the ends of their range."""
 
 
 Ways = dict[str, Way]
@@ -38,7 +38,7 @@ Ways = dict[str, Way]
 
 @dataclass(frozen=True)
 class Scalar:
-    """A float format as the peers call it."""
+    """A float format with its names in other libraries."""
 
     name: str
     exponent_bits: int
@@ -46,11 +46,12 @@ class Scalar:
     torch: torch.dtype | None = None
     ml_dtypes: str | None = None
     gfloat: str | None = None
-    """The name in `gfloat.formats`; None for IEEE style, which is spelled out."""
+    """The name in `gfloat.formats`; None for IEEE style, which is built from its fields."""
 
     @property
     def common(self) -> float:
-        """The share of normally distributed numbers on which peers with other edges agree: few exponents, much edge."""
+        """The share of normally distributed values on which peers with another range agree: it is lower with fewer
+        exponents."""
         return {2: 0.5, 3: 0.85}.get(self.exponent_bits, 0.97)
 
 
@@ -73,7 +74,7 @@ MODULES = {
 
 
 class Peers:
-    """Those that are here (`versions`), and those that are not, with the reason (`missing`)."""
+    """The peers that can be imported (`versions`), and the reasons why others cannot (`missing`)."""
 
     def __init__(self) -> None:
         self.versions: dict[str, str] = {"torch": torch.__version__}
@@ -81,7 +82,7 @@ class Peers:
         self._modules: dict[str, list[ModuleType]] = {}
         # qtorch compiles itself when it is imported, and looks for ninja on the path.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        for logger in ("torchao", "torch.utils._pytree"):  # torchao speaks of CUDA libraries that it could not load
+        for logger in ("torchao", "torch.utils._pytree"):  # torchao warns of CUDA libraries that it cannot load
             logging.getLogger(logger).setLevel(logging.ERROR)
         for name, modules in MODULES.items():
             try:
@@ -96,7 +97,7 @@ class Peers:
         return name in self._modules
 
     def round(self, scalar: Scalar, x: Tensor, mode: str = "TiesToEven") -> Tensor | None:
-        """x in the format by gfloat, element by element and saturating: what a result is checked against."""
+        """x rounded to the format by gfloat, saturating: the reference for results. None without gfloat."""
         if "gfloat" not in self:
             return None
         gfloat, table = self._modules["gfloat"]
@@ -105,7 +106,7 @@ class Peers:
         return torch.from_numpy(rounded.astype(np.float32))
 
     def values(self, scalar: Scalar, x: Tensor, slow: bool) -> Ways:
-        """To the format and back to float32, to nearest; `slow` ones too."""
+        """Ways to round to the format, to nearest, and back to float32; with `slow`, slow ones too."""
         ways: Ways = {}
         array, dtype = x.numpy(), scalar.torch
         if dtype is not None:
@@ -124,7 +125,7 @@ class Peers:
         return ways
 
     def stochastic(self, scalar: Scalar, x: Tensor, slow: bool) -> Ways:
-        """To the format and back, stochastically; `slow` ones too."""
+        """Ways to round to the format stochastically and back; with `slow`, slow ones too."""
         ways: Ways = {}
         if "qtorch" in self:
             ways["qtorch"] = Way(self._qtorch(scalar, x, "stochastic"), agrees=scalar.common)
@@ -133,7 +134,7 @@ class Peers:
         return ways
 
     def codes(self, scalar: Scalar, x: Tensor) -> Ways:
-        """To codes of the format, to nearest."""
+        """Ways to convert to codes of the format, to nearest."""
         ways: Ways = {}
         array, dtype = x.numpy(), scalar.torch
         if dtype is not None:
@@ -146,11 +147,11 @@ class Peers:
         return ways
 
     def block_codes(self, name: str, x: Tensor) -> Ways:
-        """To codes and scales of a block format."""
+        """Ways to convert to codes and scales of a block format."""
         return {who: Way(encode, decode) for who, (encode, decode) in self._blocks(name, x).items()}
 
     def block_values(self, name: str, x: Tensor) -> Ways:
-        """To a block format and back to float32."""
+        """Ways to round to a block format and back to float32."""
         return {who: Way(_after(encode, decode)) for who, (encode, decode) in self._blocks(name, x).items()}
 
     def _blocks(self, name: str, x: Tensor) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]]:

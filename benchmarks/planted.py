@@ -1,6 +1,6 @@
-"""Small GPTs in which something goes wrong at a known step: `halfstep sweep --grid model=benchmarks/planted.py:...`.
+"""Small GPTs with a fault planted at a known step: `halfstep sweep --grid model=benchmarks/planted.py:...`.
 
-A step is counted by forwards of the model in training: runs must not be resumed.
+Steps are counted by the model's forwards in training mode, so runs must not be resumed.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ OFTEN, SELDOM, ONCE = range(61, 200, 12), range(61, 200, 60), (121,)
 
 
 class Planted(GPT):
-    """`gpt-nano`, which knows the step it is in."""
+    """`gpt-nano` with a counter of its training steps."""
 
     def __init__(self) -> None:
         super().__init__(256, 64, 2, 32, 2)
         self.step = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """As the GPT's; in training it counts."""
+        """The GPT's forward; in training mode it counts a step."""
         self.step += self.training
         return super().forward(tokens)
 
     def due(self, steps: Collection[int]) -> bool:
-        """Whether something is to go wrong now."""
+        """Whether the fault occurs in this step."""
         return self.training and self.step in steps
 
 
 def none() -> nn.Module:
-    """Nothing goes wrong."""
+    """A model without a fault."""
     return Planted()
 
 
 def often() -> nn.Module:
-    """In one step of 12 from 61 on the amaxes of all layers' inputs jump, but the head's."""
+    """A model in which the amaxes of the inputs of all layers but the head jump in one step of 12 from step 61 on."""
     model = Planted()
     return _jumping(model, OFTEN, [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)])
 
 
 def seldom() -> nn.Module:
-    """The same in one step of 60."""
+    """As `often`, in one step of 60."""
     model = Planted()
     return _jumping(model, SELDOM, [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)])
 
 
 def one() -> nn.Module:
-    """As `seldom`, of one layer: the second block's last."""
+    """As `seldom`, in one layer: the last of the second block."""
     model = Planted()
     return _jumping(model, SELDOM, [layer for layer in model.blocks[1].modules() if isinstance(layer, nn.Linear)][-1:])
 
 
 def weight() -> nn.Module:
-    """In step 121 the last norm's weight is 64 times what it was, and it stays so."""
+    """A model whose last norm's weight is multiplied by 64 in step 121, for good."""
     model = Planted()
 
     def multiply(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -71,7 +71,7 @@ def weight() -> nn.Module:
 
 
 def batch() -> nn.Module:
-    """In step 121 the tokens are noise: the loss spikes, and no tensor is the cause."""
+    """A model whose tokens in step 121 are noise: the loss spikes without a tensor as the cause."""
     model = Planted()
 
     def noise(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -82,7 +82,8 @@ def batch() -> nn.Module:
 
 
 def _jumping(model: Planted, steps: Collection[int], layers: Sequence[nn.Linear]) -> nn.Module:
-    """Layers' inputs are multiplied and their outputs divided: the function stays what it is, and the amaxes jump."""
+    """The model with the inputs of layers multiplied and their outputs divided in some steps: the function is
+    unchanged, but the amaxes jump."""
 
     def before(layer: nn.Linear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0] * FACTOR,) if model.due(steps) else args
