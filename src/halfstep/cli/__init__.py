@@ -1,1 +1,1 @@
-"""The command line: one file a command, which imports its room only when it runs."""
+"""The command line: one file per command; a command imports its room when it runs."""

@@ -15,36 +15,36 @@ from halfstep.errors import HalfstepError
 
 COMMANDS = {
     "compare": (
-        "Train one model under several recipes: the same first weights, the same batches; then say what each broke."
+        "Train one model under several recipes from the same weights on the same batches, and report what each breaks."
     ),
-    "train": "Train a model under one recipe; fp32's cached baseline, where there is one, judges it.",
+    "train": "Train a model under one recipe, and compare it with fp32's cached baseline if there is one.",
     "doctor": (
-        "Say which path each recipe takes here and why, and test every kernel against the reference, bit for bit."
+        "Show each recipe's path on this machine and why, and test every kernel against the reference, bit for bit."
     ),
     "audit": (
-        "Run SCRIPT for a few steps: what share of its updates is lost, what it stores in which dtype, and "
-        "what mends it."
+        "Run SCRIPT for a few steps: which share of its updates is lost, what it stores in which dtype, and "
+        "how to fix it."
     ),
     "inspect": "Which precision is this checkpoint, really? Reads the bits of every value, once, in bounded memory.",
-    "diff": "How does checkpoint B follow from A? Cast, quantised, merged, trained further: what the bits show.",
+    "diff": "How was checkpoint B made from A? Finds casts, quantisation, merges and further training in the bits.",
     "export": (
-        "Write MODEL for servers: vLLM, SGLang, transformers. Values in the file are those that training multiplied by."
+        "Write MODEL for servers: vLLM, SGLang, transformers. The file's values equal those in training's matmuls."
     ),
     "probe": "Is MODEL safe in a number format, in the forward and in the backward pass?",
     "mismatch": (
-        "How far are POLICY's next-token distributions under two recipes: KL, importance ratios, and where it begins."
+        "Compare POLICY's next-token distributions under two recipes: KL, importance ratios, first module that differs."
     ),
-    "scales": "The standard deviation of every activation, weight and gradient of MODEL, beside the ranges of formats.",
-    "memory": "What training MODEL takes, byte by byte: each recipe is run on tensors without memory.",
+    "scales": "Compare the standard deviation of every activation, weight and gradient of MODEL with formats' ranges.",
+    "memory": "Count the bytes of training MODEL, by role: each recipe is run on tensors without storage.",
     "site": "Write one page that needs no network: the knowledge base, number formats, and the memory of training.",
-    "sweep": "Train recipes over a grid of learning rates, sizes or steps, with several seeds: does it hold?",
+    "sweep": "Train recipes over a grid of learning rates, sizes or steps, with several seeds, and judge stability.",
     "law": "Scaling laws for precision: predict a loss, or fit the law to a sweep.",
-    "formats": "List the number formats; `formats show NAME` prints all about one, and what rounding does to a number.",
+    "formats": "List the number formats; `formats show NAME` prints everything about one, and how it rounds a number.",
     "recipes": "List the recipes; `recipes show NAME` prints every field of one.",
     "kb": "In which precision was this model pre-trained, and is it safe to run it in another?",
-    "claims": "What papers claim, what we measured, and the verdict; `claims show ID` prints all of one.",
+    "claims": "What papers claim, what we measured, and the verdict; `claims show ID` prints one in full.",
 }
-"""Each command, with its line in the list of commands; a command's file is imported when it is called."""
+"""Each command's line in the list of commands. A command's file is imported when the command is called."""
 
 _FILES = {"train": "compare", "mismatch": "probe", "site": "kb", "diff": "inspect"}
 _EXTRAS = {
@@ -57,11 +57,11 @@ _EXTRAS = {
     "ray": "ray",
     "submitit": "submitit",
 }
-"""What commands import that a plain installation has not, and the extra that brings it."""
+"""Packages that a plain installation lacks, and the extra that installs each."""
 
 
 class _Commands(TyperGroup):
-    """Lists commands by their names and lines of help, and imports the one that a command line calls."""
+    """The top-level group: lists commands with their help lines, and imports a command's file when it is called."""
 
     def __init__(self, **attributes: Any) -> None:
         commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
@@ -73,7 +73,7 @@ class _Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The command of that name, as click knows one; its file is `halfstep.cli.NAME` where `_FILES` names none."""
+    """The click command of that name, from the file `halfstep.cli.NAME` or the one that `_FILES` gives."""
     module = import_module(f"halfstep.cli.{_FILES.get(name, name)}")
     command, holder = getattr(module, name), typer.Typer()
     if isinstance(command, typer.Typer):
@@ -110,7 +110,7 @@ def options(
 
 
 def main() -> None:
-    """Run the command line. What halfstep raises on purpose is one message and exit code 2, not a traceback."""
+    """Run the command line. A HalfstepError is printed as one message with exit code 2, not as a traceback."""
     try:
         app()
     except HalfstepError as error:

@@ -1,4 +1,4 @@
-"""`halfstep audit`: run a training script as it is, and say which of its updates are lost."""
+"""`halfstep audit`: run an unchanged training script, and report which of its updates are lost."""
 
 import runpy
 import sys
@@ -17,31 +17,29 @@ if TYPE_CHECKING:
     from halfstep.auditing import Running
 
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""What follows the script is the script's."""
+"""Options after the script belong to the script."""
 
 _STARTERS = {"torchrun": "torchrun", "accelerate": "accelerate launch", "deepspeed": "deepspeed"}
 
 
 class _Enough(BaseException):
-    """Ends a script: no `except Exception` of its own takes it."""
+    """Ends the script. A BaseException, so that no `except Exception` of the script catches it."""
 
 
 def audit(
-    script: Annotated[
-        list[str], typer.Argument(help="A script and its own arguments; `python train.py ...` will do too.")
-    ],
+    script: Annotated[list[str], typer.Argument(help="A script and its arguments; `python train.py ...` works too.")],
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as after `python -m`.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to look at; then the script is ended.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to check; then the script is stopped.")] = 10,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Let the script run to its end, and look at every step.")
+        bool, typer.Option("--whole", help="Let the script run to its end, and check every step.")
     ] = False,
     save: Annotated[str | None, typer.Option(help="Write the report to this file as JSON, too.")] = None,
 ) -> None:
-    """Run SCRIPT for a few steps: what share of its updates is lost, what it stores in which dtype, and what mends it.
+    """Run SCRIPT for a few steps: which share of its updates is lost, what it stores in which dtype, and how to fix it.
 
-    The script is not changed, and need not know halfstep. Exit code: 1 where updates are lost, else 0.
+    The script is not changed, and does not need halfstep. Exit code: 1 if updates are lost, else 0.
     """
     words, as_module = _stripped(script, module)
     if save is not None and not Path(save).parent.is_dir():
@@ -57,10 +55,10 @@ def audit(
 
 
 def _stripped(words: list[str], module: bool) -> tuple[list[str], bool]:
-    """Script and arguments of what may begin with `python` and its options, and whether the script is a module.
+    """The script with its arguments, without a leading `python` and its options, and whether the script is a module.
 
     Raises:
-        RunError: a program that starts others, or an option of Python's that is not known.
+        RunError: the program starts other processes, or an option of Python is unknown.
     """
     first = Path(words[0]).name
     if first in _STARTERS:
@@ -85,7 +83,7 @@ def _stripped(words: list[str], module: bool) -> tuple[list[str], bool]:
 
 
 def _program(words: list[str], module: bool) -> Callable[[], None]:
-    """What runs the script as `python` would.
+    """A function that runs the script as `python` would.
 
     Raises:
         RunError: there is no such file.
@@ -107,10 +105,10 @@ def _program(words: list[str], module: bool) -> Callable[[], None]:
 
 
 def _watched(program: Callable[[], None], steps: int | None) -> "tuple[Running, ...]":
-    """The reports of a program's steps; none on other ranks than the first.
+    """The reports of a program's steps; empty on ranks other than 0.
 
     Raises:
-        RunError: it took no step.
+        RunError: the program took no optimizer step.
     """
     from halfstep.auditing import Watch, running
 

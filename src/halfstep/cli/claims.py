@@ -26,11 +26,15 @@ def listing(
     context: typer.Context,
     run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Measure one claim again.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Measure the short ones again; compare others with what benchmarks keep.")
+        bool, typer.Option("--check", help="Measure the short ones again; compare the others with saved figures.")
     ] = False,
     results: Annotated[
         Path | None,
-        typer.Option("--results", metavar="FOLDER", help="Kept figures, for --check; a clone's benchmarks/results."),
+        typer.Option(
+            "--results",
+            metavar="FOLDER",
+            help="Folder of saved figures, for --check; default: a clone's benchmarks/results.",
+        ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/claims.md.")] = False,
     as_json: Json = False,
@@ -55,7 +59,7 @@ def listing(
 
 @claims.command()
 def show(id: Annotated[str, typer.Argument(help="A claim's id.")], as_json: Json = False) -> None:
-    """Print the whole claim: its source and conditions, our figure and where it was measured."""
+    """Print one claim in full: its source and conditions, our figure and where it was measured."""
     claim = ledger.get_claim(id)
     answer(as_json, lambda: as_data(claim), lambda: describe(claim, line_width(105)))
 
@@ -65,7 +69,7 @@ def _in_terminal() -> bool:
 
 
 def _list(claims: Sequence[Claim]) -> str:
-    """The claims: a table, or in a terminal, under their subjects, a line of id and verdict, then the text."""
+    """The claims as text: a table; in a terminal, grouped by subject, a line with id and verdict, then the text."""
     if not _in_terminal():
         return table_text(["id", "verdict", "claim"], [(claim.id, claim.verdict, claim.claim) for claim in claims])
     width = max(20, shutil.get_terminal_size().columns - 1)
@@ -81,7 +85,7 @@ def _list(claims: Sequence[Claim]) -> str:
 
 
 def _run(claim: Claim) -> bool:
-    """Run the claim's command and print what came out beside what is recorded; whether it is confirmed."""
+    """Run the claim's command, print its result next to the recorded one, and return whether the claim is confirmed."""
     if not claim.command:
         raise ClaimError(f"claim {claim.id!r} is open and has no command yet. {claim.note}")
     typer.echo(f"$ {claim.command}")
@@ -94,7 +98,7 @@ def _run(claim: Claim) -> bool:
 
 
 def _arguments(claim: Claim) -> list[str]:
-    """What Python is given to run the claim's command."""
+    """The arguments for Python that run the claim's command."""
     first, *rest = shlex.split(claim.command)
     if first != "python":
         return ["-m", first, *rest]
@@ -125,9 +129,10 @@ def _measure(claim: Claim) -> bool:
 
 
 def _check(claims: Sequence[Claim], results: Path | None) -> bool:
-    """Measure short claims again and compare the others with kept figures, one line each; whether all are confirmed.
+    """Measure short claims again, compare the others with kept figures, print one line each; return whether all are
+    confirmed.
 
-    Where no folder of kept figures was asked for and there is none, those claims are left out, and that is said.
+    If no folder of kept figures was given and the default does not exist, those claims are skipped, with a message.
     """
     from halfstep.claims.run import run
 

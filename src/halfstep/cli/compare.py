@@ -1,4 +1,4 @@
-"""`halfstep compare` and `halfstep train`: train one model under several recipes, side by side, or under one."""
+"""`halfstep compare` trains one model under several recipes; `halfstep train` under one."""
 
 import dataclasses
 import re
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 Data = Annotated[
     str | None,
-    typer.Option(
-        help="lm and mlm: a text file, a folder or a glob; left out: the source of Python's standard library."
-    ),
+    typer.Option(help="lm and mlm: a text file, a folder or a glob; default: the source of Python's standard library."),
 ]
 _OWN = "Left out: the task's own"
 Task = Annotated[str | None, typer.Option(help=f"What to train on, lm if left out: {', '.join(list_tasks())}.")]
@@ -63,19 +61,19 @@ RecipeRates = Annotated[
     list[str] | None,
     typer.Option(
         "--recipe-lr",
-        help="Peak learning rates of recipes that do not take --lr, by commas or by giving the option again: "
+        help="Peak learning rates of recipes with another one than --lr, comma-separated or by repeating the option: "
         "unit-fp16=0.02,unit-fp8=0.02.",
     ),
 ]
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        help="An update rule: adamw if left out; adam, nadam, rmsprop, adagrad, sgd, lion, lamb, muon (and AdamW). "
+        help="An update rule: adamw (default), adam, nadam, rmsprop, adagrad, sgd, lion, lamb, muon (and AdamW). "
         "Each wants an --lr of its own. Adam, NAdam, RMSprop and SGD train without weight decay."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="The run folder; left out: a new one under runs/.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+Out = Annotated[Path | None, typer.Option(help="The run folder; default: a new one under runs/.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
@@ -108,7 +106,7 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="Runs trained at once, in processes that share the threads.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Train one model under several recipes: the same first weights, the same batches; then say what each broke."""
+    """Train one model under several recipes from the same weights on the same batches, and report what each breaks."""
     train_all(ctx, "compare", out, resume, as_json, jobs)
 
 
@@ -136,12 +134,12 @@ def train(
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model under one recipe; fp32's cached baseline, where there is one, judges it."""
+    """Train a model under one recipe, and compare it with fp32's cached baseline if there is one."""
     train_all(ctx, "train", out, resume, as_json)
 
 
 def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_json: bool, jobs: int = 1) -> None:
-    """Open the experiment that the command's options say, train what is left of it, write the report, print it."""
+    """Open the experiment that the options describe, train what is not yet trained, write the report and print it."""
     if resume and out is None:
         raise RunError("--resume needs --out: the folder of the run to continue")
     path = out or fresh_folder(name)
@@ -172,7 +170,8 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
 
 @contextmanager
 def resumable(path: Path, command: Sequence[str], console: Console) -> Iterator[None]:
-    """Within it, a run that is interrupted, or whose folder cannot be written, says by which command it goes on."""
+    """A context: if the run in it is interrupted, or its folder cannot be written, print the command that resumes
+    it."""
     from safetensors import SafetensorError
 
     try:
@@ -187,7 +186,7 @@ def resumable(path: Path, command: Sequence[str], console: Console) -> Iterator[
 
 
 def _asked(ctx: typer.Context) -> dict[str, Any]:
-    """The experiment's fields among the command's options; `train` knows one number of seeds for all."""
+    """The experiment's fields among the command's options. `train` has one number of seeds for all recipes."""
     given = asked_fields(ctx)
     if "baseline_seeds" not in ctx.params:
         given["seeds"] = given["baseline_seeds"] = given.get("seeds", 1)
@@ -195,7 +194,7 @@ def _asked(ctx: typer.Context) -> dict[str, Any]:
 
 
 def asked_fields(ctx: typer.Context) -> dict[str, Any]:
-    """The experiment's fields that the command line gives; its recipes' default too, unless a run is resumed."""
+    """The experiment's fields given on the command line, plus the default recipes unless a run is resumed."""
     known = {field.name for field in dataclasses.fields(Experiment)}
     given = {name: value for name, value in ctx.params.items() if name in known and value is not None}
     source = ctx.get_parameter_source("recipes")
@@ -208,12 +207,12 @@ def asked_fields(ctx: typer.Context) -> dict[str, Any]:
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    """What commas separate; the one in `fp8-current until 90%, then bf16-mixed` does not."""
+    """Text split at commas, except the comma inside `fp8-current until 90%, then bf16-mixed`."""
     return tuple(part.strip() for part in re.split(r",(?!\s*then\s)", text) if part.strip())
 
 
 def _rates(text: str) -> dict[str, float]:
-    """`unit-fp16=0.02,unit-fp8=0.01` as learning rates by recipe."""
+    """Learning rates by recipe, from `unit-fp16=0.02,unit-fp8=0.01`."""
     rates: dict[str, float] = {}
     for part in _parts(text):
         recipe, _, rate = part.rpartition("=")
@@ -230,7 +229,7 @@ def _rates(text: str) -> dict[str, float]:
 
 
 def fresh_folder(name: str) -> Path:
-    """A folder that is not there yet: runs/compare-1, runs/compare-2 ..."""
+    """A folder that does not exist yet: runs/compare-1, runs/compare-2 ..."""
     number = 1
     while (path := Path("runs") / f"{name}-{number}").exists():
         number += 1
@@ -238,7 +237,7 @@ def fresh_folder(name: str) -> Path:
 
 
 def _text(summary: dict[str, Any]) -> str:
-    """The verdicts as a table: losses are means over a recipe's seeds, differences over the seeds that fp32 has too."""
+    """The verdicts as a table: mean losses over a recipe's seeds; mean differences over the seeds shared with fp32."""
     metric = Metric(**summary["metric"]) if summary["metric"] else None
     rates = summary.get("learning_rates")
     rows = []
@@ -289,7 +288,7 @@ def _words(verdict: dict[str, Any]) -> str:
 
 
 def _differences(verdict: dict[str, Any]) -> tuple[str, str]:
-    """The mean difference and its interval; of fp32 from itself there is none."""
+    """The mean difference from fp32 and its interval, as text; empty for fp32 itself."""
     if verdict["recipe"] == "fp32" or verdict["paired_gap"] is None:
         return "-", "-"
     interval = verdict["interval"]
@@ -299,7 +298,7 @@ def _differences(verdict: dict[str, Any]) -> tuple[str, str]:
 
 
 class Live:
-    """Redraws a table at most four times a second; where there is no terminal, prints a line for each validation."""
+    """Redraws a table at most four times a second; without a terminal, prints one line for each validation."""
 
     def __init__(self, experiment: Experiment, console: Console, facts: Facts) -> None:
         self._experiment, self._facts, self._console = experiment, facts, console
@@ -323,7 +322,7 @@ class Live:
             self._live.__exit__(kind, error, trace)
 
     def update(self, progress: "Progress") -> None:
-        """Show a step."""
+        """Show a step's progress."""
         key = (progress.recipe, progress.seed)
         self._last[key] = progress
         self._skipped[key] = self._skipped.get(key, 0) + bool(progress.row["skipped"])

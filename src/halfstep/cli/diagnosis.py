@@ -1,4 +1,4 @@
-"""What `halfstep doctor` finds: the path of each recipe on this machine, and how the kernels did."""
+"""The checks of `halfstep doctor`: each recipe's path on this machine, and every kernel's self-test."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ from halfstep.recipe import DTYPES, Recipe, get_recipe, list_recipes
 
 
 def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
-    """Say which path each recipe takes, and test every kernel; whether one differs from the reference."""
+    """Print each recipe's path and test every kernel; return whether any kernel differs from the reference."""
     from halfstep.kernels import selftest
     from halfstep.kernels.gpu.proofs import proofs
     from halfstep.kernels.selftest.case import outcome
@@ -68,10 +68,11 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
 
 
 def source_of(name: str) -> str:
-    """The functions that the GPU's optimizer kernels call, of a rule under its torch class's own options.
+    """The Triton functions that the GPU's optimizer kernels call for an update rule, with its torch class's default
+    options.
 
     Raises:
-        OptimizerError: there is no rule of that name, or it is no formula of one element.
+        OptimizerError: there is no rule of that name, or it is not a formula of one element.
     """
     made = {key: rule for key, rule in update_rules().items() if rule.options is not None}
     if name not in made:
@@ -100,7 +101,8 @@ def _machine() -> dict[str, str]:
 
 
 def _claims() -> list[str]:
-    """What may be said of operands and products on any machine, and which sizes tensor cores leave to others."""
+    """General statements: the exactness of operands and matmuls on any machine, and sizes that tensor cores do not
+    take."""
     return [
         "operands: equal to the reference, every bit, on every device",
         "carried products: exact terms, summed in float32, rounded once; an error of at most 2 K 2^-24 sum|a b| before",
@@ -114,7 +116,7 @@ def _claims() -> list[str]:
 
 
 def _products(recipe: Recipe) -> str:
-    """The path of the 16-bit products, and of rounded operands, on this CPU."""
+    """The path of 16-bit matmuls, and of rounded operands, on this CPU."""
     if recipe.compute == "fp32":
         return "float32, torch's own"
     if carried.supports(DTYPES[recipe.compute], torch.device("cpu")):
@@ -123,7 +125,8 @@ def _products(recipe: Recipe) -> str:
 
 
 def _quantised(recipe: Recipe, path: Callable[[Quantizer], str], missing: str | None = None) -> str:
-    """Kernel or reference, for every distinct quantizer of the recipe; `missing` is why there are no kernels at all."""
+    """Whether a kernel or the reference rounds, for each distinct quantizer of the recipe; `missing`: why there are no
+    kernels."""
     quantizers = {quantizer for rule in recipe.rules for quantizer in rule.linear.quantizers}
     if quantizers and missing:
         return f"reference: {missing}"
@@ -131,7 +134,8 @@ def _quantised(recipe: Recipe, path: Callable[[Quantizer], str], missing: str | 
 
 
 def gpu_path(quantizer: Quantizer) -> str:
-    """Triton kernel or reference, for a quantizer of CUDA tensors; asked without a GPU, too."""
+    """The Triton kernel or the reference that rounds CUDA tensors by a quantizer; also answers on a machine without a
+    GPU."""
     name, scales = quantizer.format.name, quantizer.scales
     if scales is None or scales.tile == TENSOR:
         return f"{name} by {_by_element(quantizer)}"
@@ -141,7 +145,7 @@ def gpu_path(quantizer: Quantizer) -> str:
 
 
 def _native(recipe: Recipe) -> str:
-    """Whether a GPU's FP8 tensor cores take the products, and why not."""
+    """Whether a GPU's FP8 tensor cores compute the recipe's matmuls, and if not, why."""
     if not any(rule.linear.rounds for rule in recipe.rules):
         return ""
     available, reason = is_native_available(recipe, "cuda", return_reason=True)
@@ -164,7 +168,7 @@ def _path(quantizer: Quantizer) -> str:
 
 
 def _by_element(quantizer: Quantizer) -> str:
-    """What rounds element by element, on CPUs and GPUs."""
+    """The kernel that rounds element by element, on CPUs and GPUs."""
     format, dtypes = quantizer.format, (torch.float32, torch.float32)
     known = elements.scalars(format, quantizer.rounding, quantizer.overflow, *dtypes)
     if known is None and quantizer.scales is None:

@@ -1,4 +1,4 @@
-"""`halfstep doctor`: which path each recipe takes on this machine, and whether the kernels are right on it."""
+"""`halfstep doctor`: each recipe's path on this machine, and a test of every kernel against the reference."""
 
 from typing import Annotated
 
@@ -9,20 +9,20 @@ from halfstep.cli.terminal import Json
 
 def doctor(
     recipes: Annotated[
-        list[str] | None, typer.Argument(help="Recipes whose path to say, your own too. Left out: all named ones.")
+        list[str] | None, typer.Argument(help="Recipes to report on, your own too. Default: all named ones.")
     ] = None,
     as_json: Json = False,
     source: Annotated[
         str | None,
         typer.Option(
-            metavar="RULE", help="Print the Triton source that is made of an update rule ('adamw'); test nothing."
+            metavar="RULE", help="Print the Triton source generated from an update rule ('adamw'); test nothing."
         ),
     ] = None,
 ) -> None:
-    """Say which path each recipe takes here and why, and test every kernel against the reference, bit for bit.
+    """Show each recipe's path on this machine and why, and test every kernel against the reference, bit for bit.
 
-    Operands are the reference's bits on every machine. Products that are carried are exact, with sums in float32.
-    Products on a GPU's FP8 tensor cores have exact terms and sums of 13 fraction bits (compute capability 8.9 and 9).
+    Operands equal the reference's bits on every machine. Emulated matmuls have exact terms and float32 sums.
+    Matmuls on FP8 tensor cores have exact terms and sums of 13 fraction bits (compute capability 8.9 and 9).
 
     Exit code 1: a kernel differs from the reference on this machine.
     """

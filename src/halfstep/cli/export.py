@@ -1,4 +1,4 @@
-"""`halfstep export`: a model as a folder that servers load, its weights rounded as training rounded them."""
+"""`halfstep export`: write a model as a folder that servers load, with its weights rounded as in training."""
 
 import json
 from pathlib import Path
@@ -16,23 +16,27 @@ def export(
     ] = None,
     output: Annotated[Path | None, typer.Argument(help="A new folder; for GGUF a new file.")] = None,
     format: Annotated[
-        str | None, typer.Option("--format", help="How weights lie in the file; left out: the closest to the recipe.")
+        str | None,
+        typer.Option("--format", help="The layout of weights in the file; default: the closest to the recipe."),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="How weights are rounded; of a model that follows none.")
+        str | None,
+        typer.Option("--recipe", help="The recipe by which weights are rounded, for a model that follows none."),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="Of what is not in codes: bf16, fp16, fp32; left out: as it is stored."),
+        typer.Option("--dtype", help="Dtype of tensors that are not codes: bf16, fp16, fp32; default: as stored."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of one safetensors file.")] = "5GB",
-    tokenizer: Annotated[bool, typer.Option(help="Whether the tokenizer of MODEL's folder is written too.")] = True,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Largest size of one safetensors file.")
+    ] = "5GB",
+    tokenizer: Annotated[bool, typer.Option(help="Also write the tokenizer of MODEL's folder.")] = True,
     listing: Annotated[
-        bool, typer.Option("--list", help="List the formats, those that hold a recipe's weights with --recipe.")
+        bool, typer.Option("--list", help="List the formats; with --recipe those that can hold its weights.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write MODEL for servers: vLLM, SGLang, transformers. Values in the file are those that training multiplied by."""
+    """Write MODEL for servers: vLLM, SGLang, transformers. The file's values equal those in training's matmuls."""
     if listing:
         _list(recipe, as_json)
         return
@@ -67,7 +71,7 @@ def export(
 
 
 def _stored(folder: Path | None) -> str | None:
-    """The dtype that a folder's config.json names, where it is one of those that weights are stored in."""
+    """The dtype named in a folder's config.json, if weights can be stored in it; else None."""
     from halfstep.layouts.folder import dtype_of
 
     if folder is None:

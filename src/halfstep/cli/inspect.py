@@ -1,4 +1,5 @@
-"""`halfstep inspect`: which types a checkpoint's values went through; `halfstep diff`: how one follows from another."""
+"""`halfstep inspect`: the types that a checkpoint's values went through. `halfstep diff`: how one checkpoint follows
+from another."""
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ def inspect(
     what_if: Annotated[
         str | None,
         typer.Option(
-            "--what-if", metavar="FORMATS", help="Also try casts of all matrices: all, or some as in fp16,mxfp8,nf4."
+            "--what-if",
+            metavar="FORMATS",
+            help="Also measure casts of all matrices: all, or a list such as fp16,mxfp8,nf4.",
         ),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="Write the checkpoint cast: with --out.")
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="Write the checkpoint cast to this format; needs --out."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The safetensors file that --to writes; a new one.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as an HTML page, too.")] = None,
@@ -89,7 +93,8 @@ def inspect(
 
 
 def _check(path: Path, endings: tuple[str, ...]) -> None:
-    """Refuse, before anything is read, what `_save` could not write, or a file to replace that may not be a report."""
+    """Raise before anything is read if `_save` could not write the file, or if it would replace a file that is not a
+    report."""
     if path.suffix.lower() not in endings:
         raise CheckpointError(f"{str(path)!r} given for a report; expected a name that ends in {endings[0]}")
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -98,7 +103,7 @@ def _check(path: Path, endings: tuple[str, ...]) -> None:
 
 
 def _save(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all; one of that name is replaced."""
+    """Write a file atomically, replacing an existing one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(data)
@@ -110,7 +115,7 @@ def _save(path: Path, data: bytes) -> None:
 
 
 def _known(path: Path, overlay: Path | None) -> Known | None:
-    """What the knowledge base says of the model that the folder names as its base; None where it says nothing."""
+    """The knowledge base's entry for the base model that the folder names; None if there is none."""
     from halfstep.inspection.report import Known
     from halfstep.kb import DEFAULT_OVERLAY, load
     from halfstep.kb.resolve import in_folder
@@ -145,7 +150,7 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "
 
 
 def text_of(report: Inspection, tensors: bool, result: Written | None) -> str:
-    """A report, with `tensors` a line for each of them; and what was written, where something was."""
+    """The report as text; `tensors`: one line for each tensor; `result`: the file that was written, if any."""
     from halfstep.inspection.report import LISTED
 
     lines = [report.title, report.conclusion, *map(alarm, report.alarms), *report.claims, ""]
@@ -224,7 +229,7 @@ def _written(result: Written) -> Iterator[str]:
 
 
 def _remarks(tensors: Sequence[TensorReport], most: int | None) -> Iterable[str]:
-    """What stands out in single tensors: values that are not finite, that fp16 cannot hold, outliers, copies."""
+    """Lines about single tensors: non-finite values, values beyond fp16, outliers, copies."""
     remarks = []
     for tensor in tensors:
         found, name = tensor.statistics, printable(tensor.name)
@@ -260,13 +265,13 @@ _LAYER = re.compile(r"(?:^|[./])(?:\w*layers?|h|blocks?|blk)[./](\d+)[./]")
 def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint: a file, or a folder such as Hugging Face's.")],
     b: Annotated[Path, typer.Argument(help="The checkpoint to compare with it, of any kind.")],
-    layers: Annotated[bool, typer.Option("--layers", help="Sum up by number of the layer, not by role.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Group by layer index, not by role.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print a line for every tensor, too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """How does checkpoint B follow from A? Cast, quantised, merged, trained further: what the bits show.
+    """How was checkpoint B made from A? Finds casts, quantisation, merges and further training in the bits.
 
-    Exit code 0 where both hold the same tensors byte for byte, 1 where they differ.
+    Exit code 0 if both hold the same tensors byte for byte, 1 if they differ.
     """
     from halfstep.inspection import diff as compare, open_checkpoint
 
@@ -305,13 +310,13 @@ def _changes(found: Difference, layers: bool, tensors: bool) -> str:
 
 
 def _place(one: TensorDifference, layers: bool) -> str:
-    """The layer of a tensor, where that is asked for and its name says it; or else its role."""
+    """The tensor's layer if `layers` is set and its name has one, else its role."""
     found = _LAYER.search(one.name) if layers else None
     return f"layer {found[1]}" if found else one.role
 
 
 def _change(group: Sequence[TensorDifference], name: str) -> list[str]:
-    """A line of the table: what is true of the group, and how far B is from A in it."""
+    """A row of the table: the group's relation, and the distance of B from A in it."""
     from halfstep.bits.pair import Change
     from halfstep.inspection.difference_text import cosine, named, short
 

@@ -43,7 +43,7 @@ _QUESTIONS = {
     "--says": "What the reference says, in your own words",
     "--reference": "Reference (KIND URL WHERE)",
 }
-"""What is asked for at the terminal where an option that an entry needs is missing."""
+"""The questions asked in a terminal for missing options that an entry needs."""
 
 
 @kb.command()
@@ -53,7 +53,7 @@ def add(
     family: Annotated[str | None, typer.Option("--family", help="The model family.")] = None,
     year: Annotated[int | None, typer.Option("--year", help="The year of release.")] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="What it was trained in, such as bf16_mixed.")
+        str | None, typer.Option("--precision", help="The precision it was trained in, such as bf16_mixed.")
     ] = None,
     part: Annotated[
         list[str] | None, typer.Option("--part", help="NAME=PRECISION for a part; repeat for more.")
@@ -64,10 +64,12 @@ def add(
     ] = None,
     evidence: Annotated[str | None, typer.Option("--evidence", help="paper, config, author_statement ...")] = None,
     tier: Annotated[str, typer.Option("--tier", help="definitive (stated first-hand) or inferred.")] = "inferred",
-    stage: Annotated[str, typer.Option("--stage", help="Which training the reference speaks of.")] = "pretrain",
+    stage: Annotated[str, typer.Option("--stage", help="The training run that the reference describes.")] = "pretrain",
     official: Annotated[str | None, typer.Option("--official", help="The model's paper or repository.")] = None,
-    conflict_with: Annotated[str | None, typer.Option("--conflict-with", help="An entry that says otherwise.")] = None,
-    reason: Annotated[str | None, typer.Option("--reason", help="Why it stands apart from a like entry.")] = None,
+    conflict_with: Annotated[
+        str | None, typer.Option("--conflict-with", help="An entry that contradicts this one.")
+    ] = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="Why it differs from a similar entry.")] = None,
     entry_id: Annotated[
         str | None, typer.Option("--id", help="The entry's id.", show_default="from the model id")
     ] = None,
@@ -75,7 +77,7 @@ def add(
         Path | None, typer.Option("--folder", help="Where to write.", show_default="~/.config/halfstep/kb")
     ] = None,
 ) -> None:
-    """Write an entry of your own; what is missing is asked for in a terminal. Without a reference there is no entry."""
+    """Write your own entry; missing fields are asked for in a terminal. An entry needs a reference."""
     stated = precision or ("mixed_by_part" if part else None)
     answers = model_id or alias, family, year, stated, evidence, says, reference
     given = _completed(dict(zip(_QUESTIONS, answers, strict=True)))
@@ -105,7 +107,7 @@ def add(
 
 
 def _completed(given: dict[str, Any]) -> dict[str, Any]:
-    """The options, with answers asked for at the terminal for those that are missing."""
+    """The options, with missing ones asked for in the terminal."""
     missing = [flag for flag, value in given.items() if not value]
     if not missing:
         return given
@@ -121,7 +123,7 @@ def _completed(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reference(text: str) -> dict[str, str]:
-    """A reference from "KIND URL WHERE"; the commit is read off a GitHub address."""
+    """A reference parsed from "KIND URL WHERE"; the commit is taken from a GitHub address."""
     kind, url, where = (*text.split(maxsplit=2), "", "", "")[:3]
     if not where:
         raise KnowledgeBaseError(
@@ -140,7 +142,7 @@ def _part(text: str) -> tuple[str, str]:
 
 
 Format = StrEnum("Format", ["json", "csv", "md"])
-"""What `kb export` writes."""
+"""The formats of `kb export`."""
 
 
 @kb.command()
@@ -150,7 +152,7 @@ def check(
     overlay: Overlay = None,
     as_json: Json = False,
 ) -> None:
-    """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: the question cannot be answered."""
+    """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: no answer."""
     verdict = judge(load(overlay or DEFAULT_OVERLAY), model, use)
     derived = {
         name: [asdict(item) if hasattr(item, "__dataclass_fields__") else item for item in getattr(verdict, name)]
@@ -166,7 +168,7 @@ def check(
 
 @kb.command()
 def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
-    """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
+    """Print everything known about MODEL: entries, references and failure reports. Exit code 1 if there is nothing."""
     found = find(load(overlay or DEFAULT_OVERLAY), model)
     steps = [] if found.known else [f"next: {step}" for step in _measure(model)]
     answer(
@@ -179,7 +181,7 @@ def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
 
 @kb.command()
 def search(
-    text: Annotated[list[str], typer.Argument(help="Words that an entry must have.")],
+    text: Annotated[list[str], typer.Argument(help="Words that an entry must contain.")],
     overlay: Overlay = None,
     as_json: Json = False,
 ) -> None:
@@ -198,7 +200,7 @@ def listing(
     overlay: Overlay = None,
     as_json: Json = False,
 ) -> None:
-    """List the entries. Exit code 1 if none fits."""
+    """List the entries. Exit code 1 if none matches."""
     entries = load(overlay or DEFAULT_OVERLAY).entries
     precisions = {*words("train_precision"), *(kind for entry in entries for kind in entry.computes)}
     for option, value, known in (("precision", precision, precisions), ("tier", tier, words("tier"))):
@@ -281,13 +283,13 @@ def _row(entry: Entry) -> list[str]:
 
 
 def _counted(entries: Any) -> str:
-    """Definitive entries, and the inferred ones apart: the two are not added up."""
+    """The number of definitive entries, and separately that of inferred ones."""
     definitive = sum(entry.tier == "definitive" for entry in entries)
     return f"{definitive} definitive entries; apart from them, {len(entries) - definitive} inferred"
 
 
 def _measure(model: str) -> list[str]:
-    """How to find out by measuring."""
+    """Lines that say how to measure the model instead."""
     model = printable(model)
     return [
         f"halfstep inspect {model}: read from a downloaded folder which types its weights went through",
@@ -296,7 +298,7 @@ def _measure(model: str) -> list[str]:
 
 
 def site(
-    output: Annotated[Path, typer.Argument(help="The file to write: index.html. One that is there is written over.")],
+    output: Annotated[Path, typer.Argument(help="The file to write: index.html. An existing file is replaced.")],
     overlay: Annotated[
         Path | None,
         typer.Option("--overlay", help="A folder with your own entries of the knowledge base, added to the package's."),

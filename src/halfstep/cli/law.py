@@ -1,4 +1,4 @@
-"""`halfstep law`: what scaling laws for precision predict, and their constants from a sweep."""
+"""`halfstep law`: predictions of scaling laws for precision, and fits of their constants to a sweep."""
 
 import json
 from dataclasses import asdict
@@ -23,9 +23,10 @@ def predict(
     parameters: Annotated[float | None, typer.Option(help="Parameters, such as 1e9.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens trained on.")] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Bits of every part while training; left out: 16 bits, taken for whole.")
+        float | None,
+        typer.Option(help="Bits of every part in training; default: 16 bits, which count as full precision."),
     ] = None,
-    weights: Annotated[float | None, typer.Option(help="Bits of the weights alone.")] = None,
+    weights: Annotated[float | None, typer.Option(help="Bits of the weights only.")] = None,
     post_bits: Annotated[
         float | None, typer.Option(help="Bits that the weights are rounded to after training.")
     ] = None,
@@ -33,17 +34,17 @@ def predict(
         float | None, typer.Option(help="Floating point operations: the best bits, parameters and tokens for them.")
     ] = None,
     constants: Annotated[
-        Path | None, typer.Option("--law", help="What `law fit --out` wrote; left out: Kumar et al.'s.")
+        Path | None, typer.Option("--law", help="A file written by `law fit --out`; default: Kumar et al.'s constants.")
     ] = None,
     without_offsets: Annotated[
         bool,
-        typer.Option("--without-offsets", help="The published main text's form."),
+        typer.Option("--without-offsets", help="Use the form of the paper's main text, without offsets."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """The loss of a model of so many parameters, trained on so many tokens in so many bits; or the best of these.
+    """Predict a model's loss from its parameters, tokens and bits; or the best choice of these for a compute budget.
 
-    The constants are those of other people's models and data: take the trend, not the number.
+    The constants were fitted to other models and data: use the trend, not the value.
     """
     from halfstep.law import KUMAR
 
@@ -84,10 +85,10 @@ def _predicted(
 def fit(
     folders: Annotated[list[Path], typer.Argument(metavar="SWEEP...", help="Folders of sweeps.")],
     out: Annotated[Path | None, typer.Option(help="A file for the constants, which `predict --law` reads.")] = None,
-    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the runs for the intervals.")] = 200,
+    resamples: Annotated[int, typer.Option(min=0, help="Number of resamples of the runs for the intervals.")] = 200,
     as_json: Json = False,
 ) -> None:
-    """Fit the law to the runs of sweeps over sizes, steps and widths of weights, and to the damage measured on them."""
+    """Fit the law to sweeps over sizes, steps and widths of weights, and to their measured rounding damage."""
     from halfstep.lab.sweep.run import damages, law_cells
     from halfstep.law import fit_damage, fit_loss
 
@@ -125,7 +126,7 @@ def round_(
     bits: Annotated[str, typer.Option(help="Widths, by commas.")] = "2,3,4",
     as_json: Json = False,
 ) -> None:
-    """Round the weights of every model that a sweep finished, and measure the damage, which `fit` takes."""
+    """Round the weights of every finished model of a sweep, and measure the rise of the loss, which `fit` uses."""
     from halfstep.lab.sweep.run import damages, measure_damage
 
     try:

@@ -1,4 +1,4 @@
-"""`halfstep memory`: the bytes of a training setup by role, before it exists."""
+"""`halfstep memory`: the bytes of a training setup by role, computed before it exists."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,7 @@ _ROWS = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is asked of every recipe."""
+    """The options that apply to every recipe."""
 
     batch: int
     sequence: int | None
@@ -45,22 +45,24 @@ def memory(
         ),
     ],
     recipe: Annotated[
-        list[str] | None, typer.Option("--recipe", help="A recipe; several stand side by side. Left out: bf16-mixed.")
+        list[str] | None,
+        typer.Option("--recipe", help="A recipe; repeat for several side by side. Default: bf16-mixed."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Examples in a device's batch.")] = 1,
     seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in an example. Left out: what the model takes, at most 2048.")
+        int | None, typer.Option(min=1, help="Tokens in an example. Default: the model's context length, at most 2048.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, lion or lamb.")] = "adamw",
-    dp: Annotated[int, typer.Option(help="Devices that train on batches of their own.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel devices, each with its own batches.")] = 1,
     zero: Annotated[
-        int, typer.Option(help="What they share: 1 masters and states, 2 gradients too, 3 weights too.")
+        int, typer.Option(help="ZeRO stage over --dp: 1 shards masters and states, 2 gradients too, 3 weights too.")
     ] = 0,
     checkpointing: Annotated[
-        str, typer.Option(help="What is computed again in the backward pass: none, selective (attention) or full.")
+        str, typer.Option(help="Recomputation in the backward pass: none, selective (attention) or full.")
     ] = "none",
     per_layer: Annotated[
-        bool, typer.Option("--per-layer", help="The optimizer steps within the backward pass; no gradient stays.")
+        bool,
+        typer.Option("--per-layer", help="The optimizer steps within the backward pass, so no gradient is stored."),
     ] = False,
     device_memory: Annotated[
         str | None, typer.Option(help="Memory of a device with its unit, 80GB or 74GiB: the largest batch that fits.")
@@ -71,9 +73,9 @@ def memory(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes.")] = False,
     plot: Annotated[str | None, typer.Option(help="Draw it to this file: memory.png, memory.svg.")] = None,
 ) -> None:
-    """What training MODEL takes, byte by byte: each recipe is run on tensors without memory.
+    """Count the bytes of training MODEL, by role: each recipe is run on tensors without storage.
 
-    Exit code 0: counted, and it fits where --device-memory is given; 1: a recipe does not fit; 2: it cannot be counted.
+    Exit code 0: counted, and it fits --device-memory if given; 1: a recipe does not fit; 2: it cannot be counted.
     """
     with stages("loading torch and the model") as progress:
         from halfstep.accounting import bytes_from, check_ranks, load_subject

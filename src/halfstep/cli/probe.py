@@ -1,4 +1,4 @@
-"""`halfstep probe`: is this model safe in fp16? `halfstep mismatch`: how far is a policy from its rollout."""
+"""`halfstep probe`: is this model safe in fp16? `halfstep mismatch`: how far a policy is from its rollout."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -29,15 +29,17 @@ def probe(
     ] = "fp16",
     data: Annotated[
         str | None,
-        typer.Option(help="Text, or tensors in .safetensors or .pt; left out: Python's standard library."),
+        typer.Option(help="Text, or tensors in .safetensors or .pt; default: Python's standard library."),
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches to run.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 4,
     context: Annotated[int, typer.Option(min=1, help="Tokens in an example.")] = 128,
-    train_steps: Annotated[int, typer.Option(min=0, help="Steps of AdamW in fp32 after which to measure again.")] = 0,
+    train_steps: Annotated[
+        int, typer.Option(min=0, help="Train this many steps of AdamW in fp32, then measure again.")
+    ] = 0,
     lr: Annotated[float, typer.Option(min=0.0, help="Their learning rate.")] = 1e-4,
     loss_scale: Annotated[
-        float | None, typer.Option(help="A constant loss scale; left out: the recipe's, for fp16 dynamic from 65536.")
+        float | None, typer.Option(help="A constant loss scale; default: the recipe's, for fp16 dynamic from 65536.")
     ] = None,
     write_recipe: Annotated[
         Path | None,
@@ -47,14 +49,14 @@ def probe(
         str | None,
         typer.Option(
             "--as",
-            help="half: as model.half(); recipe: by the format's own; or a recipe's name. Left out: half and recipe.",
+            help="half: cast like model.half(); recipe: the format's own recipe; or a recipe's name. Default: both.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Is MODEL safe in a number format, in the forward and in the backward pass?
 
-    Exit code 0: safe, 1: not safe, 2: the question cannot be answered.
+    Exit code 0: safe, 1: not safe, 2: no answer.
     """
     _check(write_recipe, loss_scale)
     try:
@@ -95,7 +97,7 @@ def _check(write_recipe: Path | None, loss_scale: float | None) -> None:
 
 
 def batches_for(loaded: Any, data: str | None, batches: int, batch: int, context: int) -> tuple[list[Any], str]:
-    """What to run the model on, and what that is in words."""
+    """The batches to run the model on, and their description in words."""
     from halfstep.lab.task import load_corpus
     from halfstep.probe.batch import is_tensor_file, tensor_batches, text_batches
 
@@ -108,7 +110,7 @@ def batches_for(loaded: Any, data: str | None, batches: int, batch: int, context
 
 
 def _known(model: str, format: str) -> Verdict | None:
-    """What the knowledge base says of the model in that type; None if it knows neither."""
+    """The knowledge base's verdict for the model in that format; None if it lacks the model or the format."""
 
     with suppress(KnowledgeBaseError):
         verdict = check(model, format)
@@ -146,28 +148,26 @@ def _write(report: "ProbeReport", path: Path) -> None:
 def mismatch(
     policy: Annotated[str, typer.Argument(help="A Hugging Face folder, module:function or file.py:function.")],
     train: Annotated[str, typer.Option(help="The recipe that it is trained under.")] = "bf16-mixed",
-    rollout: Annotated[
-        str | None, typer.Option(help="The recipe that it generates under; left out: --train's.")
-    ] = None,
+    rollout: Annotated[str | None, typer.Option(help="The recipe that it generates under; default: --train's.")] = None,
     exported: Annotated[
-        str | None, typer.Option(help="A folder that `halfstep export` wrote, which generates instead.")
+        str | None, typer.Option(help="A folder written by `halfstep export`; it generates instead of a recipe.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows in each of the rollout's calls; left out: --batch.")
+        int | None, typer.Option(min=1, help="Rows in each of the rollout's calls; default: --batch.")
     ] = None,
     padding: Annotated[int, typer.Option(min=0, help="Tokens of padding after each of the rollout's rows.")] = 0,
     clip: Annotated[float, typer.Option(help="Importance ratios outside 1 - clip to 1 + clip are counted.")] = 0.2,
     data: Annotated[
-        str | None, typer.Option(help="Text, or tensors in .safetensors or .pt; left out: Python's standard library.")
+        str | None, typer.Option(help="Text, or tensors in .safetensors or .pt; default: Python's standard library.")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches to run.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 4,
     context: Annotated[int, typer.Option(min=1, help="Tokens in an example.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every module.")] = False,
 ) -> None:
-    """How far are POLICY's next-token distributions under two recipes: KL, importance ratios, and where it begins.
+    """Compare POLICY's next-token distributions under two recipes: KL, importance ratios, first module that differs.
 
-    Exit code: 0 where they are the same, else 1.
+    Exit code: 0 if they are the same, else 1.
     """
     if rollout is not None and exported is not None:
         raise RecipeError("--rollout and --exported both given; expected one of them: what generates")
@@ -189,7 +189,8 @@ def mismatch(
 
 
 def _rows(report: "ProbeReport", count: int) -> list[tuple[str, ...]]:
-    """The worst tensors, a row each, as `_COLUMNS` says. One that several modules hand on is shown once."""
+    """The worst tensors, one row each with the columns of `_COLUMNS`. A tensor passed on by several modules is shown
+    once."""
     distinct: dict[Counts, Range] = {}
     for found in report.worst():
         distinct.setdefault(found.counts, found)

@@ -1,4 +1,4 @@
-"""`halfstep recipes`: the recipes, every field of one, and what it costs."""
+"""`halfstep recipes`: list recipes, show every field of one, its plan for a model, and its cost."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,18 +20,18 @@ def cost(
         str, typer.Option(help="What `halfstep memory` takes: llama2-7b, config.json or its folder, module:function.")
     ],
     speeds: Annotated[
-        str, typer.Option(help="Multiply-adds in the same time, by the width of the wider operand.")
+        str, typer.Option(help="Relative speeds of matmuls, by the width of the wider operand.")
     ] = "fp16=1,fp8=2,fp4=4",
     batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 1,
     seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in an example. Left out: what the model takes, at most 2048.")
+        int | None, typer.Option(min=1, help="Tokens in an example. Default: the model's context length, at most 2048.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Of the run, for a recipe whose stages begin at a step.")
+        int | None, typer.Option(min=1, help="Steps of the run, for a recipe whose stages begin at a step.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: multiply-adds.")] = False,
 ) -> None:
-    """The theoretical speed-up of RECIPE over training in 16 bits, from its products alone; nothing is measured."""
+    """Compute the theoretical speed-up of RECIPE over 16-bit training, from its matmuls only; nothing is measured."""
     with stages("loading torch and the model"):
         from halfstep.accounting import HEAD, cost as cost_of, load_subject, sent_a_parameter, speeds_from
         from halfstep.recipe import get_recipe
@@ -76,7 +76,7 @@ def _table(made: "Cost", body: "Cost") -> str:
 
 
 def _row(kind: str, made: "Cost", works: list[Any]) -> tuple[str, ...]:
-    """A line of one kind of products: its share of the multiply-adds, the bits in each pass, its time."""
+    """The row of one kind of matmul: its share of the multiply-adds, the bits in each pass, its time."""
     from halfstep.accounting import OVERHEADS, PASSES, Cost
 
     part = Cost(made.recipe, made.speeds, tuple(works))
@@ -109,7 +109,7 @@ def listing(context: typer.Context, as_json: Json = False) -> None:
 def show(
     name: Annotated[str, typer.Argument(help="A recipe's name, my.toml, or module:name.")], as_json: Json = False
 ) -> None:
-    """Print the whole recipe, with its labelled bytes per parameter."""
+    """Print every field of the recipe, with its bytes per parameter by role."""
     from halfstep.recipe import get_recipe
 
     recipe = get_recipe(name)
@@ -124,7 +124,7 @@ def plan(
     recipe: Annotated[str, typer.Option(help="A recipe's name, my.toml, or module:name.")],
     as_json: Json = False,
 ) -> None:
-    """Print what RECIPE does to MODEL: which layers it rounds, to what, on which path; what it keeps, and why."""
+    """Print what RECIPE does to MODEL: which layers it rounds, to what, on which path; which it does not, and why."""
     with stages("loading torch and the model"):
         from halfstep.accounting import load_subject
         from halfstep.accounting.subject import blank

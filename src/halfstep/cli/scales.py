@@ -1,4 +1,4 @@
-"""`halfstep scales`: how far the values of every tensor of a training step spread, beside what formats hold."""
+"""`halfstep scales`: the spread of every tensor's values in a training step, next to the ranges of formats."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ def scales(
         typer.Option(help="A task, whose data and loss are taken: lm, mlm, vision ... (`halfstep compare`)."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Tensors in .safetensors or .pt; left out: random tokens, or the task's own.")
+        str | None, typer.Option(help="Tensors in .safetensors or .pt; default: random tokens, or the task's data.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 4,
     context: Annotated[int, typer.Option(min=1, help="Tokens in an example.")] = 128,
@@ -43,14 +43,14 @@ def scales(
     lr: Annotated[float, typer.Option(min=0.0, help="Their learning rate.")] = 1e-4,
     unit: Annotated[
         bool,
-        typer.Option("--unit", help="Measure it unit-scaled as well (`halfstep.unit_scale`), side by side."),
+        typer.Option("--unit", help="Also measure it unit-scaled (`halfstep.unit_scale`)."),
     ] = False,
-    to: Annotated[str, typer.Option("--formats", help="Formats to hold the scales against.")] = "fp16,e4m3fn,e5m2",
-    seed: Annotated[int, typer.Option(help="Of random weights and random data.")] = 0,
+    to: Annotated[str, typer.Option("--formats", help="Formats to compare the scales with.")] = "fp16,e4m3fn,e5m2",
+    seed: Annotated[int, typer.Option(help="Seed of random weights and random data.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every tensor.")] = False,
     plot: Annotated[str | None, typer.Option(help="Draw it to this file: scales.png, scales.svg.")] = None,
 ) -> None:
-    """The standard deviation of every activation, weight and gradient of MODEL, beside the ranges of formats."""
+    """Compare the standard deviation of every activation, weight and gradient of MODEL with formats' ranges."""
     with stages("loading torch and the model") as progress:
         from halfstep.probe import scales as measured
 
@@ -86,7 +86,7 @@ def scales(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How much to run the model on."""
+    """The number of batches, examples and tokens to run the model on."""
 
     batch: int
     context: int
@@ -94,17 +94,17 @@ class _Sizes:
 
 
 _Given = tuple[list[Any], str]
-"""Batches, and what they are in words."""
+"""Batches, and their description in words."""
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model, and what to run it on."""
+    """A model, and the batches to run it on."""
 
     model: "nn.Module"
     batches: list[Any]
     words: str
-    """What the batches are."""
+    """A description of the batches."""
     task: "Task | None" = None
 
     def unit_scale(self) -> None:
@@ -129,7 +129,7 @@ class _Subject:
 
 
 def _subject(name: str, task: str | None, data: str | None, sizes: _Sizes, seed: int) -> _Subject:
-    """What MODEL and --data stand for.
+    """The model and batches that MODEL, --task and --data name.
 
     Raises:
         ModelError, DataError, RunError: there is no such model, data or task.
@@ -160,7 +160,7 @@ def _of_task(name: str, task: str, sizes: _Sizes, seed: int) -> _Subject:
 
 
 def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Subject:
-    """What a function returns: a model, with the inputs that come with it, or random tokens."""
+    """The model that a function returns, with the inputs it returns, or random tokens."""
     import torch
 
     from halfstep.probe.batch import load_model
@@ -174,7 +174,7 @@ def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _
 
 
 def _of_config(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Subject:
-    """A model built of a config, with random weights and inputs."""
+    """A model built from a config, with random weights and inputs."""
     import torch
 
     from halfstep.accounting import load_subject
@@ -193,7 +193,8 @@ def _of_config(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Su
 
 
 def _random(model: "nn.Module", blank: Any, sizes: _Sizes, seed: int) -> _Given:
-    """Batches like a blank one, of random tokens or normal numbers; arguments that are one tensor stay one."""
+    """Random batches shaped like `blank`: token ids or normal values. Arguments that are the same tensor stay the
+    same."""
     import torch
     from torch.utils._pytree import tree_map
 

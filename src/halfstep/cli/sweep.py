@@ -1,4 +1,4 @@
-"""`halfstep sweep`: an experiment at every point of a grid; where it stands, and what it shows."""
+"""`halfstep sweep`: run an experiment at every point of a grid, show its progress, and judge its results."""
 
 import dataclasses
 import os
@@ -41,7 +41,7 @@ _Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A sweep's folde
 
 
 class _Group(TyperGroup):
-    """`halfstep sweep --grid ...` is `halfstep sweep run --grid ...`."""
+    """A group in which `halfstep sweep --grid ...` means `halfstep sweep run --grid ...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = args and args[0].startswith("--") and args[0] not in ctx.help_option_names
@@ -62,7 +62,7 @@ def run(
         ),
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="Points of the grid, drawn by chance. Left out: all.")
+        int | None, typer.Option(min=1, help="Number of random points of the grid. Default: all.")
     ] = None,
     task: Task = None,
     data: Data = None,
@@ -76,21 +76,21 @@ def run(
     optimizer: Optimizer = None,
     out: Out = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the sweep in --out; seeds and values may be more.")
+        bool, typer.Option("--resume", help="Resume the sweep in --out; seeds and values may be added.")
     ] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="With --resume: try runs again that failed.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="With --resume: run failed runs again.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once. Left out: one a thread of this machine.")
+        int | None, typer.Option(min=1, help="Runs at once. Default: one per thread of this machine.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of a run. Left out: 1.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of a run. Default: 1.")] = None,
     executor: Annotated[
-        str, typer.Option(help="Where runs are placed: local, ray[:ADDRESS], submitit[:PARTITION].")
+        str, typer.Option(help="Where runs are executed: local, ray[:ADDRESS], submitit[:PARTITION].")
     ] = "local",
     as_json: Json = False,
 ) -> None:
-    """Train every recipe with every seed at every point of the grid; then say where each is best, and what diverged.
+    """Train every recipe with every seed at every point of the grid; report where each is best, and what diverged.
 
-    A run that fails is a result. A sweep that was killed goes on with --resume, bit for bit.
+    A failed run is a result. A killed sweep resumes with --resume, bit for bit.
     """
     console = Console(stderr=True)
     if resume and out is None:
@@ -112,7 +112,7 @@ def run(
 
 @sweep.command("status")
 def status(folder: _Folder, as_json: Json = False) -> None:
-    """Show how many runs of a sweep have ended, and how; which failed, and the time left."""
+    """Show how many runs of a sweep have ended, and how; which failed; and the time left."""
     found = SweepFolder(folder)
     cells = found.sweep().cells()
     states = {cell: found.state(cell) for cell in cells}
@@ -132,7 +132,7 @@ def _status(count: dict[str, int], left: float | None, running: bool, failed: di
 
 @sweep.command("report")
 def report(folder: _Folder, as_json: Json = False) -> None:
-    """Judge what a sweep has trained so far; write summary.json and rates.png into its folder."""
+    """Judge the finished runs of a sweep; write summary.json and rates.png into its folder."""
     from halfstep.lab.sweep.report import write_report
 
     summary = write_report(folder)
@@ -141,9 +141,9 @@ def report(folder: _Folder, as_json: Json = False) -> None:
 
 @sweep.command("leads")
 def leads(folder: _Folder, as_json: Json = False) -> None:
-    """How many steps ahead loss, gradient norm and sharpness announce that a run diverges: alarms, set on stable runs.
+    """Compare how early loss, gradient norm and sharpness announce divergence, with alarms set on stable runs.
 
-    For a sweep with --grid sharpness=5e-4, of which some runs diverge and at least 20 do not.
+    For a sweep with --grid sharpness=5e-4 in which some runs diverge and at least 20 do not.
     """
     from halfstep.lab.sweep import leads as room
 
@@ -153,9 +153,9 @@ def leads(folder: _Folder, as_json: Json = False) -> None:
 
 @sweep.command("causes")
 def causes(folder: _Folder, as_json: Json = False) -> None:
-    """Which tensor moved first before each spike: its amax, its saturated share or its update left its own past.
+    """Name the tensor that moved first before each spike: its amax, saturated share or update left its usual range.
 
-    For a sweep with --grid tensors=STEPS, as many as its runs have.
+    For a sweep with --grid tensors=STEPS, where STEPS is the runs' number of steps.
     """
     from halfstep.lab.sweep import leads as room
 
@@ -178,7 +178,7 @@ def _new(ctx: typer.Context) -> Sweep:
 
 
 def _resumed(ctx: typer.Context, path: Path) -> Sweep:
-    """The sweep in the folder, with what this command line asks for: a difference is refused when it opens."""
+    """The sweep in the folder, with this command line's options; a contradiction is refused when the sweep opens."""
     recorded = SweepFolder(path).sweep()
     given = asked_fields(ctx)
     if "seeds" in given:
@@ -193,7 +193,7 @@ def _resumed(ctx: typer.Context, path: Path) -> Sweep:
 
 
 class _Watch:
-    """Says of each cell that ends how it ended, how many are left, and for how long."""
+    """Prints how each finished cell ended, how many are left, and the estimated time left."""
 
     def __init__(self, cells: "Cells", at_once: int, console: Console) -> None:
         self._folder, self._at_once, self._console = cells.folder, at_once, console
@@ -224,7 +224,7 @@ if TYPE_CHECKING:
 
 
 def text_of(summary: dict[str, Any], file: Path) -> str:
-    """A table a setting, the best rates, the comparisons of shares, and the file that holds them."""
+    """The summary as text: a table for each setting, best rates, comparisons of shares, and the file's path."""
     parts = [", ".join(f"{count} {word}" for word, count in summary["cells"].items() if count)]
     for name, setting in summary["settings"].items():
         parts += [f"{name}\n{_curves(setting['recipes'])}", *([_best(setting["best"])] if setting["best"] else [])]
@@ -234,7 +234,7 @@ def text_of(summary: dict[str, Any], file: Path) -> str:
 
 
 def leads_text(leads: "dict[str, Lead]") -> str:
-    """A row a series."""
+    """A table with one row per series."""
     columns = [
         "series",
         "alarm above",
@@ -253,7 +253,7 @@ def leads_text(leads: "dict[str, Lead]") -> str:
 
 
 def causes_text(found: "list[Caused]", quiet: dict[str, dict[str, Any]]) -> str:
-    """A row a spike, and how often something moves where nothing spikes."""
+    """A table with one row per spike, and how often a tensor moves without a spike."""
     columns = ["point", "recipe", "seed", "spike at step", "moved first", "at step", "what", "times its past"]
     rows = []
     for spike in found:

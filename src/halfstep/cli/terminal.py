@@ -1,4 +1,4 @@
-"""How the command line speaks: errors and progress on standard error, tables on standard output."""
+"""Output of the command line: errors and progress on standard error, tables on standard output."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,15 +21,15 @@ _WIDEST = 10_000
 
 
 def fail(message: str) -> None:
-    """Print an error, as text: nothing in it is taken for markup, or moves the cursor."""
+    """Print an error as plain text: markup and control characters in it have no effect."""
     Console(stderr=True).print(f"[bold red]error:[/] {escape(printable(message))}", highlight=False, soft_wrap=True)
 
 
 def write_text(path: Path, text: str, failed: type[HalfstepError]) -> None:
-    """Write a file that the user named.
+    """Write text to a file that the user named.
 
     Raises:
-        HalfstepError: of the class `failed`, where it cannot be written.
+        HalfstepError: of the class `failed`, if it cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -38,10 +38,10 @@ def write_text(path: Path, text: str, failed: type[HalfstepError]) -> None:
 
 
 def save_figure(figure: Any, path: str, stem: str, failed: type[HalfstepError]) -> None:
-    """Write a figure of matplotlib's to a file, as its ending says; `stem` is what such a file is called.
+    """Write a matplotlib figure to a file, in the format of its ending; `stem` is an example of a file's name.
 
     Raises:
-        HalfstepError: of the class `failed`, where matplotlib knows no such ending, or the file cannot be written.
+        HalfstepError: of the class `failed`, if matplotlib does not know the ending, or the file cannot be written.
     """
     try:
         figure.savefig(path)
@@ -50,17 +50,17 @@ def save_figure(figure: Any, path: str, stem: str, failed: type[HalfstepError]) 
 
 
 def number(value: float | None, form: str) -> str:
-    """A number as `form` has it; a dash where there is none."""
+    """A value formatted by `form`; a dash for None."""
     return "-" if value is None else form.format(value)
 
 
 def answer(as_json: bool, data: Callable[[], Any], text: Callable[[], str]) -> None:
-    """Print what a command found: its data as JSON where that was asked for, else its text."""
+    """Print a command's result: its data as JSON if `as_json`, else its text."""
     typer.echo(json.dumps(data(), indent=2) if as_json else text())
 
 
 def alarm(text: str) -> str:
-    """A line that stands out on a terminal."""
+    """Text highlighted on a terminal."""
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(text, style="bold yellow", end="")
@@ -68,15 +68,15 @@ def alarm(text: str) -> str:
 
 
 def line_width(most: int) -> int:
-    """How long lines of text may be: on a terminal no longer than it is wide, though of 40 characters at least."""
+    """The line length for text: at most `most`, on a terminal at most its width, but at least 40."""
     console = Console()
     return max(40, min(most, console.width)) if console.is_terminal else most
 
 
 def table_text(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> str:
-    """A table as text; the columns named in `right` are numbers: aligned to the right, and never broken.
+    """A table as text. Columns in `right` are numbers: right-aligned and never wrapped.
 
-    On a terminal other cells are folded to fit, but the first of a row; elsewhere lines are as long as they need.
+    On a terminal other cells except each row's first wrap to fit; elsewhere lines are as long as they need.
     """
     numeric = set(right)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -100,7 +100,8 @@ def table_text(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
 
 @contextmanager
 def reading(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar of the bytes read, of `total`, on standard error where that is a terminal; call it with a piece's bytes."""
+    """A progress bar of bytes read, of `total`, on standard error if that is a terminal; call the result with a piece's
+    bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
@@ -115,7 +116,7 @@ def reading(total: int) -> Iterator[Callable[[int], None] | None]:
 
 @contextmanager
 def stages(first: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is being done, on a terminal; elsewhere nothing. Call it with what is done next."""
+    """Shows the current stage on a terminal, nothing elsewhere. Call the result with the next stage's name."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda stage: None

@@ -1,4 +1,4 @@
-"""`halfstep formats`: the number formats, everything about one, two compared, and an addition by hand. No torch."""
+"""`halfstep formats`: list formats, show one, compare two, and add two numbers step by step. Imports no torch."""
 
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +51,7 @@ def show(
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Print one format: parameters, special codes, number line; with --value, what rounding makes of a number."""
+    """Print one format: parameters, special codes, number line; with --value, how a number is rounded."""
     scalar, block = page.find(name)
     if scalar is None and (value is not None or plot is not None):
         raise page.needs_scalar(name)
@@ -72,7 +72,7 @@ def show(
 
 @formats.command()
 def compare(a: Name, b: Name, as_json: Json = False) -> None:
-    """Compare two formats: range, values per binade, which values of one the other lacks, rounding error."""
+    """Compare two formats: range, values per binade, values that only one of them has, rounding error."""
     from halfstep.cli.formats import difference
 
     one, other = page.scalar(a), page.scalar(b)
@@ -82,6 +82,6 @@ def compare(a: Name, b: Name, as_json: Json = False) -> None:
 # A negative number is an argument here, not an unknown option.
 @formats.command(context_settings={"ignore_unknown_options": True})
 def add(name: Name, a: Number, b: Number, as_json: Json = False) -> None:
-    """Add two numbers by hand: align, add, round, and see what was lost. For floats (fp32, bf16, e4m3fn ...)."""
+    """Add two numbers step by step: align, add, round, and show what is lost. For floats (fp32, bf16, e4m3fn ...)."""
     work = page.work_out(page.scalar(name), read_number(a), read_number(b))
     answer(as_json, lambda: page.addition_data(work), lambda: page.describe_addition(work))

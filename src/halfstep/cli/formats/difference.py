@@ -1,4 +1,4 @@
-"""Two formats side by side: what one holds that the other does not, and how well each holds normal numbers."""
+"""Compare two formats: values that only one of them has, and the rounding error of normally distributed values."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -54,7 +54,7 @@ def decades(format: Format) -> float:
 
 
 def common(a: Format, b: Format) -> int:
-    """How many finite values both formats have."""
+    """The number of finite values that both formats have."""
     small, large = sorted((a, b), key=lambda format: len(line(format).numbers))
     if small.bits <= 8:
         return sum(_holds(line(large), line(small).value(n)) for n in line(small).numbers)
@@ -63,7 +63,8 @@ def common(a: Format, b: Format) -> int:
 
 
 def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
-    """Values in common with magnitudes in [2^k, 2^(k+1)): in wide formats they start at 2^k and are evenly spaced."""
+    """The number of common values with magnitude in [2^k, 2^(k+1)). In wide formats they start at 2^k and are evenly
+    spaced."""
     first, steps, last = Fraction(2) ** k, [], []
     for format in (a, b):
         values = line(format)
@@ -81,12 +82,13 @@ def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
 
 
 def examples(a: Format, b: Format) -> list[float]:
-    """A few values of `a` that `b` lacks: both ends, then from 1 outwards."""
+    """A few values of `a` that `b` lacks: the smallest and the largest, then values from 1 outwards."""
     return list(islice((value for value in dict.fromkeys(_candidates(a)) if not _holds(line(b), value)), EXAMPLES))
 
 
 def _candidates(format: Format) -> Iterator[float]:
-    """Every value of a narrow format; of a wide one the second and the last of each binade, where grids differ."""
+    """Every value of a narrow format; for a wide one the second and the last value of each binade, where grids
+    differ."""
     values = line(format)
     yield format.max
     yield format.smallest
@@ -152,20 +154,19 @@ def _held(a: Format, b: Format) -> tuple[str, str]:
 
 
 SIGMAS = 4.0
-"""What `scaled_error` lays on the format's largest value."""
+"""The number of standard deviations that `scaled_error` scales to the format's largest value."""
 _TAIL = 9.0  # standard deviations; what lies beyond weighs less than 2^-60
 _NEAR_ZERO = 2.0**-18  # values below are left out, except zero: their errors are squared
 _NODES = ((-0.8611363115940526, 0.34785484513745385), (-0.33998104358485626, 0.6521451548625461))
-"""Of Gauss and Legendre's rule with four points, the left half."""
+"""Nodes and weights of the left half of the four-point Gauss-Legendre rule."""
 
 
 @cache
 def normal_error(format: Format, sigma: float = 1.0) -> float:
-    """RMS error of rounding x to nearest over RMS of x, for x normal with that standard deviation.
+    """RMS error of rounding x to nearest, relative to the RMS of x, for normally distributed x with standard deviation
+    sigma.
 
-    >>> from halfstep.formats import get
-    >>> f"{normal_error(get('bf16')):.2e}"
-    '1.66e-03'
+    >>> from halfstep.formats import get >>> f"{normal_error(get('bf16')):.2e}" '1.66e-03'
     """
     if format.bits > 16:
         return _fine_error(format, sigma)
@@ -173,12 +174,14 @@ def normal_error(format: Format, sigma: float = 1.0) -> float:
 
 
 def scaled_error(format: Format) -> float | None:
-    """`normal_error` with four standard deviations on the largest value; None for posits, most precise near 1."""
+    """`normal_error` with four standard deviations scaled to the largest value; None for posits, most precise near
+    1."""
     return None if isinstance(format, Posit) else normal_error(format, format.max / SIGMAS)
 
 
 def _fine_error(format: Format, sigma: float) -> float:
-    """With very many values to a binade, the error is uniform on a gap: gap^2 / 12."""
+    """The RMS error when a binade has very many values: the error is uniform within a gap, so its variance is gap^2 /
+    12."""
     total, normal = 0.0, NormalDist(0, sigma)
     top = frexp(_TAIL * sigma)[1]
     for k in range(top - 44, top):
@@ -190,7 +193,7 @@ def _fine_error(format: Format, sigma: float) -> float:
 
 
 def _cells(format: Format, sigma: float) -> Iterator[tuple[float, float, float]]:
-    """For each value, from where to where numbers are rounded to it."""
+    """For each value: the lower and the upper end of the interval that rounds to it, and the value."""
     values, edge = line(format), _TAIL * sigma
     first, last = values.at_most(-edge), values.at_most(edge) + 1
     numbers = range(max(first, values.numbers.start), min(last, values.numbers[-1]) + 1)

@@ -1,4 +1,4 @@
-"""Everything about one format, and what rounding onto it makes of a number; an addition by hand."""
+"""Text and JSON for one format, for rounding a number to it, and for an addition step by step."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -44,10 +44,10 @@ TIES = {"even": "the even code", "lower": "the lower value", "upper": "the upper
 
 
 def find(name: str) -> tuple[Format | None, BlockFormat | None]:
-    """The scalar format and the block format of a name; a codebook's name may be both.
+    """The scalar format and the block format of that name; a codebook's name may have both.
 
     Raises:
-        FormatError: there is neither; the nearest ones are shown.
+        FormatError: there is neither; the message suggests the nearest names.
     """
     block = formats.get_block(name) if formats.is_block(name) else None
     try:
@@ -59,10 +59,10 @@ def find(name: str) -> tuple[Format | None, BlockFormat | None]:
 
 
 def scalar(name: str) -> Format:
-    """The scalar format of a name.
+    """The scalar format of that name.
 
     Raises:
-        FormatError: there is none, or it names blocks.
+        FormatError: there is none, or the name is a block format's.
     """
     found, _ = find(name)
     if found is None:
@@ -71,7 +71,7 @@ def scalar(name: str) -> Format:
 
 
 def needs_scalar(name: str) -> FormatError:
-    """What to say of a block format where numbers are rounded one by one."""
+    """The error for a block format's name where a scalar format is needed."""
     block = formats.get_block(name)
     return FormatError(
         f"{block.name} is a block format: what becomes of a number depends on its tile ({tile_text(block)}), so there "
@@ -81,7 +81,7 @@ def needs_scalar(name: str) -> FormatError:
 
 
 def as_data(format: Format | None, block: BlockFormat | None, rounded: Rounded | None) -> dict[str, Any]:
-    """All of it as JSON."""
+    """The format and the rounded number as JSON data."""
     return {
         "format": None if format is None else parameters(format) | {"codes": special_codes(format)},
         "block_format": None if block is None else block_parameters(block),
@@ -90,7 +90,7 @@ def as_data(format: Format | None, block: BlockFormat | None, rounded: Rounded |
 
 
 def describe(format: Format | None, block: BlockFormat | None, rounded: Rounded | None, rounding: str) -> str:
-    """All of it as text."""
+    """The format and the rounded number as text."""
     parts = []
     if format is not None:
         parts += [_describe_scalar(format), sketch(format)]
@@ -102,7 +102,7 @@ def describe(format: Format | None, block: BlockFormat | None, rounded: Rounded 
 
 
 def special_codes(format: Format) -> dict[str, Any]:
-    """The codes that a reader of bits looks for; NaN as runs of first and last."""
+    """The codes of zero, the largest value, infinity, NaN ...; runs of NaN codes as first and last."""
     values = line(format)
     zero = values.code(values.at_most(0)) if format.min <= 0 else None
     binary = format if isinstance(format, Float) else None
@@ -214,7 +214,7 @@ def _notes(format: Format, rounded: Rounded, rounding: str) -> Iterator[tuple[st
 
 
 def rounding_data(format: Format, rounded: Rounded) -> dict[str, Any]:
-    """What rounding did, as JSON; exact numbers as texts of fractions, codes as whole numbers."""
+    """The rounding as JSON data: exact values as fraction strings, codes as integers."""
 
     def neighbour(side: Neighbour | None) -> dict[str, Any] | None:
         return None if side is None else {"value": plain(side.value), "exact": str(side.value), "code": side.code}
@@ -245,7 +245,7 @@ def rounding_data(format: Format, rounded: Rounded) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """Two operands rounded onto a format, and their sum before (`exact`) and after rounding, to nearest even."""
+    """Two operands rounded to a format, and their sum before rounding (`exact`) and after, to nearest even."""
 
     format: Float
     a: Rounded
@@ -255,27 +255,27 @@ class Work:
 
     @property
     def larger(self) -> Rounded:
-        """The operand with the larger magnitude; the other one is shifted to it."""
+        """The operand with the larger magnitude; the other one is aligned to it."""
         return max(self.a, self.b, key=lambda operand: abs(_value(operand)))
 
     @property
     def smaller(self) -> Rounded:
-        """The other operand."""
+        """The operand with the smaller magnitude."""
         return self.b if self.larger is self.a else self.a
 
     @property
     def shift(self) -> int:
-        """By how many places the smaller operand moves to the right."""
+        """The number of bits by which the smaller operand is shifted right."""
         return _exponent(self.format, _value(self.larger)) - _exponent(self.format, _value(self.smaller))
 
     @property
     def vanished(self) -> bool:
-        """Whether the smaller operand, not zero, left the larger one where it was."""
+        """Whether the sum equals the larger operand although the smaller one is not zero."""
         return _value(self.smaller) != 0 and self.sum.value == self.larger.value
 
 
 def work_out(format: Format, a: Fraction | float, b: Fraction | float) -> Work:
-    """a + b in a float format, each rounded to it first.
+    """a + b in a float format, with each operand rounded to it first.
 
     Raises:
         FormatError: the format is not a float; a number is infinite, NaN, or beyond the format's largest value.
@@ -377,7 +377,7 @@ def _moved(work: Work) -> str:
 
 
 def _significand(format: Float, value: Fraction, top: int) -> tuple[str, str]:
-    """A value in binary with the point at 2^top: what the mantissa has room for, and the bits beyond it."""
+    """A value in binary with the point at 2^top: the bits that fit the mantissa, and the bits beyond it."""
     whole, rest = divmod(abs(value) / Fraction(2) ** (top - format.mantissa_bits), 1)
     digits = f"{int(whole):0{format.mantissa_bits + 1}b}"
     split = len(digits) - format.mantissa_bits
@@ -393,7 +393,7 @@ def _clipped(bits: str) -> str:
 
 
 def _exponent(format: Float, value: Fraction) -> int:
-    """The exponent a value is stored with."""
+    """The exponent that a value is stored with."""
     if value == 0:
         return format.min_exponent
     size = abs(value)

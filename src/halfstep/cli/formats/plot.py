@@ -1,4 +1,4 @@
-"""A code's bits, field by field; the number line, in lines of text and as a picture."""
+"""A code's bit fields, and the number line of a format as text or as a picture."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from halfstep.formats.posit import parts
 
 @dataclass(frozen=True)
 class Field:
-    """Some bits of a code and what they mean."""
+    """A bit field of a code, with its meaning."""
 
     name: str
     bits: str
@@ -27,17 +27,17 @@ class Field:
 
 
 def bits_text(format: Format, code: int) -> str:
-    """The bits of a code, a space between fields: `0 1000 101`."""
+    """The bits of a code, fields separated by spaces: `0 1000 101`."""
     return " ".join(field.bits for field in fields(format, code) if field.bits)
 
 
 def hex_text(format: Format, code: int) -> str:
-    """A code in hexadecimal, with the digits its bits need."""
+    """A code in hexadecimal, zero-padded to the format's bits."""
     return f"0x{code:0{-(-format.bits // 4)}x}"
 
 
 def fields(format: Format, code: int) -> list[Field]:
-    """The fields of a code, from the highest bit."""
+    """The fields of a code, highest bit first."""
     bits = f"{code:0{format.bits}b}"
     if isinstance(format, Float):
         return _float_fields(format, code)
@@ -82,13 +82,13 @@ def _posit_fields(format: Posit, code: int) -> list[Field]:
 
 
 def point_text(format: Format, value: Fraction | float, code: int | None) -> str:
-    """A value with its code and the bits of that, which a line break does not part."""
+    """A value with its code and the code's bits, which a line break does not split."""
     bits = "" if code is None else bits_text(format, code).replace(" ", "\xa0")
     return f"{exact_text(value):<22}  {'no code' if code is None else hex_text(format, code)}  {bits}"
 
 
 def fields_text(format: Format, code: int, indent: int) -> str:
-    """A line for each field of a code."""
+    """One line for each field of a code."""
     found = fields(format, code)
     wide = max(len(field.bits) for field in found)
     return labelled([(field.name, f"{field.bits or '-':<{wide}}  {field.meaning}") for field in found], indent)
@@ -96,21 +96,21 @@ def fields_text(format: Format, code: int, indent: int) -> str:
 
 ROWS = 4
 FEW = 16
-"""So many codes are shown one by one."""
+"""Up to this many codes are listed one by one."""
 
 
 def binades(format: Format) -> range:
-    """The exponents k for which [2^k, 2^(k+1)) holds a value."""
+    """The exponents k for which [2^k, 2^(k+1)) contains a value."""
     return range(frexp(format.smallest)[1] - 1, frexp(format.max)[1])
 
 
 def per_binade(format: Format, exponents: range) -> list[int]:
-    """How many values there are in [2^k, 2^(k+1)) for each k."""
+    """The number of values in [2^k, 2^(k+1)), for each k."""
     return [line(format).count(Fraction(2) ** k, Fraction(2) ** (k + 1)) for k in exponents]
 
 
 def sketch(format: Format) -> str:
-    """The number line: every value where there are few, else how many there are in each binade."""
+    """The number line as text: every value if there are few, else the number of values per binade."""
     if 1 << format.bits <= FEW:
         return f"{_linear(format)}\n\n{_all_values(format)}"
     exponents = binades(format)
@@ -122,7 +122,7 @@ def sketch(format: Format) -> str:
 
 
 def density(counts: Sequence[int], exponents: range, most: int, marks: dict[int, str]) -> str:
-    """Columns along log2 x, as high as the logarithm of the count; `marks` are written below their binades."""
+    """Columns along log2 x, with heights proportional to the logarithm of the count; `marks` label their binades."""
     room = width() - 2
     group = -(-len(counts) // room)  # binades in a column, where there are more of them than columns
     grouped = [max(counts[i : i + group]) for i in range(0, len(counts), group)]
@@ -139,7 +139,7 @@ def density(counts: Sequence[int], exponents: range, most: int, marks: dict[int,
 
 
 def _axis(marks: dict[int, str], length: int, room: int) -> list[str]:
-    """A line with a tick for each text that fits, and the texts below it; the two ends go first."""
+    """Two lines: ticks, and below them the labels that fit, both ends first."""
     ticks, below = ["-"] * length, [" "] * max(room, length)
     for place in sorted(marks, key=lambda place: (place not in (min(marks), max(marks)), place)):
         text = marks[place]
@@ -152,7 +152,7 @@ def _axis(marks: dict[int, str], length: int, room: int) -> list[str]:
 
 
 def _linear(format: Format) -> str:
-    """A bar for every value, in proportion."""
+    """One bar per value, on a linear axis."""
     room = width() - 2
     placed = {round((v - format.min) / (format.max - format.min) * (room - 1)): v for v in format.values()}
     bars = "".join(" " if i not in placed else "0" if placed[i] == 0 else "|" for i in range(room))
@@ -169,7 +169,7 @@ def _all_values(format: Format) -> str:
 
 
 def _levels() -> str:
-    """What a column is drawn with, from empty to full: eighths of a block where the terminal has them."""
+    """The characters of a column from empty to full: eighths of a block if the terminal's encoding has them."""
     blocks = " ▁▂▃▄▅▆▇█"
     try:
         blocks.encode(sys.stdout.encoding or "utf-8")
@@ -183,7 +183,7 @@ if TYPE_CHECKING:
 
 KINDS = (".png", ".pdf", ".svg")
 LISTED = 256
-"""Formats with more values than this are drawn by their density alone."""
+"""Formats with more values than this are drawn by density only."""
 _WIDEST = 2.0**40  # largest over smallest: beyond, a linear axis shows nothing
 INK, FAINT, BLUE, ORANGE = "#1d2228", "#6b737c", "#0072b2", "#d55e00"
 SETTINGS: dict[Any, Any] = {
@@ -201,7 +201,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 def draw(format: Format, path: Path, rounded: Rounded | None = None) -> None:
-    """Write the picture to a file; one that is there is written over.
+    """Draw the picture into a file, replacing an existing one.
 
     Raises:
         FormatError: matplotlib is missing; the file's ending is unknown; the file cannot be written.
@@ -249,7 +249,7 @@ def _draw_values(axes: "Axes", format: Format) -> None:
 
 
 def _draw_density(axes: "Axes", format: Format) -> None:
-    """How many values lie in each binade of the positive side, on two logarithmic axes."""
+    """The number of values in each positive binade, on logarithmic axes."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     exponents = binades(format)
@@ -272,7 +272,7 @@ def _draw_density(axes: "Axes", format: Format) -> None:
 
 
 def _mark(axes: "Axes", format: Format, rounded: Rounded) -> None:
-    """Where the rounded number lies, and what became of it."""
+    """Mark the number and the value that it was rounded to."""
     if rounded.value is None or not is_finite(rounded.x) or not float_holds(Fraction(rounded.x)) or rounded.x == 0:
         return
     place = log2(abs(Fraction(rounded.x)))

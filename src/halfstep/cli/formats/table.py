@@ -1,4 +1,4 @@
-"""Numbers, read exactly and written so that nothing exact is passed off as rounded; tables of formats, and as JSON."""
+"""Read numbers exactly; write them so that an inexact text is recognisable; format tables, as text and as JSON."""
 
 import re
 import shutil
@@ -27,13 +27,13 @@ _POWER = re.compile(r"([+-]?)(?:([\d.]+)\*)?2(?:\^|\*\*)\(?([+-]?\d+)\)?")
 
 
 def read_number(text: str) -> Fraction | float:
-    """The number that a text stands for, exactly: a fraction, or one of the floats inf, -inf, nan, -0.0.
+    """The exact value of a number's text: a fraction, or one of the floats inf, -inf, nan, -0.0.
 
-    >>> read_number("0.1"), read_number("-0x1.8p3"), read_number("1/3"), read_number("2^-24")
-    (Fraction(1, 10), Fraction(-12, 1), Fraction(1, 3), Fraction(1, 16777216))
+    >>> read_number("0.1"), read_number("-0x1.8p3"), read_number("1/3"), read_number("2^-24") (Fraction(1, 10),
+    Fraction(-12, 1), Fraction(1, 3), Fraction(1, 16777216))
 
     Raises:
-        FormatError: it stands for none, or for one beyond 2^±4000.
+        FormatError: the text is not a number, or its value is beyond 2^±4000.
     """
     found = text.strip().replace("_", "").lower() if len(text) <= _LONGEST else ""
     if found.lstrip("+-") in ("inf", "infinity", "nan") and len(found) - len(found.lstrip("+-")) <= 1:
@@ -83,7 +83,7 @@ def _shortened(text: str) -> str:
 
 
 def exact_text(x: Fraction | float) -> str:
-    """A number in full where that is short; as a power of two or a ratio; else shortened, behind a tilde."""
+    """A number in full if that is short, else as a power of two or a ratio, else shortened with a leading tilde."""
     if not is_finite(x) or (x == 0 and copysign(1, x) < 0):
         return f"{x:g}"
     value = Fraction(x)
@@ -99,7 +99,7 @@ def exact_text(x: Fraction | float) -> str:
 
 
 def power_text(value: Fraction | float) -> str:
-    """`2^k`, or nothing where the number is not a power of two."""
+    """`2^k`, or an empty string if the number is not a power of two."""
     exact = Fraction(value)
     if exact <= 0 or exact.numerator & exact.numerator - 1 or exact.denominator & exact.denominator - 1:
         return ""
@@ -107,12 +107,12 @@ def power_text(value: Fraction | float) -> str:
 
 
 def value_text(value: float | None) -> str:
-    """A parameter: a power of two as such, anything else in six digits."""
+    """A parameter's value as text: a power of two as such, anything else with six digits."""
     return "-" if value is None else (power_text(value) if not 1 <= value <= 65536 else "") or f"{value:.6g}"
 
 
 def short_text(value: Fraction | float, digits: int = 4) -> str:
-    """A number in that many digits; also where it is outside the range of a float."""
+    """A number with that many digits, also outside the range of a float."""
     exact = Fraction(value)
     if float_holds(exact):
         return f"{float(exact):.{digits}g}"
@@ -120,7 +120,7 @@ def short_text(value: Fraction | float, digits: int = 4) -> str:
 
 
 def plain(x: Fraction | float | None) -> Any:
-    """For JSON, which has no infinities: a float where it is finite, else a text."""
+    """x for JSON, which has no infinities: a float if finite, else a string."""
     if x is None:
         return None
     if isinstance(x, float):
@@ -134,17 +134,17 @@ def float_holds(x: Fraction) -> bool:
 
 
 def share_text(part: Fraction, whole: Fraction) -> str:
-    """A ratio in per cent."""
+    """part / whole in per cent."""
     return f"{short_text(100 * part / whole, 3)}%"
 
 
 def width() -> int:
-    """Columns of the terminal."""
+    """The number of columns of the terminal."""
     return shutil.get_terminal_size().columns
 
 
 def labelled(rows: Iterable[tuple[str, str]], indent: int = 0) -> str:
-    """Lines `label  text`; a text that is too long goes on below itself."""
+    """Lines `label  text`; long texts wrap below their text column."""
     pairs = list(rows)
     edge = indent + max((len(label) for label, _ in pairs), default=0) + 2
     wrap = textwrap.TextWrapper(max(width(), edge + 24), subsequent_indent=" " * edge, break_long_words=False)
@@ -189,7 +189,7 @@ def block_table(members: Sequence[BlockFormat]) -> str:
 def _what_fits(
     columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], right: Sequence[str]
 ) -> str:
-    """Leave columns out, in the order of `optional`, until the table fits the terminal, and say so."""
+    """Drop columns, in the order of `optional`, until the table fits the terminal, and say which were dropped."""
     sizes = {c: max(len(c), *(len(row[i]) for row in rows)) + 2 for i, c in enumerate(columns)}
     dropped: list[str] = []
     while sum(sizes.values()) - 2 > width() and len(dropped) < len(optional):
@@ -218,7 +218,7 @@ def layout(format: Format) -> str:
 
 
 def specials(format: Format) -> str:
-    """Infinity and NaN, in two words."""
+    """Whether the format has infinity and NaN, in two words."""
     return {(True, True): "inf, NaN", (True, False): "inf", (False, True): "NaN"}.get(
         (format.has_infinity, format.has_nan), "none"
     )
@@ -252,5 +252,5 @@ def tile_text(block: BlockFormat) -> str:
 
 
 def bits_per_value(block: BlockFormat) -> str:
-    """Bits per value; the scale of a whole row or tensor is beyond counting."""
+    """Bits per value as text; the scale of a whole row or tensor is not counted."""
     return f"{block.bits:.6g}" if all(block.tile) else f"{block.bits:g} + scale"
