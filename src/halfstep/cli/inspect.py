@@ -1,5 +1,4 @@
-"""`halfstep inspect`: the types that a checkpoint's values went through. `halfstep diff`: how one checkpoint follows
-from another."""
+"""`halfstep inspect`: types that a checkpoint's values went through; `halfstep diff`: how one follows from another."""
 
 from __future__ import annotations
 

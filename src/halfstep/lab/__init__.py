@@ -1,1 +1,1 @@
-"""Train models under recipes, side by side, and report what each costs and breaks."""
+"""Train models under several recipes and report what each costs and breaks."""

@@ -1,8 +1,8 @@
-"""Train one model under several recipes, side by side, and judge each against fp32.
+"""Train one model under several recipes, and compare each with fp32.
 
-Runs, of a sweep too, are trained in processes: a small model gains little from a second thread.
+Runs, also those of a sweep, are trained in separate processes: a small model gains little from a second thread.
 
-A run's numbers depend on (experiment, recipe, seed) and on how many threads add up, not on what runs beside it.
+A run's results depend on (experiment, recipe, seed) and on the number of threads, not on what else is running.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from halfstep.recipe import Recipe, from_data, get_recipe, is_chain, is_referenc
 
 R = TypeVar("R", bound=tuple[Hashable, ...])
 Lost = Callable[[R, str], None]
-"""Takes a run whose process ended by itself in each of `ATTEMPTS`, and why."""
+"""Called with a run whose process ended unexpectedly in each of `ATTEMPTS`, and with the reason."""
 ATTEMPTS = 3
 
 
@@ -55,17 +55,17 @@ def train_side_by_side(
     watch: Callable[[Any], None],
     lost: Lost[R] | None = None,
 ) -> None:
-    """Call `train(*run, watch)` for every run, `jobs` at a time, in order, with as many threads each as torch has here;
-    one at a time in this process.
+    """Call `train(*run, watch)` for every run in order, `jobs` at a time, each with as many threads as torch has here;
+    with one job in this process.
 
-    What a run raises is raised here, and ends the others; they go on from their last checkpoints.
+    An exception of a run is raised here and ends the others; they resume from their last checkpoints.
 
     Args:
-        train: it is sent to other processes, so it can be pickled; so can what it gives to `watch`.
-        lost: where given, a run whose process ends by itself is tried again, and in the end handed to it.
+        train: picklable, because it is sent to other processes; what it passes to `watch` must be picklable too.
+        lost: if given, a run whose process ends unexpectedly is tried again, and finally passed to it.
 
     Raises:
-        RunError: a process ended by itself and there is no `lost`, or what is trained cannot be sent to one.
+        RunError: a process ended unexpectedly and there is no `lost`, or something cannot be pickled.
     """
     if jobs == 1:
         for run in runs:
@@ -115,11 +115,11 @@ def train_side_by_side(
 
 
 class _Ended(str):
-    """Why a process ended that was to go on, in words."""
+    """The reason, in words, why a process ended unexpectedly."""
 
 
 def _started(context: SpawnContext, train: Callable[..., None]) -> tuple[Connection, SpawnProcess]:
-    """A process that waits for runs, and our end of its pipe."""
+    """A process that waits for runs, and the parent's end of its pipe."""
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, train, torch.get_num_threads()), daemon=True)
     try:
@@ -142,7 +142,7 @@ def _heard(connection: Connection, process: SpawnProcess) -> Any:
 
 
 def _work(connection: Connection, train: Callable[..., None], threads: int) -> None:
-    """Train what comes, until nothing more does."""
+    """Train the runs received over the connection, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent ends this process
     torch.set_num_threads(threads)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is done, or gone
@@ -171,14 +171,14 @@ def open_experiment(
     recipes: dict[str, Recipe] | None = None,
     task: Task | None = None,
 ) -> Comparison:
-    """Check everything that can be checked before training: recipes, data, model, folder.
+    """Open an experiment, after checking everything that can be checked before training: recipes, data, model, folder.
 
     Args:
-        recipes: recipes of the caller's own, by name; other names are what `halfstep.get_recipe` takes.
-        task: the experiment's, where it is open already.
+        recipes: your own recipes by name; other names are looked up by `halfstep.get_recipe`.
+        task: the experiment's task, if it is open already.
 
     Raises:
-        RecipeError, DataError, ModelError, OptimizerError, RunError: as their docstrings say. Nothing was written.
+        RecipeError, DataError, ModelError, OptimizerError, RunError: see their docstrings. Nothing has been written.
     """
     known = _resolve(experiment, recipes or {}, RunFolder(path) if resume else None)
     experiment = experiment.named(dict(zip(experiment.recipes, known, strict=True)))
@@ -210,10 +210,10 @@ def open_experiment(
 
 
 def _try(model: torch.nn.Module, task: Task, name: str) -> None:
-    """Run a model of the caller's own on the first batch, forward and backward, and on what is held out.
+    """Run a user's model on the first batch, forward and backward, and on the held-out batches.
 
     Raises:
-        ModelError: it fails there.
+        ModelError: it fails.
     """
     where = "on the first batch"
     try:
@@ -232,7 +232,7 @@ def _try(model: torch.nn.Module, task: Task, name: str) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the caller's own that an exception passed, as file:line."""
+    """The last line of the user's code in an exception's traceback, as file:line."""
     libraries = (Path(torch.__file__).parent, Path(__file__).parents[1])
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in libraries)]
@@ -240,7 +240,7 @@ def _place(error: BaseException) -> str:
 
 
 def _resolve(experiment: Experiment, own: dict[str, Recipe], folder: RunFolder | None) -> dict[str, Recipe]:
-    """The experiment's recipes by name, those of a run that goes on as its folder has them."""
+    """The experiment's recipes by name; in a resumed run, those saved in its folder."""
     known: dict[str, Recipe] = {}
     recorded = folder.recipes() if folder else {}
     for asked in experiment.recipes:
@@ -275,7 +275,7 @@ def _as_data(recipe: Recipe) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An experiment in its folder. `run` trains what is not trained yet."""
+    """An experiment in its folder. `run` trains what has not been trained yet."""
 
     experiment: Experiment
     recipes: dict[str, Recipe]
@@ -284,13 +284,13 @@ class Comparison:
     _digest: str
 
     def run(self, watch: Watcher = lambda progress: None, jobs: int = 1) -> None:
-        """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint.
+        """Train every unfinished (recipe, seed), in order; a killed one resumes from its last checkpoint.
 
         Args:
-            jobs: how many at a time, where more than one in processes of their own.
+            jobs: how many at a time; more than one are trained in separate processes.
 
         Raises:
-            ModelError: a model of the caller's own raised something; what was trained before is kept.
+            ModelError: a user's model raised; finished runs are kept.
             RunError: as `train_side_by_side`.
         """
         if _BASELINE not in self.recipes:
@@ -299,7 +299,7 @@ class Comparison:
         train_side_by_side(self.train, self.experiment.runs(), jobs, watch)
 
     def train(self, recipe: str, seed: int, watch: Watcher = lambda progress: None) -> None:
-        """Train one recipe with one seed, as `run` says."""
+        """Train one recipe with one seed, like `run`."""
         path = self.folder.run(recipe, seed)
         if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
             self._take_baseline(path, seed)
@@ -319,20 +319,20 @@ class Comparison:
             shutil.copyfile(path / "metrics.jsonl", self._cached(seed))
 
     def trainer(self, recipe: str, seed: int, watch: Watcher = lambda progress: None) -> Trainer:
-        """What trains one recipe with one seed."""
+        """The Trainer of one recipe with one seed."""
         alone, path = self.experiment.alone(recipe), self.folder.run(recipe, seed)
         build = partial(build_model, alone.model, self.task.models())
         return Trainer(alone, self.recipes[recipe], seed, self.task, build, path, watch)
 
     def _cached(self, seed: int) -> Path:
-        """Where the fp32 baseline of this experiment, data and machine is kept, beside the run folders."""
+        """The path of the cached fp32 baseline of this experiment, data and machine, next to the run folders."""
         where = read_json(self.folder.environment_file)
         machine = [where[name] for name in ("torch", "cpu", "gpu", "threads")]
         key = self.experiment.alone(_BASELINE).key(self._digest, machine)
         return self.folder.path.parent / ".baselines" / key / f"seed-{seed}.jsonl"
 
     def _take_baseline(self, path: Path, seed: int) -> None:
-        """Use an fp32 run that an earlier experiment made with the same everything, instead of making it again."""
+        """Copy an fp32 run of an earlier identical experiment, instead of training it again."""
         if self._cached(seed).is_file() and not path.exists():
             copy = MetricsFile(path / "metrics.jsonl", keep_to=-1)
             for row in read_metrics(self._cached(seed)):

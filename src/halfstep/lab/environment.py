@@ -1,4 +1,4 @@
-"""Where a run ran: what its timings and last bits depend on."""
+"""The machine and software of a run, on which its timings and last bits depend."""
 
 import platform
 import sys

@@ -62,43 +62,42 @@ def list_tasks() -> list[str]:
 
 @dataclass(frozen=True)
 class Metric:
-    """The measure that a field reports, beside the loss."""
+    """The metric of a task, besides the loss."""
 
     name: str
     higher_is_better: bool
     best: float
-    """What a perfect model gets."""
+    """The value of a perfect model."""
     form: str = "{:.4f}"
     """How a value is printed, as a format string."""
     judges: bool = False
-    """Whether verdicts come from it: where the loss says little about how good the model is."""
+    """Whether verdicts use it instead of the loss, where the loss says little about the model's quality."""
 
     def show(self, value: float | None) -> str:
-        """A value in words.
+        """A value as text.
 
-        >>> Metric("accuracy", True, 1.0, "{:.1%}").show(0.987)
-        '98.7%'
+        >>> Metric("accuracy", True, 1.0, "{:.1%}").show(0.987) '98.7%'
         """
         return "-" if value is None else self.form.format(value)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The part of a task that the run folder holds. The defaults here are those of folders older than tasks."""
+    """The facts of a task that the run folder stores. The defaults are those of folders older than tasks."""
 
     metric: Metric | None = None
     loss_unit: str = "nats"
     unit: str = "tokens"
-    """What a batch is counted in."""
+    """The unit in which a batch is counted."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of an experiment that this task sets otherwise than `Experiment` does."""
+    """The fields of an experiment whose default this task changes."""
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any] | None) -> Facts:
-        """The facts that `to_dict` wrote; None gives those of a folder that has none.
+        """The facts written by `to_dict`; None gives the defaults of old folders.
 
         Raises:
-            RunError: the data is of another kind: the file was edited.
+            RunError: the data has another structure: the file was edited.
         """
         if data is None:
             return cls()
@@ -112,53 +111,55 @@ class Facts:
 # ---- the experiment --------------------------------------------------------------------------------------------------
 
 _LATER: dict[str, Any] = {"optimizer": "adamw", "recipe_lr": {}, "sharpness": 0.0, "tensors": 0}
-"""Fields that older experiments lack. Data leave them out at these values, so that older runs keep their names."""
+"""Fields that older experiments lack. They are not written at these values, so that older runs keep their names."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One model on one task under several recipes, all else equal but for what `recipe_lr` says.
+    """One model on one task under several recipes; only learning rates may differ, by `recipe_lr`.
 
-    A seed fixes the first weights and the order of the batches, for every recipe alike.
+    A seed fixes the initial weights and the order of batches, the same for every recipe.
     """
 
     recipes: tuple[str, ...]
     task: str = "lm"
-    """See `halfstep.lab.tasks`; its own defaults for the fields below are in `experiment_for(task, ...)`."""
+    """A task's name, see `halfstep.lab.tasks`; `experiment_for(task, ...)` applies the task's defaults for the fields
+    below."""
     model: str = "gpt-tiny"
     data: str | None = None
     """A text file, a folder or a glob; None is the Python standard library's documentation and source."""
     steps: int = 400
     seeds: int = 3
-    """Seeds a recipe is trained with."""
+    """Seeds that every recipe is trained with."""
     baseline_seeds: int = 3
-    """Seeds fp32 is trained with, where it takes part, if that is more."""
+    """Seeds that fp32 is trained with, if it takes part and if that is more."""
     margin: float = 0.01
-    """What a recipe may lose before it degrades, relative to fp32."""
+    """The relative loss against fp32 from which a recipe degrades."""
     batch: int = 16
     context: int = 64
     lr: float = 1e-3
     """The peak learning rate: reached after the warm-up, then a cosine towards zero."""
     recipe_lr: Mapping[str, float] = field(default_factory=dict)
-    """By recipe, the peak learning rate of those that do not take `lr`."""
+    """Peak learning rates by recipe, for recipes that do not use `lr`."""
     optimizer: str = "adamw"
     """An update rule: see `halfstep.optim.update_rules()`."""
     warmup: int = 30
     betas: tuple[float, float] = (0.9, 0.95)
-    """Where the optimizer has a momentum instead, it is the first."""
+    """Adam's betas; for an optimizer with a momentum, the first is the momentum."""
     weight_decay: float = 0.1
-    """Of optimizers that decay the weights. Adam, NAdam, RMSprop and SGD add it to the gradient: without it."""
+    """For optimizers that decay the weights. Adam, NAdam, RMSprop and SGD, which would add it to the gradient, train
+    without."""
     clip: float = 1.0
     validations: int = 10
     """How many times the held-out loss is measured, the last time after the last step."""
     statistics: int = 5
-    """How many steps are looked at closely: exponents, shares zeroed."""
+    """At how many steps exponents and zeroed shares are recorded."""
     checkpoints: int = 10
-    """How many times a run saves itself."""
+    """How many checkpoints a run saves."""
     sharpness: float = 0.0
-    """The box around the logits in which the loss's sharpness is written down at each step; 0 writes none."""
+    """The box around the logits for the loss's sharpness, recorded at each step; 0 records none."""
     tensors: int = 0
-    """At how many steps each tensor's amax, saturated share and update are written down; 0 writes none."""
+    """The number of steps at which each tensor's amax, saturated share and update are recorded; 0 records none."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -180,17 +181,17 @@ class Experiment:
                 raise RunError(f"a learning rate of {rate} given for recipe {recipe!r}; expected a positive number")
 
     def alone(self, recipe: str) -> Experiment:
-        """The experiment as one recipe trains in it: with its own learning rate, where it has one."""
+        """The experiment for training one recipe: with its own learning rate, if it has one."""
         return replace(self, recipes=(recipe,), lr=self.recipe_lr.get(recipe, self.lr), recipe_lr={})
 
     def named(self, names: Mapping[str, str]) -> Experiment:
-        """The same, its recipes called by their names.
+        """The same experiment with its recipes replaced by their names.
 
         Args:
-            names: by what was asked for (which may be a file), the recipe's name.
+            names: recipe names, by what was asked for (which may be a file).
 
         Raises:
-            RunError: a learning rate is given twice, or for a recipe that takes no part.
+            RunError: a learning rate is given twice, or for a recipe that does not take part.
         """
         rates: dict[str, float] = {}
         for asked, rate in self.recipe_lr.items():
@@ -206,38 +207,39 @@ class Experiment:
         return replace(self, recipes=tuple(names.values()), recipe_lr=rates)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, from 1: a linear warm-up, then a cosine that is zero one step after the last."""
+        """The learning rate of a step, counted from 1: a linear warm-up, then a cosine that reaches zero one step after
+        the last."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         progress = (step - self.warmup) / (self.steps + 1 - self.warmup)
         return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
     def due(self, step: int, times: int) -> bool:
-        """Whether something done `times` times, evenly and last after the last step, is due after `step`."""
+        """Whether an action done `times` times, evenly spaced and last after the last step, is due after `step`."""
         return step * times // self.steps > (step - 1) * times // self.steps
 
     def runs(self) -> list[tuple[str, int]]:
-        """Every (recipe, seed), first seeds first, so that a first comparison is there early."""
+        """Every (recipe, seed), all recipes of the first seed first, so that a first comparison is available early."""
         counts = {r: max(self.seeds, self.baseline_seeds) if r == "fp32" else self.seeds for r in self.recipes}
         return [(r, s) for s in range(max(counts.values())) for r in self.recipes if s < counts[r]]
 
     def baselines(self) -> range:
-        """The seeds of fp32 that are looked for where it takes no part: an earlier experiment may have trained them."""
+        """Seeds for which cached fp32 runs of an earlier experiment are used, when fp32 does not take part."""
         return range(max(Experiment.baseline_seeds, self.baseline_seeds, self.seeds))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The experiment as JSON data."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return {name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Experiment:
-        """What `to_dict` wrote: JSON has lists for tuples."""
+        """The experiment written by `to_dict`; JSON has lists for tuples."""
         given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
         return cls(**given)
 
     def key(self, *more: object) -> str:
-        """A name for everything that fixes a run's numbers, whatever the recipes and the number of seeds."""
+        """A hash of everything that fixes a run's results, except the recipes and the number of seeds."""
         others = ("recipes", "seeds", "baseline_seeds", "margin", "checkpoints")
         data = {name: value for name, value in self.to_dict().items() if name not in others}
         return hashlib.sha256(json.dumps([data, *more], sort_keys=True).encode()).hexdigest()[:16]
@@ -247,14 +249,14 @@ class Experiment:
 
 Row = dict[str, Any]
 TIMINGS = frozenset({"seconds"})
-"""The keys whose values depend on the machine's mood; all others are equal in a resumed run."""
+"""The keys whose values vary between runs on one machine; all others are equal in a resumed run."""
 
 
 class MetricsFile:
-    """Appends rows, each on disk before the next step begins."""
+    """Appends rows to a metrics file, each written to disk before the next step begins."""
 
     def __init__(self, path: Path, keep_to: int) -> None:
-        """Open `path` and drop what it holds beyond step `keep_to`: a killed run's rows since its checkpoint."""
+        """Open `path` and drop its rows beyond step `keep_to`: those that a killed run wrote after its checkpoint."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(path) if row["step"] <= keep_to and row["kind"] != "end"]
         replace_text(path, "".join(map(_line, kept)))
@@ -271,10 +273,10 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics file, [] where there is none; a last line cut short by a kill is dropped.
+    """The rows of a metrics file, [] if there is none; a last line cut short by a kill is dropped.
 
     Raises:
-        RunError: a line in the middle is not a row: the file was edited.
+        RunError: a line before the last is not a row: the file was edited.
     """
     return list(_rows(path)) if path.is_file() else []
 
@@ -326,10 +328,10 @@ class RunFolder:
         facts: Facts | None = None,
         recipes: dict[str, Any] | None = None,
     ) -> RunFolder:
-        """A new folder, with its experiment written down.
+        """Create a folder and write its experiment into it.
 
         Raises:
-            RunError: the folder cannot be written, or holds something already.
+            RunError: the folder cannot be written, or is not empty.
         """
         folder = cls(path)
         if folder.experiment_file.exists():
@@ -345,10 +347,10 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path, experiment: Experiment) -> RunFolder:
-        """The folder of the same experiment, which may have more seeds now.
+        """The folder of the same experiment, which may have more seeds than before.
 
         Raises:
-            RunError: there is no experiment, or it is another one; the first difference is named.
+            RunError: there is no experiment, or it differs; the first difference is named.
         """
         folder = cls(path)
         recorded = asdict(folder.experiment())
@@ -361,7 +363,7 @@ class RunFolder:
         return folder
 
     def extend(self, experiment: Experiment, digest: str) -> None:
-        """Write down that the experiment, on data of that digest, has more seeds now.
+        """Write the experiment with its larger number of seeds, if the data still has that digest.
 
         Raises:
             RunError: the folder's runs were trained on other data; experiment.json cannot be written.
@@ -394,12 +396,12 @@ class RunFolder:
         return read_metrics(self.run(recipe, seed) / "metrics.jsonl")
 
     def recipes(self) -> dict[str, Any]:
-        """The recipes as they were when the folder was made, as data; None for one that data do not hold."""
+        """The recipes as data, as saved when the folder was created; None for a recipe that cannot be saved as data."""
         found = read_json(self.experiment_file).get("recipes", {}) if self.experiment_file.is_file() else {}
         return found if isinstance(found, dict) else {}
 
     def facts(self) -> Facts:
-        """What the task told of itself when the folder was made.
+        """The task's facts, as saved when the folder was created.
 
         Raises:
             RunError: the file was edited.
@@ -407,7 +409,7 @@ class RunFolder:
         return Facts.from_data(read_json(self.experiment_file).get("task"))
 
     def experiment(self) -> Experiment:
-        """The experiment written down.
+        """The experiment saved in the folder.
 
         Raises:
             RunError: there is no experiment, or the file was edited.
@@ -425,10 +427,10 @@ class RunFolder:
 
 @contextmanager
 def writing(path: Path, advice: str = "give another --out") -> Iterator[None]:
-    """While active, an error of the disk says that the path cannot be written.
+    """A context in which an OSError becomes a RunError that says the path cannot be written.
 
     Raises:
-        RunError: it cannot.
+        RunError: it cannot be written.
     """
     try:
         yield
@@ -437,12 +439,12 @@ def writing(path: Path, advice: str = "give another --out") -> Iterator[None]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON so that a kill leaves the old file or the new one."""
+    """Write JSON atomically: a kill leaves the old file or the new one."""
     replace_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text so that a kill leaves the old file or the new one."""
+    """Write a text atomically: a kill leaves the old file or the new one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
@@ -452,7 +454,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        RunError: the file holds none.
+        RunError: the file does not contain one.
     """
     try:
         data = json.loads(path.read_text())

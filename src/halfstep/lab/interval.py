@@ -1,4 +1,5 @@
-"""Confidence intervals of paired differences and of shares, tests, and how many runs would decide. No torch."""
+"""Confidence intervals of paired differences and of shares, tests, and the number of runs that would decide. No
+torch."""
 
 import math
 import statistics
@@ -9,40 +10,39 @@ from typing import Any
 
 
 LEVEL = 0.95
-"""The confidence of every interval: in the long run one in twenty leaves out the true difference, half on each side."""
+"""The confidence of every interval: in the long run one in twenty excludes the true difference, half on each side."""
 _PAIRS = 1000  # who needs more than that is not told a number
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval that holds the true mean difference with the confidence `LEVEL`."""
+    """An interval that contains the true mean difference with confidence `LEVEL`."""
 
     low: float
     high: float
 
 
 def paired(differences: Sequence[float]) -> Interval:
-    """mean ± t s / sqrt(n), for n differences of standard deviation s; t is of n - 1 degrees of freedom.
+    """mean ± t s / sqrt(n), for n differences with standard deviation s; t has n - 1 degrees of freedom.
 
-    It takes the differences for independent and about normally distributed.
+    Assumes that the differences are independent and about normally distributed.
 
     Raises:
         statistics.StatisticsError: fewer than two differences, which have no spread.
 
     Source: Student 1908, The probable error of a mean.
 
-    >>> paired([1.0, 2.0, 3.0])
-    Interval(low=-0.484..., high=4.484...)
+    >>> paired([1.0, 2.0, 3.0]) Interval(low=-0.484..., high=4.484...)
     """
     return _interval(statistics.fmean(differences), statistics.stdev(differences), len(differences), len(differences))
 
 
 def borrowed(differences: Sequence[float], others: Sequence[float]) -> Interval:
-    """For differences a - b without a spread of their own: that of the values b over other seeds stands in for it.
+    """An interval for differences a - b that have no spread, using the spread of the values b over other seeds.
 
-    var(a - b) = var(a) + var(b) - 2 cov(a, b). Where a spreads over seeds as b does, and the same seed does not drive
-    them apart, this is at most 2 var(b). So the interval is mean ± t sqrt(2) s / sqrt(n), with the standard deviation s
-    of b's values and as many degrees of freedom as those have. It is an upper bound, most often a wide one.
+    var(a - b) = var(a) + var(b) - 2 cov(a, b). If a spreads over seeds like b, and the same seed does not move them in
+    opposite directions, this is at most 2 var(b). So the interval is mean ± t sqrt(2) s / sqrt(n), with the standard
+    deviation s of b's values and their degrees of freedom. It is an upper bound, usually a wide one.
 
     Raises:
         statistics.StatisticsError: fewer than two other values.
@@ -51,7 +51,7 @@ def borrowed(differences: Sequence[float], others: Sequence[float]) -> Interval:
 
 
 def borrowed_spread(others: Sequence[float]) -> float:
-    """The standard deviation that `borrowed` takes for that of the differences."""
+    """The standard deviation that `borrowed` uses for the differences."""
     return math.sqrt(2) * statistics.stdev(others)
 
 
@@ -61,9 +61,9 @@ def _interval(mean: float, spread: float, count: int, measured_on: int) -> Inter
 
 
 def pairs_to_decide(mean: float, spread: float, margin: float) -> int | None:
-    """The fewest pairs whose interval would leave `margin` out, were mean and spread what they are now.
+    """The fewest pairs whose interval would exclude `margin`, if mean and spread stay the same.
 
-    None where that takes more than 1,000: the difference is all but the margin itself.
+    None if that takes more than 1,000: the difference almost equals the margin.
     """
 
     distance, probability = abs(mean - margin), (1 + LEVEL) / 2
@@ -77,12 +77,12 @@ def pairs_to_decide(mean: float, spread: float, margin: float) -> int | None:
 
 
 def paired_power(spread: float, pairs: int, effect: float) -> float:
-    """How often the interval of so many differences leaves out 0, their true mean being `effect`; nearly.
+    """The probability, approximately, that the interval of `pairs` differences excludes 0, if their true mean is
+    `effect`.
 
-    By the normal distribution with Student's quantile, which is a few points too high below 10 pairs.
+    Uses the normal distribution with Student's quantile, which is a few points too high below 10 pairs.
 
-    >>> round(paired_power(1.0, 34, 0.5), 2)  # 0.81 by the noncentral t distribution
-    0.81
+    >>> round(paired_power(1.0, 34, 0.5), 2)  # 0.81 by the noncentral t distribution 0.81
     """
     distance = effect * math.sqrt(pairs) / spread - t_quantile((1 + LEVEL) / 2, pairs - 1) if spread else math.inf
     return statistics.NormalDist().cdf(distance) if math.isfinite(distance) else 1.0
@@ -90,12 +90,11 @@ def paired_power(spread: float, pairs: int, effect: float) -> float:
 
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's t distribution, for a probability of at least one half and whole degrees of freedom.
+    """The quantile of Student's t distribution, for a probability of at least one half and integer degrees of freedom.
 
     Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: the distribution as a finite sum, here solved by bisection.
 
-    >>> round(t_quantile(0.975, 2), 4)
-    4.3027
+    >>> round(t_quantile(0.975, 2), 4) 4.3027
     """
     low, high = 0.0, 1.0
     while _within(high, degrees) < 2 * probability - 1:
@@ -118,19 +117,20 @@ def _within(t: float, degrees: int) -> float:
 
 
 EFFECT = 0.1
-"""The difference of two shares that a comparison is to find: ten points, as 18 of 188 against 0 of 70 (Lee et al.)."""
+"""The difference of two shares that a comparison should find: ten points, such as 18 of 188 against 0 of 70 (Lee et
+al.)."""
 ENOUGH = 0.8
-"""The power below which a comparison that finds nothing says nothing."""
+"""The power below which finding no difference is no evidence."""
 _RUNS = 2000  # a side that are looked at for a power
 
 
 def wilson(hits: int, runs: int, level: float = LEVEL) -> Interval:
-    """The share of runs that hit, with that confidence: Wilson's score interval, which is sane at 0 and at all.
+    """The share of runs that hit, with that confidence: Wilson's score interval, which is valid at shares of 0 and 1
+    too.
 
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference.
 
-    >>> wilson(18, 188)
-    Interval(low=0.0614..., high=0.1462...)
+    >>> wilson(18, 188) Interval(low=0.0614..., high=0.1462...)
     """
     z = statistics.NormalDist().inv_cdf((1 + level) / 2)
     centre, spread = hits + z * z / 2, z * math.sqrt(hits * (runs - hits) / runs + z * z / 4)
@@ -141,10 +141,10 @@ def wilson(hits: int, runs: int, level: float = LEVEL) -> Interval:
 def fisher(a: int, of_a: int, b: int, of_b: int) -> float:
     """The two-sided p of Fisher's exact test of a hits of of_a runs against b of of_b.
 
-    The probability, given the sum of hits, of every split that is at most as probable as the one found.
+    The sum of the probabilities, given the total of hits, of every split that is at most as probable as the observed
+    one.
 
-    >>> round(fisher(18, 188, 0, 70), 4)
-    0.0044
+    >>> round(fisher(18, 188, 0, 70), 4) 0.0044
     """
     hits, runs = a + b, of_a + of_b
     weights = {
@@ -154,10 +154,9 @@ def fisher(a: int, of_a: int, b: int, of_b: int) -> float:
 
 
 def power(share_a: float, of_a: int, share_b: float, of_b: int, level: float = LEVEL) -> float:
-    """How often Fisher's test finds a difference where the true shares are these: the sum over all outcomes.
+    """The power of Fisher's test for these true shares: the sum over all outcomes.
 
-    >>> round(power(0.1, 188, 0.0, 70), 2)
-    0.98
+    >>> round(power(0.1, 188, 0.0, 70), 2) 0.98
     """
     first, second = _outcomes(share_a, of_a), _outcomes(share_b, of_b)
     return sum(
@@ -169,9 +168,9 @@ def power(share_a: float, of_a: int, share_b: float, of_b: int, level: float = L
 
 
 def runs_to_tell(share_a: float, share_b: float, wanted: float = 0.8) -> int | None:
-    """Runs a side with which two such shares are told apart with that power, nearly; None for more than 2,000.
+    """Approximate runs per side that distinguish two such shares with that power; None for more than 2,000.
 
-    By the normal distribution with Yates' correction, which is close to Fisher's test.
+    Uses the normal distribution with Yates' correction, which is close to Fisher's test.
 
     Source: Casagrande, Pike and Smith 1978, An improved approximate formula for calculating sample sizes.
     """
@@ -190,15 +189,15 @@ def _outcomes(share: float, runs: int) -> dict[int, float]:
 
 
 def share(hits: int, runs: int) -> dict[str, Any]:
-    """A share with its interval, for JSON."""
+    """A share with its interval, as JSON data."""
     return {"hits": hits, "runs": runs, "interval": asdict(wilson(hits, runs)) if runs else None}
 
 
 def compared(a: int, of_a: int, b: int, of_b: int) -> dict[str, Any]:
-    """Two shares beside each other: Fisher's p, the power to find ten points above b's, and a verdict.
+    """A comparison of two shares: Fisher's p, the power to find ten points above b's, and a verdict.
 
-    `more` or `fewer` where p is below 5%; `no difference` where ten points would have been found in 80% of such
-    comparisons; else `cannot tell`, with the runs a side that would.
+    The verdict is `more` or `fewer` if p is below 5%; `no difference` if ten points would have been found in 80% of
+    such comparisons; else `cannot tell`, with the number of runs per side that would decide.
     """
     p, reference = fisher(a, of_a, b, of_b), b / of_b
     raised = min(1.0, reference + EFFECT)

@@ -1,4 +1,4 @@
-"""What a run sees of a step when it looks: exponents, shares zeroed, and what became of the updates and the states."""
+"""The statistics of one step: exponents, zeroed shares, and how much of updates and states was lost."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, astuple
@@ -28,7 +28,7 @@ FORMATS = ("fp16", "bf16", "float8_e4m3fn", "float8_e5m2")
 
 
 class Look:
-    """A context for one optimizer step, made between the backward and any clip; `rows` is what was seen."""
+    """A context around one optimizer step, created between the backward and any clip; `rows` is what it recorded."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class Look:
         closely: bool,
         tensors: Amaxes | None,
     ) -> None:
-        """Take in what the step has before its update.
+        """Record the step's state before its update.
 
         Args:
-            scale: the loss scale, which is in the gradients.
+            scale: the loss scale, which the gradients contain.
             activations: the gradients of modules' outputs, by module.
-            closely: whether there is a row of statistics, which costs more than one of ranges.
-            tensors: what `amaxes` wrote down of the passes, where it was asked to.
+            closely: whether to record a row of statistics, which costs more than one of ranges.
+            tensors: what `amaxes` recorded in the passes, if it was asked to.
         """
         self._optimizer = optimizer
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.grad is not None}
@@ -77,12 +77,12 @@ class Look:
         self._arrivals = arrivals(optimizer, self._names, self._note)
 
     def beside(self, zeros: Row) -> None:
-        """Take in what `counted` found of the same step in float32."""
+        """Add what `counted` found in the same step in float32."""
         self._ranges["in_float32"] = zeros
 
     @property
     def rows(self) -> list[Row]:
-        """What to write down."""
+        """The recorded rows."""
         rows = [self._statistics, self._ranges] if self._closely else [self._ranges]
         if self._tensors is None:
             return rows
@@ -121,7 +121,7 @@ class Look:
 
 
 def counted(activations: Mapping[str, list[Tensor]], gradients: Mapping[str, Tensor]) -> Row:
-    """[zeros, of] by tensor: of the gradients of activations by module, of weights by name."""
+    """[zeros, elements] by tensor: of the gradients of activations by module, and of weights by name."""
     return {
         "activation_gradients": {name: list(astuple(zeros(found))) for name, found in activations.items()},
         "gradients": {name: list(astuple(zeros([grad]))) for name, grad in gradients.items()},

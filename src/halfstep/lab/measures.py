@@ -1,4 +1,4 @@
-"""The metrics of the fields, on plain tensors or lists: mean average precision of boxes, error rates, BLEU."""
+"""Metrics of the tasks, on plain tensors or lists: mean average precision of boxes, error rates, BLEU."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ Sentence = Sequence[Hashable]
 
 @dataclass(frozen=True)
 class Found:
-    """What a detector says about one image: boxes (n, 4), scores (n,), classes (n,)."""
+    """A detector's output for one image: boxes (n, 4), scores (n,), classes (n,)."""
 
     boxes: Tensor
     scores: Tensor
@@ -23,7 +23,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Truth:
-    """What is in one image: boxes (n, 4), classes (n,)."""
+    """The objects of one image: boxes (n, 4), classes (n,)."""
 
     boxes: Tensor
     classes: Tensor
@@ -43,7 +43,8 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def suppress(boxes: Tensor, scores: Tensor, classes: Tensor, threshold: float = 0.5) -> Tensor:
-    """Which boxes stay, best first, when each removes those of its class that overlap it by more than `threshold`."""
+    """Indices of the boxes kept, best first, when each removes boxes of its class that overlap it by more than
+    `threshold`."""
     order = scores.argsort(descending=True, stable=True)
     overlap = (iou(boxes[order], boxes[order]) > threshold) & (classes[order][:, None] == classes[order])
     rows = overlap.tolist()
@@ -57,8 +58,8 @@ def suppress(boxes: Tensor, scores: Tensor, classes: Tensor, threshold: float = 
 def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth], classes: int, overlap: float = 0.5) -> float:
     """mAP: the mean over the classes in the truth of the area under the interpolated precision-recall curve.
 
-    A detection is right if it overlaps a box of its class, which no better-scored one has taken, by `overlap` or more:
-    of the boxes in its image, only the one it overlaps most is tried.
+    A detection is right if it overlaps, by at least `overlap`, a box of its class that no better-scored detection has
+    taken. Of the boxes in its image, only the one it overlaps most is tried.
 
     Source: Everingham et al. 2010 and the PASCAL VOC development kit (areas under the curve, as from VOC2010 on).
     """
@@ -68,7 +69,7 @@ def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth], class
 
 
 def _average_precision(found: Sequence[Found], truth: Sequence[Truth], kind: int, overlap: float) -> float | None:
-    """The average precision of one class, None where the truth has none of it."""
+    """The average precision of one class, None if the truth has none of it."""
     boxes = [t.boxes[t.classes == kind] for t in truth]
     total = sum(map(len, boxes))
     if not total:
@@ -114,24 +115,22 @@ def edit_distance(found: Sentence, wanted: Sentence) -> int:
 
 
 def error_rate(found: Sequence[Sentence], wanted: Sequence[Sentence]) -> float:
-    """The edits of all sentences over the length of all wanted ones: CER on characters, WER on words.
+    """The edits of all sentences over the length of all reference ones: CER on characters, WER on words.
 
-    >>> error_rate(["abc", "d"], ["abd", "d"])
-    0.25
+    >>> error_rate(["abc", "d"], ["abd", "d"]) 0.25
     """
     return sum(map(edit_distance, found, wanted)) / max(1, sum(map(len, wanted)))
 
 
 def bleu(found: Sequence[Sentence], wanted: Sequence[Sentence], order: int = 4) -> float:
-    """BLEU of a corpus with one reference a sentence, in [0, 1], unsmoothed.
+    """BLEU of a corpus with one reference per sentence, in [0, 1], unsmoothed.
 
-    exp(mean over n = 1..order of log p_n) * min(1, exp(1 - wanted words / found words)), p_n the share of found n-grams
-    that are in the reference, each counted no more often than there.
+    exp(mean over n = 1..order of log p_n) * min(1, exp(1 - reference words / found words)), where p_n is the share of
+    found n-grams that are in the reference, each counted at most as often as it occurs there.
 
     Source: Papineni et al. 2002.
 
-    >>> bleu(["the cat sat on the mat".split()], ["the cat sat on the mat".split()])
-    1.0
+    >>> bleu(["the cat sat on the mat".split()], ["the cat sat on the mat".split()]) 1.0
     """
     matches, totals = [0] * order, [0] * order
     for f, w in zip(found, wanted, strict=True):

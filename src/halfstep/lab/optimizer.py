@@ -1,4 +1,4 @@
-"""What a run makes of a model before its first step: its optimizer; unit scaling, where the recipe asks for it."""
+"""Prepare a run's model before its first step: the optimizer, and unit scaling if the recipe asks for it."""
 
 import inspect
 from typing import Any
@@ -17,18 +17,18 @@ from halfstep.unit import parameter_groups
 def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `experiment.optimizer` names, for `halfstep.prepare`: matrices decay, vectors do not.
 
-    Where it has betas they are the experiment's; where it has a momentum it is the first of them. Decay that would be
-    added to the gradient is left out: Adam would divide it by the size of the gradient, and so a loss scale or a
-    weight's scale would change what it does.
+    Betas are the experiment's; a momentum is the first of them. Optimizers that would add weight decay to the gradient
+    get none: Adam would divide it by the size of the gradient, so that a loss scale or a weight's scale would change
+    its effect.
 
-    A model with a `parametrization` (`UnitGPT`) has groups with their own learning rates, and in each, as
-    `factor`, what the experiment's is multiplied by.
+    A model with a `parametrization` (`UnitGPT`) has groups with their own learning rates; `factor` in a group is its
+    rate relative to the experiment's.
 
-    Where it takes matrices alone (Muon), AdamW takes the other parameters and embeddings, at the same learning rate:
-    its step is of the size of AdamW's.
+    If the rule takes only matrices (Muon), AdamW takes the other parameters and embeddings, at the same learning rate:
+    Muon's step has the size of AdamW's.
 
     Raises:
-        RunError: no update rule has that name; the nearest ones are shown.
+        RunError: no update rule has that name; the message suggests the nearest ones.
     """
     rules = update_rules()
     rule = rules[one_of("optimizer", experiment.optimizer, rules, RunError)]
@@ -66,7 +66,7 @@ def _combined(
     options: dict[str, Any],
     experiment: Experiment,
 ) -> Combined:
-    """The optimizer of parameters of so many dimensions, and AdamW of the others."""
+    """One optimizer for parameters with `dims` dimensions, and AdamW for the others."""
     tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     own = [p for group in groups for p in group["params"] if p.dim() == dims and p not in tables]
     others = [{**group, "params": [p for p in group["params"] if p not in set(own)]} for group in groups]
@@ -78,10 +78,10 @@ def _combined(
 
 
 def unit_scale_on(model: nn.Module, task: Task, batch: Batch) -> UnitReport:
-    """Unit-scale a model by what the task's loss calls it with; the loss's gradient becomes of unit size too.
+    """Unit-scale a model with the inputs of the task's loss; the loss's gradient is scaled to unit size too.
 
     Raises:
-        ModelError: the loss does more with a model than to call it once; what `halfstep.unit_scale` refuses.
+        ModelError: the loss does more with a model than to call it once; or as `halfstep.unit_scale`.
     """
     try:
         task.loss(_Asked(), batch)
@@ -110,26 +110,26 @@ def _otherwise(task: Task, found: object) -> ModelError:
 
 
 class _Called(Exception):
-    """With the arguments of a call."""
+    """Raised with the arguments of a call."""
 
 
 class _Asked(nn.Module):
-    """Stands in for a model, to see what it is called with."""
+    """A stand-in for the model that records its call's arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Say so."""
+        """Raise `_Called` with the arguments."""
         raise _Called(args, kwargs)
 
 
 class _Returning(nn.Module):
-    """Stands in for a model that returned this."""
+    """A stand-in for the model that returns a recorded output."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
         self._left = [output]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What it returned, once."""
+        """Return the recorded output; a second call raises."""
         if not self._left:
             raise AttributeError("it calls the model more than once")
         return self._left.pop()

@@ -1,4 +1,4 @@
-"""Loss spikes: steps whose loss leaves what the steps before it lead to expect. No torch."""
+"""Loss spikes: steps whose loss is far above that of the steps before. No torch."""
 
 import math
 from bisect import bisect_left, insort
@@ -16,24 +16,22 @@ class Spike:
     """Consecutive steps above the threshold."""
 
     start: int
-    """The place of the first in the series, from 0."""
+    """The index of the first step in the series, from 0."""
     length: int
     height: float
-    """The largest value over the trailing median, in robust standard deviations; infinite where the loss is not
-    finite."""
+    """The largest distance above the trailing median, in robust standard deviations; infinite for a non-finite loss."""
 
 
 def spikes(losses: Sequence[float | None], window: int = WINDOW, threshold: float = THRESHOLD) -> list[Spike]:
-    """The spikes of a series of training losses, one a step.
+    """The spikes of a series of training losses, one per step.
 
-    A step is above the threshold where (loss - median) / (1.4826 MAD) > `threshold`, with the median and the median
-    absolute deviation of the last `window` steps that were not. Spikes therefore do not raise the threshold for their
-    successors, and a loss that stays up is one long spike. The first 20 steps are none; None and what is not finite
-    always is one after them. A window without a spread (constant losses) takes the smallest float above 0 for it.
+    A step is above the threshold if (loss - median) / (1.4826 MAD) > `threshold`, with the median and the median
+    absolute deviation of the last `window` steps that were not. So spikes do not raise the threshold for later steps,
+    and a loss that stays up is one long spike. The first 20 steps are never above it; after them None and non-finite
+    losses always are. A window without spread (constant losses) has the smallest positive float as its spread.
 
-    >>> level = [1.0, 1.01, 0.99] * 20
-    >>> spikes([*level, 2.0, 2.1, *level])
-    [Spike(start=60, length=2, height=74.19...)]
+    >>> level = [1.0, 1.01, 0.99] * 20 >>> spikes([*level, 2.0, 2.1, *level]) [Spike(start=60, length=2,
+    height=74.19...)]
     """
     trail: list[float] = []  # in the order of the steps
     ranked: list[float] = []
@@ -56,7 +54,7 @@ def spikes(losses: Sequence[float | None], window: int = WINDOW, threshold: floa
 
 
 def _height(value: float, ranked: Sequence[float]) -> float:
-    """How far a value lies above the median of sorted values, in robust standard deviations."""
+    """The distance of a value above the median of sorted values, in robust standard deviations."""
     middle = median(ranked)
     spread = _NORMAL * median(abs(other - middle) for other in ranked)
     return (value - middle) / max(spread, math.ulp(0.0)) if value > middle else 0.0

@@ -1,6 +1,6 @@
-"""What is trained: data, batches, a loss, a metric, and how to check that the data is sound.
+"""The base of tasks: data, batches, a loss, a metric, and checks that the data is sound.
 
-The data here are byte-level text with its held-out part, and real handwritten digits.
+It also loads data: byte-level text with its held-out part, and real handwritten digits.
 """
 
 import glob
@@ -34,12 +34,12 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out, each (length,) uint8."""
+    """Training bytes and held-out bytes, each (length,) uint8."""
 
     train: Tensor
     held_out: Tensor
     digest: str
-    """sha256 of both, so that a resumed run is sure to see the same data."""
+    """sha256 of both, so that a resumed run can check that its data is the same."""
 
     def windows(self, split: str, starts: Tensor, length: int) -> Tensor:
         """The windows of `length` bytes that begin at `starts`, as (len(starts), length) int64."""
@@ -51,7 +51,7 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     """The corpus at `path`: a text file, a folder of text files, or a glob; None is the standard library.
 
     Raises:
-        DataError: nothing is there, or it is empty, binary, unreadable, or too short for `context` + 1 bytes.
+        DataError: there is no such file, or it is empty, binary, unreadable, or too short for `context` + 1 bytes.
     """
     where = path or "the standard library"
     train, held_out = _split(_standard_library() if path is None else _documents(path))
@@ -66,7 +66,7 @@ def load_corpus(path: str | None, context: int) -> Corpus:
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
-    """Training and held-out bytes: whole documents are held out where there are enough of them."""
+    """Training and held-out bytes: whole documents are held out if there are enough of them."""
     if len(documents) < _HELD_OUT:
         whole = b"\n".join(documents)
         cut = len(whole) - len(whole) // _HELD_OUT
@@ -126,12 +126,13 @@ def part(batch: dict[str, Tensor], which: Tensor | slice) -> dict[str, Tensor]:
 
 @cache
 def load_digits() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Training and held-out digits: every fifth is held out. scikit-learn itself is not imported, which takes seconds.
+    """Training and held-out digits: every fifth is held out. scikit-learn itself is not imported, since that takes
+    seconds.
 
     `images` are (count, 1, 8, 8) float32 in [0, 1], and `classes` (count,) int64.
 
     Raises:
-        DataError: scikit-learn is not installed, or keeps the file elsewhere.
+        DataError: scikit-learn is not installed, or stores the file elsewhere.
 
     Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits (UCI), its test part.
     """
@@ -155,15 +156,15 @@ __all__ = [
 
 Batch = dict[str, Tensor]
 PAD, START, END = 0, 1, 2
-"""What stands around and behind the numbers of a text that a model spells."""
+"""The token ids of padding, of a text's start and of its end, in tasks that spell a text."""
 
 
 class Task(ABC):
-    """Data, loss and metric. Batches depend on (seed, step) alone: a resumed run sees what it would have seen."""
+    """Data, loss and metric. Batches depend only on (seed, step), so a resumed run sees the same ones."""
 
     @abstractmethod
     def models(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """The models for this task that come with halfstep, by name, as functions that make them."""
+        """This task's models that come with halfstep, by name, as functions that build them."""
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> Batch:
@@ -171,34 +172,34 @@ class Task(ABC):
 
     @abstractmethod
     def held_out(self) -> list[Batch]:
-        """The batches that the validation loss is the mean over. They are the same for every seed."""
+        """The batches that the validation loss is averaged over, the same for every seed."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of a batch, 0-d float32."""
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float | None:
-        """The field's metric over the held-out batches, whose losses are given; the model is in eval mode."""
+        """The metric over the held-out batches, whose losses are given; the model is in eval mode."""
         return None
 
     def logits(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """The logits (..., classes) and right classes (...) that the loss of a model's output is a cross-entropy of.
+        """The logits (..., classes) and correct classes (...) whose cross-entropy is the loss of a model's output.
 
-        None where it is another loss.
+        None if the loss is not a cross-entropy.
         """
         return None
 
     def by_heart(self) -> nn.Module | None:
-        """A model that knows the answers of the held-out part: the conformance tests expect `Metric.best` of it. None
-        where the metric is not one of answers."""
+        """A model that knows the answers of the held-out part: the conformance tests expect `Metric.best` from it. None
+        if the metric has no answers."""
         return None
 
     def count(self, batch: Batch) -> int:
-        """How much a batch holds, in the unit of `Facts.unit`: its examples."""
+        """The size of a batch in the unit of `Facts.unit`: its examples."""
         return len(next(iter(batch.values())))
 
     def digest(self) -> str:
-        """sha256 of the data, so that a resumed run is sure to see the same."""
+        """sha256 of the data, so that a resumed run can check that its data is the same."""
         digest = hashlib.sha256()
         for batch in [*self.held_out(), self.batch(0, 1)]:
             for name, tensor in batch.items():
@@ -211,7 +212,7 @@ class TextTask(Task):
     """A task on windows of a text: `batch` examples of `context` bytes."""
 
     beyond = 0
-    """Bytes of a window beyond its context."""
+    """Bytes of a window after its context."""
 
     def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
         self.corpus = corpus
@@ -221,10 +222,10 @@ class TextTask(Task):
 
     @abstractmethod
     def cut(self, window: Tensor, generator: torch.Generator) -> Batch:
-        """The batch of windows (examples, context + beyond) int64, whose noise the generator draws."""
+        """The batch of windows (examples, context + beyond) int64; the generator draws its noise."""
 
     def batch(self, seed: int, step: int) -> Batch:
-        """Windows at uniform random places of the training part."""
+        """Windows at uniformly random positions of the training part."""
         generator, length = stream(seed, step), self.context + self.beyond
         starts = drawn(len(self.corpus.train) - length + 1, self.size, generator)
         return self.cut(self.corpus.windows("train", starts, length), generator)
@@ -238,76 +239,77 @@ class TextTask(Task):
         return [self.cut(self.corpus.windows("held_out", piece, length), generator) for piece in pieces]
 
     def count(self, batch: Batch) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return batch["tokens"].numel()
 
     def digest(self) -> str:
-        """The corpus's."""
+        """The corpus's digest."""
         return self.corpus.digest
 
 
 class ByHeart(nn.Module):
-    """Says rows (texts, time) int64 that it knows, whatever it is to say them of: logits of so many classes."""
+    """A model that outputs known rows (texts, time) int64 whatever its input: logits over that many classes."""
 
     def __init__(self, rows: Tensor, classes: int) -> None:
         super().__init__()
         self.rows, self.classes = rows, classes
 
     def forward(self, of: Tensor, text: Tensor) -> Tensor:
-        """What follows each number of the text so far."""
+        """The logits of what follows each position of the text so far."""
         return F.one_hot(self.rows[:, 1 : text.shape[1] + 1], self.classes).float()
 
 
 class Spelling(Task):
-    """Read a text off something else: the mean cross-entropy in nats over what is there of it.
+    """Read a text from something else: the mean cross-entropy in nats over the text without padding.
 
-    A model takes the one and the text so far (batch, time) int64, and returns logits (batch, time, classes).
+    A model takes the source and the text so far (batch, time) int64, and returns logits (batch, time, classes).
     """
 
     source: str
-    """What a batch calls that which is read."""
+    """The batch's key of the source."""
     text: str
-    """What it calls the text: START, numbers, END, and PAD behind it."""
+    """The batch's key of the text: START, token ids, END, then PAD."""
     classes: int
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy, padding left out."""
+        """Cross-entropy without padding."""
         text = batch[self.text]
         logits = model(batch[self.source], text[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD)
 
     def spelled(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """What a model makes of the held-out part, greedily, and what is right, both (rows, time)."""
+        """The model's greedy texts for the held-out part, and the correct ones, both (rows, time)."""
         (batch,) = self.held_out()
         text = batch[self.text]
         return greedy(partial(model, batch[self.source]), text[:, :1], text.shape[1] - 1), text
 
     def by_heart(self) -> nn.Module:
-        """Spells the held-out texts as they are."""
+        """A model that spells the held-out texts correctly."""
         return ByHeart(self.held_out()[0][self.text], self.classes)
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task by name: what `halfstep compare --task NAME` opens."""
+    """A task by name, which `halfstep compare --task NAME` opens."""
 
     name: str
     summary: str
     facts: Facts
     open: Callable[[Experiment], Task]
-    """Read or make the data of an experiment."""
+    """A function that loads or generates the data of an experiment."""
     options: Collection[str] = ()
-    """The fields of an experiment, among those that not every task has, that this one reads."""
+    """The optional fields of an experiment that this task reads."""
 
 
 # ---- functions that tasks share --------------------------------------------------------------------------------------
 
 
 def logits_of(output: Any, tokens: Tensor, count: int, each: str) -> Tensor:
-    """What a model returned for tokens (batch, time), bare or as `.logits`: (batch, time, count), `each` in words.
+    """A model's output for tokens (batch, time), bare or as `.logits`: (batch, time, count); `each` names the last
+    dimension.
 
     Raises:
-        ModelError: it is no tensor of that shape.
+        ModelError: it is not a tensor of that shape.
     """
     logits, expected = getattr(output, "logits", output), (*tokens.shape, count)
     if not isinstance(logits, Tensor) or logits.shape != expected:
@@ -317,33 +319,33 @@ def logits_of(output: Any, tokens: Tensor, count: int, each: str) -> Tensor:
 
 
 def stream(seed: int, step: int) -> torch.Generator:
-    """A random generator for the batch of a step, of its own."""
+    """A separate random generator for the batch of a step."""
     return torch.Generator().manual_seed(derive_seed(seed, step) >> 1)
 
 
 def drawn(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """Places (size,) int64 among so many, drawn at random."""
+    """Random indices (size,) int64 below `count`."""
     return torch.randint(count, (size,), generator=generator, dtype=torch.int64, device="cpu")
 
 
 def greedy(model: Callable[[Tensor], Tensor], text: Tensor, count: int) -> Tensor:
-    """Texts (rows, time) int64 with `count` numbers more: each time those of the largest logits at the last place."""
+    """Texts (rows, time) int64 extended by `count` tokens, each with the largest logit at the last position."""
     for _ in range(count):
         text = torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
     return text
 
 
 def without_marks(row: Tensor) -> list[int]:
-    """The numbers between START and END."""
+    """The token ids between START and END."""
     numbers: list[int] = row.tolist()[1:]
     return numbers[: numbers.index(END)] if END in numbers else numbers
 
 
 def check_finite(batch: Batch, step: int) -> None:
-    """Refuse a batch with an infinity or NaN: a model trained on it would be blamed for what the data did.
+    """Refuse a batch with an infinity or NaN, which would be blamed on the model.
 
     Raises:
-        DataError: naming the tensor, the step and the first bad place.
+        DataError: naming the tensor, the step and the first bad index.
     """
     for name, tensor in batch.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -1,7 +1,7 @@
-"""Train one model under one recipe with one seed: the loop, what it writes down, what ends it, and its checkpoints.
+"""Train one model under one recipe with one seed: the loop, its records, its end, and its checkpoints.
 
-A run is saved, and goes on from there bit for bit, in safetensors and JSON, no pickle. A checkpoint is a folder that
-appears whole or not at all:
+A run is saved, and resumes bit for bit, in safetensors and JSON, without pickle. A checkpoint is a folder that is
+written atomically:
 
     model.safetensors       parameters and buffers
     optimizer.safetensors   NUMBER.NAME: the optimizer's states; random: torch's generator
@@ -47,7 +47,7 @@ _KEPT = 2  # the last one and the one before it
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint holds the state of."""
+    """The objects whose state a checkpoint saves."""
 
     model: nn.Module
     optimizer: LowBit
@@ -82,16 +82,16 @@ def save_checkpoint(folder: Path, step: int, training: Training) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The step of the last checkpoint in `folder`; 0 where there is none."""
+    """The step of the last checkpoint in `folder`; 0 if there is none."""
     return max((int(path.name.removeprefix("step-")) for path in _all(folder)), default=0)
 
 
 def load_checkpoint(folder: Path, step: int, training: Training) -> None:
-    """Put model, optimizer, scaler and torch's random generator into the state of a step's checkpoint.
+    """Restore model, optimizer, scaler and torch's random generator from a step's checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, truncated or edited, or belongs to another model. What was in memory
-            may be partly overwritten; what is on disk is untouched.
+        CheckpointError: a file is missing, truncated or edited, or belongs to another model. Objects
+            may be partly overwritten; files are untouched.
     """
     path = folder / f"step-{step:08d}"
     advice = "remove that folder to go on from the checkpoint before it, or the run's folder to start over"
@@ -134,7 +134,7 @@ def _sha(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a display may want to know after each step."""
+    """The data that a display may need after each step."""
 
     recipe: str
     seed: int
@@ -149,9 +149,9 @@ Watcher = Callable[[Progress], None]
 
 @dataclass(eq=False)
 class Trainer:
-    """One run. Every number it writes depends on (experiment, recipe, seed) alone, so a resumed run repeats them.
+    """One run. Every value it records depends only on (experiment, recipe, seed), so a resumed run repeats them.
 
-    The learning rate is the experiment's: for a recipe with one of its own, give `experiment.alone(recipe)`.
+    The learning rate is the experiment's: for a recipe with its own, pass `experiment.alone(recipe)`.
     """
 
     experiment: Experiment
@@ -166,13 +166,13 @@ class Trainer:
     measured: bool = field(default=False, init=False)
 
     def run(self) -> None:
-        """Train from the last checkpoint, or from the start, to the end. A run that has ended is left alone.
+        """Train from the last checkpoint, or from the start, to the end. A finished run is left unchanged.
 
-        A diverging run ends there: that is a result. A run that is interrupted, however rudely, goes on from its last
-        checkpoint when it is run again.
+        A diverging run ends there: that is a result. An interrupted or killed run resumes from its last checkpoint when
+        it is run again.
 
         Raises:
-            CheckpointError, ModelError, OptimizerError, DataError: as their docstrings say.
+            CheckpointError, ModelError, OptimizerError, DataError: see their docstrings.
         """
         rows = read_metrics(self.folder / "metrics.jsonl")
         if rows and rows[-1]["kind"] == "end":
@@ -218,7 +218,7 @@ class Trainer:
         return Training(*prepare(model, optimizer, self.recipe, generator=self.seed, total_steps=self.experiment.steps))
 
     def _model(self) -> nn.Module:
-        """The model as it begins; unit-scaled where the recipe asks for that."""
+        """The initial model, unit-scaled if the recipe asks for it."""
         model = self.build(self.seed).train()
         scaled = any(stage.unit_scaled for stage in self.recipe.by_stage)
         if scaled and not any(multipliers_of(module).multiplies for module in model.modules()):
@@ -226,7 +226,7 @@ class Trainer:
         return model
 
     def _step(self, step: int) -> bool:
-        """One update, written down; False if the run diverged in it."""
+        """Do one update and record it; False if the run diverged in it."""
         model, optimizer, scaler = self.training.model, self.training.optimizer, self.training.scaler
         for group in optimizer.param_groups:
             group["lr"] = self.experiment.learning_rate(step) * group.get("factor", 1.0)
@@ -297,7 +297,7 @@ class Trainer:
         return True
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, float | None]:
-        """The loss of a training batch; and its sharpness, the mean over positions, where the experiment wants it."""
+        """The loss of a training batch; and its sharpness, averaged over positions, if the experiment records it."""
         model, outputs = self.training.model, list[Any]()
         if not self.experiment.sharpness:
             return self.task.loss(model, batch), None
@@ -308,7 +308,7 @@ class Trainer:
         return loss, float(logit_sharpness(*found, self.experiment.sharpness).mean())
 
     def _diverge(self, step: int, batch: Batch, random: torch.Tensor, reason: str) -> bool:
-        """Write down that the run diverged, and the first tensor not finite, found by running the passes again."""
+        """Record that the run diverged, and the first non-finite tensor, found by running the passes again."""
         model, scaler = self.training.model, self.training.scaler
         torch.set_rng_state(random)
         tensor = first_nonfinite(model, lambda: scaler.scale(self.task.loss(model, batch)))
@@ -320,13 +320,13 @@ class Trainer:
         return False
 
     def _in_float32(self, tensor: str, batch: Batch, random: torch.Tensor) -> float | None:
-        """The largest magnitude of a tensor of the step, had it been made in float32 of the weights as they are."""
+        """The largest magnitude of a tensor of the step, recomputed in float32 from the present weights."""
         plain, scaler = self._plain(), self.training.scaler
         torch.set_rng_state(random)
         return magnitude(plain, lambda: scaler.scale(self.task.loss(plain, batch)), tensor)
 
     def _zeros_in_float32(self, batch: Batch, random: torch.Tensor) -> Row:
-        """The zeros among a step's gradients, had they been made in float32 of the weights as they are."""
+        """The zeros among a step's gradients, recomputed in float32 from the present weights."""
         plain, after = self._plain(), torch.get_rng_state()
         torch.set_rng_state(random)
         with activation_gradients_by_module(plain) as activations:
@@ -335,7 +335,7 @@ class Trainer:
         return counted(activations, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
 
     def _plain(self) -> nn.Module:
-        """The model in float32, without the recipe, with the weights and buffers as they are."""
+        """A float32 copy of the model without the recipe, with the present weights and buffers."""
         model, optimizer, after = self.training.model, self.training.optimizer, torch.get_rng_state()
         plain = self._model()
         torch.set_rng_state(after)
@@ -359,7 +359,7 @@ class Trainer:
         self._write(row if self.metric is None else {**row, "metric": self.metric})
 
     def _memory(self, step: int) -> Row:
-        """The bytes a parameter costs, written down once: between a backward and a clip, with the moments there."""
+        """The measured bytes per parameter, recorded once: between a backward and a clip, when the moments exist."""
         self.measured, model, optimizer = True, self.training.model, self.training.optimizer
         size = asdict(measure(model, optimizer)) | {"transient": self.recipe.bytes_per_parameter().transient}
         return {
@@ -376,7 +376,7 @@ class Trainer:
 
 
 def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
-    """What TensorBoard shows of a row."""
+    """The values of a row that TensorBoard shows."""
     kind = row["kind"]
     if kind == "step":
         shown = ("loss", "lr", "loss_scale", "grad_norm", "skipped", "seconds")

@@ -1,7 +1,7 @@
-"""Does a recipe match fp32? The rule, on what the runs wrote down, and what was measured of one that failed. No torch.
+"""Does a recipe match fp32? The rule, applied to recorded runs, and the measurements of a run that failed. No torch.
 
-What is measured need not be the cause, and is not called so: it is what the recipe did to its numbers that float32 does
-not do to them.
+A measurement need not be the cause, and is not called so: it is what the recipe did to its values that float32 does not
+do to them.
 """
 
 import statistics
@@ -14,10 +14,10 @@ from halfstep.lab.interval import LEVEL, Interval, borrowed, borrowed_spread, pa
 
 
 ARRIVED = 0.9
-"""Updates of which less arrives (descent quality), on average over the steps looked at, are a finding: on average,
-since under stochastic rounding single steps scatter around 1."""
+"""An average descent quality below this, over the recorded steps, is a finding. (Single steps scatter around 1 under
+stochastic rounding.)"""
 GONE = 0.1
-"""Shares of values that vanish, and would not in float32, are findings from here on."""
+"""From this share on, values that vanish, and would not in float32, are a finding."""
 NOTHING = (
     "no cause was found: its updates arrived, and no gradient or state became zero that fp32 keeps, at the steps "
     "looked at"
@@ -25,7 +25,7 @@ NOTHING = (
 _NAMES = {"activation_gradients": "the activations' gradients", "gradients": "the weights' gradients"}
 
 Counts = Mapping[str, Sequence[int]]
-"""By tensor, how many values are zero, and of how many."""
+"""By tensor: the number of zeros, and of elements."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Finding:
 def explain(rows: Sequence[Row]) -> str:
     """A sentence on a run that degraded or diverged.
 
-    Of several findings it gives the first, by the step at which they were first seen, then by their share; and then
-    what was measured of the first tensor that was not finite.
+    Of several findings it gives the earliest, and of these the one with the largest share; then the measurement of the
+    first non-finite tensor.
     """
     found = [*_states(rows), *_gradients(rows), *_updates(rows)]
     first = min(found, key=lambda finding: (finding.since, -finding.share), default=None)
@@ -51,8 +51,8 @@ def explain(rows: Sequence[Row]) -> str:
 
 
 def _updates(rows: Sequence[Row]) -> list[Finding]:
-    """Updates that moved nothing, at the worst of the steps looked at. The last is left out where there are others: its
-    learning rate is all but zero, and so are its updates."""
+    """Updates that changed nothing, at the worst of the recorded steps. The last step is left out if there are others:
+    its learning rate, and so its updates, are almost zero."""
     looked = [row for row in _of(rows, "statistics") if row.get("descent", {}).get("quality") is not None]
     looked = looked[:-1] or looked
     if not looked or statistics.fmean(row["descent"]["quality"] for row in looked) >= ARRIVED:
@@ -71,7 +71,7 @@ def _updates(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _states(rows: Sequence[Row]) -> Iterator[Finding]:
-    """States of the optimizer that are zero though the gradient they have just taken is not."""
+    """States of the optimizer that are zero although the gradient they have just received is not."""
     looked = _of(rows, "ranges")
     largest = {row["step"]: max(row["largest"].values(), default=0.0) for row in looked}
     for name in sorted({name for row in looked for states in row["states"].values() for name in states}):
@@ -90,7 +90,7 @@ def _states(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _gradients(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Gradients that are zero, and are not in float32, of the same weights and batch."""
+    """Gradients that are zero, but not in float32 with the same weights and batch."""
     for kind, what in _NAMES.items():
         for row in _of(rows, "ranges"):
             own, plain = row[kind], row.get("in_float32", {}).get(kind, {})
@@ -106,7 +106,7 @@ def _gradients(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _overflow(row: Row) -> str:
-    """What the first tensor that was not finite comes to in float32."""
+    """The float32 magnitude of the first non-finite tensor, in words."""
     at, tensor = f"at step {row['step']}", row["tensor"]
     if row["in_float32"] is None:
         return f"{at} the {tensor} is not finite in fp32 either, from the same weights"
@@ -129,12 +129,12 @@ def _share(value: float) -> str:
 MATCHES, DEGRADES, UNDECIDED, DIVERGED = "matches", "degrades", "cannot tell", "diverged"
 UNFINISHED, UNMEASURED = "not finished", "not compared"
 MARGIN = Experiment.margin
-"""As MLPerf's benchmark of inference asks of a network in few bits 99% of what fp32 reaches (Reddi et al. 2019, arXiv
+"""1%: MLPerf's inference benchmark asks a network in few bits for 99% of fp32's quality (Reddi et al. 2019, arXiv
 1911.02549)."""
 
 
 def rule(metric: Metric | None = None, margin: float = MARGIN) -> str:
-    """The rule in words: by the loss, or by the metric where that judges."""
+    """The rule in words: by the loss, or by the metric if that judges."""
     what = f"final {metric.name}" if metric is not None and metric.judges else "final validation loss"
     return (
         "Each seed is a pair: fp32 and the recipe from the same first weights, on the same batches. The differences of "
@@ -148,7 +148,7 @@ def rule(metric: Metric | None = None, margin: float = MARGIN) -> str:
 
 @dataclass(frozen=True)
 class Band:
-    """fp32's final losses (or metrics, where those judge): their mean, and how far other seeds lie from it."""
+    """fp32's final losses (or metrics, if those judge): their mean, and the spread over seeds."""
 
     mean: float
     half_width: float
@@ -158,34 +158,34 @@ class Band:
 
 @dataclass(frozen=True)
 class Difference:
-    """A recipe's final values against fp32's, relative to them; positive is worse."""
+    """A recipe's final values relative to fp32's; positive is worse."""
 
     status: str
     gap: float | None
     """The mean over the seeds that both finished."""
     interval: Interval | None
-    """None where neither has a second seed."""
+    """None if neither has a second seed."""
     seeds_to_decide: int | None = None
-    """How many seeds would decide what cannot be told, were mean and spread what they are now; None for no number."""
+    """How many seeds would decide an undecided verdict, if mean and spread stay the same; None if no number would."""
 
 
 @dataclass(frozen=True)
 class RecipeVerdict:
-    """How one recipe did beside fp32."""
+    """The verdict on one recipe relative to fp32."""
 
     recipe: str
     status: str
     seeds: int
     finals: Mapping[int, float]
-    """By seed, of the runs that finished: the loss after the last step, or the metric where that judges."""
+    """By seed, for finished runs: the loss after the last step, or the metric if that judges."""
     final_loss: float | None
     """The mean over seeds."""
     final_metric: float | None
-    """The mean over seeds of the metric after the last step, where the task has one."""
+    """The mean over seeds of the metric after the last step, if the task has one."""
     paired_gap: float | None
     """The mean over seeds of final - fp32's with the same seed, relative to the mean of fp32's; positive is worse."""
     interval: Interval | None
-    """Of `paired_gap`; None where neither has a second seed."""
+    """The interval of `paired_gap`; None if neither has a second seed."""
     seeds_to_decide: int | None
     diverged_at: int | None
     first_nonfinite: str | None
@@ -195,10 +195,10 @@ class RecipeVerdict:
     skipped_steps: int
     bytes_per_parameter: dict[str, float] | None
     explanation: str | None
-    """What was measured of a run that diverged, or is worse than fp32 beyond doubt and does not match."""
+    """The measurements of a run that diverged, or that is significantly worse than fp32 and does not match."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The verdict as JSON data."""
         return {**asdict(self), "finals": {str(seed): value for seed, value in self.finals.items()}}
 
 
@@ -214,14 +214,14 @@ def difference(
     margin: float = MARGIN,
     same: bool = False,
 ) -> Difference:
-    """Final values by seed against fp32's, by the rule that `rule` puts into words.
+    """Final values by seed against fp32's, by the rule that `rule` describes.
 
-    The interval has both ends tested, so a recipe that loses exactly the margin is called a match in at most 2.5% of
-    comparisons, and degraded in at most 2.5%. That is for one recipe and seeds chosen beforehand; who adds seeds until
-    the verdict pleases has more.
+    Both ends of the interval are tested, so a recipe that loses exactly the margin is called a match in at most 2.5% of
+    comparisons, and degraded in at most 2.5%. That holds for one recipe and seeds chosen beforehand; adding seeds until
+    the verdict pleases makes errors more frequent.
 
     Args:
-        same: whether the recipe's runs are fp32's, number by number: then no other seed can differ.
+        same: whether the recipe's runs equal fp32's, value by value: then no other seed can differ.
     """
     worse = -1 if higher_is_better else 1
     seeds = sorted(finals.keys() & baselines.keys())
@@ -248,7 +248,7 @@ def difference(
 
 
 def final_values(runs: Mapping[int, Sequence[Row]], metric: Metric | None = None) -> dict[int, float]:
-    """What the verdict is about, the metric where it judges, else the loss: by seed, of the runs that finished."""
+    """By seed, for finished runs: the final metric if it judges, else the final loss."""
     name = "metric" if metric is not None and metric.judges else "loss"
     return {seed: value for seed, rows in runs.items() if (value := final(rows, name)) is not None}
 
@@ -262,7 +262,7 @@ def final(rows: Sequence[Row], name: str = "loss") -> float | None:
 
 
 def _divergence(rows: Sequence[Row]) -> Row | None:
-    """The row that says how a run diverged, made up where only the validation after the last update shows it."""
+    """The row that records a run's divergence; constructed if only the validation after the last update shows it."""
     for row in rows:
         if row["kind"] == "diverged":
             return row
@@ -274,7 +274,7 @@ def _divergence(rows: Sequence[Row]) -> Row | None:
 
 
 def enough(interval: object, seeds_to_decide: int | None) -> str:
-    """How many seeds would decide, in words."""
+    """The number of seeds that would decide, in words."""
     if interval is None:
         return "it takes two seeds to see how far seeds differ"
     if seeds_to_decide is None:
@@ -285,7 +285,7 @@ def enough(interval: object, seeds_to_decide: int | None) -> str:
 def timings(runs: Iterable[Sequence[Row]]) -> list[float]:
     """The seconds of the steps of a recipe's runs, except each run's first step, which warms up.
 
-    A baseline taken from an earlier experiment has none: it ran at another time, beside other work.
+    A baseline copied from an earlier experiment has none: it ran at another time, with other load.
     """
     steps = [row for rows in runs for row in rows if row["kind"] == "step" and row["seconds"] is not None]
     return [row["seconds"] for row in steps if row["step"] > 1] or [row["seconds"] for row in steps]
@@ -300,7 +300,7 @@ def judge(
 ) -> RecipeVerdict:
     """The verdict on a recipe from its runs by seed, against fp32's.
 
-    What is compared is the loss, or a metric that judges.
+    The loss is compared, or a metric that judges.
     """
     finals, baselines = final_values(runs, metric), final_values(fp32, metric)
     bad = next((row for rows in runs.values() if (row := _divergence(rows))), None)
@@ -337,7 +337,7 @@ def judge(
 
 
 def _is_worse(status: str, interval: Interval | None) -> bool:
-    """Whether a recipe is surely worse than fp32, be it by more than the margin or not, and does not match."""
+    """Whether a recipe is significantly worse than fp32, by more than the margin or not, and does not match."""
     return status == DIVERGED or (status != MATCHES and interval is not None and interval.low > 0)
 
 

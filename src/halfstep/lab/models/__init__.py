@@ -1,4 +1,4 @@
-"""Build models: those of a task by name, anybody's as `module:function` or `file.py:function`."""
+"""Build models: a task's by name, a user's as `module:function` or `file.py:function`."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,16 +10,16 @@ from halfstep.registry import load_function
 
 
 def build_model(name: str, known: Mapping[str, Callable[[], nn.Module]], seed: int) -> nn.Module:
-    """The model of that name, or what `module:function` or `file.py:function` returns, with the weights of that seed.
+    """The model of that name, or the result of `module:function` or `file.py:function`, initialised with that seed.
 
-    A user's function takes no argument and returns a module that takes and returns what the task's models do. The
-    module is looked for in the working folder too.
+    A user's function takes no argument and returns a module with the inputs and outputs of the task's models. The
+    module is also searched for in the working folder.
 
     Args:
         known: the task's own models, `Task.models()`.
 
     Raises:
-        ModelError: unknown name; a module or function that is not there, fails, or returns something else.
+        ModelError: unknown name; a module or function that does not exist, fails, or returns something else.
     """
     if name in known:
         return _seeded(known[name], seed)

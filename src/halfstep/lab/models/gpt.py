@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm blocks, causal attention, learned positions; and the same of unit-scaled layers."""
+"""A small GPT: pre-norm blocks, causal attention, learned positions; and a version with unit-scaled layers."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend to the present and the past."""
+        """Attend to this and earlier positions."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = self.mix(q, k, v, is_causal=True)
@@ -69,7 +69,8 @@ class GPT(nn.Module):
 
 
 def begin(model: nn.Module, layers: int, ends: tuple[str, ...] = ()) -> None:
-    """Matrices from N(0, 0.02), biases zero; as GPT-2, the residual branches' last layers (names' `ends`) smaller."""
+    """Initialise matrices from N(0, 0.02) and biases with zero; layers named by `ends` end residual branches and are
+    smaller, as in GPT-2."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if name.endswith(ends) else 0.02)
@@ -78,10 +79,10 @@ def begin(model: nn.Module, layers: int, ends: tuple[str, ...] = ()) -> None:
 
 
 class UnitGPT(nn.Module):
-    """Tokens (batch, time) int64 -> logits (batch, time, vocabulary), as `GPT`, with weights of unit variance.
+    """Tokens (batch, time) int64 -> logits (batch, time, vocabulary), like `GPT`, with weights of unit variance.
 
-    The gradient that arrives at the logits is brought to unit scale, as `unit.cross_entropy` would, so that any mean
-    cross-entropy may follow: its 1 / positions and the softmax of logits near zero are taken out.
+    The gradient that arrives at the logits is scaled to unit size, as `unit.cross_entropy` would, so that any mean
+    cross-entropy may follow: the scaling undoes its 1 / positions and the size of the softmax of logits near zero.
 
     Args:
         parametrization: `umup`: norms at the start of each branch, u-muP's residual scheme; `munit`: norms at its end,

@@ -1,6 +1,6 @@
 """A small Llama: pre-norm blocks with RMSNorm, rotary positions, and gated MLPs; no biases.
 
-Modules are named as Hugging Face names them, so that state dicts differ by the prefix `model.` only.
+Modules have Hugging Face's names, so that state dicts differ only by the prefix `model.`.
 """
 
 import torch
@@ -15,7 +15,7 @@ _THETA = 10000.0
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention on (batch, time, width), queries and keys turned by their positions."""
+    """Causal multi-head self-attention on (batch, time, width), with queries and keys rotated by their positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend to the present and the past."""
+        """Attend to this and earlier positions."""
         batch, time, width = x.shape
         q, k, v = (
             project(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """x (batch, heads, time, d), each pair (x_i, x_{i + d/2}) turned by the angle position * theta^(-2i / d)."""
+    """x (batch, heads, time, d), with each pair (x_i, x_{i + d/2}) rotated by the angle position * theta^(-2i / d)."""
     time, size = x.shape[-2:]
     rates = _THETA ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.int64).float() / size)
     angles = torch.arange(time, device=x.device, dtype=torch.int64).float()[:, None] * rates
@@ -78,7 +78,7 @@ class Llama(nn.Module):
     """Tokens (batch, time) int64 -> logits (batch, time, vocabulary)."""
 
     def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
-        """`context` is GPT's: rotary positions have no table to size."""
+        """`context` is unused; it is GPT's argument: rotary positions need no table."""
         super().__init__()
         inner = -(-8 * width // 24) * 8  # two thirds of 4 * width: as many weights as an MLP of two matrices
         self.embed_tokens = nn.Embedding(vocabulary, width)

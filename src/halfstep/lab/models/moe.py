@@ -1,6 +1,7 @@
-"""A small GPT with a mixture of experts in every other block: a Switch Transformer, where each token goes to one.
+"""A small GPT with a mixture of experts in every other block: a Switch Transformer, where each token goes to one
+expert.
 
-The precision of the router is the recipe's: under bf16-mixed its scores, their softmax and the gates are bfloat16, and
+The recipe sets the router's precision: under bf16-mixed its scores, their softmax and the gates are bfloat16, and
 `float32_modules=("*.router",)` in a recipe is the paper's selective precision.
 
 Sources: Fedus, Zoph and Shazeer 2021, arXiv 2101.03961; Qiu et al. 2025, arXiv 2501.11873.
@@ -20,38 +21,38 @@ BALANCE = 0.01
 
 
 class Routing(NamedTuple):
-    """What a router decided."""
+    """A router's decisions for a batch of tokens."""
 
     probabilities: Tensor
     """(tokens, experts): the softmax of the scores."""
     chosen: Tensor
-    """(tokens, slots) int64: the experts of each token, likeliest first, before any is dropped."""
+    """(tokens, slots) int64: the experts of each token, most probable first, before any is dropped."""
 
 
 class Output(NamedTuple):
-    """What a model of experts returns."""
+    """The output of a model with experts."""
 
     logits: Tensor
     """(batch, time, vocabulary)."""
     balance_loss: Tensor
-    """What to add to the loss in training: `BALANCE` times `balance` over the batch, of each mixture, summed."""
+    """The term to add to the loss in training: `BALANCE` times `balance` over the batch, summed over the mixtures."""
     routing: tuple[Routing, ...]
-    """Of each mixture."""
+    """One entry per mixture."""
 
 
 def counted(routing: Routing, groups: int = 1) -> Tensor:
-    """How often each expert was chosen in each of so many equal parts of the tokens: (groups, experts) float32."""
+    """How often each expert was chosen, in each of `groups` equal parts of the tokens: (groups, experts) float32."""
     return F.one_hot(routing.chosen.reshape(groups, -1), routing.probabilities.shape[-1]).sum(1).float()
 
 
 def balance(routing: Routing, counts: Tensor) -> Tensor:
     """N sum_i f_i P_i, the mean over groups: f the shares of the experts in `counts`, P their mean probabilities.
 
-    It is 1 where experts are equally loaded and N where one takes all. With the counts of each group this balances each
-    (eq. 3 of Qiu et al.); with their sum for all, it balances the sum (eq. 6). Its gradient is that of P.
+    It is 1 if experts are equally loaded and N if one takes all. With the counts of each group it balances each group
+    (eq. 3 of Qiu et al.); with their sum for all groups, it balances the sum (eq. 6). Its gradient flows through P.
 
     Args:
-        counts: (groups, experts), of groups of equally many tokens that follow one another.
+        counts: (groups, experts), of consecutive groups with equally many tokens.
     """
     groups, experts = counts.shape
     mean = routing.probabilities.float().view(groups, -1, experts).mean(1)
@@ -59,7 +60,8 @@ def balance(routing: Routing, counts: Tensor) -> Tensor:
 
 
 def within(chosen: Tensor, experts: int, capacity: int) -> Tensor:
-    """chosen (tokens, slots), with the first `capacity` entries of each expert; others are `experts`, which is none.
+    """chosen (tokens, slots) with only the first `capacity` entries of each expert; others become `experts`, which
+    means none.
 
     First choices come before second ones, tokens in their order. Counted in int64: bfloat16 counts to 256.
     """
@@ -70,7 +72,7 @@ def within(chosen: Tensor, experts: int, capacity: int) -> Tensor:
 
 
 class Router(nn.Module):
-    """Scores tokens for experts. A module of its own, so that a recipe's rules can name it."""
+    """Scores tokens for experts. A separate module, so that a recipe's rules can name it."""
 
     def __init__(self, width: int, experts: int, slots: int) -> None:
         super().__init__()
@@ -88,7 +90,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' weights in two parameters, laid out as transformers does: recipes round their products alike."""
+    """All experts' weights in two parameters, in transformers' layout, so that recipes round their matmuls as in its
+    models."""
 
     has_gate = has_bias = is_transposed = is_concatenated = False
 
@@ -104,7 +107,7 @@ class Experts(nn.Module):
         self.act_fn = nn.Sequential(nn.ReLU(), nn.Dropout(dropout))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts; of none where the index is the number of experts."""
+        """The weighted sum of each token's experts; an index equal to the number of experts means no expert."""
         total = torch.zeros_like(hidden_states)
         for expert, (up, down) in enumerate(zip(self.up_proj.unbind(), self.down_proj.unbind(), strict=True)):
             token, slot = torch.where(top_k_index == expert)
@@ -114,7 +117,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, in the place of an MLP."""
+    """A router and its experts, in place of an MLP."""
 
     def __init__(self, width: int, experts: int, slots: int, capacity: float | None, dropout: float) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class Mixture(nn.Module):
         self.experts = Experts(width, 4 * width, experts, dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """x (batch, time, width) -> the same shape, and where its tokens went."""
+        """x (batch, time, width) -> the same shape, and the routing of its tokens."""
         tokens = x.flatten(0, 1)
         probabilities, gates, chosen = self.router(tokens)
         kept, experts = chosen, self.experts.num_experts
@@ -136,7 +139,7 @@ class Block(gpt.Block):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:  # type: ignore[override]
-        """One block of the residual stream, and where its tokens went."""
+        """One block of the residual stream, and the routing of its tokens."""
         x = x + self.attention(self.norm1(x))
         made = self.mlp(self.norm2(x))
         change, routing = made if isinstance(self.mlp, Mixture) else (made, None)
@@ -161,13 +164,14 @@ class MoE(nn.Module):
         dropout: float = 0.0,
         expert_dropout: float = 0.0,
     ) -> None:
-        """A model with weights drawn from a normal distribution of variance scale / fan-in, cut off at two deviations.
+        """A model whose weights are drawn from a normal distribution with variance scale / fan-in, truncated at two
+        deviations.
 
         Args:
-            experts: of the second, fourth ... block; with one, their MLPs are as those of the other blocks.
-            slots: how many experts take a token.
-            capacity: in training an expert takes this many times its equal share of a batch's tokens; others pass it by
-                on the residual stream. None: as many as come.
+            experts: the number in the second, fourth ... block; with one, their MLPs equal those of the other blocks.
+            slots: how many experts a token goes to.
+            capacity: in training an expert takes at most this many times its equal share of a batch's tokens; others
+                bypass it on the residual stream. None: no limit.
             dropout: of the inner activations of the other MLPs; `expert_dropout` of the experts'.
         """
         super().__init__()
@@ -195,7 +199,7 @@ class MoE(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Output:
-        """The logits of the next token at each position, and what the routers did."""
+        """The logits of the next token at each position, and the routers' decisions."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64))
         routing = []
         for block in self.blocks:

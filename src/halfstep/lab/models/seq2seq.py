@@ -10,7 +10,7 @@ SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, 
 
 
 class Attention(nn.Module):
-    """Multi-head attention of (batch, time, width) on itself or on a memory (batch, other time, width)."""
+    """Multi-head attention of (batch, time, width) to itself or to a memory (batch, other time, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor, is_causal: bool = False) -> Tensor:
-        """What each place of x finds in the memory."""
+        """The attention output for each position of x."""
         batch, time, width = x.shape
         q = self.query(x).view(batch, time, self.heads, -1).transpose(1, 2)
         k, v = self.key_value(memory).view(batch, memory.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention on itself, on the memory if there is one, and an MLP."""
+    """Pre-norm self-attention, attention to the memory if there is one, and an MLP."""
 
     def __init__(self, width: int, heads: int, crossed: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """With a memory the layer is a decoder's, and causal."""
+        """With a memory the layer is a decoder layer, and causal."""
         y = self.norm1(x)
         x = x + self.own(y, y, is_causal=memory is not None)
         if memory is not None and self.norm2 is not None and self.cross is not None:
@@ -65,7 +65,7 @@ class Seq2Seq(nn.Module):
                 nn.init.normal_(parameter, std=width**-0.5 if "norm" not in name else 1.0)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """The logits of the next word at each place of the target."""
+        """The logits of the next word at each position of the target."""
         x = self.source(source) + self.position(torch.arange(source.shape[1], device=source.device, dtype=torch.int64))
         for layer in self.encoder:
             x = layer(x)

@@ -1,4 +1,4 @@
-"""Reports: what a run folder's files say, as summary.json, plots/*.png, and report.html with all of it. No torch."""
+"""Reports of a run folder: summary.json, plots/*.png, and report.html with all of it. No torch."""
 
 import base64
 import shlex
@@ -29,7 +29,7 @@ PICTURES: tuple[Callable[[Results], Picture], ...] = (
     lost.zeroed_picture,
     lost.descent_picture,
 )
-"""The plots in the page's order."""
+"""The plots in the order of the page."""
 
 _SIGNS = {MATCHES: ("good", "✓"), DEGRADES: ("poor", "▲"), DIVERGED: ("bad", "✕"), UNDECIDED: ("open", "?")}
 _OPTIONS = (
@@ -39,9 +39,10 @@ _OPTIONS = (
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Judge every recipe and write summary.json, plots/*.png and report.html into the run folder; return the page.
+    """Judge every recipe and write summary.json, plots/*.png and report.html into the run folder; return the page's
+    path.
 
-    Runs may be unfinished, diverged or missing: the page says what is there. Writing it twice writes the same bytes.
+    Runs may be unfinished, diverged or missing: the page says what exists. Writing it twice writes the same bytes.
 
     Raises:
         RunError: a file of the folder is damaged or was edited.
@@ -58,7 +59,7 @@ def write_report(folder: RunFolder) -> Path:
 
 
 def _drawn(picture: Picture, plots: Path) -> tuple[Picture, str | None]:
-    """The picture, written to its file, and its bytes as the page holds them; None where there is no figure."""
+    """The picture, written to its file, and its bytes encoded for the page; None if it has no figure."""
     file = plots / f"{picture.name}.png"
     file.unlink(missing_ok=True)
     if picture.figure is None:
@@ -93,7 +94,7 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
 
 
 def _line(results: Results, verdict: RecipeVerdict) -> dict[str, Any]:
-    """One recipe in the verdict table, in words."""
+    """One recipe's row of the verdict table, as text."""
     kind, sign = _SIGNS.get(verdict.status, ("open", "…"))
     words, details = verdict.status, ""
     if verdict.status == DIVERGED:
@@ -129,10 +130,10 @@ def _line(results: Results, verdict: RecipeVerdict) -> dict[str, Any]:
 
 
 def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | None = None) -> str | None:
-    """The command that goes on with this run; None where the command line cannot say the experiment.
+    """The command that resumes this run; None if the command line cannot express the experiment.
 
     Args:
-        defaults: what the experiment's task sets otherwise than `Experiment` does.
+        defaults: the fields of `Experiment` whose default the task changes.
     """
     usual = {f.name: f.default for f in fields(Experiment)} | {"recipe_lr": {}}
     usual |= {name: tuple(value) if isinstance(value, list) else value for name, value in (defaults or {}).items()}

@@ -35,7 +35,7 @@ from halfstep.lab.verdict import DEGRADES, DIVERGED, UNDECIDED, Band, band
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's validation losses; `end` is where it diverged: the step and the last finite loss before it."""
+    """One run's validation losses; `end`, if it diverged: the step and the last finite loss before it."""
 
     recipe: str
     seed: int
@@ -47,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """The first seed of each recipe; fp32's band by step, where it has more than one seed."""
+    """The first seed of each recipe; fp32's band by step, if it has more than one seed."""
 
     curves: tuple[Curve, ...]
     fp32: Mapping[int, Mapping[int, float]]
@@ -58,15 +58,14 @@ class Curves:
         return any(curve.steps for curve in self.curves)
 
     def gaps(self, curve: Curve) -> tuple[list[int], list[float]]:
-        """The steps that fp32 was measured at too, and the loss's distance from fp32's with the same seed, relative to
-        it."""
+        """The steps at which fp32 was measured too, and the loss's relative distance from fp32's with the same seed."""
         base = self.fp32.get(curve.seed, {})
         both = [(s, loss) for s, loss in zip(curve.steps, curve.losses, strict=True) if base.get(s)]
         return [s for s, _ in both], [(loss - base[s]) / abs(base[s]) for s, loss in both]
 
 
 def loss_curves(results: Results) -> Curves:
-    """The data of the plot."""
+    """The plot's data."""
     firsts = {recipe: results.first_seed(recipe) for recipe in results.runs}
     curves = [curve for recipe, found in firsts.items() if found and (curve := _curve(recipe, *found))]
     fp32 = {seed: _points(rows) for seed, rows in results.runs.get(BASELINE, {}).items()}
@@ -122,7 +121,7 @@ def _loss_finding(data: Curves, results: Results) -> str:
 
 
 def draw_loss(data: Curves, results: Results, title: str) -> Figure:
-    """The loss above; where fp32 took part beside others, the distance from its mean below."""
+    """Draw the losses; below them the distance from fp32's mean, if fp32 and others took part."""
     look, loss_unit = looks(results.runs), results.facts.loss_unit
     others = any(data.gaps(c)[0] for c in data.curves if c.recipe != BASELINE)
     figure = new_figure(6.0 if others else 3.8, title)
@@ -164,7 +163,7 @@ def _loss_panel(axes: Axes, data: Curves, look: Mapping[str, Look], loss_unit: s
 
 
 def _ceiling(data: Curves) -> float | None:
-    """Where to cut the loss axis, so that a run that explodes does not flatten the others."""
+    """The upper limit of the loss axis, so that a run that explodes does not flatten the others."""
     sound = [loss for c in data.curves if c.end is None or c.recipe == BASELINE for loss in c.losses]
     sound += [c.losses[0] for c in data.curves if c.losses]
     highest = max([loss for c in data.curves for loss in (*c.losses, c.end[1] if c.end else 0.0)], default=0.0)
@@ -172,7 +171,7 @@ def _ceiling(data: Curves) -> float | None:
 
 
 def _legend(figure: Figure, data: Curves, look: Mapping[str, Look]) -> None:
-    """Below the plot, so that it covers no curve: the band and the runs that diverged."""
+    """Draw a legend below the plot, where it covers no curve: the band and the runs that diverged."""
     handles: list[Line2D | Patch] = []
     if data.bands:
         handles.append(Patch(color=BAND, label="fp32's band over its seeds"))
@@ -232,18 +231,18 @@ loss_picture = Plot(
 
 
 Courses = Mapping[str, Sequence[Mapping[int, float]]]
-"""By recipe, the metric by step of each of its runs, those that diverged to where they did."""
+"""The metric by step of each run of each recipe, up to its divergence if it diverged."""
 
 
 def courses(results: Results) -> Courses:
-    """The data of the plot of the metric; recipes that have none are left out."""
+    """The data of the metric's plot; recipes without a metric are left out."""
     every = {recipe: [_points(rows, "metric") for rows in runs.values()] for recipe, runs in results.runs.items()}
     found = {recipe: [points for points in runs if points] for recipe, runs in every.items()}
     return {recipe: runs for recipe, runs in found.items() if runs}
 
 
 def metric_picture(results: Results) -> Picture:
-    """The plot with its words."""
+    """The metric's plot with its text."""
     metric = results.facts.metric
     if metric is None:
         why = "Not drawn: this task has no metric beside the loss, or the folder is older than metrics."
@@ -276,7 +275,7 @@ def _metric_finding(data: Courses, metric: Metric, diverged: Sequence[str]) -> s
 
 
 def draw_metric(data: Courses, look: Mapping[str, Look], metric: Metric, title: str) -> Figure:
-    """A line a recipe: its first seed; fp32's other seeds faint."""
+    """Draw one line per recipe: its first seed; fp32's other seeds faintly."""
     figure, axes = new_axes(3.8, title, "y")
     axes.margins(x=0.02)
     axes.set(xlabel="step", ylabel=metric.name)

@@ -1,4 +1,4 @@
-"""Plots 6 and 7: how the loss scale moved; where gradients lie, and what float16 makes of them with and without one."""
+"""Plots 6 and 7: the loss scale over the steps; the exponents of gradients, and their underflow in float16."""
 
 import math
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class History:
 
 
 def histories(results: Results) -> list[History]:
-    """The data of the plot: the first seed of each recipe whose scale was ever other than 1, or that skipped."""
+    """The plot's data: the first seed of each recipe whose scale was ever not 1, or that skipped a step."""
     found = []
     for recipe in results.runs:
         if (first := results.first_seed(recipe)) is None:
@@ -74,7 +74,7 @@ def _scale_finding(data: list[History], results: Results) -> str:
 
 
 def draw_scale(data: list[History], results: Results, title: str) -> Figure:
-    """A staircase a recipe, a cross at each skipped step."""
+    """Draw a staircase per recipe, and a cross at each skipped step."""
     figure, axes = new_axes(3.1, title, "y")
     look = looks(results.runs)
     for h in data:
@@ -124,9 +124,10 @@ KINDS = {"activation_gradients": "activation gradients", "gradients": "weight gr
 
 @dataclass(frozen=True)
 class Cast:
-    """Values multiplied by a power of two: the share in each bin [2^e, 2^(e+1)), and of what a format makes of them.
+    """Values multiplied by a power of two: the share in each bin [2^e, 2^(e+1)), and the shares that a format zeroes or
+    overflows.
 
-    Shares are of the non-zero values, with the loss scale taken out.
+    Shares are of the non-zero values, with the loss scale divided out.
     """
 
     shares: Mapping[int, float]
@@ -137,7 +138,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Exponents:
-    """The gradients of one step of one run, by kind, and the loss scale to look at them with, as log2."""
+    """The gradients of one step of one run, by kind, and the loss scale to show them with, as log2."""
 
     recipe: str
     seed: int
@@ -148,7 +149,7 @@ class Exponents:
 
 
 def cast_to(values: ExponentHistogram, format: Float, shift: int) -> Cast:
-    """What `format` makes of the values times 2^shift."""
+    """The values times 2^shift after a cast to `format`."""
     total, scale = sum(values.counts.values()), 2.0**shift
     return Cast(
         {e + shift: n / total for e, n in sorted(values.counts.items())},
@@ -159,7 +160,7 @@ def cast_to(values: ExponentHistogram, format: Float, shift: int) -> Cast:
 
 
 def gradient_exponents(results: Results) -> Exponents | None:
-    """The data of the plot: fp32's last statistics, else those of the first recipe that has any."""
+    """The plot's data: fp32's last statistics, else those of the first recipe that has any."""
     for recipe in sorted(results.runs, key=lambda r: r != BASELINE):
         for seed, rows in sorted(results.runs[recipe].items()):
             for row in reversed(rows):
@@ -218,7 +219,7 @@ def _zeros(kind: str, values: ExponentHistogram) -> str:
 
 
 def draw_exponents(data: Exponents, results: Results, title: str) -> Figure:
-    """Two panels over one axis: the values as they are, and multiplied by the loss scale."""
+    """Draw two panels over one axis: the unscaled values, and the values times the loss scale."""
     fp16 = formats.get("fp16", Float)
     figure = new_figure(5.6, title)
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
@@ -263,7 +264,7 @@ _RED = "#a8281c"
 
 
 def _regions(axes: Axes, by_kind: Mapping[str, Cast], edges: tuple[int, int, int, int, int]) -> None:
-    """Shade what fp16 makes zero or subnormal (or infinite), and say above the bars how much that is."""
+    """Shade where fp16 makes values zero, subnormal or infinite, and write the shares above the bars."""
     low, zero, normal, beyond, high = edges
     axes.axvspan(low, zero, color=_ZERO, linewidth=0, zorder=0)
     axes.axvspan(zero, normal, color=_SUBNORMAL, linewidth=0, zorder=0)

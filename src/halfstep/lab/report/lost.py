@@ -1,4 +1,4 @@
-"""Plots 8 and 9: what each format would turn into nothing, and how much of each recipe's updates arrives."""
+"""Plots 8 and 9: the shares that casts to each format would zero, and how much of each recipe's updates arrives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ WHAT = {
 
 @dataclass(frozen=True)
 class Lost:
-    """Shares by what is lost and format, one for each step with statistics.
+    """Shares lost, by kind of value and format, one for each step with statistics.
 
-    Updates are missing where 16-bit weights take them themselves: what they would have been is not seen.
+    Updates are missing if 16-bit weights are updated directly: their unrounded updates are not known.
     """
 
     recipe: str
@@ -41,18 +41,18 @@ class Lost:
     shares: Mapping[str, Mapping[str, Sequence[float]]]
 
     def median(self, what: str, format: str) -> float:
-        """The share at the middle one of the steps: the last says little, its updates are as small as its rate."""
+        """The share at the middle one of the steps. (The last step's updates are as small as its learning rate.)"""
         return median(self.shares[what][format])
 
     def formats(self, what: str) -> list[str]:
-        """The formats of one table, most bits first."""
+        """The formats of one table, widest first."""
         return sorted(
             self.shares[what], key=lambda n: (-formats.get(n).bits, -formats.get(n, formats.Float).mantissa_bits)
         )
 
 
 def shares_lost(results: Results) -> Lost | None:
-    """The data of the plot: fp32's first run, else the first run with statistics, if need be one without updates."""
+    """The plot's data: fp32's first run, else the first run with statistics, if necessary one without updates."""
     found = [
         (not looks[-1]["lost"], recipe != BASELINE, seed, recipe, looks)
         for recipe, runs in results.runs.items()
@@ -98,7 +98,8 @@ def _steps(data: Lost) -> str:
 
 
 def draw_zeroed(data: Lost, results: Results, title: str) -> Figure:
-    """Bars at the median over the steps, whiskers over all of them; a group for weights, gradients and updates."""
+    """Draw bars at the median over the steps, whiskers over all of them; a group each for weights, gradients and
+    updates."""
     heights = [len(names) for names in data.shares.values()]
     figure = new_figure(1.5 + 0.27 * sum(height + 1 for height in heights), title)
     groups = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -136,21 +137,21 @@ zeroed_picture = Plot(
 
 @dataclass(frozen=True)
 class Descent:
-    """One recipe's first seed: descent quality and share of lost updates at the steps looked at."""
+    """One recipe's first seed: descent quality and share of lost updates at the recorded steps."""
 
     recipe: str
     steps: tuple[int, ...]
     quality: Sequence[float]
     lost: Sequence[float]
     worst_layer: str
-    """The parameter whose updates arrive least at the middle one of the steps."""
+    """The parameter with the lowest descent quality at the middle one of the steps."""
     medians: Sequence[float]
-    """Of each seed, the quality at the middle one of its steps: the last says little, its updates are as small as the
-    learning rate."""
+    """For each seed, the quality at the middle one of its steps. (The last step's updates are as small as its learning
+    rate.)"""
 
 
 def descents(results: Results) -> list[Descent]:
-    """The data of the plot, a recipe at a time; a step in which nothing was wanted (skipped ones) is left out."""
+    """The plot's data, one recipe after another; steps without an update (skipped ones) are left out."""
     found = []
     for recipe, runs in results.runs.items():
         looks = [
@@ -198,7 +199,7 @@ def _descent_finding(data: list[Descent], results: Results) -> str:
 
 
 def draw_descent(data: Sequence[Descent], results: Results, title: str) -> Figure:
-    """Quality above, the share of lost updates below, over steps."""
+    """Draw quality above, and the share of lost updates below, over the steps."""
     figure = new_figure(4.6, title)
     above, below = figure.subplots(2, 1, sharex=True)
     for d in data:

@@ -1,4 +1,5 @@
-"""What a run folder holds, read once and judged; how every plot of it looks: size, type, one colour a recipe, words."""
+"""The contents of a run folder, read once and judged; and the common look of every plot: size, fonts, colours,
+texts."""
 
 import io
 import textwrap
@@ -43,17 +44,17 @@ class Results:
 
     @property
     def name(self) -> str:
-        """The experiment's name: its folder's."""
+        """The experiment's name, which is its folder's."""
         return self.folder.path.resolve().name
 
     @property
     def baseline(self) -> RecipeVerdict | None:
-        """The verdict on fp32, None where it takes no part."""
+        """The verdict on fp32, None if it does not take part."""
         return next((v for v in self.verdicts if v.recipe == BASELINE), None)
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The peak learning rate by recipe; empty where all have the same."""
+        """The peak learning rate by recipe; empty if all have the same."""
         own, usual = self.experiment.recipe_lr, self.experiment.lr
         return {v.recipe: own.get(v.recipe, usual) for v in self.verdicts} if own else {}
 
@@ -72,7 +73,7 @@ class Results:
         return verdict.ms_per_step / base if base and verdict.ms_per_step is not None else None
 
     def headline(self) -> str:
-        """What came out, in one or two sentences."""
+        """The result in one or two sentences."""
         others = [v for v in self.verdicts if v.recipe != BASELINE]
         if self.baseline is None:
             return "fp32 took no part, so the recipes are shown as they are, without a verdict against it."
@@ -153,10 +154,10 @@ SETTINGS: dict[Any, Any] = {
     "grid.color": "#e6e9ec",
     "grid.linewidth": 0.8,
 }
-"""For `matplotlib.rc_context`, so that a user's own settings change no report."""
+"""Settings for `matplotlib.rc_context`, so that a user's own settings do not change a report."""
 
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:+g}".replace("-", "−") if value else "0")
-"""For an axis of relative differences whose label says percent."""
+"""Tick labels of an axis of relative differences whose label says percent."""
 
 _WIDTH, _DPI = 6.4, 200  # inches; twice the 100 dpi of a plain screen
 # Okabe and Ito 2008 without its yellow, then three of Paul Tol's muted set: told apart by every kind of colour vision.
@@ -167,7 +168,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Look:
-    """How a recipe is drawn, in every plot alike."""
+    """How a recipe is drawn in every plot."""
 
     colour: str
     marker: str
@@ -176,7 +177,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot with the words that go with it; without a figure, `finding` says why there is none."""
+    """A plot with its text; without a figure, `finding` says why there is none."""
 
     name: str
     heading: str
@@ -188,13 +189,13 @@ class Picture:
 
 @dataclass(frozen=True)
 class Plot:
-    """What is drawn of a run folder: called with its results, a picture, or the words why there is none."""
+    """A kind of plot: called with a run folder's results, returns a picture, or the reason why there is none."""
 
     name: str
     heading: str
     look_for: str
     missing: str
-    """What is said where there are no data."""
+    """The text if there are no data."""
     data: Callable[[Results], Any]
     title: Callable[[Any, Results], str]
     finding: Callable[[Any, Results], str]
@@ -209,7 +210,7 @@ class Plot:
 
 
 def looks(recipes: Iterable[str]) -> dict[str, Look]:
-    """A look for each recipe: fp32 black, the others by their place; dashed where the colours begin again."""
+    """A look for each recipe: fp32 black, the others by their index; dashed when the colours repeat."""
     others = [recipe for recipe in recipes if recipe != BASELINE]
     places = [divmod(i, len(_PALETTE)) for i in range(len(others))]
     given = [Look(_PALETTE[place], _MARKERS[place], "--" if lap % 2 else "-") for lap, place in places]
@@ -224,7 +225,7 @@ def new_figure(height: float, title: str) -> Figure:
 
 
 def new_axes(height: float, title: str, grid: Literal["x", "y"] | None = None) -> tuple[Figure, Axes]:
-    """A `new_figure`, and its only panel, with lines along an axis."""
+    """A `new_figure` and its only panel, with grid lines along an axis."""
     figure = new_figure(height, title)
     axes = figure.subplots()
     if grid is not None:
@@ -233,13 +234,13 @@ def new_axes(height: float, title: str, grid: Literal["x", "y"] | None = None) -
 
 
 def whisker(axes: Axes, row: int, low: float, high: float, halo: float) -> None:
-    """A range across the bar of a row, `halo` points of white around it."""
+    """Draw a range over the bar of a row, with `halo` points of white around it."""
     for colour, linewidth, zorder in (("white", halo, 3), (INK, 1.6, 4)):
         axes.plot([low, high], [row, row], color=colour, linewidth=linewidth, zorder=zorder)
 
 
 def name_rows(axes: Axes, names: Sequence[str], room: float, **type: Any) -> None:
-    """Name the rows of a plot, the first on top, with some room above and below them."""
+    """Name the rows of a plot, the first on top, with `room` above and below them."""
     axes.set_yticks(range(len(names)), names, **type)
     axes.set_ylim(len(names) - 1 + room, -room)
     axes.tick_params(axis="y", length=0)
@@ -257,16 +258,15 @@ def png(figure: Figure) -> bytes:
 
 
 def plain(text: str, limit: int = 30) -> str:
-    """A string from a file as a figure can show it: short, without control characters or glyphs the font lacks."""
+    """A string from a file made safe for a figure: short, without control characters or glyphs the font lacks."""
     shown = "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in text)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def share(value: float) -> str:
-    """A share in percent, never rounded to none or all.
+    """A share in percent; a share that is not 0 or 1 is never shown as none or all.
 
-    >>> share(0.0004), share(0.1234), share(0.0)
-    ('<0.1%', '12.3%', '0%')
+    >>> share(0.0004), share(0.1234), share(0.0) ('<0.1%', '12.3%', '0%')
     """
     if value in (0.0, 1.0):
         return f"{value:.0%}"
@@ -286,37 +286,34 @@ def signed(value: float) -> str:
 
 
 def unit(name: str) -> str:
-    """A unit after a number.
+    """A unit as it follows a number.
 
-    >>> unit("nats"), unit("")
-    (' nats', '')
+    >>> unit("nats"), unit("") (' nats', '')
     """
     return f" {name}" if name else ""
 
 
 def times(ratio: float) -> str:
-    """A ratio in three digits or so.
+    """A ratio with about three digits.
 
-    >>> times(0.4768), times(17.2)
-    ('0.48', '17')
+    >>> times(0.4768), times(17.2) ('0.48', '17')
     """
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 def power(exponent: int) -> str:
-    """A power of two in one word.
+    """A power of two with a superscript exponent.
 
-    >>> power(-25)
-    '2⁻²⁵'
+    >>> power(-25) '2⁻²⁵'
     """
     return "2" + str(exponent).translate(_SUPERSCRIPT)
 
 
 def percent_ticks(low: float, high: float, linear: float, most: int = 5) -> list[float]:
-    """Ticks at 1, 2 and 5 times powers of ten, for an axis in shares that is logarithmic beyond ±`linear`.
+    """Ticks at 1, 2 and 5 times powers of ten, for an axis of shares that is logarithmic beyond ±`linear`.
 
     Args:
-        most: ticks above zero.
+        most: the largest number of ticks above zero.
     """
     steps = [m * 10.0**e for e in range(-3, 3) for m in (1, 2, 5)]
     sizes = [s for s in steps if s >= 0.99 * linear]
@@ -326,10 +323,9 @@ def percent_ticks(low: float, high: float, linear: float, most: int = 5) -> list
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Places in [0, 1] moved apart to at least `gap`, in the same order, as near to where they were as one pass allows.
+    """Positions in [0, 1] moved apart to at least `gap`, in the same order, as little as one pass can.
 
-    >>> spread([0.5, 0.5], 0.25)
-    [0.375, 0.625]
+    >>> spread([0.5, 0.5], 0.25) [0.375, 0.625]
     """
     gap = min(gap, 1 / max(1, len(places) - 1))
     order = sorted(range(len(places)), key=lambda i: places[i])

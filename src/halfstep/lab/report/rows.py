@@ -1,4 +1,4 @@
-"""Plots 3 to 5, a row a recipe: its final gap to fp32, the time of its step, and the bytes of a parameter."""
+"""Plots 3 to 5, one row per recipe: its final gap to fp32, the time of its step, and the bytes of a parameter."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ from halfstep.lab.verdict import DEGRADES, DIVERGED, UNDECIDED, RecipeVerdict, t
 
 @dataclass(frozen=True)
 class Gap:
-    """One recipe: its mean difference from fp32 with the same seeds, the interval, and what stands in for both."""
+    """One recipe: its mean difference from fp32 with the same seeds, the interval, and a text that replaces both."""
 
     recipe: str
     gap: float | None
@@ -53,7 +53,7 @@ class Gaps:
 
 
 def final_gaps(results: Results) -> Gaps:
-    """The data of the plot."""
+    """The plot's data."""
     judged = (v for v in results.verdicts if v.recipe != BASELINE)
     return Gaps(tuple(Gap(v.recipe, v.paired_gap, v.interval, _note(v)) for v in judged), results.experiment.margin)
 
@@ -65,7 +65,7 @@ def _note(verdict: RecipeVerdict) -> str | None:
 
 
 def gap_picture(results: Results) -> Picture:
-    """The plot with its words."""
+    """The plot with its text."""
     heading = "Final gap to fp32"
     look_for = (
         "Every dot is the mean difference from fp32 with the same first weights and batches, its bar the 95% interval. "
@@ -101,7 +101,7 @@ def _gap_finding(data: Gaps) -> str:
 
 
 def draw_gaps(data: Gaps, look: Mapping[str, Look], title: str) -> Figure:
-    """A row a recipe: a dot at its gap with a bar over its interval, words where it has neither."""
+    """Draw one row per recipe: a dot at its gap with a bar over its interval, or words if it has neither."""
     figure, axes = new_axes(1.7 + 0.36 * len(data.gaps), title, "x")
     axes.axvline(0, color="black", linewidth=1.2)
     axes.axvspan(-data.margin, data.margin, color=BAND, linewidth=0, zorder=0)
@@ -144,7 +144,8 @@ def draw_gaps(data: Gaps, look: Mapping[str, Look], title: str) -> Figure:
 
 @dataclass(frozen=True)
 class Speed:
-    """One recipe's milliseconds a step: the median, the range that holds the middle 80%, and the median over fp32's."""
+    """One recipe's milliseconds per step: the median, the range of the middle 80%, and the median relative to
+    fp32's."""
 
     recipe: str
     median: float
@@ -155,7 +156,7 @@ class Speed:
 
     @property
     def certain(self) -> bool:
-        """Whether there are enough steps to speak of."""
+        """Whether there are enough steps for a statement."""
         return self.steps >= _ENOUGH
 
 
@@ -163,7 +164,7 @@ _ENOUGH = 10
 
 
 def speeds(results: Results) -> list[Speed]:
-    """The data of the plot; a run's first step, which warms up, counts only where there is no other."""
+    """The plot's data; a run's first step, which warms up, counts only if it is the only one."""
     found = []
     for verdict in results.verdicts:
         if verdict.ms_per_step is None:
@@ -205,7 +206,7 @@ def _ms(value: float) -> str:
 
 
 def draw_speed(data: list[Speed], results: Results, title: str) -> Figure:
-    """A bar a recipe; milliseconds below, multiples of fp32's above."""
+    """Draw one bar per recipe; milliseconds below, multiples of fp32's above."""
     figure, axes = new_axes(1.5 + 0.36 * len(data), title)
     look = looks(results.runs)
     for row, s in enumerate(data):
@@ -235,7 +236,7 @@ def draw_speed(data: list[Speed], results: Results, title: str) -> Figure:
 
 
 def _ratio(base: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Milliseconds to multiples of `base`, and back."""
+    """Functions from milliseconds to multiples of `base`, and back."""
     return (lambda ms: ms / base), (lambda ratio: ratio * base)
 
 
@@ -253,18 +254,18 @@ speed_picture = Plot(
 
 
 PERSISTENT = {"weights": "weights", "grads": "gradients", "master": "master copy", "states": "optimizer states"}
-"""The roles whose bytes last from step to step, as `metrics.jsonl` names them and as a reader does."""
+"""The roles whose bytes persist from step to step: their names in `metrics.jsonl`, and for readers."""
 
 _COLOURS = {"weights": "weights", "grads": "gradients", "master": "master", "states": "states"}
 
 
 def total_bytes(by_role: Mapping[str, float]) -> float:
-    """The lasting bytes a parameter of a `memory` row."""
+    """The persistent bytes per parameter of a `memory` row."""
     return sum(by_role.get(role, 0.0) for role in PERSISTENT)
 
 
 def bytes_by_role(results: Results) -> dict[str, dict[str, float]]:
-    """The data of the plot: by recipe, what `memory` rows say, the copies that live in a pass only among them."""
+    """The plot's data: the bytes by role of each recipe's `memory` row, including copies that live only in a pass."""
     every = {v.recipe: v.bytes_per_parameter for v in results.verdicts}
     return {recipe: sizes for recipe, sizes in every.items() if sizes is not None}
 
@@ -293,7 +294,7 @@ def _size(value: float) -> str:
 
 
 def draw_memory(data: Mapping[str, Mapping[str, float]], results: Results, title: str) -> Figure:
-    """A stack a recipe, with its numbers; transient copies to the right of it."""
+    """Draw one stack per recipe with its values, and transient copies to its right."""
     figure, axes = new_axes(1.75 + 0.36 * len(data), title)
     widest = max(map(total_bytes, data.values()))
     apart = 0.105 * widest  # room for the total between the stack and the hatched bar

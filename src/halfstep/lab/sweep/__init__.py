@@ -1,1 +1,1 @@
-"""Sweeps: an experiment at every point of a grid, in one folder; how the runs are placed, and what they show."""
+"""Sweeps: an experiment at every point of a grid, in one folder; where its runs are executed, and its report."""

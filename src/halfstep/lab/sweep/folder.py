@@ -1,9 +1,9 @@
-"""What a sweep is, an experiment and the values that some of its fields take; its folder. This file imports no torch.
+"""A sweep: an experiment and the values of some of its fields; and its folder. Imports no torch.
 
-sweep.json             the Sweep, with the recipes as they were asked for
-POINT/                 what `halfstep compare` writes: experiment.json, RECIPE/seed-N/ ...
-POINT/RECIPE/seed-N/cell.json   how the cell ended: status, reason, seconds
-summary.json, rates.png         the report
+    sweep.json                      the Sweep, with the recipes as they were asked for
+    POINT/                          what `halfstep compare` writes: experiment.json, RECIPE/seed-N/ ...
+    POINT/RECIPE/seed-N/cell.json   how the cell ended: status, reason, seconds
+    summary.json, rates.png         the report
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from halfstep.lab.experiment import Experiment, Row, RunFolder, read_json, read_
 
 
 Cell = tuple[str, str, int]
-"""A run of a sweep: the point's name, the recipe, the seed."""
+"""A run of a sweep: (point's name, recipe, seed)."""
 
 _FIXED = ("recipes", "task", "seeds", "baseline_seeds", "margin", "recipe_lr", "betas", "checkpoints")
-"""Fields of an experiment that are the same at every point."""
+"""Fields of an experiment that cannot be axes."""
 AXES = tuple(field.name for field in fields(Experiment) if field.name not in _FIXED)
 _KINDS = {"str": str, "str | None": str, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """An experiment at every point of a grid, or at some of them; each is what `halfstep compare` trains.
+    """An experiment at every point of a grid, or at a sample of them; each is what `halfstep compare` trains.
 
     Raises:
-        RunError: a field that is not an axis, without values, or with a value twice; a sample larger than the grid.
+        RunError: a field that cannot be an axis, has no values, or a value twice; a sample larger than the grid.
     """
 
     experiment: Experiment
-    """What all points share; its fields that are axes count nowhere."""
+    """The fields that all points share; the values of fields that are axes are ignored."""
     grid: Mapping[str, tuple[Any, ...]]
-    """By field of the experiment, the values that it takes: `{"lr": (1e-3, 3e-3), "model": ("gpt-tiny",)}`."""
+    """The values of each axis, by field of the experiment: `{"lr": (1e-3, 3e-3), "model": ("gpt-tiny",)}`."""
     sample: int | None = None
-    """How many points are taken, by chance but always the same; None is all."""
+    """The number of points, chosen by a fixed random seed; None is all."""
     threads: int = 1
-    """Threads of a run: its numbers depend on them, and not on how many runs there are at once."""
+    """Threads of a run. A run's results depend on them, but not on how many runs are executed at once."""
 
     def __post_init__(self) -> None:
         for name, values in self.grid.items():
@@ -67,7 +67,7 @@ class Sweep:
             raise RunError(f"two points of the grid would have the same folder, among {few}")
 
     def points(self) -> dict[str, Experiment]:
-        """The experiments by the names of their folders, in the order of the grid; `all` where there are no axes."""
+        """The experiments by folder name, in the order of the grid; `all` if there are no axes."""
         combinations = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
         if self.sample is not None:
             places = sorted(random.Random(0).sample(range(len(combinations)), self.sample))
@@ -75,11 +75,11 @@ class Sweep:
         return {_folder(values): replace(self.experiment, **values) for values in combinations}
 
     def cells(self) -> list[Cell]:
-        """Every run, first seeds first, so that a first picture is there early."""
+        """Every run, all of the first seed first, so that a first report is available early."""
         return [(point, recipe, seed) for recipe, seed in self.experiment.runs() for point in self.points()]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The sweep as JSON data."""
         return {
             "experiment": self.experiment.to_dict(),
             "grid": {name: list(values) for name, values in self.grid.items()},
@@ -89,10 +89,10 @@ class Sweep:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Sweep:
-        """What `to_dict` wrote.
+        """The sweep written by `to_dict`.
 
         Raises:
-            RunError: it is not that.
+            RunError: the data is not a sweep's.
         """
         try:
             grid = {name: tuple(values) for name, values in data["grid"].items()}
@@ -101,7 +101,7 @@ class Sweep:
             raise RunError(f"this is no sweep that halfstep wrote ({type(error).__name__}: {error})") from error
 
     def check_extends(self, recorded: Sweep) -> None:
-        """Refuse another sweep than the one recorded; more seeds, and more values of an axis, are the same one.
+        """Refuse a sweep that differs from the recorded one, except by more seeds or more values of an axis.
 
         Raises:
             RunError: naming the first difference.
@@ -122,13 +122,12 @@ class Sweep:
 
 
 def read_grid(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
-    """`lr=1e-3,3e-3` and the like as values by field, of the field's type.
+    """Values by field, of the field's type, from texts such as `lr=1e-3,3e-3`.
 
-    >>> read_grid(["lr=1e-3,3e-3", "model=gpt-tiny"])
-    {'lr': (0.001, 0.003), 'model': ('gpt-tiny',)}
+    >>> read_grid(["lr=1e-3,3e-3", "model=gpt-tiny"]) {'lr': (0.001, 0.003), 'model': ('gpt-tiny',)}
 
     Raises:
-        RunError: a field twice or unknown, or a value that it cannot take.
+        RunError: a field occurs twice, is unknown, or cannot take a value.
     """
     kinds = {field.name: _KINDS.get(str(field.type), str) for field in fields(Experiment)}
     grid: dict[str, tuple[Any, ...]] = {}
@@ -158,13 +157,13 @@ WAITING, BEGUN, FINISHED, DIVERGED, FAILED = "waiting", "begun", "finished", "di
 
 @dataclass(frozen=True)
 class CellState:
-    """Where a cell stands: one of the words above, the last step written down, and why it failed."""
+    """The state of a cell: one of the words above, the last recorded step, and why it failed."""
 
     status: str
     step: int = 0
     reason: str | None = None
     seconds: float | None = None
-    """Of the time a process spent on it, in its last attempt."""
+    """The time that a process spent on it in its last attempt."""
 
     @property
     def ended(self) -> bool:
@@ -184,7 +183,7 @@ class SweepFolder:
         return self.path / "sweep.json"
 
     def sweep(self) -> Sweep:
-        """The sweep written down.
+        """The sweep saved in the folder.
 
         Raises:
             RunError: there is none, or the file was edited.
@@ -198,10 +197,10 @@ class SweepFolder:
             raise RunError(f"{self.file}: {error}") from error
 
     def write(self, sweep: Sweep) -> None:
-        """Write the sweep down, whole or not at all.
+        """Save the sweep atomically.
 
         Raises:
-            RunError: the folder cannot be written, or holds something else.
+            RunError: the folder cannot be written, or contains something else.
         """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -223,7 +222,7 @@ class SweepFolder:
         return read_metrics(self.run(cell) / "metrics.jsonl")
 
     def state(self, cell: Cell) -> CellState:
-        """Where a cell stands."""
+        """The state of a cell."""
         file = self.run(cell) / "cell.json"
         said: dict[str, Any] = read_json(file) if file.is_file() else {}
         if said.get("status") == FAILED:
@@ -235,21 +234,22 @@ class SweepFolder:
         return CellState(status, rows[-1]["step"], None, said.get("seconds"))
 
     def ended(self, cell: Cell, status: str, seconds: float | None, reason: str | None = None) -> None:
-        """Write down how a cell ended."""
+        """Save how a cell ended."""
         rows = self.rows(cell)
         self.run(cell).mkdir(parents=True, exist_ok=True)
         content = {"status": status, "step": rows[-1]["step"] if rows else 0, "seconds": seconds, "reason": reason}
         write_json(self.run(cell) / "cell.json", content)
 
     def forget_failures(self, sweep: Sweep) -> None:
-        """Let cells that failed be tried again."""
+        """Delete the results of failed cells, so that they are trained again."""
         for cell in sweep.cells():
             if self.state(cell).status == FAILED:
                 (self.run(cell) / "cell.json").unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """The folder to ourselves: a second sweep refuses. The kernel ends it with the process, however that ends.
+        """A context with an exclusive lock on the folder: a second sweep refuses. The kernel releases it with the
+        process.
 
         Raises:
             RunError: another process has it, or the folder cannot be written.
@@ -272,7 +272,7 @@ class SweepFolder:
                 yield
 
     def is_worked_on(self) -> bool:
-        """Whether a sweep is running on it, on this machine."""
+        """Whether a sweep on this machine holds the lock."""
         try:
             with (self.path / "lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -284,12 +284,12 @@ class SweepFolder:
 
 
 def counts(states: Iterable[Any]) -> dict[str, int]:
-    """How many cells stand where."""
+    """The number of cells in each state."""
     found = Counter(state.status for state in states)
     return {status: found[status] for status in (FINISHED, DIVERGED, FAILED, BEGUN, WAITING)}
 
 
 def seconds_left(states: list[CellState], at_once: int) -> float | None:
-    """The time that the cells left take as those that ended did; None before the first has."""
+    """The estimated time for the remaining cells, from the finished ones; None before the first has finished."""
     took = [state.seconds for state in states if state.ended and state.seconds is not None]
     return sum(took) / len(took) * sum(not state.ended for state in states) / at_once if took else None

@@ -1,6 +1,6 @@
-"""What comes before a run diverges or spikes: series that rise, tensors that left their own past. Imports no torch.
+"""Signs before a run diverges or spikes: series that rise, tensors that leave their usual range. Imports no torch.
 
-An alarm's threshold is set on runs that stay stable; a tensor is compared with its own steps before.
+An alarm's threshold is set on stable runs; a tensor is compared with its own earlier steps.
 """
 
 import math
@@ -24,35 +24,35 @@ FALSE_ALARMS = 0.05
 _THRESHOLDS = tuple(2 * 1.1**i for i in range(100))
 
 BEFORE = 5
-"""Steps before a spike in which a cause is looked for."""
+"""Steps before a spike in which a cause is searched for."""
 WINDOW, LEAST = 50, 20
-"""The steps that are a tensor's past, and how many it must have before anything counts."""
+"""The number of earlier steps a tensor is compared with, and how many it needs before it is judged."""
 TIMES = 4.0
-"""How far beyond the largest value of its past a tensor has moved."""
+"""A tensor has moved if it exceeds this many times the largest value of its earlier steps."""
 SATURATED = 0.01
-"""The saturated share below which none has moved."""
+"""A saturated share below this counts as not moved."""
 
 
 @dataclass(frozen=True)
 class Lead:
-    """What one series' alarms are worth. An alarm is its first spike (`lab.spikes`) with this threshold."""
+    """The value of one series' alarms. An alarm is the series' first spike (`lab.spikes`) with this threshold."""
 
     threshold: float
     false_alarms: dict[str, Any]
-    """The share of stable runs that raise one: of those that did not set the threshold."""
+    """The share of stable runs that raise an alarm, among those that did not set the threshold."""
     caught: dict[str, Any]
-    """The share of diverging runs that raise one before they diverge."""
+    """The share of diverging runs that raise an alarm before they diverge."""
     steps: tuple[int, ...]
-    """By diverging run, how many steps before; 0 where none is raised in time."""
+    """For each diverging run, how many steps before it the alarm was raised; 0 if none was raised in time."""
     ahead_of: Mapping[str, tuple[float, Interval]]
     """By other series, how many steps earlier this one raises its alarm: the mean over runs, and its 95% interval."""
 
 
 def runs_of(path: Path, names: Sequence[str]) -> tuple[list[dict[str, Series]], list[tuple[dict[str, Series], int]]]:
-    """The series of a sweep's stable runs, and of those that diverge with the place of their first diverged step.
+    """The series of a sweep's stable runs, and of its diverging runs with the index of their first diverged step.
 
     Raises:
-        RunError: the folder is no sweep, or its runs have no such series.
+        RunError: the folder is not a sweep, or its runs lack these series.
     """
     folder = SweepFolder(path)
     stable: list[dict[str, Series]] = []
@@ -68,10 +68,10 @@ def runs_of(path: Path, names: Sequence[str]) -> tuple[list[dict[str, Series]], 
 
 
 def series_of(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Series]:
-    """Some series of a run's steps by name, such as `loss`, `grad_norm` and `sharpness`.
+    """Series of a run's steps by name, such as `loss`, `grad_norm` and `sharpness`.
 
     Raises:
-        RunError: the run has no such series.
+        RunError: the run lacks one.
     """
     steps = [row for row in rows if row["kind"] == "step"]
     for name in names:
@@ -86,12 +86,12 @@ def leads(
     """How many steps ahead each series announces that a run diverges.
 
     Args:
-        stable: runs that do not diverge. The first of every two set the thresholds, at which 5% of them raise an
-            alarm; the others tell how many really do: the negative control.
-        lost: runs that diverge, each with the place of its first step that counts as diverged.
+        stable: runs that do not diverge. Every other one, from the first, sets the thresholds, at which 5% of these
+            raise an alarm; the others measure the rate of false alarms.
+        lost: runs that diverge, each with the index of its first step that counts as diverged.
 
     Raises:
-        RunError: fewer than 20 stable runs, of which half sets a threshold, or fewer than 3 that diverge.
+        RunError: fewer than 20 stable runs, or fewer than 3 that diverge.
     """
     if len(stable) < 20 or len(lost) < 3:
         raise RunError(
@@ -126,29 +126,30 @@ def _threshold(series: Sequence[Series]) -> float:
 
 
 def _ahead(series: Series, onset: int, threshold: float) -> int:
-    """Steps from the first alarm to the onset; 0 where there is none before it."""
+    """Steps from the first alarm to the onset; 0 if there is none before it."""
     return max((onset - spike.start for spike in spikes(series[:onset], threshold=threshold)), default=0)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor that left its past."""
+    """A tensor that left its usual range."""
 
     step: int
     tensor: str
-    """Such as `input of blocks.0.mlp.2`."""
+    """A name such as `input of blocks.0.mlp.2`."""
     measure: str
     """`amaxes`, `saturated` or `updates`."""
     times: float
-    """The value over the largest of its past."""
+    """The value over the largest of its earlier steps."""
 
 
 def moved(rows: Sequence[Row], start: int, before: int = BEFORE, times: float = TIMES) -> list[Moved]:
-    """The tensors that moved in the steps from `start` - `before` to `start`, the first first.
+    """The tensors that moved in the steps from `start` - `before` to `start`, earliest first.
 
     A tensor has moved in the first step in which its amax, its update or its saturated share is more than 4 times the
-    largest of the 50 steps before; a share of less than 1% has not. Within a step what is computed first comes first:
-    the passes in their order, then the updates. The update in the step of a spike came after its loss: it is left out.
+    largest of the 50 steps before; a share of less than 1% does not count. Within a step the order is that of
+    computation: the passes in their order, then the updates. The update of the spike's own step came after its loss and
+    is left out.
 
     Args:
         rows: a run's, with `tensors` at every step (`--grid tensors=STEPS`).
@@ -176,24 +177,24 @@ def moved(rows: Sequence[Row], start: int, before: int = BEFORE, times: float = 
 
 @dataclass(frozen=True)
 class Caused:
-    """A spike of a sweep's run, and what moved before it."""
+    """A spike of a sweep's run, and the tensors that moved before it."""
 
     point: str
     recipe: str
     seed: int
     step: int
     moved: tuple[Moved, ...]
-    """The first first; empty where no tensor did."""
+    """Earliest first; empty if no tensor moved."""
 
 
 def causes(path: Path) -> tuple[list[Caused], dict[str, dict[str, Any]]]:
-    """What moved before every spike of a sweep's runs; and by recipe, how often something moves where nothing spikes.
+    """The tensors that moved before every spike of a sweep's runs; and by recipe, how often one moves without a spike.
 
-    The latter is the share of windows of as many steps, one after another, that come no nearer to a spike and end
-    before a run diverges: what the causes found must exceed.
+    The latter is the share of windows of the same length, one after another, that keep that distance from a spike and
+    end before a run diverges: the rate that the causes must exceed.
 
     Raises:
-        RunError: the folder is no sweep, or its runs have no tensors.
+        RunError: the folder is not a sweep, or its runs recorded no tensors.
     """
     folder = SweepFolder(path)
     found: list[Caused] = []

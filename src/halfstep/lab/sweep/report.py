@@ -1,4 +1,4 @@
-"""What each cell of a sweep showed; summary.json, and a picture of the loss by learning rate. Imports no torch."""
+"""The result of each cell of a sweep; summary.json, and a picture of the loss by learning rate. Imports no torch."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from halfstep.lab.verdict import final
 
 
 LOST = 10
-"""Consecutive steps whose median training loss above the untrained model's makes a run a diverged one."""
+"""A run has diverged if the median training loss of this many consecutive steps exceeds the untrained model's."""
 
 LEARNED = 0.95
-"""What a training loss lies below, of the untrained model's, once something was learned."""
+"""Something was learned once the training loss is below this share of the untrained model's."""
 
 
 def rule() -> str:
-    """What diverged and spiked mean, in words."""
+    """The definitions of diverged and spiked, in words."""
     return (
         "A run has diverged where a loss ends in infinities or NaN, or where it lost all that it had learned: the "
         f"median training loss of {LOST} consecutive steps lies above the untrained model's validation loss. It has "
@@ -48,24 +48,24 @@ class Outcome:
     loss: float | None
     """The validation loss after the last step; None where the run did not finish, or ended without one."""
     spikes: tuple[int, ...]
-    """The steps at which they began, from 1."""
+    """The steps, from 1, at which spikes began."""
     ms_per_step: float | None
     bytes_per_parameter: float | None
     parameters: int | None
     tokens: int
-    """That it was trained on."""
+    """The tokens that it was trained on."""
     reason: str | None = None
     onset: int | None = None
-    """The first step that counts as diverged, or the one in which it ended so."""
+    """The first step that counts as diverged, or the step at which it ended as diverged."""
 
     @property
     def ended(self) -> bool:
-        """Whether it counts among runs that finished or diverged."""
+        """Whether it finished or diverged."""
         return self.status in (FINISHED, DIVERGED)
 
 
 def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
-    """What a cell's rows show."""
+    """A cell's result from its rows."""
     steps = [row for row in rows if row["kind"] == "step"]
     validations = [row["loss"] for row in rows if row["kind"] == "validation"]
     memory = next((row for row in rows if row["kind"] == "memory"), None)
@@ -89,7 +89,8 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
 
 
 def _lost(losses: Sequence[float | None], validations: Sequence[float | None]) -> int | None:
-    """Where a run lost what it had learned; its end, if the last validation loss is above the first, or none."""
+    """The step at which a run lost what it had learned; its last step, if the last validation loss is above the first;
+    or None."""
     if not validations or validations[0] is None:
         return len(losses) - 1 if validations and losses else None
     first = validations[0]
@@ -102,11 +103,11 @@ def _lost(losses: Sequence[float | None], validations: Sequence[float | None]) -
 
 
 BASELINES = ("fp32", "bf16-mixed")
-"""What other recipes are compared with, where it takes part."""
+"""The recipes that others are compared with, if they take part."""
 
 
 def write_report(path: Path) -> dict[str, Any]:
-    """Judge what the sweep in `path` has trained; write summary.json and rates.png into it, return the summary.
+    """Judge the finished cells of the sweep in `path`; write summary.json and rates.png into it, return the summary.
 
     Raises:
         RunError: there is no sweep, or a file was edited.
@@ -121,12 +122,12 @@ def write_report(path: Path) -> dict[str, Any]:
 
 
 def outcomes(folder: SweepFolder, sweep: Sweep) -> list[Outcome]:
-    """What every cell showed, in the sweep's order."""
+    """Every cell's result, in the sweep's order."""
     return [outcome(cell, folder.state(cell), folder.rows(cell)) for cell in sweep.cells()]
 
 
 def summarize(sweep: Sweep, found: Sequence[Outcome]) -> dict[str, Any]:
-    """The summary as JSON holds it: cells, curves by setting and recipe, best rates, tests of the shares."""
+    """The summary as JSON data: cells, curves by setting and recipe, best rates, tests of the shares."""
     settings: dict[str, dict[str, float]] = {}  # by what is not the learning rate, the points by their learning rate
     for name, experiment in sweep.points().items():
         rest = {axis: getattr(experiment, axis) for axis in sweep.grid if axis != "lr"}
@@ -154,7 +155,7 @@ def _setting(points: dict[str, float], recipes: Sequence[str], found: Sequence[O
 def _best(
     cells: dict[tuple[str, float], list[Outcome]], recipes: Sequence[str], rates: Sequence[float]
 ) -> dict[str, Any]:
-    """Each recipe's best rate over the seeds that all of them ended with, at every rate."""
+    """Each recipe's best rate, over the seeds that ended for all recipes and rates."""
     seeds = sorted(set.intersection(*({o.seed for o in outcomes if o.ended} for outcomes in cells.values())))
     if not seeds:
         return {}
@@ -194,7 +195,7 @@ def _at_rate(rate: float, cells: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _tests(what: str, recipes: Sequence[str], found: Sequence[Outcome]) -> dict[str, Any]:
-    """Each recipe's share beside each baseline's, over all points."""
+    """Tests of each recipe's share against each baseline's, over all points."""
     ended = {recipe: [o for o in found if o.recipe == recipe and o.ended] for recipe in recipes}
     hits = {
         recipe: (sum(o.status == DIVERGED if what == "diverged" else bool(o.spikes) for o in cells), len(cells))

@@ -1,6 +1,6 @@
-"""Train what is left of a sweep, and take the data of scaling laws from what was trained.
+"""Train the remaining cells of a sweep, and collect the data of scaling laws from trained ones.
 
-Everything is checked first; then the cells are handed to an executor.
+Everything is checked first; then the cells are passed to an executor.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from halfstep.recipe import Recipe, from_data, get_recipe, integer_weights
 # ---- executors -------------------------------------------------------------------------------------------------------
 
 Beat = Progress | Cell
-"""What comes back from a cell while it trains: a step, and in the end the cell itself."""
+"""What a training cell reports: a step, and at its end the cell itself."""
 
 
 class Executor(Protocol):
-    """Places cells on processes or machines that see the sweep's folder."""
+    """Runs cells on processes or machines that see the sweep's folder."""
 
     @property
     def at_once(self) -> int:
-        """How many cells it trains at once."""
+        """How many cells are trained at once."""
 
     def run(
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
-        """Call `train(*cell, watch)` for each cell, once, somewhere; `watch` need not be told of steps.
+        """Call `train(*cell, watch)` once for each cell, anywhere; calling `watch` for steps is optional.
 
-        A cell whose process ends by itself is tried again, and in the end given to `lost` with the reason.
+        A cell whose process ends unexpectedly is tried again, and finally passed to `lost` with the reason.
         """
 
 
 class Cells:
-    """Trains one cell after another in its process. It is sent to other processes, and opens what it needs there."""
+    """Trains one cell after another in its process. It is pickled to other processes, and opens what it needs there."""
 
     def __init__(self, path: Path, sweep: Sweep) -> None:
-        """A sweep in the folder `path`, its recipes as they were asked for, which may be files or modules."""
+        """A sweep in the folder `path`, with its recipes as they were asked for, which may be files or modules."""
         self.folder = SweepFolder(path.resolve())
         self.sweep = sweep
         self.asked = sweep.experiment.recipes
@@ -65,7 +65,7 @@ class Cells:
         return {**self.__dict__, "_open": {}, "_tasks": {}}
 
     def __call__(self, point: str, recipe: str, seed: int, watch: Callable[[Any], None]) -> None:
-        """Train a cell to its end. What its model or recipe raises is written down as the cell's result."""
+        """Train a cell to its end. An exception of its model or recipe is saved as the cell's result."""
         cell = point, recipe, seed
         torch.set_num_threads(self.sweep.threads)
         run, started = self.folder.run(cell), time.monotonic()
@@ -88,7 +88,7 @@ class Cells:
         return self.folder.state(cell).status, None
 
     def comparison(self, point: str) -> Comparison:
-        """The experiment of a point, opened, and made where it is not there yet.
+        """The experiment of a point, opened, or created if it does not exist.
 
         Raises:
             HalfstepError: as `open_experiment`.
@@ -103,7 +103,7 @@ class Cells:
 
 
 def quietly(cells: Cells, cell: Cell) -> None:
-    """Train a cell without saying anything of its steps."""
+    """Train a cell without reporting its steps."""
     cells(*cell, lambda said: None)
 
 
@@ -111,12 +111,12 @@ def quietly(cells: Cells, cell: Cell) -> None:
 
 
 def open_sweep(sweep: Sweep, path: Path, resume: bool) -> Cells:
-    """Check the sweep at every point, and make its folders; or, with `resume`, take up the one that is there.
+    """Check the sweep at every point, and create its folders; or, with `resume`, open the existing one.
 
     Raises:
-        RunError: the folder holds another sweep, or something else.
-        HalfstepError: a recipe, model, data or value of an axis that cannot be trained, with the point. Nothing is
-            left of a folder that was made for it.
+        RunError: the folder contains another sweep, or something else.
+        HalfstepError: a recipe, model, data or value of an axis cannot be trained; the message names the point. A
+            folder that was created for it is removed.
     """
     folder, made = SweepFolder(path), not resume
     if folder.file.exists() and made:
@@ -146,13 +146,13 @@ def open_sweep(sweep: Sweep, path: Path, resume: bool) -> Cells:
 
 
 def run_sweep(cells: Cells, executor: Executor, watch: Callable[[Beat], None], retry: bool = False) -> None:
-    """Train every cell that has not ended. What fails, or loses its process again and again, is a result.
+    """Train every unfinished cell. A cell that fails, or repeatedly loses its process, is a result.
 
     Args:
         retry: whether cells that failed before are tried again.
 
     Raises:
-        RunError: another sweep works on the folder; the executor is lost.
+        RunError: another sweep has the folder's lock; the executor is lost.
         OSError: the folder cannot be written.
     """
     folder = cells.folder
@@ -172,7 +172,7 @@ def run_sweep(cells: Cells, executor: Executor, watch: Callable[[Beat], None], r
 
 
 def finished(folder: SweepFolder) -> list[Outcome]:
-    """The cells that finished, each at the best learning rate of its group: the same model, steps, recipe and seed."""
+    """The finished cells, each at the best learning rate of its group (the same model, steps, recipe and seed)."""
     sweep = folder.sweep()
     points = sweep.points()
     best: dict[tuple[Any, ...], Outcome] = {}
@@ -186,10 +186,10 @@ def finished(folder: SweepFolder) -> list[Outcome]:
 
 
 def law_cells(paths: Sequence[Path]) -> list[LawCell]:
-    """The cells of sweeps that differ in sizes, tokens and widths, as a law is fitted to them.
+    """The data for fitting a law: cells of sweeps that differ in sizes, tokens and widths.
 
     Raises:
-        RunError: a folder is no sweep, or a recipe rounds more than its weights: no width of weights says what it does.
+        RunError: a folder is not a sweep, or a recipe rounds more than its weights, so that no width describes it.
     """
     return [
         LawCell(
@@ -204,7 +204,7 @@ def law_cells(paths: Sequence[Path]) -> list[LawCell]:
 
 
 def damages(paths: Sequence[Path]) -> list[Damage]:
-    """What `measure_damage` wrote beside the cells."""
+    """The damages that `measure_damage` saved next to the cells."""
     return [
         Damage(float(cell.parameters or 0), float(cell.tokens), float(bits), damage)
         for folder in map(SweepFolder, paths)
@@ -214,16 +214,16 @@ def damages(paths: Sequence[Path]) -> list[Damage]:
 
 
 def _damage(folder: SweepFolder, cell: Outcome) -> dict[str, float]:
-    """By width, what was measured of a cell."""
+    """The measured damage of a cell, by width."""
     file = folder.run((cell.point, cell.recipe, cell.seed)) / "rounded.json"
     return read_json(file)["damage"] if file.is_file() else {}
 
 
 def weight_bits(recipe: Recipe) -> float | None:
-    """The bits of the weights in the forward; None where they are whole, 16 bits included.
+    """The bits of the weights in the forward; None if they are not rounded, or have 16 bits.
 
     Raises:
-        RunError: it rounds activations or gradients as well.
+        RunError: the recipe rounds activations or gradients as well.
     """
     rounds = [rule.linear for rule in recipe.rules if rule.linear.rounds]
     if not rounds:
@@ -246,14 +246,15 @@ def recipe_of(folder: SweepFolder, cell: Outcome) -> Recipe:
 
 
 def measure_damage(path: Path, bits: Sequence[int], watch: Callable[[Cell], None] = lambda cell: None) -> int:
-    """Round the weights of every model that finished to each width, and write rounded.json beside its run; the count.
+    """Round the weights of every finished model to each width, save rounded.json next to its run, and return the count.
 
-    Each weight but the head's in `weights-intN`'s integers, to nearest, with no data: the damage is the validation loss
-    afterwards less that of the same model in float32. Widths that are there are not measured again.
+    All weights but the head's are rounded to the integers of `weights-intN`, to nearest, without calibration data. The
+    damage is the validation loss afterwards minus that of the same model in float32. Widths measured before are
+    skipped.
 
     Raises:
-        RunError: the folder is no sweep.
-        CheckpointError: a checkpoint is gone or damaged.
+        RunError: the folder is not a sweep.
+        CheckpointError: a checkpoint is missing or damaged.
     """
     folder = SweepFolder(path)
     cells, every = Cells(path, folder.sweep()), finished(folder)

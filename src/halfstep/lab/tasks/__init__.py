@@ -15,16 +15,16 @@ def get_task(name: str) -> TaskSpec:
     """The task of that name.
 
     Raises:
-        RunError: no task has that name; the nearest ones are shown.
+        RunError: no task has that name; the message suggests the nearest ones.
     """
     return _named()[one_of("task", name, _named(), RunError)]
 
 
 def experiment_for(task: str, **given: Any) -> Experiment:
-    """An experiment on a task: the fields given, then the task's own defaults, then those of `Experiment`.
+    """An experiment on a task: the given fields, then the task's own defaults, then those of `Experiment`.
 
     Raises:
-        RunError: no such task; a field that this task does not read; a value that means nothing.
+        RunError: no such task; a field that this task does not read; an invalid value.
     """
     spec = get_task(task)
     special = {option for other in _named().values() for option in other.options}

@@ -27,7 +27,7 @@ _SPELLED = [_row(name) for name in _NAMES]
 
 
 class Captioning(Spelling):
-    """The next letter of a digit's name: the mean cross-entropy in nats over the letters that are there.
+    """The next letter of a digit's name: the mean cross-entropy in nats over the letters without padding.
 
     A model takes images (batch, 1, 8, 8) float32 in [0, 1] and the letters so far (batch, time) int64, and returns
     logits (batch, time, letters).
@@ -43,15 +43,15 @@ class Captioning(Spelling):
         return {name: partial(Captioner, self.classes, 8, _LONGEST, *shape) for name, shape in _SIZES.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
-        """Images as the task vision draws them."""
+        """Images drawn as in the vision task."""
         return _named(self.digits.batch(seed, step))
 
     def held_out(self) -> list[Batch]:
-        """Every fifth image of the whole, as it is."""
+        """Every fifth image, unchanged."""
         return [_named(batch) for batch in self.digits.held_out()]
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
-        """Accuracy: the share of held-out images whose name is spelled right, greedily, letter by letter."""
+        """Accuracy: the share of held-out images whose name is spelled correctly, greedily, letter by letter."""
         text, names = self.spelled(model)
         return float(((text == names) | (names == PAD)).all(1).float().mean())
 
@@ -81,8 +81,8 @@ _PATCH = 2  # pixels a side
 class Captioner(nn.Module):
     """Images (batch, 1, side, side) and the text so far (batch, time) int64 -> logits (batch, time, vocabulary).
 
-    A patch is projected to the width of the decoder, as a token is embedded (LLaVA's way, Liu et al. 2023, arXiv
-    2304.08485, without an encoder of its own).
+    A patch is projected to the width of the decoder like a token's embedding (as in LLaVA, Liu et al. 2023, arXiv
+    2304.08485, but without a separate encoder).
     """
 
     def __init__(self, vocabulary: int, side: int, longest: int, layers: int, width: int, heads: int) -> None:
@@ -98,7 +98,7 @@ class Captioner(nn.Module):
             nn.init.normal_(table.weight, std=0.3)  # about what the patches' projection gives
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
-        """The logits of the next token at each place of the text."""
+        """The logits of the next token at each position of the text."""
         patches = nn.functional.unfold(images, _PATCH, stride=_PATCH).transpose(1, 2)
         x = torch.cat([self.project(patches), self.token(text)], 1)
         x = x + self.position(torch.arange(x.shape[1], device=x.device, dtype=torch.int64))

@@ -38,13 +38,13 @@ def anchors() -> Tensor:
 
 
 class Detection(Task):
-    """Find digits and say which: focal loss on classes and smooth L1 on boxes, both averaged over all outputs.
+    """Find and classify digits: focal loss on classes and smooth L1 on boxes, both averaged over all outputs.
 
-    A model takes images (batch, 1, 48, 48) float32 and returns class logits (batch, 1701, 10) and box offsets
-    (batch, 1701, 4), as of Ren et al. 2015: centre in anchor sizes, logarithm of the size.
+    A model takes images (batch, 1, 48, 48) float32 and returns class logits (batch, 1701, 10) and box offsets (batch,
+    1701, 4), as in Ren et al. 2015: centre in anchor sizes, logarithm of the size.
 
-    The mean over all anchors (`reduction="mean"`, of torchvision's sigmoid_focal_loss too) makes activation
-    gradients small: an image has 1701 anchors, and only a handful hold a digit.
+    The mean over all anchors (`reduction="mean"`, as in torchvision's sigmoid_focal_loss) makes activation gradients
+    small: an image has 1701 anchors, and only a handful contain a digit.
     """
 
     def __init__(self, train: Batch, held_out: Batch, batch: int, pictures: int = 128) -> None:
@@ -55,7 +55,7 @@ class Detection(Task):
         self.anchors = anchors()
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
-        """ssd, as of Liu et al. 2016 without batch norm, and ssd-bn."""
+        """ssd, as in Liu et al. 2016 without batch norm, and ssd-bn."""
         per_place = len(SCALES) * len(RATIOS)
         return {
             "ssd": partial(SSD, CLASSES, per_place, 16, norm=False),
@@ -99,7 +99,7 @@ class Detection(Task):
         return torch.cat([centre / size, ((boxes[..., 2:] - boxes[..., :2]).clamp(min=1) / size).log()], -1)
 
     def decode(self, offsets: Tensor) -> Tensor:
-        """The boxes (..., anchors, 4) that offsets mean."""
+        """The boxes (..., anchors, 4) that the offsets encode."""
         size = self.anchors[:, 2:] - self.anchors[:, :2]
         centre = (self.anchors[:, :2] + self.anchors[:, 2:]) / 2 + offsets[..., :2] * size
         half = size * torch.exp(offsets[..., 2:].clamp(max=2)) / 2
@@ -108,7 +108,7 @@ class Detection(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean focal loss over (batch, anchors, classes) plus the mean smooth L1 over (batch, anchors, 4).
 
-        Anchors that are neither digit nor background count as zero in the first, all but digits in the second.
+        Anchors that are neither digit nor background count as zero in the first; in the second all but digits do.
         Source: Lin et al. 2017, arXiv 1708.02002.
         """
         logits, offsets = model(batch["images"])
@@ -129,7 +129,7 @@ class Detection(Task):
         return mean_average_precision(found, [Truth(b[c >= 0], c[c >= 0]) for b, c in pairs], CLASSES)
 
     def _find(self, logits: Tensor, offsets: Tensor) -> Iterator[Found]:
-        """The 60 best boxes of each image, less those that overlap a better one of their class."""
+        """The 60 best boxes of each image, without those that overlap a better one of their class."""
         scores, places = logits.sigmoid().flatten(1).topk(60)
         boxes = self.decode(offsets).gather(1, (places // CLASSES)[..., None].expand(-1, -1, 4))
         for b, s, c in zip(boxes, scores, places % CLASSES, strict=True):
@@ -162,9 +162,9 @@ detection = TaskSpec(
 class SSD(nn.Module):
     """Images (batch, 1, size, size) -> class logits (batch, anchors, classes) and box offsets (batch, anchors, 4).
 
-    Three feature maps with strides 4, 8 and 16, a 3x3 convolution on each for `per_place` anchors at every place.
+    Three feature maps with strides 4, 8 and 16; on each a 3x3 convolution for `per_place` anchors at every position.
 
-    Source: Liu et al. 2016 (single shot, several maps); Lin et al. 2017 (one sigmoid a class, its first bias).
+    Source: Liu et al. 2016 (single shot, several maps); Lin et al. 2017 (one sigmoid a class, its initial bias).
     """
 
     def __init__(self, classes: int, per_place: int, width: int, norm: bool = True) -> None:
@@ -223,7 +223,7 @@ def _ink(images: Tensor) -> Tensor:
 
 
 def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Batch:
-    """Pictures of one to four digits that do not touch; a box is the digit's ink, not its frame.
+    """Pictures of one to four digits that do not touch; a box encloses the digit's ink, not its frame.
 
     `images` are (count, 1, 48, 48) float32, `boxes` (count, 4, 4) in pixels, `classes` (count, 4); -1 is no digit.
     """

@@ -17,9 +17,9 @@ _COMPONENTS, _SAMPLES = 24, 1000
 
 
 class Generation(Task):
-    """Digits out of noise: the discriminator's cross-entropy plus the generator's (non-saturating, Goodfellow 2014).
+    """Digits from noise: the discriminator's cross-entropy plus the generator's (non-saturating, Goodfellow 2014).
 
-    Both players move at every step. A model takes noise (batch, 32) and, in training, real images (batch, 1, 8, 8), and
+    Both are updated at every step. A model takes noise (batch, 32) and, in training, real images (batch, 1, 8, 8), and
     returns images or three tensors of logits, as `DCGAN` does.
     """
 
@@ -32,7 +32,7 @@ class Generation(Task):
         self.real = self.space.features(pixels)
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
-        """dcgan: Radford et al. 2016, small."""
+        """dcgan: a small version of Radford et al. 2016."""
         return {"dcgan": DCGAN}
 
     def batch(self, seed: int, step: int) -> Batch:
@@ -43,19 +43,20 @@ class Generation(Task):
         return {"images": self.train["images"][which], "noise": noise}
 
     def held_out(self) -> list[Batch]:
-        """The held-out images, with noise that stays the same."""
+        """The held-out images, with fixed noise."""
         noise = torch.randn(
             len(self.test["images"]), DCGAN.noise, generator=stream(-1, 0), dtype=torch.float32, device="cpu"
         )
         return [{"images": self.test["images"], "noise": noise}]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The sum of the players' losses: it says who is winning, not how good the images are."""
+        """The sum of both losses; it says which of the two is ahead, not how good the images are."""
         real, fake, judged = model(batch["noise"], batch["images"])
         return F.softplus(-real).mean() + F.softplus(fake).mean() + F.softplus(-judged).mean()
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
-        """The Frechet distance of 1000 images to the training images in the space of their 24 first components."""
+        """The Frechet distance of 1000 images to the training images in the space of their first 24 principal
+        components."""
         noise = torch.randn(_SAMPLES, DCGAN.noise, generator=stream(-1, 1), dtype=torch.float32, device="cpu")
         return frechet_distance(self.space.features(model(noise).flatten(1)), self.real)
 
@@ -82,7 +83,7 @@ gan = TaskSpec(
 
 
 class Blur(nn.Module):
-    """Noise on what the discriminator sees in training, or it would know real images by their exact zeros.
+    """Adds noise to the discriminator's input in training; without it, exact zeros would identify real images.
 
     Source: Sonderby et al. 2017 (instance noise).
     """
@@ -92,12 +93,12 @@ class Blur(nn.Module):
         self.deviation = deviation
 
     def forward(self, images: Tensor) -> Tensor:
-        """The images; in training with normal noise."""
+        """The images; in training with added normal noise."""
         return images + self.deviation * torch.randn_like(images) if self.training else images
 
 
 class DCGAN(nn.Module):
-    """Noise (batch, 32) -> images (batch, 1, 8, 8) in [0, 1]; with real images also what the discriminator thinks.
+    """Noise (batch, 32) -> images (batch, 1, 8, 8) in [0, 1]; given real images, the discriminator's logits instead.
 
     Source: Radford et al. 2016 (transposed convolutions and batch norm in the generator, leaky ReLU in the other).
     """
@@ -123,7 +124,7 @@ class DCGAN(nn.Module):
         """The images; or the discriminator's logits for the real ones, for the images, and for the images again.
 
         The gradient of the second stops at the images, that of the third at the discriminator's weights: so one
-        backward gives each of the two players its own gradient.
+        backward gives both networks their own gradients.
         """
         images: Tensor = self.generator(self.start(noise))
         if real is None:
@@ -143,7 +144,7 @@ class Space:
 
     @classmethod
     def of(cls, data: Tensor, size: int) -> Space:
-        """The `size` first principal components of data (count, features), scaled to a total variance of 1."""
+        """The first `size` principal components of data (count, features), scaled to a total variance of 1."""
         data = data.double()
         centre = data.mean(0)
         _, _, directions = torch.linalg.svd(data - centre, full_matrices=False)
@@ -151,7 +152,7 @@ class Space:
         return cls(centre, kept / ((data - centre) @ kept).square().sum(1).mean().sqrt())
 
     def features(self, data: Tensor) -> Tensor:
-        """(count, size) float64."""
+        """The data's coordinates (count, size) float64."""
         return (data.double() - self.centre) @ self.directions
 
 

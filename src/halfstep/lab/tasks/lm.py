@@ -33,21 +33,21 @@ class LanguageModelling(TextTask):
     """Predict the next byte: the mean cross-entropy in nats over (batch, context) positions.
 
     A model takes tokens (batch, time) int64 and returns logits (batch, time, 256), bare or as `.logits`; its
-    `.balance_loss`, where it has one, is added in training.
+    `.balance_loss`, if it has one, is added in training.
     """
 
     beyond = 1
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
-        """GPTs, Llamas, whose MLPs are gated, a mixture of experts, and GPTs under u-muP and munit scaling."""
+        """GPTs, Llamas (with gated MLPs), a mixture of experts, and GPTs under u-muP and munit scaling."""
         return {name: partial(kind, VOCABULARY, self.context, *size) for name, (kind, *size) in _MODELS.items()}
 
     def cut(self, window: Tensor, generator: torch.Generator) -> Batch:
-        """The bytes of windows, and those after them."""
+        """The bytes of windows, and the byte after each."""
         return {"tokens": window[:, :-1], "targets": window[:, 1:]}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy of the model's logits, and in training its balance loss."""
+        """Cross-entropy of the model's logits, plus its balance loss in training."""
         output: Any = model(batch["tokens"])
         logits = logits_of(output, batch["tokens"], VOCABULARY, "one a byte value")
         loss = nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
@@ -55,7 +55,7 @@ class LanguageModelling(TextTask):
         return loss if more is None or not model.training else loss + more
 
     def logits(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the model returned, bare or as `.logits`, and the next bytes."""
+        """The model's logits, bare or as `.logits`, and the next bytes."""
         return getattr(output, "logits", output), batch["targets"]
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:

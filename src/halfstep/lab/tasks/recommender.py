@@ -1,4 +1,4 @@
-"""Recommendation: embeddings of users and items, their product and an MLP, on made ratings."""
+"""Recommendation: embeddings of users and items, their product and an MLP, on generated ratings."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,10 +12,11 @@ USERS, ITEMS, TASTES, RATINGS, HELD_OUT = 300, 200, 3, 36_000, 6_000
 
 
 class Recommender(Task):
-    """Will this user like this item: the mean binary cross-entropy in nats.
+    """Does this user like this item: the mean binary cross-entropy in nats.
 
-    Ratings are made: user and item have three hidden tastes each, and the user likes the item with a probability that
-    grows with their product. A model takes users (batch,) and items (batch,) int64 and returns logits (batch,).
+    Ratings are generated: user and item have three hidden factors each, and the user likes the item with a probability
+    that grows with their dot product. A model takes users (batch,) and items (batch,) int64 and returns logits
+    (batch,).
     """
 
     def __init__(self, batch: int) -> None:
@@ -38,7 +39,7 @@ class Recommender(Task):
         return {"neumf": lambda: NeuralFactors(USERS, ITEMS, 16)}
 
     def batch(self, seed: int, step: int) -> Batch:
-        """Ratings drawn at random from those to train on."""
+        """Random ratings from the training pairs."""
         return part(self.data, drawn(RATINGS, self.size, stream(seed, step)))
 
     def held_out(self) -> list[Batch]:
@@ -82,7 +83,7 @@ class NeuralFactors(nn.Module):
         self.head = nn.Linear(2 * width, 1)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """How likely each user likes the item beside it, as a logit."""
+        """The logit of each user liking the item at the same index."""
         user_product, user_mlp = self.users(users).chunk(2, -1)
         item_product, item_mlp = self.items(items).chunk(2, -1)
         deep = self.mlp(torch.cat([user_mlp, item_mlp], -1))
@@ -90,12 +91,12 @@ class NeuralFactors(nn.Module):
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """The chance that a random positive scores above a random negative, ties counting half; scores and labels (n,).
+    """The probability that a random positive scores above a random negative, ties counting half; scores and labels
+    (n,).
 
-    From the rank sum of the positives (Mann and Whitney 1947). NaN where one of the classes is missing.
+    From the rank sum of the positives (Mann and Whitney 1947). NaN if one of the classes is missing.
 
-    >>> auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
-    0.75
+    >>> auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])) 0.75
     """
     _, places, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     counts = counts.double()

@@ -15,7 +15,7 @@ from halfstep.lab.task import Batch, Facts, Metric, Task, TaskSpec, stream
 class Speech(Task):
     """Which characters were spoken: the CTC loss in nats a character (Graves et al. 2006), in float32.
 
-    A model takes features (batch, 96, 64) float32 and returns logits (batch, time, 13), 0 the blank.
+    A model takes features (batch, 96, 64) float32 and returns logits (batch, time, 13), with 0 the blank.
     """
 
     def __init__(self, batch: int, utterances: int = 128) -> None:
@@ -35,7 +35,7 @@ class Speech(Task):
         return speak(self.utterances, stream(-1, 0))
 
     def held_out(self) -> list[Batch]:
-        """Utterances of a stream of their own."""
+        """Utterances from a separate random stream."""
         return [self._held_out]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -45,7 +45,7 @@ class Speech(Task):
         return F.ctc_loss(log_p, batch["characters"], times, batch["lengths"], zero_infinity=True)
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
-        """CER: of the best path, repeats merged and blanks dropped, on the held-out utterances."""
+        """CER of the best path, with repeats merged and blanks dropped, on the held-out utterances."""
         batch = self._held_out
         paths = model(batch["features"]).argmax(-1).tolist()
         found = [[c for c, _ in groupby(path) if c] for path in paths]
@@ -104,7 +104,7 @@ _FORMANTS = torch.tensor(
 
 
 def speak(count: int, generator: torch.Generator) -> Batch:
-    """Utterances of three to seven characters, of 50 to 100 ms each with pauses between, gliding into each other.
+    """Utterances of three to seven characters, of 50 to 100 ms each with pauses between, with gliding formants.
 
     A voice stretches all its formants by up to 10%; there is noise about 4 dB below the voice. `features` are log
     spectra (count, 96 frames, 64 bins), `characters` (count, 7) int64, 0 after the last, `lengths` (count,).

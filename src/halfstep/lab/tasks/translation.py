@@ -12,7 +12,7 @@ from halfstep.lab.task import END, PAD, START, Batch, Facts, Metric, Spelling, T
 
 
 class Translation(Spelling):
-    """The next word of the translation: the mean cross-entropy in nats over the words that are there.
+    """The next word of the translation: the mean cross-entropy in nats over the words without padding.
 
     A model takes source (batch, 16) and the target so far (batch, time), int64, and returns logits (batch, time,
     words).
@@ -36,7 +36,7 @@ class Translation(Spelling):
         return _batch(sentences(self.pairs, stream(-1, 0)))
 
     def held_out(self) -> list[Batch]:
-        """Sentences of a stream of their own; two alike are as rare as in a language."""
+        """Sentences from a separate random stream; duplicates are as rare as in a language."""
         return [self._held_out]
 
     def metric(self, model: torch.nn.Module, losses: Sequence[float]) -> float:
@@ -66,7 +66,7 @@ translation = TaskSpec(
 
 NOUNS, ADJECTIVES, VERBS, TENSES, GENDERS = 60, 24, 30, 3, 3
 LONGEST = 16
-"""No sentence of either has more words, END included."""
+"""The largest number of words of a sentence in either language, END included."""
 
 _NOUN, _ADJECTIVE, _VERB = 3, 3 + NOUNS, 3 + NOUNS + ADJECTIVES
 _AFTER = _VERB + VERBS
@@ -81,7 +81,7 @@ TARGET_WORDS = _SYNONYM + VERBS // 2
 
 @dataclass(frozen=True)
 class Phrase:
-    """A noun with what belongs to it."""
+    """A noun with its modifiers."""
 
     noun: int
     adjective: int | None
@@ -90,23 +90,23 @@ class Phrase:
 
     @property
     def gender(self) -> int:
-        """Fixed for each noun, and not to be seen in the first language."""
+        """A fixed gender for each noun, not visible in the first language."""
         return self.noun * 7 % 11 % GENDERS
 
     def first(self) -> list[int]:
-        """In the first language: (the) (adjective) noun (plural)."""
+        """The phrase in the first language: (the) (adjective) noun (plural)."""
         words = [_THE] * self.definite + ([] if self.adjective is None else [_ADJECTIVE + self.adjective])
         return [*words, _NOUN + self.noun, *[_PLURAL] * self.plural]
 
     def second(self, case: int) -> list[int]:
-        """In the second: noun, case ending, (adjective, its ending)."""
+        """The phrase in the second language: noun, case ending, (adjective, its ending)."""
         form = self.gender * 2 + self.plural
         words = [_NOUN + self.noun, _CASE + case * GENDERS * 2 + form]
         return words if self.adjective is None else [*words, _ADJECTIVE + self.adjective, _AGREEMENT + form]
 
 
 def sentences(count: int, generator: torch.Generator) -> list[tuple[list[int], list[int]]]:
-    """Pairs of a sentence and its translation, as word numbers, each with END at its end."""
+    """Pairs of a sentence and its translation, as word ids, each ending with END."""
     drawn = torch.randint(0, 2**31, (count, 14), generator=generator, dtype=torch.int64, device="cpu").tolist()
     pairs = []
     for numbers in drawn:

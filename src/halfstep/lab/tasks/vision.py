@@ -26,7 +26,7 @@ class Vision(Task):
         return {"cnn": partial(CNN, 10, 24), "cnn-wide": partial(CNN, 10, 64)}
 
     def batch(self, seed: int, step: int) -> Batch:
-        """Images drawn at random, each moved by up to a pixel, with a little noise."""
+        """Random images, each shifted by up to a pixel, with a little noise."""
         generator = stream(seed, step)
         which = drawn(len(self.train["images"]), self.size, generator)
         down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator, dtype=torch.int64, device="cpu")
@@ -39,7 +39,7 @@ class Vision(Task):
         return {"images": images[:, None], "classes": self.train["classes"][which]}
 
     def held_out(self) -> list[Batch]:
-        """Every fifth image of the whole, as it is."""
+        """Every fifth image, unchanged."""
         return [self.test]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -47,7 +47,7 @@ class Vision(Task):
         return F.cross_entropy(model(batch["images"]), batch["classes"])
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
-        """Accuracy: the share of held-out images whose largest logit is the right one."""
+        """Accuracy: the share of held-out images whose largest logit is correct."""
         right = [(model(b["images"]).argmax(-1) == b["classes"]).float().mean() for b in self.held_out()]
         return float(torch.stack(right).mean())
 
@@ -91,5 +91,5 @@ class CNN(nn.Module):
         self.head = nn.Linear(4 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits: features averaged over places, then one linear layer."""
+        """The logits: features averaged over positions, then one linear layer."""
         return self.head(self.features(images).mean(dim=(2, 3)))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Where a sweep's cells are trained: this machine's processes, a Ray cluster, or Slurm; one file each."""
+"""Where a sweep's cells are trained: local processes, a Ray cluster, or Slurm; one file each."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -8,7 +8,7 @@ from halfstep.lab.sweep.run import Executor
 
 
 def get_executor(text: str, jobs: int) -> Executor:
-    """The executor that `NAME` or `NAME:WHERE` means: `local`, `ray`, `ray:10.0.0.1:6379`, `submitit:PARTITION`.
+    """The executor named by `NAME` or `NAME:WHERE`: `local`, `ray`, `ray:10.0.0.1:6379`, `submitit:PARTITION`.
 
     Args:
         jobs: how many cells at once.

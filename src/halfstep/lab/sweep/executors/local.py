@@ -1,4 +1,4 @@
-"""Processes of this machine; with one job, this process."""
+"""Run cells in processes of this machine; with one job, in this process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from halfstep.lab.sweep.run import Beat, Cells
 
 @dataclass(frozen=True)
 class Local:
-    """Trains `at_once` cells at a time, each in a process that takes the next one when it is done."""
+    """Trains `at_once` cells at a time, in processes that each take the next cell when they finish one."""
 
     at_once: int
 
     def run(
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
-        """As `Executor.run` says."""
+        """See `Executor.run`."""
         train_side_by_side(train, cells, self.at_once, watch, lost)
 
 
 def executor(where: str, jobs: int) -> Local:
-    """So many jobs.
+    """The local executor with `jobs` processes.
 
     Raises:
         RunError: an address is given.

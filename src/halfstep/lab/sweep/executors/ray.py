@@ -1,4 +1,4 @@
-"""A Ray cluster, whose machines see the sweep's folder; without an address, one on this machine."""
+"""Run cells on a Ray cluster whose machines see the sweep's folder; without an address, on one started here."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ _PATIENCE = 10.0  # seconds for an address to answer
 
 @dataclass(frozen=True)
 class Ray:
-    """One task a cell, of as many CPUs as the sweep has threads; Ray tries again where a worker or machine is lost."""
+    """One Ray task per cell, with as many CPUs as the sweep has threads; Ray retries if a worker or machine is lost."""
 
     at_once: int
 
     def run(
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
-        """As `Executor.run` says; `watch` is called when a cell has ended."""
+        """See `Executor.run`; `watch` is called when a cell has ended."""
         task = ray.remote(num_cpus=train.sweep.threads, max_retries=ATTEMPTS - 1)(quietly)
         shared, left = ray.put(train), list(cells)
         running: dict[Any, Cell] = {}
@@ -51,7 +51,7 @@ class Ray:
 
 
 def executor(where: str, jobs: int) -> Ray:
-    """Connect to the cluster at that address (`auto` is one that runs on this machine), or start one here.
+    """Connect to the cluster at that address (`auto`: one that runs on this machine), or start one here.
 
     Raises:
         RunError: it does not answer.

@@ -1,4 +1,5 @@
-"""Slurm, whose nodes see the sweep's folder: a job a cell. `submitit:local` is processes here, to try it with."""
+"""Run cells as Slurm jobs, one each, on nodes that see the sweep's folder; `submitit:local` runs them as processes
+here."""
 
 import time
 from collections import Counter, deque
@@ -20,7 +21,7 @@ _MINUTES = 24 * 60
 
 @dataclass(frozen=True)
 class Submitit:
-    """At most `at_once` jobs, each of one cell, of as many CPUs as the sweep has threads and of a day at most."""
+    """At most `at_once` jobs of one cell each, with as many CPUs as the sweep has threads, for at most a day."""
 
     at_once: int
     partition: str
@@ -28,7 +29,7 @@ class Submitit:
     def run(
         self, train: Cells, cells: Sequence[Cell], watch: Callable[[Beat], None], lost: Callable[[Cell, str], None]
     ) -> None:
-        """As `Executor.run` says; `watch` is called when a cell has ended."""
+        """See `Executor.run`; `watch` is called when a cell has ended."""
         here = self.partition == "local"
         place = submitit.AutoExecutor(train.folder.path / "submitit", cluster="local" if here else "slurm")
         place.update_parameters(name="halfstep-sweep", cpus_per_task=train.sweep.threads, timeout_min=_MINUTES)
@@ -61,7 +62,7 @@ class Submitit:
 
 
 def executor(where: str, jobs: int) -> Submitit:
-    """Jobs of a partition; of Slurm's default one where none is named.
+    """The executor for a partition; for Slurm's default partition if none is named.
 
     Raises:
         RunError: there is no Slurm on this machine.
