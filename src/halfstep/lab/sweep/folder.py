@@ -1,9 +1,9 @@
 """A sweep: an experiment and the values of some of its fields; and its folder. Imports no torch.
 
-    sweep.json                      the Sweep, with the recipes as they were asked for
-    POINT/                          what `halfstep compare` writes: experiment.json, RECIPE/seed-N/ ...
-    POINT/RECIPE/seed-N/cell.json   how the cell ended: status, reason, seconds
-    summary.json, rates.png         the report
+sweep.json                      the Sweep, with the recipes as they were asked for
+POINT/                          what `halfstep compare` writes: experiment.json, RECIPE/seed-N/ ...
+POINT/RECIPE/seed-N/cell.json   how the cell ended: status, reason, seconds
+summary.json, rates.png         the report
 """
 
 from __future__ import annotations
