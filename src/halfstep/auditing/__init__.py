@@ -1,4 +1,4 @@
-"""What a live training setup really is: dtypes as stored, precision by the bits, bytes, and what is wrong."""
+"""The real state of a live training setup: dtypes as stored, precision by the bits, bytes, and problems."""
 
 from halfstep.auditing.audit import audit
 from halfstep.auditing.report import Audit, Finding, Item, Row

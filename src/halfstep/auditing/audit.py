@@ -1,4 +1,4 @@
-"""Audit a live training setup: who is who among its tensors, and one pass over the bits of each."""
+"""Audit a live training setup: identify its tensors, and read the bits of each once."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,10 +34,11 @@ def audit(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: HasScale | None = None,
 ) -> Audit:
-    """Every tensor that a training setup keeps, as it is stored and as its bits say, and what is wrong with it.
+    """A report on every tensor of a training setup: its dtype as stored, its precision by its bits, and what is wrong
+    with it.
 
-    Nothing is changed. Any model and any optimizer with torch's `param_groups` and `state` will do, or a list of those
-    that step on the model, prepared by halfstep or not, also under DDP and FSDP2, where each rank reports its own part.
+    Nothing is changed. Any model works, and any optimizer with torch's `param_groups` and `state`, or a list of those
+    that step the model, prepared by halfstep or not, also under DDP and FSDP2, where each rank reports its own shards.
     Call it between backward() and step() to see the gradients too. It reads each value once, in pieces: no tensor is
     copied whole.
 
@@ -91,26 +92,27 @@ def audit(
 
 
 def _numel(parameter: Tensor) -> int:
-    """How many of a parameter's values this rank has."""
+    """The number of a parameter's values on this rank."""
     if isinstance(parameter, CodeTensor):
         return parameter.numel()
     return sum(tensor.numel() for _, tensor in leaves(parameter, ""))
 
 
 def _said(found: Scan, dtype: str) -> str:
-    """What the bits say in a word; "full", too, where they fit no type, or one with no fewer significant bits."""
+    """The verdict of the bits in a word; "full" also if the values fit no type, or one with no fewer significant
+    bits."""
     said, stored = origin(found, dtype), stored_format(dtype)
     fewer = stored is None or any(_significant_bits(name) < stored.significant_bits for name in said.through)
     return said.key if (said.through and fewer) or said.key == "unknown" else "full"
 
 
 def _significant_bits(name: str) -> int:
-    """Of the values of what an origin names: a format, or integers of any number of bits, `int7`."""
+    """The significant bits of an origin's type: a format, or integers of any number of bits such as `int7`."""
     return int(name[3:]) if name.startswith("int") else formats.get(name).significant_bits
 
 
 def _tensors(setup: Setup) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, name and tensor of all that a setup keeps, in the order of the report."""
+    """Kind, name and tensor of everything that a setup stores, in the order of the report."""
     kinds = {name: "scales" if setup.roles.get(name) == "scales" else "buffers" for name in setup.buffers}
     kept: list[tuple[str, Any, str]] = [
         *((name, parameter, "parameters") for name, parameter in setup.every),
@@ -131,7 +133,7 @@ def find(
     rounded: Mapping[str, str],
     loss_scale: float | None,
 ) -> tuple[Finding, ...]:
-    """All findings, warnings first; `rounded` has the buffers whose values were rounded to a type of 16 bits."""
+    """All findings, warnings first. `rounded`: the buffers whose values were rounded to a 16-bit type."""
     return tuple(
         sorted(
             chain(
@@ -155,7 +157,7 @@ def find(
 
 
 def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
-    """Trained in float32, yet on a narrower grid."""
+    """Parameters trained in float32 whose values lie on a narrower grid."""
     found = grouped(
         ((item.kind, setup.steps.get(item.name, 0) > 0, str(item.effective)), item.name)
         for item in items
@@ -191,7 +193,7 @@ def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) ->
 
 
 def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
-    """The findings that say the same of all their tensors; one without tensors is none."""
+    """Findings that make one statement about a group of tensors; those without tensors are dropped."""
     missing = tuple(name for name, parameter in setup.trained.items() if parameter.grad is None)
     broken = [item for item in items if item.nonfinite]
     return (
@@ -243,14 +245,14 @@ def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
 
 
 def _apart(master: Any, parameter: Tensor | None) -> bool:
-    """Whether a float32 copy is of other values than its parameter."""
+    """Whether a float32 copy differs from its parameter by more than rounding."""
     if parameter is None or not isinstance(master, Tensor) or master.dtype != torch.float32:
         return False
     return master.shape == parameter.shape and not rounds_to(master, parameter)
 
 
 def _mixed(items: Iterable[Item]) -> Iterator[Finding]:
-    """States of one name in several dtypes; those of fewest values are named."""
+    """States of one name that have several dtypes; the dtypes with fewest values are named."""
     others = ("parameters", "gradients", "buffers", "scales", "not the model's")
     for kind, states in grouped((item.kind, item) for item in items if item.kind not in others).items():
         dtypes = grouped((item.dtype, item) for item in states)
@@ -279,14 +281,14 @@ def _shared(items: Iterable[Item]) -> Iterator[Finding]:
 
 
 SMALLEST_SCALE = 1e-6
-"""Loss scales below it have been halved 36 times from 65536: no step of a working setup overflows so."""
+"""Loss scales below this have been halved 36 times from 65536: in a working setup not that many steps overflow."""
 
 _MOST = 0.5  # of a tensor's values, from which on it is the tensor that does not move
 
 
 @dataclass(frozen=True)
 class Unmoved:
-    """Of the values of one parameter: those that an update as large as the learning rate leaves as they are."""
+    """How many values of one parameter an update of the size of the learning rate would leave unchanged."""
 
     dtype: str
     rate: float
@@ -296,7 +298,7 @@ class Unmoved:
 
 
 def unmoved_by(setup: Setup, name: str, dtype: str, table: Table) -> Unmoved | None:
-    """What Adam's steps, which are about as large as the learning rate, leave as it is; None of other optimizers."""
+    """The values that Adam's steps, about as large as the learning rate, leave unchanged; None for other optimizers."""
     stored, group = stored_format(dtype), (setup.groups or {})[name]
     rate = float(group.get("lr", 0.0))
     if "betas" not in group or not rate or stored is None:
@@ -323,7 +325,7 @@ def _too_small(unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
 
 
 def _shares(found: Collection[Unmoved]) -> str:
-    """The shares that are lost, by role, and the learning rates."""
+    """The lost shares by role, and the learning rates, as text."""
     shares = ", ".join(
         f"{role} {percent(sum(one.lost for one in same) / count)}"
         for role, same in grouped((one.role, one) for one in found).items()
@@ -337,7 +339,7 @@ def _shares(found: Collection[Unmoved]) -> str:
 
 
 def _still(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
-    """Averages a <- d a + (1 - d) x in a type in which d a rounds back to a."""
+    """Averages a <- d a + (1 - d) x in a dtype in which d a rounds back to a."""
     # Values of [2^k, 2^(k+1)) have a spacing of 2^(k+1-p); below 2^k itself it is half of that.
     found = grouped(
         ((item.kind, item.dtype, decay), item.name)
@@ -358,11 +360,11 @@ def _still(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
 
 
 _SIXTEEN = {"bfloat16": formats.get("bf16").significant_bits, "float16": formats.get("fp16").significant_bits}
-"""Significant bits of the types of 16."""
+"""Significant bits of the 16-bit types."""
 
 
 def _squares(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
-    """Second moments that are zero where the first ones, or gradients, are not."""
+    """Second moments that are zero where the first moments, or gradients, are not."""
     named = {(item.kind, item.name): item for item in items if item.dtype in (*_SIXTEEN, "float32")}
     gone: dict[str, dict[str, float]] = {}
     for (kind, name), item in named.items():
@@ -410,7 +412,7 @@ def _scale(scale: float | None) -> Iterator[Finding]:
 
 
 def _outside(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
-    """Weights of products whose gradients use all of float32 where those of most are 16-bit values: autocast's."""
+    """Matmul weights whose gradients use all of float32 while most gradients are 16-bit values, as from autocast."""
     grads = [item for item in items if item.kind == "gradients" and item.name in setup.products]
     cast = Counter(item.effective for item in grads if item.effective in ("bf16", "fp16", "bf16+fp16"))
     wide = [item.name for item in grads if item.dtype == "float32" and item.effective == "full"]

@@ -1,4 +1,4 @@
-"""What an audit found: records, a text, JSON, and how two audits differ."""
+"""The result of an audit: records, text, JSON, and the differences between two audits."""
 
 import json
 from collections.abc import Sequence
@@ -13,46 +13,46 @@ from halfstep.text import grouped, holding, shortened, some
 
 
 SCHEMA = 1
-"""The version of `Audit.to_dict`: fields are added under the same number, and renamed or dropped under the next."""
+"""The version of `Audit.to_dict`: adding fields keeps it; renaming or dropping fields increases it."""
 
 COLUMNS = 100
-"""How wide the text is, unless names are longer."""
+"""The width of the text, unless names are longer."""
 
 SHORT = {"unknown": "?", None: "-"}
 
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor; of a sharded one, this rank's part."""
+    """One tensor; for a sharded one, this rank's shard."""
 
     kind: str
     """parameters, gradients, master, scales, buffers, or the name of an optimizer's state (exp_avg)."""
     name: str
-    """The parameter's that it belongs to, or the buffer's."""
+    """The name of the parameter that it belongs to, or of the buffer."""
     role: str
-    """What that is for, by its name: norm, embedding ..."""
+    """The parameter's or buffer's role, derived from its name: norm, embedding ..."""
     dtype: str
     shape: tuple[int, ...]
     numel: int
     nbytes: int
     effective: str | None
-    """What the bits say (`bits.origin.Origin.key`): "full", or the narrower type that every value fits ("bf16",
-    "partly bf16"); "unknown" where too little is left that could tell; None of scales, and if not floating point."""
+    """The precision by the bits (`bits.origin.Origin.key`): "full", or the narrower type that every value fits ("bf16",
+    "partly bf16"); "unknown" if too few values are informative; None for scales, and if not floating point."""
     nonfinite: int = 0
     shared_with: str | None = None
-    """The first tensor in the same memory, which alone is counted."""
+    """The first tensor with the same storage, which alone is counted."""
     zeros: int = 0
-    """Values that are zero, of those whose bits were read."""
+    """The number of zeros among the values whose bits were read."""
 
     @property
     def label(self) -> str:
-        """Its name in a sentence."""
+        """Its name for a sentence."""
         return self.name if self.kind in ("parameters", "buffers", "scales") else f"{self.kind} of {self.name}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """All tensors of one kind that are stored alike and whose bits say the same."""
+    """All tensors of one kind with the same dtype and the same verdict of the bits."""
 
     kind: str
     dtype: str
@@ -65,14 +65,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know, in words: a warning, or a note of something that may be intended."""
+    """A statement in words: a warning, or a note on something that may be intended."""
 
     level: Literal["warning", "note"]
     what: str
-    """Which finding it is, in one word."""
+    """The kind of finding, in one word."""
     text: str
     tensors: tuple[str, ...]
-    """All that it is about; the text names the first of them."""
+    """All tensors that it is about; the text names the first ones."""
 
     def __str__(self) -> str:
         names = f" ({len(self.tensors)}): {some(self.tensors)}" if self.tensors else ""
@@ -81,37 +81,37 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """Every tensor that a training setup keeps, as stored and as its bits say. `print(report)` shows it."""
+    """Every tensor of a training setup, as stored and by its bits. `print(report)` shows it."""
 
     model: str
     optimizer: str | None
     trained: int
-    """Parameters that require a gradient, or all where none does; on this rank."""
+    """Parameters that require a gradient, or all if none does; on this rank."""
     steps: tuple[int, int] | None
-    """The fewest and most steps that the optimizer has counted for a parameter; None where it counts none."""
+    """The fewest and the most steps that the optimizer has counted for a parameter; None if it counts none."""
     loss_scale: float | None
     held: int
-    """Bytes of all storages. Tensors that are views of larger ones keep those alive."""
+    """Bytes of all storages. Tensors that are views keep the whole storage allocated."""
     items: tuple[Item, ...]
     findings: tuple[Finding, ...]
     stage: str | None = None
-    """Which stage of the recipe is in force, where the model's has several."""
+    """The current stage of the recipe, if it has several."""
     plan: str | None = None
-    """What the recipe does to the model's layers (`halfstep.Plan`), where it follows one."""
+    """What the recipe does to the model's layers (`halfstep.Plan`), if the model follows one."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, shared ones once."""
+        """Bytes of all tensors, shared ones counted once."""
         return sum(item.nbytes for item in self.items if item.shared_with is None)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """The findings that are more than notes."""
+        """The findings that are warnings, not notes."""
         return tuple(finding for finding in self.findings if finding.level == "warning")
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The table: by kind, within one by what is stored and what the bits say, the most values first."""
+        """The table's rows: by kind, then by dtype and verdict of the bits, the most values first."""
         kinds = grouped((item.kind, item) for item in self.items if item.shared_with is None)
         alike = {kind: grouped(((item.dtype, item.effective), item) for item in items) for kind, items in kinds.items()}
         rows = [
@@ -130,9 +130,9 @@ class Audit:
         return tuple(sorted(rows, key=lambda row: (places[row.kind], -row.numel)))
 
     def differences(self, before: "Audit") -> tuple[str, ...]:
-        """What has changed since an earlier audit, such as one from before a resume, in one sentence each.
+        """The changes since an earlier audit, such as one from before a resume, one sentence each.
 
-        Gradients count only where both have some, and a tensor that told nothing before may tell something now.
+        Gradients are compared only if both audits have some. A tensor that was not informative before may be so now.
         """
         now, then = ({(item.kind, item.name): item for item in one.items} for one in (self, before))
         both = all(any(kind == "gradients" for kind, _ in named) for named in (now, then))
@@ -152,7 +152,7 @@ class Audit:
         return tuple(holding(said))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as JSON data."""
         return {"schema": SCHEMA, **asdict(self), "nbytes": self.nbytes, "rows": [asdict(row) for row in self.rows]}
 
     def save(self, path: str | Path) -> None:
@@ -161,10 +161,10 @@ class Audit:
 
     @classmethod
     def load(cls, path: str | Path) -> "Audit":
-        """What `save` has written.
+        """The report written by `save`.
 
         Raises:
-            CheckpointError: the file holds something else, or a report of another version.
+            CheckpointError: the file contains something else, or a report of another version.
         """
         data = parse_object(Path(path).read_bytes(), str(path))
         if data.get("schema") != SCHEMA or "items" not in data:
@@ -198,12 +198,12 @@ class Audit:
 
 
 def folded(text: str) -> str:
-    """A text in lines of `COLUMNS` characters."""
+    """A text wrapped to `COLUMNS` characters."""
     return fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _change(before: Item | None, now: Item | None) -> str | None:
-    """What became of one tensor; None where nothing did."""
+    """The change of one tensor, in words; None if it did not change."""
     if before is None or now is None:
         return f"{_said(before)} before, {_said(now)} now"
     if before.shape != now.shape:
@@ -255,7 +255,7 @@ def _table(report: Audit) -> list[str]:
 
 
 def _fitting(names: Sequence[str], room: int) -> str:
-    """As many of the names as there is room for, and how many more there are."""
+    """As many of the names as fit, and how many more there are."""
     texts = (some(names, shown) for shown in range(len(names), 0, -1))
     return next((text for text in texts if len(text) <= room), f"{len(names)} roles" if len(names) > 1 else names[0])
 
@@ -265,5 +265,5 @@ def _megabytes(nbytes: int) -> str:
 
 
 def _decimals(value: float) -> str:
-    """The value with three decimals; one that would show as zero without being zero is "<0.001"."""
+    """The value with three decimals; "<0.001" for a non-zero value that would show as zero."""
     return "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"

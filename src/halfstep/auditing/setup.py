@@ -1,4 +1,4 @@
-"""The plain tensors of a setup, and what they are: parameters that are stepped on, masters, averages, frozen norms."""
+"""The plain tensors of a setup with their roles: stepped parameters, masters, averages, frozen norms."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -24,13 +24,12 @@ from halfstep.recipe.spec import MASTER, is_master
 
 
 PIECE = 1 << 22
-"""Values that are compared at once."""
+"""The number of values compared at once."""
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Every plain tensor in a value, with its path: this rank's shard of a DTensor, the codes and scales of a
-    quantised state, what lists and dictionaries hold. Other values hold none.
-    """
+    """Every plain tensor in a value, with its path: this rank's shard of a DTensor, the codes and scales of a quantised
+    state, the members of lists and dictionaries. Other values have none."""
     if isinstance(value, Tensor):
         yield from _plain(value.detach(), path)
     elif isinstance(value, Mapping):
@@ -59,24 +58,25 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def size(tensor: Tensor) -> int:
-    """The bytes of a plain tensor: an expanded one takes those of its storage, a freed one takes no bytes."""
+    """The bytes of a plain tensor: of an expanded one those of its storage, of a freed one none."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def values(tensor: Tensor) -> int:
-    """How many values a plain tensor keeps: an expanded one those of its storage; a freed one counts what it had."""
+    """The number of values that a plain tensor stores: of an expanded one those of its storage, of a freed one those it
+    had."""
     return size(tensor) // tensor.element_size() or tensor.numel()
 
 
 def place(tensor: Tensor) -> tuple[object, ...] | None:
-    """Where a plain tensor's bytes lie, equal for two names of the same ones; None where it has none."""
+    """The address and layout of a plain tensor's bytes, equal for two names of the same bytes; None if it has none."""
     if tensor.device.type == "meta" or not size(tensor):
         return None
     return tensor.device, tensor.data_ptr(), size(tensor)
 
 
 def scanned(tensor: Tensor) -> Scan | None:
-    """What the bits of a plain tensor say; None where they are not floating-point numbers, or are not there."""
+    """The scan of a plain tensor's bits; None if it is not floating point, or freed."""
     if place(tensor) is None or name_of(tensor.dtype) not in TYPES:
         return None
     once = InMemory(tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())])
@@ -84,7 +84,7 @@ def scanned(tensor: Tensor) -> Scan | None:
 
 
 def rounds_to(full: Tensor, narrow: Tensor) -> bool:
-    """Whether `narrow` holds the values of `full` in its own dtype."""
+    """Whether `narrow` equals `full` rounded to `narrow`'s dtype."""
     wide, few = list(leaves(full, "")), list(leaves(narrow, ""))
     pairs = list(zip(wide, few, strict=False))
     if len(wide) != len(few) or any(
@@ -96,36 +96,36 @@ def rounds_to(full: Tensor, narrow: Tensor) -> bool:
 
 
 _DECAYS = {"exp_avg": ("betas", 0), "exp_avg_sq": ("betas", 1), "square_avg": ("alpha", None)}
-"""Where the groups of torch's optimizers say how much a state keeps of itself."""
+"""The option of torch's optimizers that holds the decay of a state."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and its optimizer. Parameters go by the model's first name for them."""
+    """A model and its optimizer. Parameters are named by the model's first name for them."""
 
     every: tuple[tuple[str, nn.Parameter], ...]
-    """Every name of the model, tied parameters under each."""
+    """Every name in the model; tied parameters under each of their names."""
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     roles: Mapping[str, str]
-    """What parameters and buffers are for, by their names or their modules' classes."""
+    """The roles of parameters and buffers, from their names or their modules' classes."""
     groups: Mapping[str, Mapping[str, Any]] | None
-    """The optimizer's group of each parameter that it steps on; None without an optimizer."""
+    """The optimizer's group of each parameter that it steps; None without an optimizer."""
     states: tuple[tuple[str, str, Any], ...]
-    """Parameter, name and value of the optimizer's states; masters are named so."""
+    """Parameter, name and value of the optimizer's states; masters are named "master"."""
     by_hand: Mapping[str, Tensor]
-    """float32 parameters of the optimizer that do not belong to the model, and round to one of its narrower ones."""
+    """float32 parameters of the optimizer that are not in the model, and round to one of the model's narrower ones."""
     foreign: Mapping[str, Tensor]
-    """Other parameters of the optimizer that do not belong to the model."""
+    """Other parameters of the optimizer that are not in the model."""
     steps: Mapping[str, int]
     stochastic: Collection[str]
     """The parameters whose updates an optimizer rounds stochastically."""
     saved: Mapping[str, bool]
-    """The floating-point buffers, scales of codes left out, and whether state dicts hold them."""
+    """The floating-point buffers, without scales of codes, and whether state dicts contain them."""
     decays: Mapping[str, float]
-    """What averages among the parameters and buffers keep of themselves."""
+    """The decays of averages among the parameters and buffers."""
     products: Collection[str]
-    """The weights of linear layers and convolutions, tied ones left out."""
+    """The weights of linear layers and convolutions, without tied ones."""
     frozen_norms: tuple[str, ...]
 
     @cached_property
@@ -135,17 +135,17 @@ class Setup:
 
     @cached_property
     def masters(self) -> dict[str, Any]:
-        """What takes the update in a parameter's place, or beside it."""
+        """The tensors that receive the update instead of a parameter, or in addition to it."""
         kept = {name: value for name, kind, value in self.states if kind == MASTER or kind.startswith(f"{MASTER} (")}
         return {**kept, **self.by_hand}
 
     def steps_on(self, kind: str, name: str) -> bool:
-        """Whether a tensor of that kind takes the updates of the parameter of that name."""
+        """Whether a tensor of that kind receives the updates of the parameter of that name."""
         taker = "parameters" if name not in self.masters else MASTER
         return kind == taker and name in self.trained and name in (self.groups or {})
 
     def decay(self, kind: str, name: str) -> float | None:
-        """What an average keeps of itself at each step; None of what is none, or keeps what rounding takes."""
+        """An average's decay per step; None for other tensors, and for averages that store their rounding errors."""
         if kind in ("parameters", "buffers"):
             return None if name in (self.groups or {}) else self.decays.get(name)
         group = (self.groups or {}).get(name, {})
@@ -157,7 +157,7 @@ class Setup:
 
     @cached_property
     def narrow(self) -> dict[str, nn.Parameter]:
-        """Trained parameters of fewer bits than float32 that take their updates themselves, rounded to nearest."""
+        """Trained parameters narrower than float32 that receive their updates directly, rounded to nearest."""
         stepped, masters = self.groups or {}, self.masters
         return {
             name: p
@@ -168,12 +168,12 @@ class Setup:
 
 
 def kept_as(parameter: Tensor) -> torch.dtype:
-    """The dtype of what a parameter keeps: that of its codes, where it is codes."""
+    """The dtype in which a parameter is stored: that of its codes, if it is stored as codes."""
     return parameter.codes.dtype if isinstance(parameter, CodeTensor) else parameter.dtype
 
 
 def set_up(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Setup:
-    """Look at a model and what steps on it.
+    """Describe a model and the optimizers that step it.
 
     Raises:
         ModelError: a parameter has no shape yet.
@@ -230,7 +230,7 @@ def set_up(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Setup:
 
 
 def _stochastic(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it rounds its updates stochastically: one of halfstep's, or of torchao's."""
+    """Whether the optimizer, halfstep's or torchao's, rounds its updates stochastically."""
     if isinstance(optimizer, LowBit):
         return optimizer.recipe.update_rounding == "stochastic"
     return bool(getattr(optimizer, "bf16_stochastic_round", False))
@@ -248,13 +248,14 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None:
-    """The first of the parameters that holds the values of `full` in a narrower dtype."""
+    """The first parameter that equals `full` rounded to a narrower dtype."""
     narrower = {name: p for name, p in candidates.items() if p.is_floating_point() and p.itemsize < full.itemsize}
     return next((name for name, p in narrower.items() if p.shape == full.shape and rounds_to(full, p)), None)
 
 
 def _kind(key: str) -> str:
-    """A state's name; a state that keeps more of a weight than the weight itself is "master", or "master (name)"."""
+    """The kind of a state: its name, or "master" or "master (name)" if it stores more bits of a weight than the
+    weight."""
     return MASTER if role_of(key) == MASTER else f"{MASTER} ({key})" if is_master(key) else key
 
 
@@ -262,16 +263,15 @@ _AVERAGED = (nn.modules.batchnorm._NormBase,)
 
 
 def saved(model: nn.Module) -> dict[str, bool]:
-    """The floating-point buffers that are no scales beside codes, and whether state dicts hold them."""
+    """The floating-point buffers that are not scales of codes, and whether state dicts contain them."""
     parents = dict(model.named_modules())
     places = ((name, *name.rpartition(".")[::2]) for name in buffers(model))
     return {name: last not in parents[path]._non_persistent_buffers_set for name, path, last in places}
 
 
 def decays(model: nn.Module) -> dict[str, float]:
-    """What averages a <- d a + (1 - d) x in a model keep of themselves, by the name of a: running statistics, and the
-    copies of models and the buffers of modules that say a `decay`, such as torch's AveragedModel with its function.
-    """
+    """The decays of averages a <- d a + (1 - d) x in a model, by the name of a: running statistics, and the copies of
+    models and the buffers of modules with a `decay`, such as torch's AveragedModel with its function."""
     found: dict[str, float] = {}
     for path, module in model.named_modules():
         dot = f"{path}." if path else ""
@@ -284,7 +284,7 @@ def decays(model: nn.Module) -> dict[str, float]:
 
 
 def _decay(module: nn.Module) -> float | None:
-    """The share that a module says it keeps: as an attribute, or in the closure of its averaging function."""
+    """The decay of a module: its attribute, or a value in the closure of its averaging function."""
     said: list[Any] = [vars(module).get(name) for name in ("decay", "ema_decay", "beta")]
     functions = filter(isfunction, (vars(module).get("multi_avg_fn"), vars(module).get("avg_fn")))
     said += [getclosurevars(unwrap(function)).nonlocals.get("decay") for function in functions]
@@ -292,7 +292,7 @@ def _decay(module: nn.Module) -> float | None:
 
 
 def products(model: nn.Module) -> set[str]:
-    """The weights that one layer alone has, and multiplies by."""
+    """The weights that only one layer has and multiplies by."""
     used = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {
         f"{path}.weight" if path else "weight"
@@ -302,9 +302,8 @@ def products(model: nn.Module) -> set[str]:
 
 
 def frozen_norms(model: nn.Module) -> Iterator[str]:
-    """The parameters of norms that do not train in blocks of which all else does; those with running statistics are
-    frozen on purpose, and so are all of a base whose adapters train beside its codes.
-    """
+    """The parameters of norms that are frozen in blocks where everything else trains. Norms with running statistics are
+    excluded, since they are frozen on purpose, and so are those of a base in codes whose adapters train."""
     if any(getattr(own.applied, "adapts", False) for _, _, own in parts_of(model)):
         return
     norms = {module for module in model.modules() if _is_norm(module)}

@@ -1,4 +1,4 @@
-"""A running setup: which updates of its steps left their value as it was, its audit, and what mends it."""
+"""A running setup: which updates of its steps left their values unchanged, its audit, and a fix."""
 
 import gc
 from collections import Counter
@@ -23,43 +23,44 @@ from halfstep.text import grouped, percent
 
 
 SAMPLE = 1 << 16
-"""The most values of one tensor that are looked at, evenly spaced."""
+"""The largest number of values compared per tensor, evenly spaced."""
 
 _WRAPPED = ("module", "_orig_mod")
-"""What wrappers call the one module that they wrap: DDP and FSDP, torch.compile."""
+"""The attribute under which DDP, FSDP and torch.compile keep the wrapped module."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What one step did to the values of one parameter that were looked at."""
+    """The effect of one step on the compared values of one parameter."""
 
     step: int
     rate: float
     highest: float
-    """The rate, or a higher one that a schedule of torch's says it comes to."""
+    """The learning rate, or a higher one that a torch schedule will reach."""
     wanted: Tensor
-    """How many have a gradient other than zero, and were finite after it."""
+    """The number of values with a non-zero gradient that were finite after the step."""
     lost: Tensor
-    """How many of these neither moved, nor anything that is kept beside them."""
+    """The number of these where neither the value nor a master changed."""
 
 
 class Watch:
     """Compares values before and after each step of every optimizer, and changes nothing. A context manager.
 
-    Of each parameter what one step did is kept: the last one whose learning rate was at least half of the highest so
-    far. Adam's first steps are larger than later ones, and those at the end of a schedule are too small to tell.
+    For each parameter it keeps the result of one step: the last one whose learning rate was at least half of the
+    highest so far. Adam's first steps are larger than later ones, and those at the end of a schedule are too small to
+    be informative.
 
     Args:
-        steps: before an optimizer takes one step more than these, `enough` is called.
+        steps: `enough` is called before an optimizer takes more steps than this.
     """
 
     def __init__(self, steps: int | None = None, enough: Callable[[], None] = lambda: None) -> None:
         self.moved: dict[Tensor, Moved] = {}
         self.trainer: type | None = None
-        """The class of the Trainer of transformers whose optimizer steps, where one does."""
+        """The class of the transformers Trainer whose optimizer steps, if any."""
         self._limit, self._enough = steps, enough
         self.counted: dict[torch.optim.Optimizer, int] = {}
-        """The steps of each optimizer."""
+        """The number of steps of each optimizer."""
         self._models: dict[torch.optim.Optimizer, nn.Module | None] = {}
         self._before: dict[Tensor, list[Tensor]] = {}
         self._rates: dict[Tensor, float] = {}
@@ -79,7 +80,7 @@ class Watch:
 
     @property
     def steps(self) -> int:
-        """The most steps that one optimizer has taken."""
+        """The largest number of steps that one optimizer has taken."""
         return max(self.counted.values(), default=0)
 
     @property
@@ -122,7 +123,7 @@ class Watch:
         return rate > 0 and 2 * rate >= self._rates.get(parameter, 0.0)
 
     def _look(self) -> None:
-        """Find the models of optimizers that are new, all of a round at once: it goes through every object."""
+        """Find the models of new optimizers, all in one pass, since it iterates over every object."""
         new = [optimizer for optimizer in self.counted if optimizer not in self._models]
         if new:
             objects = gc.get_objects()
@@ -131,7 +132,7 @@ class Watch:
             self.trainer = self.trainer or next(map(type, trainers), None)
 
     def _steps_for(self, trainer: Any) -> bool:
-        """Whether one of the optimizers is that trainer's, below what accelerate puts around it."""
+        """Whether one of the optimizers, below accelerate's wrapper, is that trainer's."""
         optimizer = getattr(trainer, "optimizer", None)
         while optimizer is not None and not any(optimizer is one for one in self.counted):
             optimizer = getattr(optimizer, "optimizer", None)
@@ -139,7 +140,7 @@ class Watch:
 
 
 def _kept(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
-    """The plain tensors that keep a parameter's value: its own, and what is beside them as a master."""
+    """The plain tensors that store a parameter's value: its own, and those of its master."""
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
     own = leaves(parameter, "")
     masters = (leaf for key, value in state.items() if is_master(key) for leaf in leaves(value, ""))
@@ -152,7 +153,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    """The values looked at of a gradient; None where there is none that is plain."""
+    """The compared values of a gradient; None if it is not a plain tensor."""
     grad = parameter.grad
     if grad is None or grad.layout != torch.strided:
         return None
@@ -161,7 +162,8 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 
 
 def _counted(grad: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """How many updates were wanted, how many lost; a master that came up in the step, or has tiles, counts as moved."""
+    """The numbers of wanted and of lost updates. A master created in the step, or stored in tiles, counts as
+    changed."""
     wanted = (grad != 0) & after[0].isfinite()
     still = wanted
     if len(after) != len(before) or any(one.shape != grad.shape for one in (*before, *after)):
@@ -175,7 +177,7 @@ def _counted(grad: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) ->
 def models_of(
     optimizers: Iterable[torch.optim.Optimizer], objects: Iterable[Any]
 ) -> dict[torch.optim.Optimizer, nn.Module | None]:
-    """For each optimizer the outermost module among objects that has most of its parameters, wrappers taken off."""
+    """For each optimizer, the outermost module among `objects` that has most of its parameters, without wrappers."""
     # type() and no isinstance: that asks every object for __class__, and lazy ones then load what they stand for.
     modules = [one for one in objects if issubclass(type(one), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
@@ -189,7 +191,7 @@ def models_of(
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module within DDP, FSDP and torch.compile."""
+    """The module inside DDP, FSDP and torch.compile."""
     while [*module._modules] in ([name] for name in _WRAPPED):
         (module,) = filter(None, module._modules.values())
     return module
@@ -200,36 +202,37 @@ def _is_trainer(kind: type) -> bool:
 
 
 LOST = 0.01
-"""The share of lost updates from which on a setup is said to lose them: float32 itself rounds some away."""
+"""The share of lost updates from which a setup is said to lose them: float32 itself rounds some away."""
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Of one step's updates that were looked at, those of values in one dtype that are kept in one way."""
+    """The updates of one step to compared values of one dtype that are stored in one way."""
 
     dtype: str
     kept: str
-    """"alone", in the weight itself, rounded to nearest; "stochastic", the same by chance; "master", beside it."""
+    """"alone": in the weight, rounded to nearest; "stochastic": in the weight, rounded stochastically; "master": in a
+    master."""
     parameters: int
-    """Of the whole model, so kept."""
+    """The number of the model's parameters stored in this way."""
     step: int
     rate: float
     peak: float
-    """The highest rate of a schedule of torch's; `rate` where there is none."""
+    """The highest rate of a torch schedule; `rate` without one."""
     looked: int
     lost: int
-    """Neither the weight moved nor a master."""
+    """Updates after which neither the weight nor a master had changed."""
     roles: dict[str, float]
-    """The share that was lost, by what weights are for: embedding, mlp, norm ..."""
+    """The lost share by role of the weights: embedding, mlp, norm ..."""
 
     @property
     def share(self) -> float:
-        """The share that was lost."""
+        """The lost share."""
         return self.lost / self.looked if self.looked else 0.0
 
     @property
     def harmful(self) -> bool:
-        """Whether so many are lost: by chance as many arrive as are too many elsewhere."""
+        """Whether at least `LOST` of them are lost; never with stochastic rounding, which loses many without harm."""
         return self.kept != "stochastic" and self.share >= LOST
 
     def __str__(self) -> str:
@@ -258,12 +261,12 @@ _BESIDE = {
 
 @dataclass(frozen=True)
 class Running:
-    """A running setup: what became of its updates, what it keeps, and what mends it. `print(report)` shows it."""
+    """A running setup: the fate of its updates, its audit, and a fix. `print(report)` shows it."""
 
     updates: tuple[Updates, ...]
     audit: Audit
     mend: "Mend | None"
-    """None where nothing is lost."""
+    """None if nothing is lost."""
 
     @property
     def loses(self) -> bool:
@@ -271,7 +274,7 @@ class Running:
         return any(one.harmful for one in self.updates)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as JSON data."""
         updates = [asdict(one) | {"share": one.share} for one in self.updates]
         made = None if self.mend is None else asdict(self.mend)
         return {"schema": SCHEMA, "loses": self.loses, "updates": updates, "mend": made, "audit": self.audit.to_dict()}
@@ -282,10 +285,10 @@ class Running:
 
 
 def running(watch: Watch) -> tuple[Running, ...]:
-    """A report of each model that a watch has seen optimizers step on.
+    """A report for each model that a watch has seen optimizers step.
 
     Raises:
-        RunError: none stepped; or none of what they step on is a parameter of a module.
+        RunError: no optimizer stepped; or no parameter that they step belongs to a module.
     """
     if not watch.steps:
         raise RunError(
@@ -310,7 +313,7 @@ def _report(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watch
 
 
 def _updates(setup: Setup, watch: Watch) -> Iterator[Updates]:
-    """By how values are kept, the narrow ones first."""
+    """The updates by the way values are stored, the narrowest first."""
     moved = {
         name: (taker, watch.moved[taker])
         for name, parameter in setup.trained.items()
@@ -322,7 +325,7 @@ def _updates(setup: Setup, watch: Watch) -> Iterator[Updates]:
 
 
 def _how(setup: Setup, name: str) -> str:
-    """How the values of a trained parameter are kept, as `Updates.kept` has it."""
+    """How the values of a trained parameter are stored, as a value of `Updates.kept`."""
     if name in setup.stochastic and setup.trained[name].dtype == torch.bfloat16:
         return "stochastic"
     return "master" if name in setup.masters and name not in setup.by_hand else "alone"
@@ -353,14 +356,14 @@ _MIXED = 16
 
 @dataclass(frozen=True)
 class Mend:
-    """Lines that mend a setup."""
+    """Lines of code that fix a setup."""
 
     dtype: str
     now: float
-    """Bytes a parameter, as audited."""
+    """Bytes per parameter, as audited."""
     lines: tuple[str, ...]
     recipes: dict[str, float]
-    """Bytes a parameter by recipe; the first is the one in `lines`."""
+    """Bytes per parameter by recipe; the first recipe is the one in `lines`."""
 
     def __str__(self) -> str:
         return "\n".join([*self._measured(), *self._mended()])
@@ -398,7 +401,8 @@ def _float32(dtype: str) -> str:
 def mend(
     report: Audit, optimizers: Sequence[torch.optim.Optimizer], dtypes: Sequence[str], trainer: type | None = None
 ) -> Mend:
-    """What mends a setup that loses updates of values in these dtypes; `trainer` is transformers' class, if any."""
+    """The fix for a setup that loses updates of values in these dtypes; `trainer` is the class of transformers'
+    Trainer, if any."""
     dtype = next((one for one in dtypes if one in _RECIPES), dtypes[0])
     recipes = {}
     if dtype in _RECIPES and len(optimizers) == 1 and (moments := _moments(optimizers[0])) is not None:
@@ -408,7 +412,7 @@ def mend(
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
-    """The moments that halfstep would keep for it; None where it has no counterpart."""
+    """The moments that halfstep would store for the optimizer; None if it has no counterpart."""
     try:
         return rule_of(optimizer).moments(optimizer.param_groups[0])
     except OptimizerError:

@@ -1,5 +1,4 @@
-"""Confidence intervals of paired differences and of shares, tests, and the number of runs that would decide. No
-torch."""
+"""Confidence intervals of paired differences and of shares, tests, and numbers of runs that would decide. No torch."""
 
 import math
 import statistics

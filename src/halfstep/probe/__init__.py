@@ -1,4 +1,5 @@
-"""Is this model safe in fp16, or another format? Measured forward and backward, then run for real; `probe_model`."""
+"""Is this model safe in fp16, or another format? Ranges measured forward and backward, then trial runs;
+`probe_model`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,28 +53,28 @@ def probe_model(
     """Whether a model is safe in a number format, forward and backward, on that data.
 
     Runs copies of the model: in float32, to measure the range of every activation, gradient and weight; then under the
-    format's recipe, to compare; then, where that is not safe, under others, until one passes. All of it in evaluation
-    mode, without dropout. The model and the random generators are left as they were.
+    format's recipe, to compare; then, if that is not safe, under other recipes, until one passes. All of it in
+    evaluation mode, without dropout. The model and the random generators do not change.
 
     Args:
-        to: a format's name, a `Format` or a `torch.dtype`; what it means for a model is said by `target`.
+        to: a format's name, a `Format` or a `torch.dtype`; `target` says what it means for a model.
         data: batches; a mapping gives the model's arguments by name, a tuple by position, a tensor is the only one.
-        loss: loss(model, batch) to send back; None takes the model's own, or a stand-in (`batch.loss_of`).
+        loss: loss(model, batch) to differentiate; None takes the model's own, or a stand-in (`batch.loss_of`).
         loss_scale: a constant one; None takes the recipe's, for fp16 a dynamic one from 2^16.
         train_steps: steps of AdamW in float32 at `learning_rate` after which to measure again. Ranges are those of
             before and after; recipes are run after.
-        cast_as: what running the model in the format means. None: both the format's recipe and, where torch has the
-            dtype, `model.to(dtype)`; it is safe where both are. "half": `model.to(dtype)`, forward. "recipe": the
+        cast_as: what running the model in the format means. None: both the format's recipe and, if torch has the
+            dtype, `model.to(dtype)`; the model is safe if both are. "half": `model.to(dtype)`, forward. "recipe": the
             format's recipe; or the name of another, or a `Recipe`.
-        described: what the data is, for the report.
-        progress: called with what is being done.
+        described: a description of the data, for the report.
+        progress: called with the name of each stage.
 
     Raises:
         FormatError: unknown format, or one for blocks or without negative values.
         RecipeError: a recipe with stages: only the first would be tried.
         DataError: no batches.
-        ModelError: the model has no parameters, cannot be copied, does not take the data, gives nothing to send back,
-            or is not finite in float32 either.
+        ModelError: the model has no parameters, cannot be copied, does not take the data, returns nothing
+            differentiable, or is not finite in float32 either.
     """
     goal = target(to, loss_scale)
     decides = ("cast",) if cast_as == "half" else ("recipe",) if cast_as is not None else ("recipe", "cast")
@@ -161,7 +162,7 @@ def _check_stages(recipe: Recipe) -> None:
 
 
 def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Recipe], Trial]) -> tuple[Trial, ...]:
-    """The trials of other recipes; modules that lose values without any infinity are in float32 from the start."""
+    """Trials of other recipes; modules that lose values without any infinity are in float32 from the start."""
     leaves = {path for path, module in own.named_modules() if not any(module.children())}
     lossy = [
         found.site

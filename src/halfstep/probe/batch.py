@@ -1,4 +1,5 @@
-"""The model to probe, from a folder or a function; copies of it; batches of text or tensors; a loss to send back."""
+"""The model to probe, from a folder or a function; copies of it; batches of text or tensors; a loss to
+differentiate."""
 
 import copy
 import inspect
@@ -26,15 +27,15 @@ from halfstep.tracking.nonfinite import tensors_in
 
 
 Batch = Any
-"""What the model is called with: a mapping gives arguments by name, a tuple or list by position, a tensor alone."""
+"""The arguments of a model: a mapping gives them by name, a tuple or list by position, a tensor alone."""
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """What the model returns for a batch.
+    """The model's output for a batch.
 
     Raises:
-        ModelError: it raised.
+        ModelError: the model raised.
     """
     try:
         if isinstance(batch, Mapping):
@@ -48,14 +49,15 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def loss_of(model: nn.Module, batch: Batch, own: Loss | None) -> tuple[Tensor, str]:
-    """The loss on a batch, with a graph behind it, and what loss it is in words.
+    """The loss on a batch, with its autograd graph, and its description in words.
 
-    `own` if given; else the output's `loss`, or an output that is a single number; else the sum of the floating outputs
-    times fixed numbers r from a standard normal distribution, divided by their rows: the gradient is r / rows, about as
-    large as a mean cross-entropy's. (A sum of squares has none behind a last layer norm, which keeps it constant.)
+    `own` if given; else the output's `loss`, or an output that is a scalar; else the sum of the floating-point outputs
+    times fixed values r from a standard normal distribution, divided by their rows: the gradient is r / rows, about as
+    large as a mean cross-entropy's. (A sum of squares has no gradient behind a final layer norm, which keeps it
+    constant.)
 
     Raises:
-        ModelError: the model raised, or nothing of what it returns carries a gradient.
+        ModelError: the model raised, or nothing that it returns requires a gradient.
     """
     loss: Tensor | None
     if own is not None:
@@ -71,7 +73,7 @@ def loss_of(model: nn.Module, batch: Batch, own: Loss | None) -> tuple[Tensor, s
 
 
 def loss_of_output(output: Any) -> tuple[Tensor | None, str]:
-    """The loss in what a model returned, or a stand-in, as `loss_of` says; None where nothing carries a gradient."""
+    """The loss in a model's output, or a stand-in, see `loss_of`; None if nothing requires a gradient."""
     given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if given is None and isinstance(output, Tensor) and output.dim() == 0:
         given = output
@@ -98,7 +100,7 @@ def _against_noise(output: Tensor) -> Tensor:
 
 
 def described(batch: Batch) -> str:
-    """The shapes and dtypes of a batch."""
+    """The shapes and dtypes of a batch, as text."""
     named = batch.items() if isinstance(batch, Mapping) else (("", t) for t in tensors_in(batch))
     words = [
         f"{name + ' ' if name else ''}{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
@@ -109,7 +111,7 @@ def described(batch: Batch) -> str:
 
 
 def moved(batch: Batch, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-    """The batch on a device, its floating tensors in `dtype`."""
+    """The batch on a device, with floating-point tensors in `dtype`."""
     if isinstance(batch, Tensor):
         return batch.to(device, dtype if batch.is_floating_point() else batch.dtype)
     if isinstance(batch, Mapping):
@@ -121,8 +123,8 @@ def copied(model: nn.Module) -> nn.Module:
     """A copy of a model, without gradients.
 
     Raises:
-        ModelError: it has no parameters, or cannot be copied; or a forward that was set on an instance calls the model
-            itself, as the copy's would.
+        ModelError: it has no parameters, or cannot be copied; or a forward set on an instance refers to the model
+            itself, as the copy's would too.
     """
     name = type(model).__name__
     if not any(True for _ in model.parameters()):
@@ -147,7 +149,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _reaches(start: Any, modules: set[int]) -> bool:
-    """Whether a callable holds one of the modules: in closures, wrapped functions, bound and partial arguments."""
+    """Whether a callable refers to one of the modules: in closures, wrapped functions, bound and partial arguments."""
     seen, left = set[int](), [start]
     while left and len(seen) < 1000:
         one = left.pop()
@@ -174,7 +176,7 @@ def _reaches(start: Any, modules: set[int]) -> bool:
 
 @contextmanager
 def unchanged_generators(device: torch.device) -> Iterator[None]:
-    """While active, random numbers may be drawn; afterwards the generators are where they were."""
+    """A context after which torch's random generators are restored."""
     kept, numpys = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -188,7 +190,7 @@ _BYTES_PER_TOKEN = 12  # more than tokenizers need for a token of English or cod
 
 
 def is_tensor_file(path: str) -> bool:
-    """Whether a path names a file of tensors rather than text."""
+    """Whether a path names a file of tensors, not of text."""
     return path.endswith((".safetensors", ".pt"))
 
 
@@ -196,7 +198,7 @@ def tensor_batches(path: str) -> list[Batch]:
     """The batches in a file: one, by name, in .safetensors; a tensor, a mapping, or a list of batches in .pt.
 
     Raises:
-        DataError: it cannot be read, or holds something else, or nothing.
+        DataError: it cannot be read, or contains something else, or nothing.
     """
     try:
         held = load_file(path) if path.endswith(".safetensors") else torch.load(path, weights_only=True)
@@ -222,12 +224,12 @@ def _is_batch(value: Any) -> bool:
 
 
 def text_batches(text: Tensor, loaded: "Loaded", batches: int, examples: int, context: int) -> tuple[list[Batch], str]:
-    """Batches of tokens from windows spread over a text, and how they were made, in words.
+    """Batches of tokens from windows spread over a text, and a description of how they were made.
 
     Args:
         text: its bytes, (length,) uint8.
-        batches, examples, context: how many batches, windows in a batch, and tokens in a window (cut to what the model
-            takes).
+        batches, examples, context: how many batches, windows in a batch, and tokens in a window (at most as many as the
+            model takes).
 
     Raises:
         DataError: the text is shorter than one window.
@@ -264,27 +266,27 @@ _WITH_LABELS = ("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMa
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, and what is known of its inputs."""
+    """A model, and information on its inputs."""
 
     model: nn.Module
     inputs: tuple[Batch, ...] = ()
-    """Batches that came with it."""
+    """Batches that the function returned with the model."""
     vocabulary: int = 256
     longest: int | None = None
-    """The most tokens it takes."""
+    """The largest number of tokens that it takes."""
     tokenize: Callable[[str], list[int]] | None = None
     named: Callable[[Tensor], Batch] = lambda tokens: tokens
-    """The batch of a tensor of tokens, (examples, length)."""
+    """Makes a batch from a tensor of tokens (examples, length)."""
 
 
 def load_model(name: str) -> Loaded:
     """The model in a Hugging Face folder, or that of `module:function` or `file.py:function`.
 
-    A function takes no argument and returns a module, or a tuple (module, inputs ...): then the rest is what the module
-    is called with.
+    A function takes no argument and returns a module, or a tuple (module, inputs ...): the rest are then the module's
+    inputs.
 
     Raises:
-        ModelError: there is no such folder, module, file or function, or it gives no model.
+        ModelError: there is no such folder, module, file or function, or it returns no model.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

@@ -1,4 +1,4 @@
-"""What running a model in a format means: the recipe that does it, recipes to try, or a cast by `model.to(dtype)`."""
+"""Run a model in a format: the recipe for it, further recipes to try, or a cast by `model.to(dtype)`."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,13 +31,13 @@ _STORED = {
 
 @dataclass(frozen=True)
 class Target:
-    """A format, the recipe that puts a model into it, and other recipes, the most alike first."""
+    """A format, the recipe that puts a model into it, and other recipes, the most similar first."""
 
     limits: Limits
     recipe: Recipe
     others: tuple[Recipe, ...]
     stored: bool
-    """Whether whole tensors are stored in it; otherwise the operands of layers' products are rounded to it."""
+    """Whether whole tensors are stored in it; otherwise the operands of layers' matmuls are rounded to it."""
 
     @property
     def format(self) -> Format:
@@ -48,12 +48,12 @@ class Target:
 def target(to: object, loss_scale: float | None = None) -> Target:
     """The target of a format's name, a `Format` or a `torch.dtype`.
 
-    fp16 and bf16 mean all of the model: weights, activations and gradients, as `model.to(dtype)` has them, trained with
-    the loss scale of fp16-master (fp16) or none. Any other format means the operands of all layers' products, heads
-    and routers apart, rounded to it without a scale, the rest in float32.
+    fp16 and bf16 mean the whole model: weights, activations and gradients, as after `model.to(dtype)`, trained with the
+    loss scale of fp16-master (fp16) or none. Any other format means the operands of all layers' matmuls, except heads
+    and routers, rounded to it without a scale, and everything else in float32.
 
     Args:
-        loss_scale: a constant one, in the place of the recipe's.
+        loss_scale: a constant one, instead of the recipe's.
 
     Raises:
         FormatError: unknown format, a block format, or one without negative values.
@@ -85,11 +85,11 @@ def _rounding(name: str, quantizer: Quantizer) -> Recipe:
 
 
 _ROUNDS = 8
-"""Trials of one recipe, each keeping one more place in float32."""
+"""Trials of one recipe, each with one more module in float32."""
 
 
 _MOST = 0.5
-"""The largest share of the parameters to keep in float32: with more, another format is the better advice."""
+"""The largest share of the parameters to keep in float32: with more, another format is better advice."""
 
 
 def suggest(
@@ -101,12 +101,12 @@ def suggest(
 ) -> tuple[Trial, ...]:
     """Trials, ending with the first that passes; none passed if the last did not.
 
-    Each recipe is tried with the modules of `start` in float32, then also with the module that failed first, and like
-    ones in other blocks (`encoder.block.*.wo`); where a module fails that is in float32 already, with the one around
-    it. When that is most of the model, the next recipe is tried.
+    Each recipe is tried with the modules of `start` in float32, then also with the first module that failed, and its
+    counterparts in other blocks (`encoder.block.*.wo`); if a module fails that is in float32 already, with the module
+    around it. When that covers most of the model, the next recipe is tried.
 
     Args:
-        rejected: was run already; it is not run again, and is never the advice.
+        rejected: a trial that was run already; it is not run again, and never suggested.
     """
     trials = [] if rejected.passed else [rejected]
     places = tuple(dict.fromkeys(pattern(site.module) for site in start if site.module))
@@ -128,13 +128,13 @@ def suggest(
 
 
 def _share(model: nn.Module, places: tuple[str, ...]) -> float:
-    """The share of the parameters that lie in those places."""
+    """The share of the parameters in those modules."""
     inside = {id(p): p.numel() for module in wide.find(model, places).values() for p in module.parameters()}
     return sum(inside.values()) / sum(p.numel() for p in model.parameters())
 
 
 def keeping(recipe: Recipe, places: tuple[str, ...] = (), buffers: tuple[str, ...] = ()) -> Recipe:
-    """The recipe with those modules, or buffers, in float32, under a name of its own."""
+    """The recipe with those modules, or buffers, in float32, under a new name."""
     count, what = len(places or buffers), "modules" if places else "buffers"
     if not count:
         return recipe
@@ -150,7 +150,7 @@ def keeping(recipe: Recipe, places: tuple[str, ...] = (), buffers: tuple[str, ..
 
 
 def widened(model: nn.Module, kept: tuple[str, ...], path: str) -> tuple[str, ...] | None:
-    """What to keep in float32 when the module at `path` failed; None where that would be everything."""
+    """The modules to keep in float32 after the module at `path` failed; None if that would be the whole model."""
     # Lists are never called: a forward of theirs would not run.
     while path and (
         any(_covers(place, path) for place in kept)
@@ -164,38 +164,37 @@ def widened(model: nn.Module, kept: tuple[str, ...], path: str) -> tuple[str, ..
 
 
 def pattern(path: str) -> str:
-    """The path with its numbers as globs.
+    """The path with its numbers replaced by globs.
 
-    >>> pattern("encoder.block.0.layer.1.wo"), pattern("2")
-    ('encoder.block.*.layer.*.wo', '2')
+    >>> pattern("encoder.block.0.layer.1.wo"), pattern("2") ('encoder.block.*.layer.*.wo', '2')
     """
     parts = path.split(".")
     return ".".join("*" if part.isdigit() and len(parts) > 1 else part for part in parts)
 
 
 def _maker(site: Site) -> str:
-    """The module whose code made a tensor: around the one that took it, for an input."""
+    """The module whose code computed a tensor: for an input, the one around the module that took it."""
     return site.module.rpartition(".")[0] if site.role in ("input", "gradient of the output") else site.module
 
 
 def _covers(place: str, path: str) -> bool:
-    """Whether a glob matches a path or a module around it."""
+    """Whether a glob matches a path or a module that contains it."""
     return fnmatchcase(path, place) or fnmatchcase(path, f"{place}.*")
 
 
 @dataclass(frozen=True)
 class CastTrial(Ran):
-    """How a model did that was cast as a whole."""
+    """The result of running a model that was cast as a whole."""
 
     dtype: torch.dtype
 
     @property
     def name(self) -> str:
-        """The call that does it."""
+        """The call that casts it."""
         return f"model.to({self.dtype})"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The trial as JSON data."""
         return self.told({"dtype": str(self.dtype).removeprefix("torch.")}, {})
 
 
@@ -203,8 +202,8 @@ class CastTrial(Ran):
 def cast_trial(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, expected: Reference) -> CastTrial:
     """Cast a copy of the model, and the batches, and run it forward over all of them.
 
-    It fails at the first parameter, buffer, input or output that is finite in float32 and not in `dtype`, and where the
-    model's output is off by more than `OUTPUT_ERROR`. What torch cannot run in `dtype` has crashed.
+    It fails at the first parameter, buffer, input or output that is finite in float32 but not in `dtype`, and if the
+    model's output is off by more than `OUTPUT_ERROR`. A model that torch cannot run in `dtype` counts as crashed.
     """
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}
     stored = [*model.named_parameters(), *model.named_buffers()]
@@ -226,7 +225,7 @@ def cast_trial(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, e
 
 @dataclass
 class _Look:
-    """What the outputs of a pass show: the first that is not finite, and how far each is off."""
+    """Records a pass's outputs: the first non-finite one, and the error of each."""
 
     outputs: Outputs
     compares: bool = True  # the first batch alone
@@ -240,7 +239,7 @@ class _Look:
 
 
 def _named(batch: Batch) -> list[tuple[object, Tensor]]:
-    """The tensors that a batch is made of, by name or position."""
+    """The tensors of a batch, by name or position."""
     if isinstance(batch, Mapping):
         return [(name, value) for name, value in batch.items() if isinstance(value, Tensor)]
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
@@ -255,7 +254,8 @@ def _overflow(name: str, tensor: Tensor, dtype: torch.dtype, kinds: Mapping[str,
 
 
 _LEAST = 4
-"""How many times the format's relative rounding error is more than a rounded tensor shows by itself."""
+"""An error above this many times the format's relative rounding error is more than a rounded tensor causes by
+itself."""
 
 
 @dataclass(frozen=True)
@@ -263,25 +263,25 @@ class RoundedBuffer:
     """A buffer, and its counterparts in other blocks, rounded to a dtype with the rest of the model in float32."""
 
     name: str
-    """Its path; numbers of blocks are globs."""
+    """Its path; indices of blocks are globs."""
     error: float
-    """The largest relative change of what a module returns, on the first batch."""
+    """The largest relative change of a module's output, on the first batch."""
     module: str
-    """The module whose output that is."""
+    """The module whose output changed by that."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What rounding the buffers of a model does, each kind by itself."""
+    """The effect of rounding each kind of buffer of a model alone."""
 
     found: tuple[RoundedBuffer, ...] = ()
-    """Every kind that rounding changes and does not overflow."""
+    """Every kind that rounding changes without overflow."""
     weights: float = 0.0
-    """How far rounding all weights changes the model's output."""
+    """The relative change of the model's output when all weights are rounded."""
     size: float = 0.0
     """The format's relative rounding error."""
     arrived: tuple[str, ...] = ()
-    """Those that were rounded when the model came: float32 was measured with them."""
+    """Buffers that were already rounded in the model: float32 was measured with them."""
 
     @property
     def harmful(self) -> tuple[RoundedBuffer, ...]:
@@ -290,7 +290,7 @@ class Buffers:
         return tuple(one for one in self.found if not one.error <= max(self.weights, _LEAST * self.size))
 
     def lines(self, format: str) -> list[str]:
-        """What a report says of them; nothing where none does harm."""
+        """The report's lines on them; none if none does harm."""
         said = [
             f"buffers: {one.name} rounded to {format}, as model.to() does, changes the output of "
             f"{one.module or 'the model'} by {one.error:.2g}; rounding all weights changes the model's by "
@@ -313,11 +313,11 @@ NONE = Buffers()
 def rounded_buffers(
     model: nn.Module, batch: Batch, dtype: torch.dtype, expected: Reference
 ) -> tuple[RoundedBuffer, ...]:
-    """What rounding each kind of floating-point buffer to `dtype` changes, by its path; kinds that it does not change,
-    and those that overflow, are left out. The model is left as it was.
+    """The effect of rounding each kind of floating-point buffer to `dtype`, by its path. Kinds that do not change, and
+    those that overflow, are left out. The model is not changed.
 
     Raises:
-        ModelError: it raised.
+        ModelError: the model raised.
     """
     kinds = grouped(
         (pattern(name), buffer)
@@ -340,7 +340,7 @@ def rounded_buffers(
 
 
 def _changed(model: nn.Module, batch: Batch, expected: Reference) -> tuple[float, str]:
-    """The largest relative change of what a module returns, and which module's it is."""
+    """The largest relative change of a module's output, and that module's name."""
     outputs = Outputs(expected)
     with observed(model, outputs.compare):
         call(model, batch)

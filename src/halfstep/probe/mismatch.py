@@ -1,4 +1,4 @@
-"""How far the policy that is trained is from the one that generates: two recipes, or batches of other sizes."""
+"""The distance between the policy that is trained and the one that generates: two recipes, or other batch sizes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ class Mismatch:
     """Two policies on the same tokens. `print(report)` shows it.
 
     With p the rollout's distribution of the next token and q the trainer's, in float64: KL is sum p (log p - log q),
-    and a ratio is q(t) / p(t) of a token t drawn from p.
+    and a ratio is q(t) / p(t) for a token t drawn from p.
     """
 
     model: str
@@ -45,8 +45,8 @@ class Mismatch:
     clipped: float
     """The share of ratios outside [1 - clip, 1 + clip]."""
     layers: dict[str, float] = field(default_factory=dict)
-    """How far each module's output is from the trainer's, by its norm, on the first batch, in the order of the pass;
-    empty where the rollout has other rows or padding."""
+    """The relative distance of each module's output from the trainer's, by its norm, on the first batch, in the order
+    of the pass; empty if the rollout has other rows or padding."""
 
     @property
     def begins(self) -> str | None:
@@ -54,7 +54,7 @@ class Mismatch:
         return next((path for path, apart in self.layers.items() if apart > 0), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as JSON data."""
         return {**asdict(self), "begins": self.begins}
 
     def __str__(self) -> str:
@@ -88,21 +88,21 @@ def mismatch(
 ) -> Mismatch:
     """Compare next-token distributions of a model under two recipes, in eval(), on the same tokens.
 
-    The model is copied and not changed. For batch invariance give one recipe twice and other `rows` or `padding`: then
-    all figures are 0 where a row's results do not depend on its batch.
+    The model is copied and not changed. To test batch invariance, pass one recipe twice and other `rows` or `padding`:
+    then all figures are 0 if a row's results do not depend on its batch.
 
     Args:
         batches: tokens (rows, length), or mappings with `input_ids` (and `attention_mask`), as the model takes them.
-        rollout: a recipe, or a model that generates as it is, such as `halfstep.from_pretrained(folder)`.
-        rows: the rollout computes so many rows in a call; None: the whole batch.
-        padding: so many tokens (0) at the end of each of the rollout's rows, whose results are dropped.
+        rollout: a recipe, or a model that generates unchanged, such as `halfstep.from_pretrained(folder)`.
+        rows: the number of rows in each of the rollout's calls; None: the whole batch.
+        padding: this many tokens (0) at the end of each of the rollout's rows, whose results are dropped.
         clip: ratios outside [1 - clip, 1 + clip] are counted.
-        seed: of the tokens drawn.
+        seed: of the drawn tokens.
 
     Raises:
         ModelError: the model returns no logits of (rows, length, vocabulary).
         DataError: there is no batch, or one without tokens.
-        RecipeError: a recipe that is unknown, or fits no part of the model; `rows` or `padding` that mean nothing.
+        RecipeError: a recipe that is unknown, or fits no part of the model; invalid `rows` or `padding`.
     """
     if (rows is not None and rows < 1) or padding < 0 or not 0 < clip < 1:
         raise RecipeError(
@@ -135,7 +135,7 @@ def mismatch(
 
 
 def _under(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None) -> tuple[nn.Module, str]:
-    """A copy that follows a recipe, in eval()."""
+    """A copy that follows a recipe, in eval(), and the recipe's name."""
     known = get_recipe(recipe)
     own = copied(model)
     apply(own, known, module_filter=module_filter)
@@ -150,14 +150,14 @@ def _tokens(batch: Batch) -> Tensor:
 
 
 def _kept(batch: Batch) -> Tensor:
-    """Which positions count: all but those that attention_mask takes out."""
+    """The positions that count: all but those masked by attention_mask."""
     tokens = _tokens(batch)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    """(rows, length, vocabulary), without the loss that labels would ask for."""
+    """(rows, length, vocabulary), without the loss that labels would cause."""
     tokens = _tokens(batch)
     given = {name: value for name, value in batch.items() if name != "labels"} if isinstance(batch, Mapping) else batch
     output = call(model, given)
@@ -191,14 +191,14 @@ def _in_pieces(model: nn.Module, batch: Batch, rows: int | None, padding: int) -
 
 @dataclass(frozen=True)
 class _Sums:
-    """Figures of all tokens so far."""
+    """Sums of the figures over all tokens so far."""
 
     clip: float
     kl: list[Tensor] = field(default_factory=list)
     apart: list[Tensor] = field(default_factory=list)
 
     def add(self, own: Tensor, other: Tensor, kept: Tensor, generator: torch.Generator) -> None:
-        """Logits of the trainer and of the rollout."""
+        """Add the logits of the trainer and of the rollout."""
         if own.shape != other.shape:
             raise ModelError(
                 f"the trainer's logits are {tuple(own.shape)} and the rollout's {tuple(other.shape)}; expected two "
@@ -210,7 +210,7 @@ class _Sums:
         self.apart.append((q - p).gather(-1, torch.multinomial(chances, 1, generator=generator)).squeeze(-1))
 
     def figures(self) -> dict[str, Any]:
-        """Those of a `Mismatch`."""
+        """The fields of a `Mismatch`."""
         kl, apart = torch.cat(self.kl), torch.cat(self.apart)
         if not kl.numel():
             raise DataError("attention_mask takes out every position of every batch; give tokens to compare")
@@ -230,19 +230,19 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Layers:
-    """How far each module's first output is from that of the trainer's module of the same path, by its norm."""
+    """The distance of each module's first output from that of the trainer's module of the same path, by its norm."""
 
     apart: dict[str, float] = field(default_factory=dict)
     seen: dict[str, list[Tensor]] = field(default_factory=dict)
     """The trainer's outputs that were not compared yet."""
 
     def note(self, path: str, outputs: list[Tensor]) -> None:
-        """Take in an output of the trainer."""
+        """Record an output of the trainer."""
         if path not in self.seen:
             self.seen[path] = [tensor.clone() for tensor in outputs if tensor.is_floating_point()]
 
     def compare(self, path: str, outputs: list[Tensor]) -> None:
-        """Take in one of the rollout."""
+        """Compare an output of the rollout."""
         before, found = self.seen.get(path), [tensor for tensor in outputs if tensor.is_floating_point()]
         if before is not None and [t.shape for t in before] == [t.shape for t in found]:
             del self.seen[path]
@@ -252,5 +252,5 @@ class _Layers:
 
 
 def _inside(model: nn.Module, wanted: bool) -> list[tuple[str, nn.Module]]:
-    """The modules within a model by path, or none."""
+    """The modules within a model by path, or none if not wanted."""
     return [(path, module) for path, module in model.named_modules() if path and wanted]

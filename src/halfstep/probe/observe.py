@@ -1,4 +1,5 @@
-"""The range of a tensor, and what a format would make of it; every tensor of a forward and a backward pass, seen."""
+"""The range of a tensor, and the effect of a cast to a format; observation of every tensor of a forward and a
+backward."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ MASK = torch.finfo(torch.float32).max  # attention masks add minus this, or minu
 
 @dataclass(frozen=True)
 class Site:
-    """A tensor of a model: which module's, and which of its tensors."""
+    """A tensor of a model: its module, and its role in that module."""
 
     module: str
     """The module's path; empty for the model itself."""
@@ -38,21 +39,21 @@ class Site:
 
 @dataclass(frozen=True)
 class Counts:
-    """Exact counts over the values of tensors. NaN, and what masks attention, do not count as values."""
+    """Exact counts over the values of tensors. NaN, and the values of attention masks, do not count."""
 
     largest: float = 0.0
     """The largest magnitude; infinite or NaN if a value is."""
     values: int = 0
     nonzero: int = 0
     beyond: int = 0
-    """Values that overflow, or saturate."""
+    """The number of values that overflow, or saturate."""
     subnormal: int = 0
     vanished: int = 0
-    """Values other than zero that become zero."""
+    """The number of non-zero values that become zero."""
     magnitude: float = 0.0
     """The sum of all magnitudes."""
     lost: float = 0.0
-    """What vanishing and saturating take from it."""
+    """The part of `magnitude` that vanishing and saturating remove."""
 
     def __add__(self, other: "Counts") -> "Counts":
         largest = math.nan if math.nan in (self.largest, other.largest) else max(self.largest, other.largest)
@@ -63,7 +64,7 @@ _ADDED = ("values", "nonzero", "beyond", "subnormal", "vanished", "magnitude", "
 
 
 def count(x: Tensor, limits: Limits) -> Counts:
-    """The counts of one floating tensor, taken in float32."""
+    """The counts of one floating-point tensor, computed in float32."""
     size = x.detach().float().reshape(-1)
     if size.numel() == 0:
         return Counts()
@@ -88,11 +89,11 @@ def count(x: Tensor, limits: Limits) -> Counts:
 
 @dataclass(frozen=True)
 class Range:
-    """What one tensor of the model held, over all batches, in float32."""
+    """The range of one tensor of the model over all batches, in float32."""
 
     site: Site
     order: int
-    """When it was first seen: the order of execution."""
+    """The index in the order of execution, by its first occurrence."""
     counts: Counts
     limits: Limits
     block: bool = False
@@ -115,16 +116,17 @@ class Range:
 
     @property
     def lost(self) -> float:
-        """What vanishing and saturating take from the sum of magnitudes, as a share of it."""
+        """The share of the sum of magnitudes that vanishing and saturating remove."""
         return self.counts.lost / self.counts.magnitude if self.counts.magnitude else 0.0
 
     @property
     def headroom(self) -> float:
-        """Bits between the largest magnitude and the largest value of the format; negative beyond it."""
+        """Bits between the largest magnitude and the largest value of the format; negative if the magnitude is
+        larger."""
         return math.log2(self.limits.format.max / self.counts.largest) if self.counts.largest else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The range as JSON data."""
         return {
             **asdict(self.site),
             "residual": self.block,
@@ -138,46 +140,46 @@ class Range:
 
 
 def number(value: float) -> float | None:
-    """The number; None if it is infinite or NaN, which JSON has no word for."""
+    """The value; None if it is infinite or NaN, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
 
 FLOOR = 2.0**-40
-"""Tensors of gradients that are all smaller are left out when it comes to vanishing: Adam, whose epsilon is 1e-8, moves
-no weight by them."""
+"""Tensors of gradients that are all smaller do not count as vanishing: Adam, whose epsilon is 1e-8, hardly changes a
+weight by them."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Powers of two, from `smallest` to `largest`; empty where smallest > largest."""
+    """Loss scales, powers of two, from `smallest` to `largest`; empty if smallest > largest."""
 
     smallest: float
-    """The smallest loss scale at which what vanishes is little of each gradient; 0 where nothing ever does."""
+    """The smallest loss scale at which little of each gradient vanishes; 0 if nothing ever does."""
     largest: float
-    """The largest one at which no gradient overflows; infinite where all gradients are zero."""
+    """The largest loss scale at which no gradient overflows; infinite if all gradients are zero."""
     first_to_vanish: Site | None = None
-    """Whose gradient asks for `smallest`."""
+    """The tensor whose gradient determines `smallest`."""
     first_to_overflow: Site | None = None
-    """Whose gradient overflows beyond `largest`."""
+    """The tensor whose gradient overflows beyond `largest`."""
 
     @property
     def empty(self) -> bool:
-        """Whether no loss scale does."""
+        """Whether no loss scale works."""
         return self.smallest > self.largest
 
     def holds(self, scale: float) -> bool:
-        """Whether that loss scale lies in it."""
+        """Whether that loss scale lies in the window."""
         return self.smallest <= scale <= self.largest
 
 
 def window(
     gradients: Iterable[Range], histograms: Mapping[Site, ExponentHistogram], limits: Limits, tolerance: float
 ) -> Window:
-    """The window over all gradients, unscaled ones.
+    """The window over all gradients, which are unscaled.
 
-    The largest scale is exact, from the largest magnitudes. The smallest is read off histograms of exponents, a bin
-    counting as 1.5 * 2^e: at it, what vanishes is at most `tolerance` of each gradient's sum of magnitudes. Gradients
-    below `FLOOR` do not count there.
+    The largest scale is exact, from the largest magnitudes. The smallest is computed from histograms of exponents, a
+    bin counting as 1.5 * 2^e: at it, the vanishing values are at most `tolerance` of each gradient's sum of magnitudes.
+    Gradients below `FLOOR` do not count for it.
     """
     largest, over = math.inf, None
     for found in gradients:
@@ -192,14 +194,14 @@ def window(
 
 
 def _largest(magnitude: float, beyond: float) -> float:
-    """The largest power of two that times the magnitude stays below `beyond`."""
+    """The largest power of two whose product with the magnitude stays below `beyond`."""
     mantissa, exponent = math.frexp(magnitude)
     end, top = math.frexp(beyond)  # m 2^e 2^k < b 2^t: k = t - e if m < b, else one less
     return 2.0 ** (top - exponent - (mantissa >= end))
 
 
 def _smallest(histogram: ExponentHistogram, limits: Limits, tolerance: float) -> float:
-    """The smallest power of two at which bins that vanish hold at most that share of the sum of magnitudes."""
+    """The smallest power of two at which the vanishing bins contain at most that share of the sum of magnitudes."""
     if limits.vanishing < 0 or max(histogram.counts, default=-math.inf) < math.log2(FLOOR):
         return 0.0
     lowest = min(histogram.counts)
@@ -232,12 +234,11 @@ _CHUNK = 1 << 22  # values of attention logits that are formed at a time
 
 @contextmanager
 def observed(model: nn.Module, see: See) -> Iterator[None]:
-    """While active, `see(site, tensor)` is called with every floating tensor of a pass, as it is made.
+    """A context in which `see(site, tensor)` is called with every floating-point tensor of a pass, when it is computed.
 
-    These are what goes into and comes out of each module, the matrix products that a module's own code forms, the
-    logits of fused attention (formed again from queries and keys, in their dtype), and the gradients of all of these
-    as the backward makes them. Nothing stays on the model. Inputs by keyword count where they carry a gradient: the
-    others are masks and positions.
+    These are the inputs and outputs of each module, the matmuls in a module's own code, the logits of fused attention
+    (recomputed from queries and keys, in their dtype), and the gradients of all of these in the backward. Nothing stays
+    on the model. Keyword inputs count only if they require a gradient: the others are masks and positions.
     """
     eyes = _Eyes(model, see)
     with ExitStack() as hooks:
@@ -249,7 +250,7 @@ def observed(model: nn.Module, see: See) -> Iterator[None]:
 
 
 class _Eyes:
-    """Which module is running, and what to look at when a gradient arrives."""
+    """Keeps track of the running module, and of what to observe when a gradient arrives."""
 
     def __init__(self, model: nn.Module, see: See) -> None:
         self.see = see
@@ -274,7 +275,8 @@ class _Eyes:
             self._look(path, "output", tensor)
 
     def inside(self) -> tuple[str, bool] | None:
-        """The module whose code forms a product now, and whether in the backward; None where it is shown anyway."""
+        """The module whose code computes the present matmul, and whether in the backward; None if it is reported
+        elsewhere."""
         path = self._running[-1] if self._running else self._arrived
         return None if path is None or path in self._shown else (path, not self._running)
 
@@ -302,7 +304,7 @@ class _Eyes:
 
 
 class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the products that functional code forms. It reads, and hands on what the operator returned."""
+    """A dispatch mode that observes the matmuls of functional code, without changing them."""
 
     def __init__(self, eyes: _Eyes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -322,9 +324,9 @@ class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _logits(query: Tensor, key: Tensor, scale: float | None) -> Iterator[Tensor]:
-    """q k^T times scale (1 / sqrt(width) if None), a piece at a time, formed in float32 and rounded to q's dtype.
+    """q k^T times scale (1 / sqrt(width) if None), one piece at a time, computed in float32 and rounded to q's dtype.
 
-    query is (batch, heads, length, width), key alike with as many heads or fewer; before any mask.
+    query is (batch, heads, length, width), key the same with as many heads or fewer; before any mask.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if query.shape[-3] != key.shape[-3]:

@@ -1,4 +1,4 @@
-"""What a probe found: the verdict, what it rests on, and its limits."""
+"""The result of a probe: the verdict, its evidence, and its limits."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _LISTED = 5  # tensors that do not fit, in words
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a verdict holds for."""
+    """The conditions that a verdict holds for."""
 
     model: str
     parameters: int
@@ -29,14 +29,14 @@ class Conditions:
     batches: int
     examples: int
     tokens: int | None
-    """Values of the integer inputs; None where there are no such inputs."""
+    """The number of values of the integer inputs; None if there are none."""
     loss: str
     train_steps: int
     learning_rate: float
     unreached: tuple[str, ...] = ()
-    """Where experts, or other members of lists, got no gradient: nothing is known of those."""
+    """Where experts, or other members of lists, got no gradient, so that they were not measured."""
     frozen: bool = False
-    """Whether no parameter of the model requires a gradient: the probe's copy does."""
+    """Whether no parameter of the model requires a gradient (those of the probe's copy do)."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,24 @@ class ProbeReport:
     """Every tensor's range, in the order of execution."""
     window: Window
     trial: Trial
-    """The format's recipe, run for real."""
+    """The run under the format's recipe."""
     sensitivity: Sensitivity
-    """How far float32 itself differs, its weights moved by up to the format's relative rounding error."""
+    """The change of float32's results when its weights change by up to the format's relative rounding error."""
     noise: tuple[str, ...] = ()
-    """The parameters whose gradients are float32's own rounding errors, so that they were not compared."""
+    """Parameters whose gradients are only float32's rounding errors, so that they were not compared."""
     tried: tuple[Trial, ...] = ()
-    """Other recipes, where that one is not safe; only the last can have passed."""
+    """Other recipes, if that one is not safe; only the last can have passed."""
     cast: CastTrial | None = None
-    """The whole model cast, as `model.to(dtype)` does; None where torch has no dtype, or a recipe alone was asked."""
+    """The model cast as a whole, as by `model.to(dtype)`; None if torch has no such dtype, or only a recipe was asked
+    for."""
     decides: tuple[str, ...] = ("recipe", "cast")
-    """Which of the two the verdict is about."""
+    """Which of the two decide the verdict."""
     buffers: Buffers = NONE
-    """What rounding buffers does, as that cast rounds them."""
+    """The effect of rounding buffers as that cast does."""
 
     @property
     def verdict(self) -> str:
-        """safe; UNSAFE; or "cannot tell", where nothing is wrong but that torch could not run what was asked."""
+        """ "safe"; "UNSAFE"; or "cannot tell" if the only problem is that torch could not run what was asked."""
         crashes: list[bool] = []
         if "recipe" in self.decides and not self.recipe_safe:
             crashes.append(self.trial.failure is not None and self.trial.failure.crashed and not self.findings)
@@ -85,7 +86,8 @@ class ProbeReport:
 
     @property
     def scale_found(self) -> bool:
-        """Whether the recipe's loss scale (any from 1 on, if it is dynamic; 1, if it has none) lies in the window."""
+        """Whether the recipe's loss scale (any of at least 1, if it is dynamic; 1, if it has none) lies in the
+        window."""
         if not self.target.stored:
             return True  # the loss scale of operands is the trial's to judge
         scale = self.trial.recipe.loss_scale
@@ -97,8 +99,8 @@ class ProbeReport:
     def findings(self) -> tuple[Range, ...]:
         """The tensors of the forward pass, weights too, that do not fit the format, in the order of execution.
 
-        One that overflows at all does not fit, nor does one that loses more than 1% of its sum of magnitudes. For a
-        format that only operands are rounded to, these are the inputs and weights of the layers that are rounded.
+        A tensor does not fit if any value overflows, or if it loses more than 1% of its sum of magnitudes. For a format
+        that only operands are rounded to, these are the inputs and weights of the rounded layers.
         """
         return tuple(found for found in self.ranges if not found.site.backward and self._unfit(found))
 
@@ -120,7 +122,7 @@ class ProbeReport:
 
     @property
     def headroom(self) -> Range | None:
-        """The forward's tensor nearest to the end of the format, or furthest beyond it."""
+        """The forward's tensor nearest to the format's largest value, or furthest beyond it."""
         forward = (found for found in self.ranges if not found.site.backward)
         return min(forward, key=lambda found: found.headroom, default=None)
 
@@ -131,11 +133,11 @@ class ProbeReport:
 
     @property
     def suggestion(self) -> Trial | None:
-        """The recipe that was tried and passed; None if the target is safe, or none did."""
+        """The recipe that was tried and passed; None if the target is safe, or none passed."""
         return self.tried[-1] if self.tried and self.tried[-1].passed else None
 
     def __str__(self) -> str:
-        """The verdict, what it rests on, and its limits; one statement a line."""
+        """The verdict, its evidence and its limits, one statement per line."""
         format = self.target.format.name
         how = ", forward and backward" if "recipe" in self.decides or self.cast is None else f" as {self.cast.name}"
         same = [self.alike(found) for found in self.ranges if str(found.site) == self.first_failure]
@@ -157,14 +159,14 @@ class ProbeReport:
         )
 
     def worst(self) -> list[Range]:
-        """All ranges: what does not fit first, then what is nearest to the end of the format."""
+        """All ranges: those that do not fit first, then those nearest to the format's largest value."""
         unfit = {found.site for found in (*self.findings, *self.gradient_findings)}
         return sorted(
             self.ranges, key=lambda found: (found.site not in unfit, found.headroom, -found.lost, found.order)
         )
 
     def alike(self, found: Range) -> tuple[Range, ...]:
-        """All ranges with the counts of one, in the order of execution: a tensor that modules hand on unchanged."""
+        """All ranges with the same counts, in the order of execution: a tensor that modules pass on unchanged."""
         return tuple(r for r in self.ranges if r.counts == found.counts and r.site.backward == found.site.backward)
 
     def _unfit(self, found: Range) -> bool:
@@ -174,7 +176,7 @@ class ProbeReport:
         return (found.limits.overflows and found.counts.beyond > 0) or found.lost > LOST
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; numbers that are infinite or NaN are None."""
+        """The report as JSON data; infinite values and NaN are None."""
         near, unfit = self.headroom, {found.site for found in (*self.findings, *self.gradient_findings)}
         suggestion = self.suggestion
         return {
@@ -228,7 +230,7 @@ def _forward(report: ProbeReport) -> list[str]:
 
 
 def _names(same: Sequence[Range]) -> str:
-    """A tensor by the module that has it first, and by the one that takes it in last."""
+    """A tensor's name: the module that has it first, and the one that reads it last."""
     takers = [found.site for found in same[1:] if found.site.role == "input"]
     return f"{same[0].site}" + (f", which is the {takers[-1]}" if takers else "")
 
@@ -253,14 +255,14 @@ def _backward(report: ProbeReport) -> str:
 
 
 def _outcome(trial: Trial) -> str:
-    """How a trial went."""
+    """A trial's result, in words."""
     scaled = trial.recipe.loss_scale is not None and trial.loss_scale is not None
     at = f" at loss scale {trial.loss_scale:g}" if scaled else ""
     return f"{trial.recipe.name} {_ran(trial, f'passes: finite{at},', 'fails')}"
 
 
 def _cast(report: ProbeReport) -> list[str]:
-    """How the whole model did, cast."""
+    """The result of the cast of the whole model, in words."""
     found = report.cast
     return [] if found is None else [f"run for real: {found.name} {_ran(found, 'passes, forward:', 'fails, forward')}"]
 
@@ -273,7 +275,7 @@ def _ran(found: Trial | CastTrial, passes: str, fails: str) -> str:
 
 
 def _sensitivity(report: ProbeReport) -> list[str]:
-    """What of a difference is the model's own."""
+    """Which part of a difference comes from the model's own sensitivity, in words."""
     found, format = report.sensitivity, report.target.format.name
     shaken = sorted(found.unstable)
     what = f"the gradient of {some(shaken, 1)}" if found.output_is_stable else "the output"
@@ -327,5 +329,5 @@ def _limits(report: ProbeReport) -> list[str]:
 
 
 def _power(value: float) -> str:
-    """A power of two: 2^10."""
+    """A power of two as text: 2^10."""
     return f"2^{math.frexp(value)[1] - 1}"

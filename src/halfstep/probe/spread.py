@@ -1,4 +1,4 @@
-"""How far the values of every tensor of a training step spread: standard deviations, beside what formats hold."""
+"""The spread of every tensor's values in a training step: standard deviations, compared with the ranges of formats."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,14 +25,14 @@ GRADIENT = "gradient of the "
 
 @dataclass(frozen=True)
 class Moments:
-    """The first two moments of some values: how many there are, their mean, the sum of squares about it."""
+    """The first two moments of some values: their count, their mean, the sum of squares about the mean."""
 
     values: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Those of both together.
+        """The moments of both sets of values together.
 
         Source: Chan, Golub and LeVeque 1983, on updating variances.
         """
@@ -57,18 +57,18 @@ class Spread:
     kind: str
     """One of `KINDS`."""
     folded: str
-    """The module's path, with a star for the number of a repeated block."""
+    """The module's path, with a star for the index of a repeated block."""
     moments: Moments
     ranges: tuple[Range, ...]
-    """What each format makes of it, in the order of the formats."""
+    """The effect of a cast to each format, in the order of the formats."""
 
     @property
     def std(self) -> float:
-        """Its standard deviation; NaN where a value is infinite or NaN."""
+        """Its standard deviation; NaN if a value is infinite or NaN."""
         return self.moments.std
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The spread as JSON data."""
         return {
             "module": self.site.module,
             "folded": self.folded,
@@ -98,11 +98,11 @@ class Scales:
     """The model's class."""
     parameters: int
     data: str
-    """What it was measured on, in words."""
+    """A description of the data."""
     loss: str
-    """Which loss was sent back, in words."""
+    """The loss that was differentiated, in words."""
     steps: int
-    """How many optimizer steps were taken before."""
+    """The number of optimizer steps taken before."""
     learning_rate: float
     formats: tuple[str, ...]
     spreads: tuple[Spread, ...]
@@ -113,12 +113,12 @@ class Scales:
 
     @property
     def moment(self) -> str:
-        """When it was, in words."""
+        """When it was measured, in words."""
         after = f"after {self.steps} step{'s' * (self.steps > 1)} of AdamW at {self.learning_rate:g}"
         return after if self.steps else "at the start"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The scales as JSON data."""
         return {
             "model": self.model,
             "parameters": self.parameters,
@@ -142,24 +142,24 @@ def scales(
     described: str = "the batches given",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Scales:
-    """The standard deviation of every activation, weight and gradient of a step, and what formats make of them.
+    """The standard deviation of every activation, weight and gradient of a step, and the effect of casts to formats.
 
-    Runs a copy of the model as it is, whatever recipe it follows, in training mode; the model and the random generators
-    are left as they were. A tensor that several modules hand on counts once, where it is seen first. Of what a module
-    computes inside, the products and the logits of fused attention are seen.
+    Runs a copy of the model unchanged, whatever recipe it follows, in training mode; the model and the random
+    generators do not change. A tensor that several modules pass on counts once, where it appears first. Inside a
+    module, the matmuls and the logits of fused attention are observed.
 
     Args:
         data: batches; a mapping gives the model's arguments by name, a tuple by position, a tensor is the only one.
         to: formats: names, `Format`s or dtypes. fp16, bf16 and fp32 overflow; others saturate, as quantizers do.
-        loss: loss(model, batch) to send back; None takes the model's own, or a stand-in (`batch.loss_of`).
+        loss: loss(model, batch) to differentiate; None takes the model's own, or a stand-in (`batch.loss_of`).
         steps: how many steps of AdamW at `learning_rate` are taken before, over the batches in turn.
-        described: what the data are, for the report.
-        progress: called with what is being done.
+        described: a description of the data, for the report.
+        progress: called with the name of each stage.
 
     Raises:
         FormatError: unknown format, one for blocks or without negative values, or none.
         DataError: no batches.
-        ModelError: the model has no parameters, cannot be copied, does not take the data, or gives no loss.
+        ModelError: the model has no parameters, cannot be copied, does not take the data, or returns no loss.
     """
     limits = [_limits(each) for each in to]
     if not limits:
@@ -191,7 +191,7 @@ def scales(
 
 @dataclass
 class _Held:
-    """What is known of one tensor so far."""
+    """The moments and counts of one tensor so far."""
 
     kind: str
     moments: Moments = field(default_factory=Moments)
@@ -199,16 +199,16 @@ class _Held:
 
 
 class _Gauge:
-    """Gathers the moments and counts of every tensor over passes."""
+    """Collects the moments and counts of every tensor over passes."""
 
     def __init__(self, model: nn.Module, limits: Sequence[Limits]) -> None:
         self._model, self._limits = model, limits
         self._held: dict[Site, _Held] = {}
         self._versions: Any = WeakIdKeyDictionary()
-        """Of the tensors that were seen, as they then were."""
+        """The version counters of the observed tensors when they were observed."""
 
     def run(self, batch: Batch, loss: Loss | None) -> str:
-        """One step over a batch, without an update; which loss was sent back."""
+        """Run one step over a batch, without an update; return the description of its loss."""
         self._model.zero_grad()
         with observed(self._model, self._see):
             value, words = loss_of(self._model, batch, loss)
@@ -222,7 +222,7 @@ class _Gauge:
         return words
 
     def spreads(self) -> Iterable[Spread]:
-        """All of it: what is activated and its gradients in the order of execution, then weights and theirs."""
+        """All spreads: activations and their gradients in the order of execution, then weights and theirs."""
         repeated = blocks(self._model)
         for order, (site, held) in enumerate(self._held.items()):
             ranges = (Range(site, order, *pair) for pair in zip(held.counts, self._limits, strict=True))
@@ -248,7 +248,7 @@ class _Gauge:
 
 @torch.no_grad()
 def moments(x: Tensor) -> Moments:
-    """Of a floating tensor, in float32; what masks attention is no value."""
+    """The moments of a floating-point tensor, in float32, without the values of attention masks."""
     values = x.detach().float().reshape(-1)
     if values.numel() and float(values.min()) <= -MASK:
         values = values[~(values <= -MASK)]
@@ -266,23 +266,23 @@ def _limits(to: object) -> Limits:
 
 
 def _folded(path: str, repeated: set[str]) -> str:
-    """The path with a star for the last part of every repeated block that it leads through."""
+    """The path with a star instead of the index of every repeated block that it goes through."""
     parts = path.split(".")
     return ".".join("*" if ".".join(parts[: i + 1]) in repeated else part for i, part in enumerate(parts))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of a module, or of the like modules of repeated blocks, with its gradient."""
+    """One tensor of a module, or of the corresponding modules of repeated blocks, with its gradient."""
 
     module: str
-    """The module's path, with a star where blocks are repeated."""
+    """The module's path, with a star for the index of repeated blocks."""
     kind: str
     """The class of the module."""
     tensor: str
-    """Which of its tensors; empty for output and weight."""
+    """The name of its tensor; empty for output and weight."""
     spreads: tuple[tuple[Spread, ...], ...]
-    """By `KINDS`."""
+    """One entry for each of `KINDS`."""
 
 
 _BEFORE = {"input": 0, "product": 1, "attention logits": 1, "": 2}
@@ -311,7 +311,8 @@ def _tensor(spread: Spread) -> str:
 
 
 def deviations(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headings and the rows of a table of standard deviations; of like modules, the smallest and the largest."""
+    """The headings and the rows of a table of standard deviations; for repeated blocks, the smallest and the
+    largest."""
     return ("tensor", "module", *KINDS), [
         (
             (row.module or "the model") + (f": {row.tensor}" if row.tensor else ""),
@@ -327,7 +328,7 @@ def _ends(values: Sequence[float]) -> str:
 
 
 def shares(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headings and the rows of a table of what each format makes of the values of each kind of tensor."""
+    """The headings and the rows of a table: the effect of a cast to each format on each kind of tensor."""
     heads = tuple(
         f"{name.removeprefix('float8_')}: {what}" for name in found.formats for what in ("zero", "subnormal", "beyond")
     )
@@ -335,7 +336,7 @@ def shares(found: Scales) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _shares_of(found: Scales, kind: str) -> Iterator[str]:
-    """What is zero, subnormal and beyond in each format."""
+    """The shares that are zero, subnormal and beyond the range in each format."""
     for place in range(len(found.formats)):
         total = sum((spread.ranges[place].counts for spread in found.of(kind)), Counts())
         yield from (_share(part, total.nonzero) for part in (total.vanished, total.subnormal))

@@ -1,4 +1,4 @@
-"""Standard deviations of every tensor of a step, in the order of execution, against the ranges of formats."""
+"""Plot standard deviations of every tensor of a step, in the order of execution, with the ranges of formats."""
 
 import math
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ _LOOKS = {
     "weight": ("#111111", "s"), "weight gradient": ("#cc3399", "D"),
 }  # fmt: skip
 _GAP = 9.5
-"""Points between two labels, at least."""
+"""The smallest distance between two labels, in points."""
 _MANY = 60
-"""From so many modules on blocks are labelled, not modules."""
+"""From this many modules on, blocks are labelled, not modules."""
 _LONG = 34
 
 
 def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
-    """A panel for each of the scales, side by side: log2 of standard deviations, the first tensor on top.
+    """One panel for each of the scales, side by side: log2 of standard deviations, the first tensor on top.
 
-    Behind them, as bands, what each format holds from its smallest subnormal to its largest number; darker lines stand
-    at its smallest normal number. Tensors without a spread (zeros, or one value) have no place.
+    Bands behind them span each format's range, from its smallest subnormal to its largest value; darker lines mark its
+    smallest normal value. Tensors without a spread (zeros, or one value) are not drawn.
 
     Args:
-        found: with what to call each panel.
+        found: pairs of a panel's title and its scales.
     """
     height = min(11.0, 2.4 + 0.16 * max(len(_places(scales)) for _, scales in found))
     with drawing(2.2 + 4.6 * len(found), height) as drawn:
@@ -75,7 +75,7 @@ def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: 
 
 
 def _places(scales: Scales) -> dict[str, int]:
-    """The height of each module: its place in the order of execution."""
+    """The height of each module: its index in the order of execution."""
     return {name: place for place, name in enumerate(dict.fromkeys(spread.site.module for spread in scales.spreads))}
 
 
@@ -84,10 +84,10 @@ def _shown(scales: Scales, kind: str) -> list[Spread]:
 
 
 def _labels(scales: Scales, places: dict[str, int], room: float) -> dict[int, str]:
-    """What stands beside each height: a module's path, and of repeated blocks the block's beside its first module.
+    """The label at each height: a module's path; for repeated blocks the block's path at its first module.
 
     Args:
-        room: points for a module.
+        room: points available for a module.
     """
     folded = {spread.site.module: spread.folded for spread in scales.spreads}
     labels: dict[int, str] = {}
@@ -103,7 +103,7 @@ def _labels(scales: Scales, places: dict[str, int], room: float) -> dict[int, st
 
 
 def _short(name: str) -> str:
-    """A path from a file as a figure can show it: of a long one the end."""
+    """A path from a file made safe for a figure; of a long path the end."""
     plain = _plain(name) or "the model"
     return plain if len(plain) <= _LONG else "…" + plain[1 - _LONG :]
 
@@ -113,12 +113,12 @@ def _plain(text: str) -> str:
 
 
 def _held(format: Format) -> tuple[float, float]:
-    """log2 of the smallest and of the largest number of a format."""
+    """log2 of the smallest and of the largest value of a format."""
     return math.log2(format.smallest), math.log2(format.max)
 
 
 def _ends(found: Sequence[Scales]) -> tuple[float, float]:
-    """The ends of the axis: all formats and all points, and room for the formats' names."""
+    """The ends of the axis: all formats and all points, and space for the formats' names."""
     points = [math.log2(s.std) for scales in found for kind in KINDS for s in _shown(scales, kind)]
     held = [end for scales in found for name in scales.formats for end in _held(formats.get(name))]
     return min(points + held) - 1.5, max(points + held) + 6

@@ -1,4 +1,4 @@
-"""Run a model for real: in float32, to measure its ranges; under a recipe, to compare layer by layer; beside itself."""
+"""Run a model in float32 to measure its ranges; under a recipe to compare every module; and with perturbed weights."""
 
 import copy
 import math
@@ -23,21 +23,21 @@ from halfstep.tracking import ExponentHistogram, exponents, first_nonfinite
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model's tensors held."""
+    """The measurements of a model's tensors."""
 
     ranges: tuple[Range, ...]
     """In the order of execution: weights, then the forward, then the backward."""
     histograms: dict[Site, ExponentHistogram]
-    """Exponents of the gradients of activations and of matrices. (A bias's gradient is a sum of its output's, and may
-    be nothing but float32's own rounding: the output's is looked at in its place.)"""
+    """Exponents of the gradients of activations and of matrices. (A bias's gradient is a sum of its output's gradients,
+    and may be only float32's rounding error; the output's gradient is examined instead.)"""
     loss: str
-    """Which loss was sent back."""
+    """A description of the loss."""
     unreached: tuple[str, ...]
     """Members of lists of modules, and fused experts, that got no gradient: how many, of how many, where."""
 
 
 class Meter:
-    """Gathers ranges over any number of passes."""
+    """Collects ranges over any number of passes."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -48,10 +48,10 @@ class Meter:
         self._reached: dict[str, Tensor] = {}
 
     def run(self, model: nn.Module, batches: Sequence[Batch], loss: Loss | None) -> None:
-        """One pass over the batches; gradients are taken of each batch alone.
+        """One pass over the batches; gradients are computed for each batch separately.
 
         Raises:
-            ModelError: the model raised, gives no loss, or is not finite in float32 either.
+            ModelError: the model raised, returns no loss, or is not finite in float32 either.
         """
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
@@ -70,7 +70,7 @@ class Meter:
         model.zero_grad()
 
     def measured(self, model: nn.Module) -> Measured:
-        """All of it."""
+        """The measurements so far."""
         inside = blocks(model)
         ranges = [
             Range(site, order, found, self._limits, site.module in inside and site.role.endswith(("input", "output")))
@@ -123,7 +123,8 @@ def train(
 
 
 def unreached(model: nn.Module, reached: Mapping[str, Tensor]) -> Iterator[str]:
-    """Where parts of a mixture got no gradient, given which rows of each parameter got one (of a vector: whether)."""
+    """Parts of a mixture that got no gradient, given which rows of each parameter got one (for a vector: whether it
+    did)."""
     for path, module in model.named_modules():
         names = [f"{path}.{name}" if path else name for name, p in module.named_parameters() if p.requires_grad]
         if experts.resembles(module) and names:
@@ -142,7 +143,7 @@ def unreached(model: nn.Module, reached: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def blocks(model: nn.Module) -> set[str]:
-    """The paths of repeated blocks: members of a list of modules of one class that have modules of their own."""
+    """The paths of repeated blocks: members of a list of modules of one class that contain modules."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -162,16 +163,17 @@ _MASK = 1e38  # what masks attention differs between dtypes, and is no activatio
 
 @dataclass(frozen=True)
 class Reference:
-    """What float32 makes of the first batch."""
+    """float32's results for the first batch."""
 
     outputs: dict[Site, list[Tensor]]
-    """What each module returned, call by call."""
+    """Each module's outputs, call by call."""
     gradients: dict[str, Tensor]
     noise: frozenset[str] = frozenset()
-    """Parameters whose gradients are float32's own rounding errors."""
+    """Parameters whose gradients are only float32's rounding errors."""
 
     def counts(self, name: str) -> bool:
-        """Whether a recipe's gradient of that parameter is compared: it is a matrix's, moves a weight, and no noise."""
+        """Whether a recipe's gradient of that parameter is compared: it is a matrix, its gradient changes a weight, and
+        is not noise."""
         gradient = self.gradients[name]
         return gradient.dim() > 1 and name not in self.noise and bool((gradient.abs() >= FLOOR).any())
 
@@ -183,17 +185,18 @@ class Failure:
     site: Site
     what: str
     crashed: bool = False
-    """torch could not run it: that says nothing of the numbers."""
+    """Whether torch could not run it, which says nothing about the values."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How a model did that was run for real."""
+    """The result of running a model."""
 
     failure: Failure | None
     """None: it passed."""
     errors: dict[str, float]
-    """The relative error of each module's output on the first batch, in the order of execution; the model's last."""
+    """The relative error of each module's output on the first batch, in the order of execution; the model's comes
+    last."""
 
     @property
     def passed(self) -> bool:
@@ -202,11 +205,11 @@ class Ran:
 
     @property
     def output_error(self) -> float:
-        """The relative error of what the model returned."""
+        """The relative error of the model's output."""
         return self.errors.get("", math.inf)
 
     def told(self, named: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        """For JSON: what ran, how it went, and more."""
+        """The result as JSON data: `named`, the outcome, and `more`."""
         failure = self.failure
         return {
             **named,
@@ -221,11 +224,11 @@ class Ran:
 
 @dataclass(frozen=True)
 class Trial(Ran):
-    """How a recipe did."""
+    """The result of running a recipe."""
 
     recipe: Recipe
     loss_scale: float | None
-    """The loss scale at which the backward was finite; None if it was not, or was not reached."""
+    """The loss scale at which the backward was finite; None if there was none, or it was not reached."""
     gradient_errors: dict[str, float]
     """The relative error of each parameter's gradient on the first batch."""
     rounded: tuple[str, ...] = ()
@@ -238,7 +241,7 @@ class Trial(Ran):
 
 
 def reference(model: nn.Module, batch: Batch, loss: Loss | None) -> Reference:
-    """A float32 pass over a batch, kept."""
+    """The results of a float32 pass over a batch."""
     outputs: dict[Site, list[Tensor]] = {}
 
     def keep(site: Site, tensor: Tensor) -> None:
@@ -263,9 +266,9 @@ def trial(
 ) -> Trial:
     """Apply the recipe to a copy of the model and run it forward and backward over all batches.
 
-    A dynamic loss scale starts at `start`, is halved when a gradient is not finite, and fails below 1. It fails, too,
-    at the first module whose output is not finite, where the model's output is off by more than `OUTPUT_ERROR`, and
-    where the gradient of a matrix is off by more than `GRADIENT_ERROR`.
+    A dynamic loss scale starts at `start`, is halved when a gradient is not finite, and fails below 1. The trial also
+    fails at the first module whose output is not finite, if the model's output is off by more than `OUTPUT_ERROR`, and
+    if the gradient of a matrix is off by more than `GRADIENT_ERROR`.
     """
     model = copy.deepcopy(model)
     report, run = apply(model, recipe), Run(model, loss, expected)
@@ -282,7 +285,7 @@ def trial(
 
 
 class Run:
-    """Passes over a model under a recipe, and what they showed."""
+    """Passes over a model under a recipe, with their results."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, expected: Reference) -> None:
         self._model, self._loss, self._expected = model, loss, expected
@@ -332,7 +335,7 @@ class Run:
         return self.backward is None
 
     def failure(self) -> Failure | None:
-        """What went wrong first: something not finite, or too large an error."""
+        """The first failure: a non-finite tensor, or too large an error."""
         found = self.forward or self.backward or self.outputs.failure()
         if found is not None:
             return found
@@ -343,16 +346,17 @@ class Run:
 
 
 class Outputs:
-    """How far what modules return for the first batch is from float32's."""
+    """The relative errors of modules' outputs for the first batch."""
 
     def __init__(self, expected: Reference) -> None:
         self.errors: dict[Site, float] = {}
-        """Of each module the largest relative error of its calls, in the order of execution; the model's last."""
+        """For each module the largest relative error of its calls, in the order of execution; the model's comes
+        last."""
         self._expected = expected
         self._calls: Counter[Site] = Counter()
 
     def compare(self, site: Site, tensor: Tensor) -> None:
-        """Take in what a module returned; other tensors are passed over."""
+        """Compare a module's output; other tensors are ignored."""
         wanted = self._expected.outputs.get(site, [])
         if self._calls[site] < len(wanted):
             self.errors[site] = max(self.errors.pop(site, 0.0), relative_error(tensor, wanted[self._calls[site]]))
@@ -364,7 +368,7 @@ class Outputs:
         return {site.module: error for site, error in self.errors.items()}
 
     def failure(self) -> Failure | None:
-        """The first output that is too far off, where the model's is as well."""
+        """The first output with too large an error, if the model's own error is too large."""
         off = [site for site, error in self.errors.items() if not error <= OUTPUT_ERROR]
         if all(site.module for site in off):
             return None
@@ -384,12 +388,12 @@ def model_site(model: nn.Module, role: str) -> Site:
 
 
 def crash(model: nn.Module, error: ModelError) -> Failure:
-    """What torch could not run, as `batch.call` raises it."""
+    """The failure of a model that torch could not run, from `batch.call`'s error."""
     return Failure(model_site(model, "forward"), str(error.__cause__ or error), crashed=True)
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether all of a tensor's numbers are."""
+    """Whether all values of a tensor are finite."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor.detach())  # one pass; NaN comes out as both
@@ -397,7 +401,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|, Euclidean norms; infinite where something is not finite."""
+    """|found - expected| / |expected|, Euclidean norms; infinite if a value is not finite."""
     if found.shape != expected.shape:
         return math.inf
     one, two = found.detach().float(), expected.float()
@@ -411,12 +415,12 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 _SEED = 0x5EED  # not one that initialises weights: noise must not repeat them
 
 FLOAT32 = 2.0**-23
-"""float32's own rounding: by it, or half of it, the order of a sum moves every result."""
+"""float32's rounding error: another order of summing changes results by it, or by half of it."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The model in float32 with each weight w made w (1 + size u), u uniform in [-1, 1], beside the model as it is."""
+    """A comparison of the float32 model with a copy whose weights w are w (1 + size u), u uniform in [-1, 1]."""
 
     size: float
     output_error: float
@@ -426,17 +430,17 @@ class Sensitivity:
 
     @property
     def unstable(self) -> frozenset[str]:
-        """The parameters whose gradients differ by more than passes."""
+        """The parameters whose gradients change by more than the limit of a trial."""
         return frozenset(name for name, error in self.gradient_errors.items() if not error <= GRADIENT_ERROR)
 
     @property
     def output_is_stable(self) -> bool:
-        """Whether the output differs by no more than passes."""
+        """Whether the output changes by no more than the limit of a trial."""
         return self.output_error <= OUTPUT_ERROR
 
 
 def sensitivity(model: nn.Module, batch: Batch, loss: Loss | None, expected: Reference, size: float) -> Sensitivity:
-    """What a relative perturbation of all weights does to the first batch; a copy of the model is perturbed."""
+    """The effect of a relative perturbation of all weights on the first batch; a copy of the model is perturbed."""
     moved = copy.deepcopy(model)
     noise = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():

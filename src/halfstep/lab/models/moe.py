@@ -1,5 +1,4 @@
-"""A small GPT with a mixture of experts in every other block: a Switch Transformer, where each token goes to one
-expert.
+"""A small GPT with a mixture of experts in every other block: a Switch Transformer with one expert per token.
 
 The recipe sets the router's precision: under bf16-mixed its scores, their softmax and the gates are bfloat16, and
 `float32_modules=("*.router",)` in a recipe is the paper's selective precision.

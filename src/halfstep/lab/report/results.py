@@ -1,5 +1,4 @@
-"""The contents of a run folder, read once and judged; and the common look of every plot: size, fonts, colours,
-texts."""
+"""The contents of a run folder, read once and judged; the common look of plots: size, fonts, colours, texts."""
 
 import io
 import textwrap

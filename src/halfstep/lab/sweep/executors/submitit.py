@@ -1,5 +1,4 @@
-"""Run cells as Slurm jobs, one each, on nodes that see the sweep's folder; `submitit:local` runs them as processes
-here."""
+"""Run cells as Slurm jobs on nodes that see the sweep's folder; `submitit:local` runs them as processes here."""
 
 import time
 from collections import Counter, deque
