@@ -96,7 +96,8 @@ def prepare(
 
 
 def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any) -> tuple[Any, ...]:
-    """`accelerator.free_memory`, of what `prepare` put on this accelerator too: another `prepare` may come."""
+    """`accelerator.free_memory`, which also releases what `prepare` added to this accelerator, so `prepare` can be
+    called again."""
     for name in ("unscale_gradients", "clip_grad_norm_", "free_memory"):
         delattr(accelerator, name)
     accelerator.scaler = None
@@ -107,7 +108,8 @@ def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any
 
 
 def _let_go(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
-    """Revert a model whose preparation this accelerator freed, to be prepared again under the same recipe."""
+    """Revert a model whose preparation this accelerator freed, so that it can be prepared again under the same
+    recipe."""
     freed = vars(accelerator).pop(_FREED, lambda: None)()
     applied = part_of(model).applied
     if freed is not model or applied is None or applied.quantized or applied.recipe != recipe:
@@ -123,7 +125,7 @@ def _let_go(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
 
 
 class _Clipping:
-    """What Accelerate asks of gradients that are multiplied by the loss scale."""
+    """Accelerate's clipping functions, for gradients that are multiplied by the loss scale."""
 
     def __init__(self, accelerator: Accelerator, optimizer: LowBit, scaler: LossScaler) -> None:
         self._accelerator = accelerator
@@ -131,13 +133,13 @@ class _Clipping:
         self._scaler = scaler
 
     def unscale(self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None) -> None:
-        """Divide the gradients by the loss scale, unless that is done since the last step."""
+        """Divide the gradients by the loss scale, unless that was already done in this step."""
         self._check_accumulated()
         if not self._scaler.is_unscaled(self._optimizer):
             self._scaler.unscale_(self._optimizer)
 
     def clip_norm(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of these parameters' gradients, unscaled; returns the norm before."""
+        """Clip the norm of these parameters' unscaled gradients; return the norm before clipping."""
         given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
         if not {p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None} - given:
             self._check_accumulated()
@@ -178,7 +180,7 @@ _REFUSED = {
 
 
 def _check(accelerator: Accelerator) -> None:
-    """Refuse, before anything is touched, an accelerator under which a recipe would not be what it says."""
+    """Raise for an accelerator that would change what the recipe computes, before anything is changed."""
     if accelerator.mixed_precision != "no":
         raise RecipeError(
             f"this Accelerator has mixed_precision={accelerator.mixed_precision!r}, and the recipe says in how many "

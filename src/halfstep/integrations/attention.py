@@ -26,14 +26,14 @@ with MissingLibraryError.of("hf"):
 __all__ = ["register_attention"]
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
-"""What models pass beside queries, keys and values that changes what attention is."""
+"""Arguments of models' attention that change its result and are not supported."""
 
 
 def register_attention() -> None:
-    """Let transformers' models take `attn_implementation="halfstep"`: scaled_dot_product_attention as in their `sdpa`,
-    whose matmuls round their operands where the model's recipe has `attention`. Scores and softmax are then float32.
+    """Register `attn_implementation="halfstep"` in transformers: scaled_dot_product_attention as in their `sdpa`, whose
+    matmuls round their operands if the model's recipe has `attention`. Scores and softmax are then float32.
 
-    Models whose attention has more in it (soft caps, sinks, biases of positions) raise at the first forward.
+    Models with other attention (soft caps, sinks, position biases) raise at the first forward.
     """
     AttentionInterface.register(HUGGING_FACE, attention)
     AttentionMaskInterface.register(HUGGING_FACE, sdpa_mask)
@@ -50,11 +50,11 @@ def attention(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: q, k, v (batch, heads, time, d) -> (batch, time, heads, d). Keys and values of grouped
-    queries are repeated.
+    """The attention function that transformers calls: q, k, v (batch, heads, time, d) -> (batch, time, heads, d). Keys
+    and values of grouped queries are repeated.
 
     Raises:
-        ModelError: the model passes what `ops.attention` does not do.
+        ModelError: the model passes an argument that `ops.attention` does not support.
     """
     unknown = [name for name in _UNKNOWN if more.get(name) is not None]
     if unknown:

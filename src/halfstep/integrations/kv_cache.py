@@ -33,23 +33,23 @@ KINDS = {
     "int4": _scaled("int4", 32, "absmax_bf16"),
     "mxfp4": get_quantizer("mxfp4"),
 }
-"""Ways of keeping keys and values, by name: a scale a head of a token, or one for 32 numbers of it."""
+"""Quantizers of keys and values by name: one scale per head of a token, or one per 32 values of it."""
 
 
 class LowBitCache(DynamicCache):
-    """A DynamicCache that keeps keys and values as codes: each head of each token is rounded by itself, once.
+    """A DynamicCache that stores keys and values as codes: each head of each token is rounded separately, once.
 
-    What attention takes is decoded at every call, of the prompt too, so that a prompt in one call and token by token
-    leave the same codes. Beam search, cropping and selecting samples move codes and round nothing again.
+    Keys and values are decoded at every call, those of the prompt too, so that a prompt in one call and token by token
+    gives the same codes. Beam search, cropping and selecting samples move codes and round nothing again.
 
     Args:
-        config: of the model.
-        keys: how keys are kept: a name of `KINDS`, or a Quantizer whose scales are of a row or of parts of one.
-        values: the same of values; None is as the keys.
+        config: the model's.
+        keys: how keys are stored: a name of `KINDS`, or a Quantizer with one or more scales per row.
+        values: the same for values; None is the same as keys.
 
     Raises:
-        QuantizationError: there is no such name, or a quantizer whose scales are over several rows.
-        ModelError: a layer of the model does not keep all of its keys and values (sliding windows, linear attention).
+        QuantizationError: there is no such name, or the quantizer's scales span several rows.
+        ModelError: a layer of the model does not store all of its keys and values (sliding windows, linear attention).
     """
 
     def __init__(self, config: Any, keys: str | Quantizer = "int8", values: str | Quantizer | None = None) -> None:
@@ -71,7 +71,7 @@ class LowBitCache(DynamicCache):
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values as bytes, (batch, heads, tokens, bytes): of each row its codes, then what its scales are."""
+    """Keys and values as bytes, (batch, heads, tokens, bytes): the codes of each row, followed by its scales."""
 
     def __init__(self, keys: Quantizer, values: Quantizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ def _kind(given: str | Quantizer) -> Quantizer:
 
 
 def _packed(kind: Quantizer, x: Tensor) -> Tensor:
-    """Bytes of each row."""
+    """The bytes of each row: codes and scales."""
     made = ops.quantize(x.detach(), kind).tensors
     rows = prod(x.shape[:-1])
     parts = [made[name].reshape(rows, -1).view(torch.uint8) for name in layout(kind, tuple(x.shape), x.dtype)]
@@ -116,7 +116,7 @@ def _packed(kind: Quantizer, x: Tensor) -> Tensor:
 
 
 def _unpacked(kind: Quantizer, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """The values that bytes stand for."""
+    """The values decoded from rows of bytes."""
     shape = (*rows.shape[:-1], columns)
     laid: dict[str, Any] = layout(kind, shape, dtype)
     parts = rows.split_with_sizes([size * own.itemsize for own, (_, size) in laid.values()], -1)

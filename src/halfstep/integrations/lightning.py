@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin, by which a LightningModule follows a recipe."""
+"""Lightning: a precision plugin that makes a LightningModule follow a recipe."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -32,23 +32,23 @@ with MissingLibraryError.of("lightning"):
 
 
 class HalfstepPrecision(Precision):
-    """A LightningModule, its optimizers and their loss scale follow a recipe:
+    """A precision plugin: a LightningModule, its optimizers and their loss scale follow a recipe.
 
         trainer = Trainer(plugins=[HalfstepPrecision("fp16-mixed")], gradient_clip_val=1.0)
 
-    Whatever `training_step` calls follows the recipe, parts of the module too. Clipping, accumulation, `no_grad` steps,
-    manual optimization with several optimizers, and checkpoints are Lightning's own. A step whose gradients overflow
-    is left out: schedulers that Lightning moves each step wait for the next, and `global_step` counts it, as it does
+    Everything that `training_step` calls follows the recipe, parts of the module too. Clipping, accumulation, `no_grad`
+    steps, manual optimization with several optimizers, and checkpoints are Lightning's own. A step whose gradients
+    overflow is skipped: schedulers that Lightning advances each step do not advance, and `global_step` counts it, as
     under Lightning's own precision.
 
     Args:
         recipe, module_filter, generator, recipe_change: as in `halfstep.prepare`.
-        total_steps: how many optimizer steps the run has, for recipes that change after a fraction of it. None is what
-            `trainer.estimated_stepping_batches` says, where the optimization is automatic.
+        total_steps: the run's optimizer steps, for recipes that change after a fraction of it. None takes
+            `trainer.estimated_stepping_batches`, in automatic optimization.
 
     Raises:
         RecipeError: unknown recipe. When `fit` begins: a strategy other than one device or DDP; a model that follows
-            another recipe, or one whose stages stand elsewhere; as `halfstep.apply` and `halfstep.optimize`.
+            another recipe, or whose stages are at another step; as `halfstep.apply` and `halfstep.optimize`.
         ModelError, OptimizerError: when `fit` begins, as `halfstep.apply` and `halfstep.optimize`.
     """
 
@@ -65,7 +65,7 @@ class HalfstepPrecision(Precision):
         check_change(recipe_change)
         self._recipe_change = recipe_change
         self.scaler: LossScaler | None = None
-        """The loss scaler of all optimizers, once `fit` has begun: its scale, `skipped_steps` and `overflowed`."""
+        """The loss scaler of all optimizers, set when `fit` begins: its scale, `skipped_steps` and `overflowed`."""
         self._module_filter = module_filter
         self._generator = generator
         self._total_steps = total_steps
@@ -76,7 +76,7 @@ class HalfstepPrecision(Precision):
         self._stepped: set[torch.optim.Optimizer] = set()
         self._begun = False
         self.step_was_skipped = False
-        """Whether the last optimizer step was left out, since gradients overflowed."""
+        """Whether the last optimizer step was skipped because gradients overflowed."""
 
     # ---- before the run -------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class HalfstepPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """What a step of training or evaluation runs in."""
+        """The context of a training or evaluation step."""
         self._settle()
         with following(self._module()):
             yield
@@ -168,7 +168,7 @@ class HalfstepPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forward, backward and hooks by the closure; then the step, unless gradients overflowed."""
+        """Run the closure (forward, backward and hooks); then step, unless gradients overflowed."""
         result, scaler = closure(), self._loss_scaler()
         if _is_looked_at(model) and not scaler.is_unscaled(optimizer):
             scaler.unscale_(optimizer)
@@ -193,8 +193,8 @@ class HalfstepPrecision(Precision):
         super().clip_grad_by_value(optimizer, clip_val)
 
     def _settle(self) -> None:
-        """End the optimizer step. Gradients of another optimizer that wait for theirs are multiplied by the present
-        loss scale, and so it stays until they are stepped on or dropped."""
+        """End the optimizer step. Another optimizer's gradients that were not stepped yet contain the present loss
+        scale, so it is kept until they are stepped or dropped."""
         if not self._stepped:
             return
         scaler = self._loss_scaler()
@@ -206,11 +206,11 @@ class HalfstepPrecision(Precision):
     # ---- saving ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scaler's, for a checkpoint."""
+        """The loss scaler's state, for a checkpoint."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a checkpoint's back."""
+        """Restore the loss scaler's state from a checkpoint."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 
@@ -225,7 +225,7 @@ class HalfstepPrecision(Precision):
 
 @dataclass(eq=False)
 class _Waiting:
-    """A scheduler that stays where it is in a step that was left out."""
+    """A scheduler that does not advance in a skipped step."""
 
     _scheduler: Any
     _plugin: HalfstepPrecision
@@ -259,7 +259,7 @@ def _trainer_of(module: nn.Module) -> Trainer:
 
 
 def _warn_of_swaps(trainer: Trainer, recipe: Recipe) -> None:
-    """Say what Lightning's averages lose where validation swaps them into weights of fewer bits, and out again."""
+    """Warn if validation swaps Lightning's averages into weights of fewer bits, which rounds them."""
     kind = getattr(callbacks, "WeightAveraging", ())  # from Lightning 2.6 on
     if (recipe.weights == "fp32" and recipe.codes is None) or not trainer.enable_validation:
         return
@@ -275,7 +275,7 @@ def _warn_of_swaps(trainer: Trainer, recipe: Recipe) -> None:
 
 
 def _store_copies(trainer: Trainer) -> None:
-    """Store as the recipe does what ModelPruning puts back into `.data` (lottery tickets), and copied before."""
+    """Store in the recipe's dtypes the copies that ModelPruning restores into `.data` (lottery tickets)."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             for layer in (callback._original_layers or {}).values():
@@ -284,7 +284,7 @@ def _store_copies(trainer: Trainer) -> None:
 
 
 def _check(trainer: Trainer) -> None:
-    """Refuse strategies that replace or split parameters after the optimizer has begun, or take it apart."""
+    """Refuse strategies that replace or split parameters after the optimizer was built, or that split the optimizer."""
     strategy = trainer.strategy
     if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, SingleDeviceXLAStrategy):
         return
@@ -296,7 +296,7 @@ def _check(trainer: Trainer) -> None:
 
 
 def _check_stages(module: LightningModule) -> None:
-    """Refuse a run and stages of which one starts over and the other does not."""
+    """Refuse a run that starts at step 0 while the recipe's stages do not, and the other way round."""
     schedule, steps = schedule_of(module), module.trainer.global_step
     if schedule is not None and (schedule.steps == 0) != (steps == 0):
         raise RecipeError(

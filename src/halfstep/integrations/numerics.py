@@ -1,4 +1,4 @@
-"""The numerics log of `halfstep.track` in transformers' Trainer, and in whatever inherits from it.
+"""The numerics log of `halfstep.track` in transformers' Trainer and its subclasses.
 
 Trainer(model=model, args=args, train_dataset=data, callbacks=[NumericsCallback(every=100, to="numerics.jsonl")])
 """
@@ -17,7 +17,7 @@ __all__ = ["NumericsCallback"]
 
 
 class NumericsCallback(TrainerCallback):
-    """Tracks a Trainer's model and optimizer from the first step to the last; `log` has the rows."""
+    """Tracks a Trainer's model and optimizer from the first step to the last; the rows are in `log`."""
 
     def __init__(self, every: int = 100, to: Any = "numerics.jsonl") -> None:
         self.log: Log | None = None
@@ -26,12 +26,12 @@ class NumericsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin, on the first rank alone."""
+        """Start tracking, on rank 0 only."""
         if state.is_world_process_zero:
             self.log = track(kwargs["model"], kwargs["optimizer"], self._every, self._to)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note the loss that the Trainer logs."""
+        """Record the loss that the Trainer logs."""
         loss = (kwargs.get("logs") or {}).get("loss")
         if self.log is not None and loss is not None:
             self.log.note(float(loss))
@@ -39,6 +39,6 @@ class NumericsCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End; the rows stay."""
+        """Stop tracking; the rows stay available."""
         if self.log is not None:
             self.log.remove()

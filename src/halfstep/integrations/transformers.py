@@ -54,37 +54,36 @@ if not hasattr(Trainer, "_clip_grad_norm"):
 
 
 class HalfstepMixin(_Base):
-    """Makes a trainer train its model by a recipe. It comes first in the bases of a subclass of Trainer.
+    """A mixin that makes a trainer train its model by a recipe. Put it first in the bases of a subclass of Trainer.
 
-    The model and the optimizer are handed to `halfstep.prepare` when training begins, after TRL's own changes to the
-    model and after a checkpoint's weights have been loaded. Evaluation and generation before that see the model as it
-    was given. The loss scale is the accelerator's scaler. The trainer's checkpoints have two files more: `halfstep.pt`
-    holds the scaler's state, with scaling states and the number of steps that a recipe's stages count, and
-    `halfstep.json` the name and the digest of the recipe. Where moments are codes or of a subspace, the optimizer's
-    state is in `halfstep_optimizer.pt`, and what of it a stock trainer can use in `optimizer.pt`. A resumed run goes on
-    bit for bit, and `load_best_model_at_end` brings back the scaling states of that model.
+    The model and the optimizer are passed to `halfstep.prepare` when training begins, after TRL's own changes to the
+    model and after a checkpoint's weights have been loaded. Evaluation and generation before that use the unprepared
+    model. The loss scaler is the accelerator's scaler. The trainer's checkpoints have two more files: `halfstep.pt` has
+    the scaler's state, with scaling states and the number of steps that a recipe's stages count, and `halfstep.json`
+    the name and the digest of the recipe. If moments are codes or of a subspace, the optimizer's state is in
+    `halfstep_optimizer.pt`, and the part that a stock trainer can use in `optimizer.pt`. A resumed run continues bit
+    for bit, and `load_best_model_at_end` restores the scaling states of that model.
 
-    Beside the trainer's own, the log has `raw_loss` (as `loss`, with the NaN and infinite values that
-    `logging_nan_inf_filter` hides), `loss_scale` and `skipped_steps` (of this process); `grad_norm` is that of the
-    unscaled gradients.
+    The log also has `raw_loss` (the `loss`, including the NaN and infinite values that `logging_nan_inf_filter` hides),
+    `loss_scale` and `skipped_steps` (of this process); `grad_norm` is that of the unscaled gradients.
 
     Args:
-        recipe: a name, "A until 90%, then B", a file of one's own, or a `Recipe`. Fractions are of the trainer's
+        recipe: a name, "A until 90%, then B", your own file, or a `Recipe`. Fractions are of the trainer's
             `max_steps`.
         module_filter, generator, process_group, amax_group, recipe_change: as in `halfstep.prepare`.
         audit: whether to print `halfstep.audit` when training ends.
 
     Raises:
-        RecipeError: the arguments ask for another precision beside the recipe's (`bf16`, `fp16`, `bf16_full_eval`), or
-            for FSDP, DeepSpeed, DataParallel or another parallelism than DDP; the recipe is unknown, or does not fit
-            the model (when training begins); training starts over where the stages of a recipe are further; a run is
-            resumed from a checkpoint of another recipe, and no change was asked for.
-        OptimizerError: an optimizer that has no counterpart here (when training begins).
+        RecipeError: the arguments also set another precision (`bf16`, `fp16`, `bf16_full_eval`), or
+            FSDP, DeepSpeed, DataParallel or a parallelism other than DDP; the recipe is unknown, or does not fit
+            the model (when training begins); training starts over while a recipe's stages do not; a run is
+            resumed from a checkpoint of another recipe without `recipe_change`.
+        OptimizerError: an optimizer that has no counterpart in halfstep (when training begins).
     """
 
     optimizer: Any
     scaler: LossScaler
-    """The loss scale, from the beginning of training on; its `overflowed` names parameters."""
+    """The loss scaler, set when training begins; its `overflowed` names parameters."""
 
     def __init__(
         self,
@@ -119,13 +118,13 @@ class HalfstepMixin(_Base):
         self.add_callback(HalfstepCallback(audit=audit))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Trainer's, once the arguments leave precision to the recipe."""
+        """Trainer's, after checking that the arguments leave precision to the recipe."""
         _check_arguments(self.args, self.recipe)
         super().create_accelerator_and_postprocess()
         _check_accelerator(self, self.recipe)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's, and then `halfstep.prepare`; once a model."""
+        """Trainer's, followed by `halfstep.prepare`, once per model."""
         trained = self.model if model is None else model
         assert trained is not None  # Trainer's own annotation is wider
         if self._prepared is not None:
@@ -138,7 +137,7 @@ class HalfstepMixin(_Base):
         return self._prepare(trained)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
-        """Trainer's, with the optimizer prepared that a subclass's own `create_optimizer` made."""
+        """Trainer's, with the optimizer of a subclass's own `create_optimizer` prepared."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if training and optimizer is not None and (self._prepared is None or self._prepared[1] is not optimizer):
             assert self.model is not None
@@ -158,8 +157,8 @@ class HalfstepMixin(_Base):
         return low_bit
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Trainer's, and `following`, where weights have 16 bits: a loss may multiply by them itself. With a reference
-        model, which does not follow the recipe, it stays out."""
+        """Trainer's, plus `following` if weights have 16 bits, since a loss may multiply by them itself. Not with a
+        reference model, which does not follow the recipe."""
         stack: ExitStack = super().compute_loss_context_manager()
         if self._prepared is not None and self.recipe.weights != "fp32" and getattr(self, "ref_model", None) is None:
             root = root_of(self._prepared[0])
@@ -168,7 +167,7 @@ class HalfstepMixin(_Base):
         return stack
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Trainer's, with the loss added up before `logging_nan_inf_filter` sees it."""
+        """Trainer's; also adds up the loss before `logging_nan_inf_filter` changes it."""
         loss: Tensor = super().training_step(*args, **kwargs)
         if self._raw_loss is None:
             self._raw_loss, self._logged = torch.zeros_like(loss), self.state.global_step
@@ -176,7 +175,7 @@ class HalfstepMixin(_Base):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Trainer's, with the raw loss, the loss scale and the number of skipped steps beside the training loss."""
+        """Trainer's, with the raw loss, the loss scale and the number of skipped steps added to the training loss."""
         if "loss" in logs and self._raw_loss is not None:
             steps = max(self.state.global_step - self._logged, 1)
             logs = {**logs, "raw_loss": self.accelerator.gather(self._raw_loss).mean().item() / steps}
@@ -188,7 +187,7 @@ class HalfstepMixin(_Base):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's; a checkpoint also names its recipe, and holds what the scaler keeps."""
+        """Trainer's; a checkpoint also gets the recipe's name and the scaler's state."""
         super().save_model(output_dir, _internal_call)
         if _internal_call and output_dir is not None and self.args.should_save and self._prepared is not None:
             name, _, digest = Origin(self.recipe).mark.rpartition(" @")
@@ -224,7 +223,7 @@ class HalfstepMixin(_Base):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Not Trainer's, which swallows what the scaler warns of."""
+        """Load the scaler's state. Replaces Trainer's method, which suppresses the scaler's warnings."""
         files = [] if checkpoint is None else [Path(checkpoint, name) for name in (_SCALER, _TORCHS)]
         found = next((file for file in files if file.exists()), None)
         if found is not None:
@@ -246,7 +245,7 @@ class HalfstepTrainer(HalfstepMixin, Trainer):
 
 
 class HalfstepCallback(TrainerCallback):
-    """Says which parameters overflowed when a step is skipped, and prints the audit when training ends.
+    """Warns which parameters overflowed when a step is skipped, and prints the audit when training ends.
 
     `HalfstepMixin` adds it. `report` is the last audit, None before.
     """
@@ -259,10 +258,10 @@ class HalfstepCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a run whose stages stand elsewhere.
+        """Refuse a run whose step differs from that of the recipe's stages.
 
         Raises:
-            RecipeError: the recipe stands after another step than the trainer.
+            RecipeError: the recipe's stages are at another step than the trainer.
         """
         self._skipped = kwargs["optimizer"].scaler.skipped_steps
         schedule = schedule_of(kwargs["model"])
@@ -276,7 +275,7 @@ class HalfstepCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Name the parameters for which a step was skipped."""
+        """Name the parameters that caused a step to be skipped."""
         scaler = kwargs["optimizer"].scaler
         if scaler.skipped_steps == self._skipped:
             return
@@ -291,7 +290,7 @@ class HalfstepCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Audit what was trained."""
+        """Audit the trained model."""
         if self._audits and state.is_world_process_zero:
             optimizer = kwargs["optimizer"]
             self.report = audit(kwargs["model"], optimizer.optimizer, optimizer.scaler)
@@ -299,11 +298,11 @@ class HalfstepCallback(TrainerCallback):
 
 
 class AuditCallback(TrainerCallback):
-    """For any Trainer, stock ones too: prints after some steps which updates are lost, and what mends it.
+    """For any Trainer, stock ones too: after some steps, prints which updates are lost, and a fix.
 
         Trainer(model=model, args=args, train_dataset=data, callbacks=[AuditCallback()])
 
-    `reports` has them (`halfstep.auditing.Running`), none before.
+    `reports` has the reports (`halfstep.auditing.Running`), none before.
     """
 
     def __init__(self, steps: int = 10) -> None:
@@ -314,18 +313,18 @@ class AuditCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to look at the steps."""
+        """Start watching the steps."""
         self._watch = Watch().__enter__()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report, once there were so many steps."""
+        """Report after the chosen number of steps."""
         if self._watch is not None and self._watch.steps >= self._steps:
             self._report(state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Report, where there were fewer."""
+        """Report at the end, if there were fewer steps."""
         if self._watch is not None:
             self._report(state)
 
@@ -339,21 +338,21 @@ class AuditCallback(TrainerCallback):
 
 
 def _trains_adapters_alone(model: nn.Module) -> bool:
-    """Whether all that is trained are adapters, beside a base that follows no recipe yet."""
+    """Whether only adapters are trained, on a base that follows no recipe yet."""
     is_adapter = adapters_of(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     return bool(trained) and all(map(is_adapter, trained)) and part_of(root_of(model)).applied is None
 
 
 def _rounds_weights_alone(recipe: Recipe) -> bool:
-    """Whether the recipe rounds nothing but weights: their codes stand for them where they are not trained."""
+    """Whether the recipe rounds only weights, so that untrained ones can be stored as codes."""
     specs = [rule.linear for rule in recipe.rules]
     others = [q for s in specs for q in (s.output.lhs, s.grad_input.lhs, s.grad_weight.lhs, s.grad_weight.rhs)]
     return not recipe.stages and any(s.rounds for s in specs) and not any(others)
 
 
 def _check_arguments(args: TrainingArguments, recipe: Recipe) -> None:
-    """Refuse a second word on precision."""
+    """Refuse arguments that set the precision too."""
     named = [name for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval") if getattr(args, name, False)]
     if named:
         raise RecipeError(
@@ -363,7 +362,7 @@ def _check_arguments(args: TrainingArguments, recipe: Recipe) -> None:
 
 
 def _check_accelerator(trainer: Trainer, recipe: Recipe) -> None:
-    """Refuse what would wrap or shard the model in a way that a recipe does not survive."""
+    """Refuse wrappers and sharding that a recipe does not support."""
     shards = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
     if shards is not None:
         raise RecipeError(
@@ -392,11 +391,11 @@ _INSTEAD = {
     "4bit": "the recipe 'adamw-8bit' (moments in 8 bits), or 'fp8lm-o2' (6 bytes a parameter in all)",
     "paged": "a recipe with smaller moments, such as 'adamw-8bit'",
 }
-"""What to train with, by what the name of another library's optimizer has in it; the first that fits."""
+"""The recipe to use instead of another library's optimizer, by a part of its name; the first match counts."""
 
 
 def _check_optim(name: str) -> None:
-    """Refuse another library's low-bit optimizer: how moments are kept is the recipe's to say."""
+    """Refuse another library's low-bit optimizer: the recipe decides how moments are stored."""
     for part, instead in _INSTEAD.items():
         if part in name:
             raise OptimizerError(

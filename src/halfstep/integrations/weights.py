@@ -1,4 +1,4 @@
-"""Weights rounded once for all micro-batches of a step, in transformers' Trainer and in whatever inherits from it.
+"""Weights rounded once for all micro-batches of a step, in transformers' Trainer and its subclasses.
 
 HalfstepTrainer(model=model, args=args, train_dataset=data, callbacks=[CachedWeightsCallback()])
 """
@@ -22,20 +22,20 @@ class CachedWeightsCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.cached: CachedWeights | None = None
-        """Of the last step."""
+        """The cache of the last step."""
         self._entered = ExitStack()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Before a step's first micro-batch."""
+        """Enter the cache before a step's first micro-batch."""
         self._entered.close()
         self.cached = self._entered.enter_context(cached_weights(kwargs["model"]))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After its last one."""
+        """Leave it after the last micro-batch."""
         self._entered.close()
 
     on_train_end = on_pre_optimizer_step

@@ -1,5 +1,4 @@
-"""Is this model safe in fp16, or another format? Ranges measured forward and backward, then trial runs;
-`probe_model`."""
+"""Is this model safe in fp16, or another format? Measured forward and backward, then run; `probe_model`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""The model to probe, from a folder or a function; copies of it; batches of text or tensors; a loss to
-differentiate."""
+"""The model to probe, from a folder or a function; copies of it; batches; a loss to differentiate."""
 
 import copy
 import inspect

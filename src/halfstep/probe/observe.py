@@ -1,5 +1,4 @@
-"""The range of a tensor, and the effect of a cast to a format; observation of every tensor of a forward and a
-backward."""
+"""The range of a tensor, and the effect of a cast; observation of every tensor of a forward and a backward."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Models as servers load them, and back: what is served is what training saw."""
+"""Write models in the formats that servers load, and load them back, with the weights that training used."""
 
 from halfstep.serving.export import GGUF, Exported, check_format, export, layouts_of
 from halfstep.serving.load import from_pretrained

@@ -1,4 +1,4 @@
-"""Write a trained, stock or quantised model for servers, its weights rounded as training rounded them."""
+"""Write a trained, stock or quantised model for servers, with its weights rounded as in training."""
 
 import copy
 from dataclasses import dataclass
@@ -26,31 +26,31 @@ GGUF = {
     "gguf-q8_0": "A GGUF file with matrices in int8 with a scale for 32 columns, rounded again by GGUF's own rule.",
     "gguf-mxfp4": "A GGUF file with the codes of MXFP4, and other matrices in bfloat16.",
 }
-"""What llama.cpp loads, of Llama and GPT-2."""
+"""Formats that llama.cpp loads, for Llama and GPT-2."""
 _SHARD = "5GB"
 _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""What servers read beside weights and config.json: a tokenizer's files."""
+"""Files that servers read besides weights and config.json: a tokenizer's files."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     path: Path
     format: str
     recipe: str
-    """Empty where none rounded anything."""
+    """Empty if no recipe rounded anything."""
     nbytes: int
-    """Of all files."""
+    """The bytes of all files."""
     quantized: tuple[str, ...]
     """The layers whose weights are codes."""
     kept: dict[str, str]
-    """The layers that the recipe rounds and the file has as rounded values, with the reason."""
+    """The layers that the recipe rounds but the file stores as rounded values, with the reason."""
     tokenizer: str = ""
-    """Of a GGUF file: what llama.cpp calls its kind of tokenizer, empty where it has none."""
+    """For a GGUF file: llama.cpp's name of the tokenizer's kind, empty if it has none."""
 
     def __str__(self) -> str:
         how = f"as {self.recipe} rounds it" if self.recipe else "as it was"
@@ -76,28 +76,28 @@ def export(
 ) -> Exported:
     """Write a Hugging Face model as a folder that vLLM, SGLang and transformers load, or as a file for llama.cpp.
 
-    Weights are rounded as the recipe's forward products round them, and written without another rounding: values in
-    the file are those of the last forward. The file's metadata names the recipe, the quantizers and this version;
-    `halfstep.from_pretrained` reads it back. A layer that the format has no place for is written as its rounded values,
-    and named in what comes back. The model is not changed; unless `quantize_model` was called on it, a copy is made.
+    Weights are rounded as in the recipe's forward matmuls, and written without another rounding: values in the file
+    equal those of the last forward. The file's metadata names the recipe, the quantizers and this version;
+    `halfstep.from_pretrained` reads it back. A layer that the format cannot hold is written as its rounded values, and
+    named in the result. The model is not changed; unless `quantize_model` was called on it, a copy is made.
 
     Args:
         model: a transformers model: one that follows a recipe, one that `quantize_model` was called on, or a stock one.
         folder: a new folder; for GGUF a new file.
         format: a layout's name (`halfstep export --list`), or `gguf-f32`, `gguf-bf16`, `gguf-q8_0`, `gguf-mxfp4` (Llama
             and GPT-2); None is the layout that is closest to the recipe.
-        recipe: of a stock model: how its weights are rounded.
-        dtype: of what is not in codes (`"bf16"`, `"fp16"`, `"fp32"`); None leaves it as it is. Not for GGUF.
+        recipe: for a stock model: the recipe by which its weights are rounded.
+        dtype: of tensors that are not codes (`"bf16"`, `"fp16"`, `"fp32"`); None does not change it. Not for GGUF.
         max_shard_size: of one safetensors file. Not for GGUF.
         tokenizer: a folder whose tokenizer's files are copied too. In a GGUF file they become its tokenizer: GPT-2's or
-            Llama 3's byte-level BPE, or Llama's BPE that falls back to bytes.
+            Llama 3's byte-level BPE, or Llama's BPE with byte fallback.
 
     Raises:
-        LayoutError: an unknown format, one that does not hold the recipe's weights bit for bit, or one that has no
-            place for what another argument asks for.
+        LayoutError: an unknown format, one that does not hold the recipe's weights bit for bit, or one that does not
+            support another argument.
         RecipeError: no recipe, or two; as `quantize_model`.
-        ModelError: it is not a whole model of Hugging Face's; as `quantize_model`.
-        CheckpointError: the folder is there and not empty, has no room, or cannot be written.
+        ModelError: it is not a whole Hugging Face model; as `quantize_model`.
+        CheckpointError: the folder exists and is not empty, the disk is full, or it cannot be written.
     """
     path, stored = Path(folder).expanduser(), dtype_of(dtype)
     check_format(format)
@@ -124,7 +124,7 @@ def check_format(format: str | Layout | None) -> None:
 
 
 def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str) -> None:
-    """Refuse what a GGUF file has no place for."""
+    """Refuse arguments that a GGUF file does not support."""
     if dtype is not None:
         raise LayoutError(
             f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
@@ -140,7 +140,7 @@ def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str) -> N
 def _gguf(
     model: torch.nn.Module, path: Path, format: str, recipe: str | Recipe | None, tokenizer: str | Path | None
 ) -> Exported:
-    """A GGUF file: as it is of a model whose weights no recipe rounds, and none is to."""
+    """Write a GGUF file; the weights of a stock model without a recipe are written unrounded."""
     found, folder = part_of(model).applied, None if tokenizer is None else _folder(tokenizer)
     plain = recipe is None and not (isinstance(found, Applied) and (found.quantized or _rounds(found.recipe)))
     name, kind, quantized, kept = import_module("halfstep.serving.gguf").write_gguf(
@@ -150,7 +150,7 @@ def _gguf(
 
 
 def _quantized(model: torch.nn.Module, recipe: str | Recipe | None) -> torch.nn.Module:
-    """The model, or a copy of it, with its weights in codes."""
+    """The model, or a copy of it, with its weights as codes."""
     found = part_of(model).applied
     wanted = None if recipe is None else get_recipe(recipe)
     if isinstance(found, Applied):
@@ -180,7 +180,7 @@ def _quantized(model: torch.nn.Module, recipe: str | Recipe | None) -> torch.nn.
 
 
 def _beside(folder: str | Path | None) -> list[Path]:
-    """A tokenizer's files, and a processor's."""
+    """The files of a tokenizer and of a processor in the folder."""
     if folder is None:
         return []
     return sorted({file for pattern in _BESIDE for file in _folder(folder).glob(pattern) if file.is_file()})
@@ -194,7 +194,7 @@ def _folder(tokenizer: str | Path) -> Path:
 
 
 def _rounding() -> list[str]:
-    """The recipes whose weights some layout holds."""
+    """The recipes whose weights some layout can hold."""
     return [name for name in list_recipes() if layouts_of(get_recipe(name))]
 
 
@@ -203,7 +203,7 @@ def _rounds(recipe: Recipe) -> bool:
 
 
 def layouts_of(recipe: Recipe) -> list[Layout]:
-    """The layouts that hold the weights of a recipe bit for bit, the closest first; none where it rounds no weights."""
+    """The layouts that can hold a recipe's weights bit for bit, the closest first; none if it rounds no weights."""
     products = [rule.linear.output for rule in recipe.rules if rule.linear.output.rhs is not None]
     if recipe.stages or recipe.unit_scaled or not products or any(product.hadamard for product in products):
         return []

@@ -1,6 +1,6 @@
-"""Write a model as a GGUF file, which llama.cpp loads: Llama and GPT-2, with a tokenizer as llama.cpp has it.
+"""Write a model as a GGUF file for llama.cpp: Llama and GPT-2, with their tokenizers.
 
-A tokenizer is GPT-2's and Llama 3's byte-level BPE, or Llama's BPE that falls back to bytes.
+Tokenizers are GPT-2's and Llama 3's byte-level BPE, and Llama's BPE with byte fallback.
 
 Source: llama.cpp, convert_hf_to_gguf.py (names, transposes, the order of rows that its rotary positions expect) and
 gguf-py (types of blocks, merges, special tokens, the chat template); conversion/base.py (tokens and their types),
@@ -53,23 +53,23 @@ _SCALED = ("linear", "llama3")
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What llama.cpp has to know of a kind of model."""
+    """The metadata that llama.cpp needs for a kind of model."""
 
     id: gguf.MODEL_ARCH
     describe: Callable[[Any], dict[str, Any]]
-    """The numbers of a config, as the writer calls them."""
+    """The values of a config, by the names of the writer's methods."""
     refusal: Callable[[Any], str | None]
-    """Why llama.cpp's model of this kind is another than that of a config; None where it is the same."""
+    """Why llama.cpp's model of this kind differs from a config; None if it does not."""
     transposed: tuple[str, ...] = ()
-    """The layers whose parameter is (in, out)."""
+    """The layers whose parameter has shape (in, out)."""
     rotated: tuple[tuple[str, str], ...] = ()
-    """The layers whose rows lie in the order of rotary positions, and what the config calls their number of heads."""
+    """The layers whose rows are ordered for rotary positions, with the config's name for their number of heads."""
 
     factors: Callable[[Any], dict[str, Tensor]] = lambda model: {}
-    """Tensors that llama.cpp has of a model, and the model's state dict has not."""
+    """Tensors that llama.cpp needs but the model's state dict lacks."""
 
     def rows(self, name: str, config: Any, count: int) -> Tensor | None:
-        """In which order llama.cpp has the rows of a tensor; None where they stay: halves of a head become pairs."""
+        """llama.cpp's order of a tensor's rows (halves of a head become pairs); None if it is the same."""
         heads = next((getattr(config, key) for layer, key in self.rotated if f".{layer}." in name), None)
         return (
             None
@@ -81,16 +81,16 @@ class _Architecture:
 def write_gguf(
     model: nn.Module, path: Path, format: str, version: str, tokenizer: Path | None
 ) -> tuple[str, str, tuple[str, ...], dict[str, str]]:
-    """Write a quantised or a stock model to a new file, and the tokenizer of a folder.
+    """Write a quantised or a stock model to a new file, with the tokenizer of a folder.
 
     Returns:
-        The recipe's name, empty for a stock model; the tokenizer's kind, empty where there is none; the layers whose
-        codes are the file's; and those that the model has in codes and the file as their values, with the reason.
+        The recipe's name, empty for a stock model; the tokenizer's kind, empty if there is none; the layers written as
+        codes; and those that are codes in the model but values in the file, with the reason.
 
     Raises:
-        ModelError: a kind of model that is neither Llama's nor GPT-2's, or one with options that llama.cpp's has not.
+        ModelError: a model that is neither a Llama nor a GPT-2, or one with options that llama.cpp's lacks.
         LayoutError: the format is MXFP4 and the recipe's weights are not; as `write_tokenizer`.
-        CheckpointError: there is something at `path`, or it cannot be written.
+        CheckpointError: `path` exists, or it cannot be written.
     """
     refuse_existing(path)
     kind = _architecture(model)
@@ -145,7 +145,7 @@ def write_gguf(
 
 
 def _codes(made: dict[str, Quantized], format: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    """What is written as codes, as the MXFP4 layout has it; and the layers that are not, with the reason."""
+    """The tensors written as codes, in the MXFP4 layout; and the layers that are not, with the reason."""
     if format != "gguf-mxfp4":
         return {}, {}
     layout, codes, kept = get_layout("mxfp4"), {}, {}
@@ -168,7 +168,7 @@ def _codes(made: dict[str, Quantized], format: str) -> tuple[dict[str, dict[str,
 
 
 def _blocks(tensors: dict[str, Tensor], rows: Tensor | None) -> NDArray[Any]:
-    """GGUF's blocks of 17 bytes: the exponent, and 32 codes, number j beside number j + 16."""
+    """GGUF's blocks of 17 bytes: the exponent, and 32 codes, with code j and code j + 16 in one byte."""
     scale, packed = tensors["weight_scale"], tensors["weight_packed"]
     if rows is not None:
         scale, packed = scale[rows], packed[rows]
@@ -178,8 +178,8 @@ def _blocks(tensors: dict[str, Tensor], rows: Tensor | None) -> NDArray[Any]:
 
 
 def _stored(values: Tensor, type: str) -> tuple[NDArray[Any], str]:
-    """Vectors in float32, matrices in the file's type; those that are not made of whole blocks, and those that an
-    MXFP4 file has no codes of, in bf16."""
+    """Vectors in float32, matrices in the file's type. Matrices that do not consist of whole blocks, and those without
+    codes in an MXFP4 file, are written in bf16."""
     array = np.ascontiguousarray(values.numpy(), dtype=np.float32)
     if values.dim() < 2 or type == "F32":
         return array, "F32"
@@ -218,7 +218,7 @@ def _describe_llama(config: Any) -> dict[str, Any]:
 
 
 def _rotary_factors(model: Any) -> dict[str, Tensor]:
-    """What llama.cpp divides the frequencies of rotary positions by: the default ones over the scaled ones."""
+    """llama.cpp's divisors of the frequencies of rotary positions: the default frequencies over the scaled ones."""
     rope = model.config.rope_parameters or {}
     if rope.get("rope_type") not in _SCALED:
         return {}
@@ -268,14 +268,14 @@ _ARCHITECTURES = {
         gguf.MODEL_ARCH.GPT2, _describe_gpt2, _refuse_gpt2, transposed=("c_attn", "c_proj", "c_fc")
     ),
 }
-"""The kinds of models, by transformers' class."""
+"""The supported models, by transformers' class."""
 
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
-"""What Llama 3's tokenizer cuts text by."""
+"""The regular expression by which Llama 3's tokenizer splits text."""
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False}
 _CUTS = {
     "gpt-2": ([_BYTES | {"use_regex": True}], False),
@@ -287,19 +287,20 @@ _CUTS = {
         True,
     ),
 }
-"""By llama.cpp's name: how text is cut before bytes are merged, and whether words that are tokens are not merged."""
+"""By llama.cpp's name: how text is split before bytes are merged, and whether words that are tokens skip merging."""
 _OUT = "leave the tokenizer out (--no-tokenizer), and the file takes and gives token numbers"
 _SPACE = "\u2581"
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> str:
-    """Write tokens, merges or scores, special tokens and the chat template; returns llama.cpp's name of the kind.
+    """Write tokens, merges or scores, special tokens and the chat template; return llama.cpp's name of the kind.
 
     Args:
-        size: how many tokens the model has; unused ones are added where the tokenizer has fewer.
+        size: the model's number of tokens; unused tokens are added if the tokenizer has fewer.
 
     Raises:
-        LayoutError: the folder holds none, one that llama.cpp would not follow, or one of more tokens than the model.
+        LayoutError: the folder has no tokenizer, one that llama.cpp would not reproduce, or one with more tokens than
+            the model.
     """
     tokenizer = _read(folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -336,7 +337,7 @@ def _read(folder: Path) -> Any:
 
 
 def _kind(said: dict[str, Any], folder: Path) -> str:
-    """`llama`, or the name of a byte-level BPE's way to cut text."""
+    """`llama`, or the name of a byte-level BPE's way to split text."""
     model, cuts = said["model"], said.get("pre_tokenizer") or {}
     changed = any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
     parts, kept = cuts.get("pretokenizers", [cuts]), bool(model.get("ignore_merges"))
@@ -362,7 +363,8 @@ def _are(parts: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
 
 
 def _prefixed(said: dict[str, Any]) -> bool | None:
-    """Whether a text begins with a space for a tokenizer whose spaces are tokens' parts; None for another one."""
+    """Whether the tokenizer prepends a space to a text, if its spaces are parts of tokens; None for another
+    tokenizer."""
     normal, cuts = said.get("normalizer"), said.get("pre_tokenizer")
     if normal is None and cuts and _are([cuts], [{"type": "Metaspace", "replacement": _SPACE, "split": False}]):
         return bool(cuts["prepend_scheme"] != "never")
@@ -376,8 +378,8 @@ def _prefixed(said: dict[str, Any]) -> bool | None:
 def _scores(
     merges: list[list[str]], vocabulary: dict[str, int], named: dict[int, Any], folder: Path
 ) -> dict[int, float]:
-    """The scores by which llama.cpp merges any two neighbours that are a token together, the highest first, as those
-    merges do in their order."""
+    """Scores for llama.cpp, which merges any two neighbours that form a token, highest score first: these give the
+    order of the merges."""
     pairs = {tuple(pair) for pair in merges}
     order = [token for token, _ in groupby("".join(pair) for pair in merges)]
     plain = (token for token, number in vocabulary.items() if number not in named and not _is_byte(token))
@@ -397,7 +399,8 @@ def _is_byte(token: str) -> bool:
 
 
 def _type(token: str | None, named: Any, unknown: str | None, is_llama: bool) -> int:
-    """GGUF's type of a token, None for one that the tokenizer has not; `named` is how it was added to it."""
+    """GGUF's type of a token; of None (no such token) UNUSED. `named` is the token's entry among the added tokens, or
+    None."""
     if token is None:
         return gguf.TokenType.UNUSED
     if token == unknown:
@@ -408,7 +411,7 @@ def _type(token: str | None, named: Any, unknown: str | None, is_llama: bool) ->
 
 
 def _ends(tokenizer: Any, folder: Path) -> tuple[bool, bool]:
-    """Whether a text begins with the token of its beginning, and ends with that of its end."""
+    """Whether the tokenizer adds a begin token and an end token to a text."""
     inner, whole = (tokenizer("a", add_special_tokens=given)["input_ids"] for given in (False, True))
     for start, end in ((False, False), (True, False), (False, True), (True, True)):
         if [tokenizer.bos_token_id] * start + inner + [tokenizer.eos_token_id] * end == whole:

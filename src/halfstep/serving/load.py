@@ -35,21 +35,21 @@ Read = Callable[[StoredTensor], Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """The weights of a folder that are codes."""
+    """The weights of a folder that are stored as codes."""
 
     recipe: Recipe
-    """Weights alone in these codes; everything else in bfloat16."""
+    """A recipe that rounds only weights, to these codes; everything else is in bfloat16."""
     codes: dict[str, list[Quantized]]
-    """By parameter: of a linear layer one matrix (out, in), of a stack of experts one for each."""
+    """By parameter: for a linear layer one matrix (out, in), for a stack of experts one each."""
     held: frozenset[str]
-    """The names of their tensors in the file, and of what servers round activations by."""
+    """The names of their tensors in the file, and of the activation scales of servers."""
 
 
 def published(checkpoint: Checkpoint, read: Read) -> Published:
-    """What a folder with a `quantization_config` holds in codes.
+    """The codes in a folder with a `quantization_config`.
 
     Raises:
-        CheckpointError: it holds none of `TAKEN`, or shapes do not fit together.
+        CheckpointError: it contains none of `TAKEN`, or shapes do not fit together.
     """
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
     codes: dict[str, list[Quantized]] = {}
@@ -75,7 +75,7 @@ Found = tuple[str, list[Quantized], set[str]]
 
 
 def _fp8(name: str, tensors: Parts, read: Read) -> Found | None:
-    """NAME in E4M3, with NAME_scale_inv or NAME_scale: numbers that codes are multiplied by, or exponents in bytes."""
+    """NAME in E4M3, with NAME_scale_inv or NAME_scale: multipliers of the codes, or exponents in bytes."""
     for suffix in ("_scale_inv", "_scale"):
         scale = tensors.get(name + suffix)
         if tensors[name].dtype != "float8_e4m3fn" or scale is None:
@@ -104,7 +104,7 @@ def _packed(name: str, tensors: Parts, read: Read) -> Found | None:
 
 
 def _modelopt_nvfp4(name: str, tensors: Parts, read: Read) -> Found | None:
-    """ModelOpt's NAME, two E2M1 codes a byte, with NAME_scale in E4M3 and NAME_scale_2, a factor of the tensor."""
+    """ModelOpt's NAME, two E2M1 codes a byte, with NAME_scale in E4M3 and NAME_scale_2, a factor for the tensor."""
     scale, whole = tensors.get(f"{name}_scale"), tensors.get(f"{name}_scale_2")
     if tensors[name].dtype != "uint8" or scale is None or whole is None:
         return None
@@ -142,7 +142,7 @@ def _stacked(name: str, tensors: Parts, read: Read) -> Found | None:
 
 
 def _stored_as(quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, parts: Mapping[str, Tensor]) -> Quantized:
-    """The matrix with codes and scales as they lie: bytes stay bytes, and 16-bit scales become float32."""
+    """The matrix with the file's codes and scales: bytes stay bytes, and 16-bit scales become float32."""
     own = {"codes": codes.view(torch.uint8).view(shape[0], -1)}
     held = quantizer.tiling.rule.layout(quantizer.tiling.tile.grid(shape[0], shape[1]))
     for part, tensor in parts.items():
@@ -152,7 +152,8 @@ def _stored_as(quantizer: Quantizer, shape: tuple[int, ...], codes: Tensor, part
 
 
 def _recipe_of(codes: Mapping[str, list[Quantized]]) -> Recipe:
-    """Weights alone in those codes: a rule for each quantizer, the most frequent one's for all other layers."""
+    """A recipe that rounds only weights to those codes: a rule for each quantizer, the most frequent one's for all
+    other layers."""
     layers = grouped((matrices[0].quantizer, name.rpartition(".")[0]) for name, matrices in codes.items())
     usual, *others = sorted(layers, key=lambda quantizer: -len(layers[quantizer]))
     rules = tuple(Rule("|".join(dict.fromkeys(layers[quantizer])), _weights_alone(quantizer)) for quantizer in others)
@@ -178,23 +179,23 @@ def _misfit(name: str, shape: tuple[int, ...], scale: StoredTensor) -> Checkpoin
 
 
 def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
-    """The model of a folder whose weights are quantised, with the codes and scales that lie there.
+    """The model of a folder whose weights are quantised, with the folder's codes and scales.
 
-    What `halfstep.export`, or its `save_pretrained`, wrote computes what the model computed that was written, bit for
-    bit where `kept` named no layer and `dtype` was not given. What others published in FP8, MXFP8, MXFP4 or NVFP4
-    (`TAKEN`) rounds no activations, and everything that is not in codes is in bfloat16; its weights
-    are never held in 16 bits.
+    A folder written by `halfstep.export`, or by its `save_pretrained`, gives a model whose outputs equal the written
+    model's, bit for bit if `kept` named no layer and `dtype` was not given. A folder that others published in FP8,
+    MXFP8, MXFP4 or NVFP4 (`TAKEN`) gives a model that rounds no activations; everything that is not codes is in
+    bfloat16, and its weights are never decoded to 16 bits when it is loaded.
 
-    Nothing in the folder is run: config.json names a class of transformers, weights are read as safetensors.
+    Nothing in the folder is executed: config.json names a class of transformers, weights are read as safetensors.
 
     Args:
-        folder: where it lies.
-        adapters: the model is to train adapters beside its codes (QLoRA), as in `halfstep.quantize_model`.
+        folder: its path.
+        adapters: whether the model is to train adapters on its codes (QLoRA), as in `halfstep.quantize_model`.
 
     Raises:
-        CheckpointError: there is no such folder; its weights are in no codes that are known; it is broken, or of
+        CheckpointError: there is no such folder; its weights are in no known codes; it is broken, or of
             another model; adapters cannot be trained under its recipe.
-        MissingLibraryError: transformers is not installed, or accelerate for what others published.
+        MissingLibraryError: transformers is not installed, or accelerate for folders that others published.
     """
     checkpoint = open_checkpoint(folder)
     if KEY not in checkpoint.metadata and isinstance((checkpoint.config or {}).get("quantization_config"), Mapping):
@@ -224,7 +225,7 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
 
 
 def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Module:
-    """The model of weights that others quantised; those in codes never have memory for values."""
+    """The model of weights that others quantised; no storage is ever allocated for the values of codes."""
     found = published(checkpoint, _read)
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors if tensor.name not in found.held}
     with MissingLibraryError.of("accelerate"):
@@ -253,7 +254,7 @@ def _filled(
     model: nn.Module, recipe: Recipe, codes: dict[str, list[Quantized]], factors: dict[str, dict[str, Tensor]],
     adapters: bool, others: Mapping[str, StoredTensor], what: str,
 ) -> nn.Module:  # fmt: skip
-    """The model with these codes, and what is not in codes."""
+    """The model with these codes, and the other tensors."""
     try:
         load_codes(model, recipe, codes, factors, adapters)
     except HalfstepError as error:
@@ -299,7 +300,7 @@ def _factors(data: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
-    """The model of config.json, with weights to be replaced."""
+    """The model of config.json, with weights that are to be replaced."""
     with MissingLibraryError.of("export"):
         transformers = import_module("transformers")
     names = (checkpoint.config or {}).get("architectures")
@@ -324,7 +325,7 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
 
 
 def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> None:
-    """Copy what is not in codes, name by name."""
+    """Copy the tensors that are not codes, by name."""
     own = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
     names = loaded_names(model, tensors)
     apart = next((name for name in tensors if name not in names), None)
@@ -351,7 +352,7 @@ def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> N
 
 
 def _in_codes(model: nn.Module, name: str) -> bool:
-    """Whether a buffer holds codes, or what belongs to them."""
+    """Whether a buffer stores codes, or their scales and format."""
     path, _, last = name.rpartition(".")
     stored = part_of(model.get_submodule(path)).stored
     held = {f"{weight}_{part}" for weight, entry in stored.items() for part in (*entry.parts, "format")}
@@ -359,7 +360,7 @@ def _in_codes(model: nn.Module, name: str) -> bool:
 
 
 def _read(stored: StoredTensor) -> Tensor:
-    """A tensor of a file, in memory of its own."""
+    """A tensor of a file, copied to a separate storage."""
     dtype = getattr(torch, stored.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{stored.name} is of type {stored.dtype}, which is none of torch's")

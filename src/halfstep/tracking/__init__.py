@@ -1,4 +1,4 @@
-"""Look at the numbers of a training step. This room only reads."""
+"""Measurements of a training step's values. This room only reads."""
 
 from halfstep.bits.histogram import ExponentHistogram
 from halfstep.tracking.log import Log, scalars, track

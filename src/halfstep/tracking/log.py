@@ -1,4 +1,4 @@
-"""A log of a training run's numerics that can be left on: one row every so many optimizer steps."""
+"""A log of a training run's numerics that can stay on: one row every so many optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from halfstep.tracking.step import Amaxes, Arrivals, amaxes, arrivals, zeros
 Row = dict[str, Any]
 Sink = Callable[[Row], None]
 _SPIKE = 2.0
-"""A loss of so many times the median of those since the last row is a spike."""
+"""A loss above this many times the median since the last row is a spike."""
 
 
 def track(
@@ -35,37 +35,37 @@ def track(
     to: str | Path | Any | Iterable[Any] = "numerics.jsonl",
     scaler: Any = None,
 ) -> Log:
-    """Write a row of numerics every so many optimizer steps; the steps between cost a count each.
+    """Write a row of numerics every `every` optimizer steps; the steps between only increase a counter.
 
         log = halfstep.track(model, optimizer, every=100, to=["numerics.jsonl", SummaryWriter()], scaler=scaler)
         ...
         log.note(loss)   # optional: spikes of the loss
         log.remove()     # or: with halfstep.track(...) as log:
 
-    Of the step that is looked at, a row has: the largest magnitudes of each layer's input, weight and gradient; of what
-    the recipe rounds, the shares that saturate and that become zero; the share of gradients that are zero, and the
-    first that is not finite; the first tensor in the order of computing that is not finite; of a `prepare`d optimizer
-    the share of updates that are lost, and how much of the update arrives (`Arrival.quality`); the loss scale; how many
-    steps a halfstep scaler left out since the last row; and losses beyond twice the median since then. The passes of
-    steps that were left out right before it are part of what is seen, and no step.
+    A row describes one step: the amaxes of each layer's input, weight and gradient; for tensors that the recipe rounds,
+    the shares that saturate and that become zero; the share of gradients that are zero, and the first non-finite one;
+    the first non-finite tensor in the order of execution; for a `prepare`d optimizer the share of lost updates, and the
+    descent quality (`Arrival.quality`); the loss scale; how many steps a halfstep scaler skipped since the last row;
+    and losses above twice the median since then. Passes of steps that were skipped right before it are included, but
+    not counted as steps.
 
     Args:
-        model: that trains, with `prepare`d optimizer or a stock one; what wraps it (DDP) will do.
-        optimizer: whose steps count; accelerate's and Lightning's wrappers will do.
-        every: so many steps.
-        to: where rows go, one place or several: a path (JSON lines), a function of a row, what has `add_scalar`
+        model: the model that trains, with a `prepare`d optimizer or a stock one; a wrapper (DDP) works too.
+        optimizer: the optimizer whose steps count; accelerate's and Lightning's wrappers work too.
+        every: the number of steps between rows.
+        to: one or several destinations of rows: a path (JSON lines), a function of a row, an object with `add_scalar`
             (TensorBoard's SummaryWriter), or "live", a table in the terminal.
-        scaler: a loss scaler whose scale stands in the rows.
+        scaler: a loss scaler whose scale is written into the rows.
 
     Raises:
-        HalfstepError: `every` is no integer above 0; `to` is none of these; the optimizer steps none of the model's
+        HalfstepError: `every` is not an integer above 0; `to` is none of these; the optimizer steps none of the model's
             parameters.
     """
     return Log(model, optimizer, every, to, scaler)
 
 
 class Log:
-    """What `track` returns: `rows` so far, `note` for losses, `remove` to end it. A context manager."""
+    """The result of `track`: `rows` so far, `note` for losses, `remove` to stop. A context manager."""
 
     def __init__(self, model: nn.Module, optimizer: Any, every: int, to: Any, scaler: Any) -> None:
         if type(every) is not int or every < 1:
@@ -98,12 +98,12 @@ class Log:
         self.remove()
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         self._looks.close()
         self._hooks.close()
 
     def note(self, loss: Tensor | float) -> None:
-        """Remember a loss, which nothing waits for before the next row."""
+        """Record a loss; it is not read from its device before the next row."""
         self._losses.append(
             loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float32, device="cpu")
         )
@@ -112,7 +112,7 @@ class Log:
         return (self._step + 1) % self._every == 0 or self._step == 0
 
     def _look_at_next(self) -> None:
-        """Hook what the next step's forward and backward pass through, where it is to be looked at."""
+        """Hook the next step's forward and backward pass, if a row is due."""
         model = self._model()
         if model is not None and self._due():
             self._amaxes = self._looks.enter_context(amaxes(model))
@@ -139,7 +139,7 @@ class Log:
         self._look_at_next()
 
     def _skips(self) -> int | None:
-        """How many steps the scaler has left out, where it counts them."""
+        """The number of steps that the scaler has skipped; None if it does not count them."""
         return getattr(self._scaler, "skipped_steps", None)
 
     def _row(self) -> Row:
@@ -206,7 +206,7 @@ def _append(path: Path, row: Row) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: their names."""
+    """A value for JSON: infinities and NaN become their names."""
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """The numbers of a row for a plot: of amaxes and shares the largest of all layers."""
+    """The scalars of a row for a plot: of amaxes and shares the largest over all layers."""
     of_layers = {
         f"{name}/{kind}": max((amax for key, amax in row[name].items() if key.startswith(f"{kind} of ")), default=None)
         for name in ("amax", "saturated", "underflowed")
@@ -237,7 +237,7 @@ def _scalars(writer: Any, row: Row) -> None:
 
 
 class _Live:
-    """A table in the terminal, written over by each row's."""
+    """A table in the terminal, overwritten by each row."""
 
     def __init__(self) -> None:
         self._live = Live(auto_refresh=False)

@@ -1,4 +1,4 @@
-"""The gradients of activations in a step, and the first tensor of it that is not finite, with its magnitude."""
+"""The gradients of activations in a step; its first non-finite tensor, and that tensor's magnitude."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,11 +10,12 @@ from halfstep.optim.gradients import put_back
 
 
 def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
-    """The name of the first tensor with an infinity or NaN, in the order in which a step makes them; None if none has.
+    """The name of the first tensor with an infinity or NaN, in the order in which a step computes them; None if there
+    is none.
 
-    That order is: weights, then what goes into and comes out of each module as the forward runs it, then the loss, then
-    the gradients as the backward makes them. `loss` runs the forward and returns the loss; it is called once, and the
-    parameters' gradients are put back afterwards.
+    The order is: weights, then the inputs and outputs of each module in the order of the forward, then the loss, then
+    the gradients in the order of the backward. `loss` runs the forward and returns the loss; it is called once, and the
+    parameters' gradients are restored afterwards.
     """
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
@@ -30,8 +31,8 @@ def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
 
 
 def magnitude(model: nn.Module, loss: Callable[[], Tensor], name: str) -> float | None:
-    """The largest magnitude of the tensor that `first_nonfinite` calls so, here: in another model of the same modules,
-    say one in float32. An infinity where it is not finite here either; None where there is no such tensor."""
+    """The largest magnitude of the tensor named by `first_nonfinite`, in another model with the same modules, for
+    example one in float32. Infinite if it is not finite there either; None if there is no such tensor."""
     largest: list[float] = []
 
     def look(found: str, tensor: Tensor) -> None:
@@ -49,7 +50,7 @@ def _step(
     look: Callable[[str, Tensor], None],
     goes_back: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Show `look` every tensor of a forward and, where `goes_back()` after it, of a backward."""
+    """Call `look` with every tensor of a forward and, if `goes_back()` is true after it, of a backward."""
     with _without_gradients(model), _watched(model, look):
         value = loss()
         look("the loss", value)
@@ -62,7 +63,8 @@ def _step(
 
 @contextmanager
 def _watched(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """While active, `look` gets what goes into and comes out of every module, and the gradients of both, with names."""
+    """A context in which `look` is called with the inputs and outputs of every module, and their gradients, with
+    names."""
 
     def attach(what: str, name: str, value: Any) -> None:
         for tensor in tensors_in(value):
@@ -79,7 +81,7 @@ def _watched(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[
 
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """While active, the parameters have none; afterwards, those that they had."""
+    """A context in which the parameters have no gradients; they are restored afterwards."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in kept:
         parameter.grad = None
@@ -97,7 +99,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in what a module takes or returns: dicts, lists and tuples, nested."""
+    """The tensors in a module's input or output: dicts, lists and tuples, nested."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -106,7 +108,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def take_gradients(value: Any, take: Callable[[Tensor], None]) -> None:
-    """Have `take` called with the gradients of the tensors in what a module takes or returns, when they come."""
+    """Call `take` with the gradients of the tensors in a module's input or output, when the backward computes them."""
     for tensor in tensors_in(value):
         if tensor.requires_grad:
             tensor.register_hook(take)  # type: ignore[no-untyped-call]
@@ -114,8 +116,7 @@ def take_gradients(value: Any, take: Callable[[Tensor], None]) -> None:
 
 @contextmanager
 def activation_gradients(model: nn.Module, enabled: bool = True) -> Iterator[list[Tensor]]:
-    """While active, a backward appends the gradient of every leaf module's output, or outputs, to
-    the list."""
+    """A context in which a backward appends the gradients of every leaf module's outputs to the list."""
     collected: list[Tensor] = []
     with _hooked(model if enabled else None, lambda name, grad: collected.append(grad)):
         yield collected
@@ -123,7 +124,7 @@ def activation_gradients(model: nn.Module, enabled: bool = True) -> Iterator[lis
 
 @contextmanager
 def activation_gradients_by_module(model: nn.Module, enabled: bool = True) -> Iterator[dict[str, list[Tensor]]]:
-    """The same, by the module's name; of a model that is one leaf, under "the model"."""
+    """The same, by the module's name; for a model that is a single leaf, under "the model"."""
     collected: dict[str, list[Tensor]] = {}
     with _hooked(model if enabled else None, lambda name, grad: collected.setdefault(name, []).append(grad)):
         yield collected
@@ -141,7 +142,7 @@ def _hooked(model: nn.Module | None, take: Callable[[str, Tensor], None]) -> Ite
 
 @contextmanager
 def outputs_seen(modules: Iterable[tuple[str, nn.Module]], see: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-    """While active, `see` gets what each of these modules returns: its path, and the tensors."""
+    """A context in which `see` is called with the outputs of these modules: path, and tensors."""
     with ExitStack() as hooks:
         for path, module in modules:
             seen = module.register_forward_hook(lambda _, __, output, path=path: see(path, tensors_in(output)))

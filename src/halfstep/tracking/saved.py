@@ -1,4 +1,4 @@
-"""The bytes that autograd keeps for the backward pass, by the module that saved them and by what they are kept in."""
+"""The bytes that autograd saves for the backward pass, by the module that saved them and by their form."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,18 +19,20 @@ _CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What the operations of one module keep in one form; a submodule's own are its own."""
+    """The tensors that the operations of one module save in one form, without those of its submodules."""
 
     module: str
-    """Its path; the root's, and that of code outside of the model, is empty."""
+    """Its path; empty for the root, and for code outside of the model."""
     form: str
-    """`codes`, with the scales of what is not linear; or the dtype of tensors that are left alone: `float32` ..."""
+    """`codes`, which includes scales that are saved with codes; or the dtype of tensors saved unquantized: `float32`
+    ..."""
     bytes: int
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """What autograd keeps at one moment: every memory once, whole, as its first saver's; no parameters, no buffers."""
+    """The tensors that autograd saves at one moment: every storage once, under its first saver; no parameters, no
+    buffers."""
 
     rows: tuple[SavedRow, ...]
 
@@ -41,12 +43,12 @@ class SavedBytes:
 
     @property
     def alone(self) -> int:
-        """Bytes of tensors that are left as they are."""
+        """Bytes of tensors saved unquantized."""
         return self.total - self.codes
 
     @property
     def total(self) -> int:
-        """All bytes, of codes and of what is kept as it is."""
+        """Bytes of codes and of unquantized tensors."""
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
@@ -56,26 +58,26 @@ class SavedBytes:
 
 
 class Saving:
-    """What has been saved within `saving`, and by whom."""
+    """The tensors saved within `saving`, by module."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._found: dict[int, tuple[StorageWeakRef, str, str, int]] = {}
         self.inside: list[str] = []
-        """The paths of the modules whose forward runs, the innermost last."""
+        """The paths of the modules whose forward is running, the innermost last."""
 
     def now(self) -> SavedBytes:
-        """What is still kept, by module in the order of their first tensor."""
+        """The tensors that are still saved, by module in the order of their first tensor."""
         kept = (found for found in self._found.values() if not found[0].expired())  # type: ignore[no-untyped-call]
         rows = grouped(((module, form), size) for _, module, form, size in kept)
         return SavedBytes(tuple(SavedRow(*row, sum(sizes)) for row, sizes in rows.items()))
 
     def pack(self, x: Tensor) -> Any:
-        """As a hook of autograd."""
+        """The pack hook of autograd's saved tensors."""
         return self._note(x, "codes" if x.dtype in _CODES else str(x.dtype).removeprefix("torch."))
 
     def pack_part(self, x: Tensor) -> Any:
-        """Of a tensor that is part of another's codes: the recipe's own hooks ask for this."""
+        """The same for a part of a tensor's codes, such as its scales; the recipe's own hooks call it."""
         return self._note(x, "codes")
 
     def _note(self, x: Tensor, form: str) -> Alone:
@@ -90,14 +92,15 @@ class Saving:
 
 @contextmanager
 def saving(model: nn.Module) -> Iterator[Saving]:
-    """While active, what autograd saves is noted: `now()` says, before `backward()`, what is kept and in which form.
+    """A context that records the tensors saved by autograd; `now()`, before `backward()`, gives their bytes by form.
 
         with halfstep.tracking.saving(model) as saved:
             loss = model(x).mean()
         print(saved.now())
 
-    Memory that the caller holds as well, such as the model's input, counts too. What torch's activation checkpointing
-    drops does not, and neither do attributes that functions of other libraries keep beside autograd's.
+    Storages that the caller also holds, such as the model's input, count too. Tensors that torch's activation
+    checkpointing drops do not count, and neither do attributes that other libraries' functions store outside of
+    autograd.
     """
     saved = Saving(model)
 

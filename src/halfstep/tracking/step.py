@@ -1,4 +1,4 @@
-"""Numbers of a training step: its operands, rounded; how much of an update arrives; what became zero; sharpness."""
+"""Measurements of a training step: rounding errors of operands, lost updates, zeroed values, sharpness."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from halfstep.tracking.nonfinite import take_gradients, tensors_in
 
 @dataclass(frozen=True)
 class OperandError:
-    """One operand of one product, as it was rounded last."""
+    """One operand of one matmul, with the error of its last rounding."""
 
     layer: str
     product: str
@@ -47,10 +47,10 @@ class OperandError:
 
 
 def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> tuple[float, float, float]:
-    """Relative error, saturated share and flushed share of a matrix (rows, columns) rounded so; after its clamp, and
-    with what that keeps.
+    """Relative error, saturated share and flushed share of a matrix (rows, columns) rounded by `quantizer`; after its
+    clamp, with the clamped remainder added back if the quantizer compensates it.
 
-    Takes the reference path, in float32, and changes no state.
+    Uses the reference, in float32, and changes no state.
     """
     whole, format = as_rows(x.detach()).float(), quantizer.format
     wide, beyond, ratio, back = _scaled(whole, quantizer, state)
@@ -70,7 +70,7 @@ def saturated_share(x: Tensor, quantizer: Quantizer, state: Tensor | None = None
 
 
 def shares(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> tuple[float, float]:
-    """The same, and the share of non-zero elements that rounding to nearest makes zero, found by comparing."""
+    """The saturated share, and the share of non-zero elements that rounding to nearest makes zero."""
     magnitudes, limits = (
         _scaled(as_rows(x.detach()).float(), quantizer, state)[2].abs(),
         limits_of(quantizer.format, False),
@@ -81,7 +81,8 @@ def shares(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> tupl
 
 
 def _scaled(wide: Tensor, quantizer: Quantizer, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A matrix after its clamp, what that keeps apart, the matrix as it is rounded, and what that is multiplied by."""
+    """A matrix after its clamp, the clamped remainder, the scaled matrix before rounding, and the factor that undoes
+    the scale."""
     format, scales = quantizer.format, quantizer.scales
     beyond = torch.zeros((), dtype=torch.float32, device="cpu")
     if quantizer.clamp is not None:
@@ -103,16 +104,18 @@ def _scaled(wide: Tensor, quantizer: Quantizer, state: Tensor | None) -> tuple[T
 
 
 def _multiplied(product: Matmul, x: Tensor, down: bool = False) -> Tensor:
-    """A tensor as a product multiplies it: a matrix, rotated, whose tiles lie along the shared dimension."""
+    """A tensor as a matmul's operand: a matrix, rotated if the matmul is, whose tiles lie along the shared
+    dimension."""
     matrix = as_rows(x.detach()).t() if down else as_rows(x.detach())
     return matrix if product.hadamard is None else rotate(matrix, product.hadamard.still.signs(matrix.device))
 
 
 @contextmanager
 def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[OperandError]]:
-    """While active, every quantised linear layer of a model under a recipe adds a row for each operand it rounds.
+    """A context in which every quantised linear layer of a model under a recipe adds a row for each operand that it
+    rounds.
 
-    Rows of `output` come with the forward, those of `grad_input` and `grad_weight` with the backward.
+    Rows of `output` are added in the forward, those of `grad_input` and `grad_weight` in the backward.
     """
     rows: list[OperandError] = []
 
@@ -149,31 +152,27 @@ def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[Oper
 
 @dataclass
 class Amaxes:
-    """Of one step, by tensor, in the order of computing."""
+    """The amaxes of one step, by tensor, in the order of execution."""
 
     amaxes: dict[str, float] = field(default_factory=dict)
-    """The largest magnitude; infinite where there is a NaN."""
+    """The largest magnitude; infinite if there is a NaN."""
     saturated: dict[str, float] = field(default_factory=dict)
-    """Of what a recipe rounds, the share beyond the format's largest value, after scaling."""
+    """For tensors that a recipe rounds, the share beyond the format's largest value, after scaling."""
     underflowed: dict[str, float] = field(default_factory=dict)
-    """Of the same, the share of what is not zero that becomes zero."""
+    """For the same tensors, the share of non-zero values that become zero."""
 
 
 @contextmanager
 def amaxes(model: nn.Module, enabled: bool = True) -> Iterator[Amaxes]:
-    """While active, a forward and its backward write down the largest magnitudes of tensors.
+    """A context in which a forward and its backward record the largest magnitudes of tensors.
 
-    The tensors are, of each layer with parameters and no layers within: `input of PATH`, its parameters by name
-    (`weight of PATH`), and `grad_output of PATH`. A layer that is called more than once keeps its largest; what is not
-    floating, such as tokens, is left out.
+    The tensors are, for each layer with parameters and without sublayers: `input of PATH`, its parameters by name
+    (`weight of PATH`), and `grad_output of PATH`. A layer that is called more than once keeps its largest; tensors that
+    are not floating point, such as tokens, are left out.
 
-    >>> import torch
-    >>> layer = nn.Sequential(nn.Linear(2, 1, bias=False))
-    >>> _ = layer[0].weight.data.fill_(0.5)
-    >>> with amaxes(layer) as found:
-    ...     layer(torch.tensor([[1.0, -3.0]])).sum().backward()
-    >>> found.amaxes
-    {'input of 0': 3.0, 'weight of 0': 0.5, 'grad_output of 0': 1.0}
+    >>> import torch >>> layer = nn.Sequential(nn.Linear(2, 1, bias=False)) >>> _ = layer[0].weight.data.fill_(0.5) >>>
+    with amaxes(layer) as found: ...     layer(torch.tensor([[1.0, -3.0]])).sum().backward() >>> found.amaxes {'input of
+    0': 3.0, 'weight of 0': 0.5, 'grad_output of 0': 1.0}
     """
     found = Amaxes()
     layers = [
@@ -242,9 +241,9 @@ def exponents(tensors: Iterable[Tensor]) -> ExponentHistogram:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What became of updates u that an optimizer wanted; everything stored of the weight moved by e.
+    """Sums that compare the updates u that an optimizer computed with the changes e of everything stored of the weight.
 
-    For recipes with a master both are the master's. They are sums, so that layers add up to a model.
+    For recipes with a master both are the master's. They are sums, so that the sums of layers add up to a model's.
     """
 
     along: float = 0.0
@@ -252,13 +251,13 @@ class Arrival:
     wanted: float = 0.0
     """<u, u>"""
     lost: int = 0
-    """Elements with u != 0 that did not move."""
+    """Elements with u != 0 that did not change."""
     moved: int = 0
     """Elements with u != 0."""
 
     @property
     def quality(self) -> float | None:
-        """<e, u> / |u|^2: 1 when nothing is lost, 0 when everything stalls; None where nothing was wanted.
+        """<e, u> / |u|^2: 1 if nothing is lost, 0 if everything stalls; None if all u are 0.
 
         Source: Yu et al. 2024 (Collage), arXiv 2405.03637: effective descent quality, divided by |u|.
         """
@@ -266,7 +265,7 @@ class Arrival:
 
     @property
     def lost_share(self) -> float | None:
-        """The share of wanted updates that moved nothing; None where nothing was wanted."""
+        """The share of non-zero updates that changed nothing; None if all u are 0."""
         return self.lost / self.moved if self.moved else None
 
     def __add__(self, other: Arrival) -> Arrival:
@@ -303,20 +302,14 @@ class Arrivals:
 def arrivals(
     optimizer: LowBit, names: Mapping[Any, str], also: Callable[[Update], None] = lambda update: None
 ) -> Iterator[Arrivals]:
-    """Collect the arrival of every update that the optimizer takes meanwhile, under the parameters' names.
+    """A context that collects the arrival of every update that the optimizer takes, under the parameters' names.
 
-    `also` is called with each update itself.
+    `also` is called with each update.
 
-    >>> import torch
-    >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> from halfstep.optim import convert
-    >>> from halfstep.recipe import get_recipe
-    >>> optimizer = convert(torch.optim.SGD([weight], lr=0.5), get_recipe("fp32"), {})
-    >>> weight.grad = torch.tensor([1.0, 2.0**-30])
-    >>> with arrivals(optimizer, {weight: "weight"}) as found:
-    ...     _ = optimizer.step()
-    >>> found.model.lost_share, round(found.model.quality, 6)
-    (0.0, 1.0)
+    >>> import torch >>> weight = torch.nn.Parameter(torch.ones(2)) >>> from halfstep.optim import convert >>> from
+    halfstep.recipe import get_recipe >>> optimizer = convert(torch.optim.SGD([weight], lr=0.5), get_recipe("fp32"), {})
+    >>> weight.grad = torch.tensor([1.0, 2.0**-30]) >>> with arrivals(optimizer, {weight: "weight"}) as found: ...     _
+    = optimizer.step() >>> found.model.lost_share, round(found.model.quality, 6) (0.0, 1.0)
     """
     found = Arrivals()
 
@@ -330,7 +323,7 @@ def arrivals(
 
 @dataclass(frozen=True)
 class Zeros:
-    """How many of some values are zero."""
+    """A number of zeros, and of values."""
 
     zeros: int = 0
     of: int = 0
@@ -345,14 +338,14 @@ def zeros(tensors: Iterable[Tensor]) -> Zeros:
 
 
 def vanished_states(optimizer: LowBit, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, dict[str, Zeros]]:
-    """By parameter and by the name of the state: where a state is zero although the gradient it has just taken is not.
+    """By parameter and state, the elements where a state is zero although the gradient it has just received is not.
 
-    A moment that averages gradients, or their squares, is zero there because it left the range of its format: float32's
-    own too, for gradients below 1e-21 that are squared. Moments of a subspace have no elements of the gradient's, and
-    are left out.
+    A moment that averages gradients, or their squares, is zero there because it left the range of its format (also
+    float32's, for gradients below 1e-21 that are squared). Moments of a subspace do not correspond to the gradient's
+    elements, and are left out.
 
     Args:
-        gradients: by parameter, masks of the elements whose gradient was not zero in the step that was just taken.
+        gradients: by parameter, masks of the elements whose gradient was not zero in the last step.
     """
     taken = [
         (parameter, optimizer.plan(parameter, group), optimizer.state[parameter], gradients[parameter])
@@ -382,10 +375,10 @@ def share_zeroed(tensors: Iterable[Tensor], format: Format) -> float:
 
 @torch.no_grad()
 def share_lost(steps: Iterable[tuple[Tensor, Tensor]], format: Format) -> float:
-    """The share of non-zero updates that leave the weight where it was, were the weight stored in `format`.
+    """The share of non-zero updates that would leave the weight unchanged if it were stored in `format`.
 
     `steps` yields (weight before, weight after) in float32. With w the stored weight and u the update, an update is
-    lost when round(w + u) = w: it is not zero itself, but it is less than half the gap at w.
+    lost if round(w + u) = w: it is not zero itself, but less than half the gap at w.
     """
     lost = moved = 0
     for before, after in steps:
@@ -406,18 +399,18 @@ def logit_sharpness(logits: Tensor, targets: Tensor, epsilon: float = EPSILON) -
 
         phi(z) = 100 (max over |d_j| <= epsilon (|z_j| + 1) of f(z + d) - f(z)) / (1 + f(z)),   f(z) = -log softmax(z)_y
 
-    The derivative of f by z_j is p_j - [j = y]: negative at y alone, whatever z. So the maximum is at a corner of the
+    The derivative of f by z_j is p_j - [j = y]: negative at y only, whatever z. So the maximum is at a corner of the
     box, d_y = -epsilon (|z_y| + 1) and the others positive; no optimizer is needed.
 
     Args:
         logits: (..., classes).
-        targets: the right classes, (...) int64.
+        targets: the correct classes, (...) int64.
 
     Raises:
-        QuantizationError: shapes that do not belong together; an epsilon that is negative or not finite.
+        QuantizationError: shapes that do not match; an epsilon that is negative or not finite.
 
-    Source: Keskar et al. 2017, arXiv 1609.04836, of weights; Lee et al. 2024, arXiv 2405.18710, of the logits. The
-    latter's epsilon and normalisation were not in what was read of it.
+    Source: Keskar et al. 2017, arXiv 1609.04836, for weights; Lee et al. 2024, arXiv 2405.18710, for the logits. The
+    latter's epsilon and normalisation were not in the parts that were read.
     """
     if logits.shape[:-1] != targets.shape or not logits.is_floating_point():
         raise QuantizationError(
