@@ -1,4 +1,4 @@
-"""What a training setup takes before it exists, on tensors without memory: bytes by role, and its products."""
+"""Estimates for a training setup from a run on FakeTensors: bytes by role, and the cost of the matmuls."""
 
 from halfstep.accounting.account import (
     CHECKPOINTING,

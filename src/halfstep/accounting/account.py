@@ -1,6 +1,6 @@
-"""The bytes of training by a recipe, and of inference, by role: of a run on tensors without memory.
+"""Bytes by role of training under a recipe, and of inference, counted in a run on FakeTensors.
 
-What one of several devices holds of them has for each role a divisor of its own; the largest batch that fits there.
+Also each device's share of them under data parallelism (ZeRO), and the largest batch that fits a device.
 """
 
 import re
@@ -32,27 +32,27 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lion": Lion,
     "lamb": Lamb,
 }
-"""Optimizers by name; `sgd` has no momentum, and `momentum` is SGD with one."""
+"""Optimizers by name; `sgd` has no momentum, and `momentum` is SGD with momentum."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """The bytes of one recipe on one device that holds everything."""
+    """The bytes of training under one recipe on one device that holds everything."""
 
     recipe: str
     parameters: int
-    """How many there are; tied ones count once."""
+    """The number of parameter elements; tied parameters count once."""
     trained: int
-    """How many of them have a gradient."""
+    """The number of parameter elements that require a gradient."""
     bytes: StepBytes
     passes: bool
-    """Whether a pass was run: where not, activations are unknown, and count nothing."""
+    """Whether a pass was run. If not, activations are unknown and counted as 0."""
     across: Communication | None = None
-    """In which formats gradients and sharded weights cross from device to device; None: as they are stored."""
+    """The formats in which gradients and sharded weights are sent between devices; None: as they are stored."""
 
     @property
     def per_parameter(self) -> float:
-        """Persistent bytes a parameter."""
+        """Persistent bytes per parameter."""
         return self.bytes.persistent / self.parameters
 
 
@@ -66,21 +66,21 @@ def account(
     checkpointing: str = "none",
     per_layer: bool = False,
 ) -> Account:
-    """Build the model without memory, have it follow the recipe, run a forward and a backward pass, and count.
+    """Build the model on FakeTensors, prepare it with the recipe, run a forward and a backward pass, and count bytes.
+
+    For a recipe with stages, the account of the stage with the highest peak.
 
     Args:
-        recipe: a name, a file, or a `Recipe`: one's own too.
-        batch, sequence: examples, and tokens in each (None: the subject's usual number).
+        recipe: a name, a file, or a `Recipe`.
+        batch, sequence: the number of examples, and of tokens in each (None: the subject's default).
         optimizer: a key of `OPTIMIZERS`.
-        checkpointing: a key of `checkpointing.CHECKPOINTING`.
-        per_layer: the optimizer steps within the backward pass, and each gradient is dropped when it has arrived.
-
-    Of a recipe with stages it is the account of the stage that holds the most at once: what such a run takes.
+        checkpointing: a key of `CHECKPOINTING`.
+        per_layer: the optimizer steps within the backward pass, which drops each gradient once it is accumulated.
 
     Raises:
-        AccountError: an unknown optimizer or checkpointing; a longer sequence than the model has positions for; a
-            recipe that keeps linear layers otherwise, of a checkpoint.
-        RecipeError, ModelError, OptimizerError: as `halfstep.prepare`; a model that cannot be run without values.
+        AccountError: an unknown optimizer or checkpointing; a longer sequence than the model has positions for; for a
+            checkpoint, a recipe that stores linear layers unlike other parameters.
+        RecipeError, ModelError, OptimizerError: as `halfstep.prepare`; a model that cannot run on FakeTensors.
     """
     recipe = get_recipe(recipe)
     one_of("optimizer", optimizer, OPTIMIZERS, AccountError)
@@ -107,15 +107,17 @@ def account(
                 model, low_bit, lambda: loss_of(data.call(model), data), data.tensors, scaler.scale, per_layer
             )
         update = measure_update(model, low_bit)
-    # Steps within the pass come while activations are there: at most so much on top.
+    # Steps within backward run while activations are live: the peak grows by at most the step's temporary bytes.
     found = replace(found, update=update, peak=found.peak + (update if per_layer else 0))
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
     return Account(recipe.name, *counts, found, subject.batch is not None, crossing(recipe))
 
 
 def crossing(recipe: Recipe) -> Communication | None:
-    """In which formats gradients and weights cross: as the recipe says. Gradients that are kept as codes are not, where
-    several devices train."""
+    """The formats in which a recipe's gradients and sharded weights are sent between devices; None: as stored.
+
+    `OPERANDS` is dropped if no rule's matmuls share the weight's quantizer. Gradients that the recipe stores as codes
+    on one device are float32 on several, unless it has a format for sending them."""
     across = recipe.communication
     if across is not None and across.weights == OPERANDS and not any(shared(rule.linear) for rule in recipe.rules):
         across = None if across.gradients is None else replace(across, weights=None)
@@ -125,7 +127,8 @@ def crossing(recipe: Recipe) -> Communication | None:
 
 
 def _without_layers(subject: Subject, recipe: Recipe) -> Recipe:
-    """What a recipe keeps of parameters alone, whose layers are not known: rounded products keep nothing."""
+    """The recipe without rules for layers, for a checkpoint whose layers are unknown: quantized matmuls store nothing
+    that persists."""
     if recipe.codes is not None or recipe.projection is not None:
         raise AccountError(
             f"{subject.name} does not say which of its matrices are linear layers', and recipe {recipe.name!r} keeps "
@@ -136,26 +139,26 @@ def _without_layers(subject: Subject, recipe: Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class InferenceBytes:
-    """Bytes by role on one device, whole numbers."""
+    """The bytes of inference by role, on one device."""
 
     weights: int
     scales: int
     buffers: int
     kv_cache: int
-    """Keys and values of all tokens of all examples; 0 for a model that keeps none."""
+    """Keys and values of all tokens of all examples; 0 for a model without a cache."""
     peak: int
-    """The most held at once while all of the tokens are read in one pass."""
+    """The peak of a forward pass over all tokens at once (prefill)."""
 
     @property
     def persistent(self) -> int:
-        """What is there between two tokens."""
+        """The bytes between two tokens: weights, scales, buffers and the KV cache."""
         return self.weights + self.scales + self.buffers + self.kv_cache
 
 
 def inference(subject: Subject, recipe: str | Recipe, *, batch: int = 1, sequence: int | None = None) -> InferenceBytes:
-    """Build the model without memory, have it follow the recipe, read a batch of tokens, and count what it keeps.
+    """Build the model on FakeTensors, apply the recipe, run one forward pass, and count the bytes of inference.
 
-    The cache is that of a Hugging Face model (`use_cache`).
+    The KV cache is that of Hugging Face models (`use_cache`).
 
     Raises:
         AccountError: a checkpoint, which cannot run; a recipe with stages; as `account`.
@@ -189,19 +192,20 @@ def inference(subject: Subject, recipe: str | Recipe, *, batch: int = 1, sequenc
 
 
 def _tensors(cache: Any) -> list[torch.Tensor]:
-    """The keys and values of a Hugging Face cache, whose layers hold them."""
+    """The keys and values of all layers of a Hugging Face cache."""
     found = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def checkpointed(model: nn.Module, how: str) -> nn.Module:
-    """The model with checkpoints. Blocks are those of the list of alike modules that has the most parameters.
+    """Add activation checkpointing to a model in place, and return it.
 
     Args:
-        how: `none`; `selective`: scaled dot-product attention is computed again; `full`: each block is, from its input.
+        how: `none`; `selective`: recompute scaled dot-product attention; `full`: recompute each block from its input.
+            Blocks are the modules of the ModuleList or Sequential of equal types that has the most parameters.
 
     Raises:
-        AccountError: no such way; or the model has no blocks.
+        AccountError: an unknown `how`; or the model has no blocks.
     """
     return CHECKPOINTING[one_of("checkpointing", how, CHECKPOINTING, AccountError)](model)
 
@@ -270,13 +274,13 @@ CHECKPOINTING: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 BUCKET = 500_000_000
-"""Elements of the buckets that gradients are reduced and weights gathered in. Source: DeepSpeed's defaults of
+"""The elements of a bucket in which gradients are reduced or weights gathered. Source: DeepSpeed's defaults of
 `reduce_bucket_size` and `allgather_bucket_size`."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes by role on one device, whole numbers; parts of a tensor are rounded up."""
+    """The bytes by role on one of several devices; a role's shard is rounded up to whole bytes."""
 
     weights: int
     buffers: int
@@ -288,25 +292,25 @@ class Share:
     compute_copies: int
     activations: int
     update: int
-    """What the optimizer makes for itself while it steps: of whole matrices, over how many devices they may lie."""
+    """Temporary bytes of the optimizer's step. Not divided by the devices: they are for whole matrices."""
     sent: int
-    """What it sends to others in a step."""
+    """The bytes that the device sends to others in a step."""
     peak: int
-    """The most at once, from the first operation of the forward pass to the end of the optimizer's step."""
+    """The largest sum at any time from the start of the forward pass to the end of the optimizer's step."""
 
     @property
     def persistent(self) -> int:
-        """What is there between the backward pass and the step."""
+        """The bytes between backward and step: all but compute copies, activations and the step's temporary bytes."""
         return sum((
             self.weights, self.buffers, self.gradients, self.scales, self.master, self.states, self.communication
         ))  # fmt: skip
 
 
 def check_ranks(ranks: int, zero: int) -> None:
-    """Refuse what `share` cannot divide by.
+    """Check the number of devices and the ZeRO stage of `share`.
 
     Raises:
-        AccountError: no such stage; fewer than one device; a stage with one device, which has none to share with.
+        AccountError: an unknown stage; fewer than one device; a stage above 0 with one device.
     """
     if zero not in range(4):
         raise AccountError(f"--zero {zero} given; expected a stage from 0 to 3")
@@ -317,12 +321,12 @@ def check_ranks(ranks: int, zero: int) -> None:
 
 
 def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:
-    """What each of `ranks` devices holds that train on batches of their own.
+    """The bytes of each of `ranks` devices under data parallelism; `account` has one device's batch.
 
-    Stage 0 copies everything; 1 shards masters and states, 2 gradients too, 3 weights too (ZeRO). Communication is what
-    gradients are reduced in: at stage 0 a copy of them (torch's DDP without `gradient_as_bucket_view`); from stage 1 on
-    buckets of `BUCKET` elements, for gradients and for weights that are gathered. Error feedback keeps four bytes more
-    of each parameter that is trained.
+    `zero` is the ZeRO stage: 0 copies everything to each device; 1 shards master weights and states, 2 gradients too, 3
+    weights too. Communication buffers are a copy of the gradients at stage 0 (torch's DDP without
+    `gradient_as_bucket_view`), and from stage 1 on one bucket of `BUCKET` elements for gradients and one for gathered
+    weights. Error feedback adds four bytes for each trained parameter.
 
     Raises:
         AccountError: as `check_ranks`.
@@ -352,10 +356,10 @@ def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:
 
 
 def sent_by(account: Account, ranks: int, zero: int) -> int:
-    """The bytes that one of the devices sends to others in a step, scales included, by ring or pairwise collectives.
+    """The bytes that one device sends to others in a step, scales included, by ring or pairwise collectives.
 
-    Gradients are scattered and gathered at stage 0; from stage 1 on they are scattered, and weights are gathered: once,
-    at stage 3 for the forward and for the backward pass.
+    At ZeRO stage 0 gradients are reduce-scattered and all-gathered. From stage 1 on gradients are reduce-scattered and
+    weights are all-gathered: once, and at stage 3 twice, for the forward and the backward pass.
     """
     across, gradients, weights = account.across, account.bytes.gradients, account.bytes.weights
     if across is not None and across.gradients is not None:
@@ -366,7 +370,7 @@ def sent_by(account: Account, ranks: int, zero: int) -> int:
 
 
 def sent_a_parameter(recipe: Recipe, zero: int) -> float:
-    """The bytes of a parameter that one of N devices sends in a step, times N / (N - 1)."""
+    """The bytes for each parameter that one of N devices sends in a step, times N / (N - 1)."""
     across, size = crossing(recipe), recipe.bytes_per_parameter()
     gradients = across.gradients.bytes if across is not None and across.gradients is not None else size.grads
     weights = _bytes(across.weights) if across is not None and across.weights is not None else size.weights
@@ -374,7 +378,7 @@ def sent_a_parameter(recipe: Recipe, zero: int) -> float:
 
 
 def _bytes(weights: Storage | str) -> float:
-    return weights.bytes if isinstance(weights, Storage) else 1.0  # codes of 8 bits, with scales of whole tensors
+    return weights.bytes if isinstance(weights, Storage) else 1.0  # 8-bit codes with one scale a tensor
 
 
 def _crossings(gradients: float, weights: float, zero: int) -> float:
@@ -395,10 +399,10 @@ _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12, "T
 
 
 def bytes_from(text: str) -> int:
-    """The bytes of a size with its unit.
+    """Parse a memory size with a unit to bytes.
 
     Raises:
-        AccountError: there is no number, or no unit: 80 GB are 74.5 GiB.
+        AccountError: no number, or no unit (required because 80 GB are 74.5 GiB).
 
     >>> bytes_from("80GB"), bytes_from("80 GiB")
     (80000000000, 85899345920)
@@ -413,14 +417,13 @@ def bytes_from(text: str) -> int:
 
 
 def largest(peak_of: Callable[[int], int], memory: int, known: tuple[int, int]) -> tuple[int, int]:
-    """The largest batch whose peak is at most `memory`, and that peak; (0, peak of a batch of 1) where not even one
-    fits.
+    """The largest batch whose peak is at most `memory`, and that peak; (0, peak of a batch of 1) if none fits.
 
-    The peak grows by as much with every example, but for what is rounded up; so it is guessed by a line through two
-    batches and then counted, until a batch fits and the next does not.
+    The peak is linear in the batch but for rounding. The search guesses the batch from a line through two known peaks
+    and computes its peak, until a batch fits and the next larger one does not.
 
     Args:
-        peak_of: the peak of a batch, counted again.
+        peak_of: computes the peak of a batch.
         known: a batch and its peak.
     """
     peaks = dict([known])
@@ -430,7 +433,7 @@ def largest(peak_of: Callable[[int], int], memory: int, known: tuple[int, int]) 
             peaks[batch] = peak_of(batch)
         return peaks[batch]
 
-    low, high, guess = 0, 0, 1  # fits, and does not; 0 is none yet
+    low, high, guess = 0, 0, 1  # the largest batch that fits, the smallest that does not (0: none found yet)
     while True:
         low, high = (guess, high) if peak(guess) <= memory else (low, guess)
         if high == low + 1:
@@ -439,7 +442,7 @@ def largest(peak_of: Callable[[int], int], memory: int, known: tuple[int, int]) 
 
 
 def _next(peaks: dict[int, int], low: int, high: int, memory: int) -> int:
-    """The batch to try next: where a line through what is known meets the memory, within what is open."""
+    """The batch to try next, between `low` and `high`: where a line through the known peaks reaches `memory`."""
     first, *_, last = sorted(peaks) if len(peaks) > 1 else (1, 1)
     slope = (peaks[last] - peaks[first]) / (last - first) if last > first else 0.0
     near = min(peaks, key=lambda batch: abs(peaks[batch] - memory))

@@ -1,4 +1,4 @@
-"""Bytes by role, a bar for each recipe, before the memory of a device."""
+"""A bar chart of bytes by role, one bar for each recipe, against the memory of a device."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,11 @@ _COLOURS = {
 
 
 def figure(title: str, shares: Mapping[str, Share], memory: int | None = None) -> Figure:
-    """Stacked bars of what stays and what the backward pass waits for, by recipe; a mark where the peak is.
+    """Stacked bars of the persistent bytes, compute copies and activations of each recipe, with a mark at the peak.
 
     Args:
-        shares: by recipe, in the order of the bars.
-        memory: of a device, drawn as a line.
+        shares: the bytes by recipe name, in the order of the bars.
+        memory: the bytes of a device's memory, drawn as a line.
     """
     with drawing(8.0, 1.5 + 0.36 * len(shares)) as drawn:
         axes = drawn.subplots()

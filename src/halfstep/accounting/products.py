@@ -1,6 +1,6 @@
-"""The products of matrices that a model forms in a forward pass, and what a step's take, by the speeds of formats.
+"""The matmuls of a model's forward pass, and the theoretical cost of a training step's matmuls under a recipe.
 
-The theoretical cost of a recipe's products on an architecture is a share of training in 16 bits.
+The cost weighs each matmul by the speed of its formats, and is relative to training in 16 bits.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from halfstep.text import grouped
 _aten = torch.ops.aten
 
 LAYER, CORE, OTHER = "layer", "core", "activations"
-"""What a product is of: a layer's weight, attention's queries, keys and values, or other activations."""
+"""Whether a matmul has a layer's weight as an operand, is one of torch's attention, or is of other activations."""
 PASSES = "forward", "input gradient", "weight gradient"
-"""The three products of a layer, or of each of attention's two."""
+"""The three matmuls of a layer, or of each of attention's two matmuls."""
 ATTENTION, FEED_FORWARD, ATTENTION_CORE = "attention linears", "feed-forward linears", "attention core"
 LAYERS, OTHERS = "other layers", "other products"
 HEAD = "head"
-"""The kind of work of the layer whose outputs are the logits."""
+"""The kind of the layer whose outputs are the logits."""
 KINDS = ATTENTION, FEED_FORWARD, LAYERS, ATTENTION_CORE, OTHERS, HEAD
-"""What products are of, in the order of the report."""
+"""The kinds of matmuls, in the order of the report."""
 ROTATIONS, REMAINDERS, ESTIMATES = "Hadamard transforms", "clamped remainders", "estimators"
 OVERHEADS = ROTATIONS, REMAINDERS, ESTIMATES
-"""What a recipe's products have beside them, which training in 16 bits has not."""
+"""Additional computations of a recipe's matmuls, which training in 16 bits does not have."""
 SPEEDS = {16: 1.0, 8: 2.0, 4: 4.0}
-"""Multiply-adds in the time of one in 16 bits, by the bits of the wider operand: as tensor cores are sold."""
+"""Throughput relative to 16 bits by the bits of the wider operand: the nominal ratios of tensor cores."""
 BASE = 16
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a forward pass. Each operand that requires a gradient has a product of its own in the backward
-    pass, of as many multiply-adds: that of the input, or of q; that of the weight, or of k."""
+    """A matmul of a forward pass. In the backward pass each operand that requires a gradient has one matmul of as many
+    multiply-adds: `input_grad` for the left operand, `weight_grad` for the right one."""
 
     path: str
-    """Of the layer that has the weight; else of the module that multiplies."""
+    """The module that has the weight; without a weight the module that is running."""
     kind: str
-    """`LAYER`, `CORE` (where torch's attention forms it) or `OTHER`."""
+    """`LAYER`, `CORE` (a matmul of torch's scaled_dot_product_attention) or `OTHER`."""
     multiply_adds: int
     elements: tuple[int, int, int]
-    """Of the input, or of q; of the weight, or of k; of the output."""
+    """The elements of the left operand (input, or q), of the right one (weight, or k) and of the output."""
     input_grad: bool
     weight_grad: bool
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it the products of a model's forward pass are written down, in order; nothing is changed."""
+    """A dispatch mode that records the matmuls of a model's forward pass, in order, in `found`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While it lasts, products are those of the module that is being called."""
+        """A context with the mode active and with module hooks that tell it which module is running."""
         with ExitStack() as hooks:
             for path, module in self._model.named_modules():
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._entered, path), prepend=True))
@@ -126,25 +126,25 @@ def _memory(tensor: Tensor) -> int:
 
 
 _Found = list[tuple[Any, ...]]
-"""Left operand, right operand, elements of the product, multiply-adds, kind; and the elements of the left operand,
-where no tensor has them."""
+"""For each matmul the arguments of `Products._product`: left and right operand, elements of the output, multiply-adds,
+kind; and the elements of the left operand if the tensor given for it is only a stand-in."""
 
 
 def _matrices(args: tuple[Any, ...], result: Any) -> _Found:
-    """Of (..., rows, shared) and (..., shared, columns); what they are added to may stand before them."""
+    """A matmul of (..., m, k) and (..., k, n), the operator's last two tensors: addmm and baddbmm have a bias first."""
     left, right = [each for each in args if isinstance(each, Tensor)][-2:]
     return [(left, right, result.numel(), result.numel() * left.shape[-1], OTHER)]
 
 
 def _convolution(args: tuple[Any, ...], result: Any) -> _Found:
-    """Places of the output, or of the input of a transposed one, times the weight's window."""
+    """A convolution: positions of the output (of the input if transposed) times the weight's elements."""
     x, weight, transposed = args[0], args[1], args[6]
     places = math.prod((x if transposed else result).shape[2:])
     return [(x, weight, result.numel(), x.shape[0] * places * weight.numel(), LAYER)]
 
 
 def _attention(args: tuple[Any, ...], result: Any) -> _Found:
-    """All of q k^T and of the weights times v: what a causal mask leaves out is counted too."""
+    """Both matmuls of attention, q k^T and probabilities times v, including pairs that a causal mask excludes."""
     query, key, value = args[:3]
     pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     weights = query if query.requires_grad else key
@@ -154,7 +154,8 @@ def _attention(args: tuple[Any, ...], result: Any) -> _Found:
 
 
 def _recurrent(args: tuple[Any, ...], result: Any) -> _Found:
-    """One direction of one layer, (time, batch, in): the input's product, and the state's, which depends on weights."""
+    """Both matmuls of one direction of a recurrent layer, of the input (time, batch, in) and of the hidden state. The
+    state has no tensor here: any operand that requires a gradient stands in, because the state then requires one."""
     x, of_input, of_state = args[:3]
     steps, state = x.shape[0] * x.shape[1], next((each for each in args[:3] if each.requires_grad), x)
     outputs = steps * of_state.shape[0]
@@ -175,22 +176,22 @@ _COUNTS: dict[Any, Callable[[tuple[Any, ...], Any], _Found]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """Products of one kind in one pass whose wider operand has so many bits."""
+    """The multiply-adds of all matmuls of one kind, in one of the passes, whose wider operand has `bits` bits."""
 
     kind: str
-    """One of `KINDS`, or of `OVERHEADS`."""
+    """One of `KINDS` or `OVERHEADS`."""
     step: str
     """One of `PASSES`."""
     bits: int
     multiply_adds: float
-    """Of a recipe with stages the mean over a run's steps."""
+    """For a recipe with stages the mean over a run's steps."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a recipe's products take on an architecture, in multiply-adds at 16 bits' speed.
+    """The theoretical time of a recipe's matmuls for a model, in multiply-adds at the speed of 16 bits.
 
-    Nothing here is measured: what rounding costs, memory, communication and the optimizer are left out.
+    Nothing is measured; quantization, memory traffic, communication and the optimizer are not included.
     """
 
     recipe: str
@@ -199,43 +200,43 @@ class Cost:
 
     @property
     def time(self) -> float:
-        """Of all products, and of what is beside them."""
+        """The time of all matmuls and of their overheads."""
         return sum(work.multiply_adds / speed_of(work.bits, self.speeds) for work in self.works)
 
     @property
     def multiply_adds(self) -> float:
-        """Of all products, without what is beside them."""
+        """The multiply-adds of all matmuls, without overheads."""
         return sum(work.multiply_adds for work in self.works if work.kind in KINDS)
 
     @property
     def base(self) -> float:
-        """The time of the same products with operands in 16 bits, and nothing beside them."""
+        """The time of the same matmuls in 16 bits, without overheads."""
         return self.multiply_adds / speed_of(BASE, self.speeds)
 
     @property
     def share(self) -> float:
-        """Of the time of training in 16 bits."""
+        """The time divided by that of training in 16 bits."""
         return self.time / self.base
 
     @property
     def speed_up(self) -> float:
-        """Over training in 16 bits."""
+        """The speed relative to training in 16 bits."""
         return self.base / self.time
 
     def without(self, *kinds: str) -> Cost:
-        """The same without products of these kinds, as papers count that leave the head out."""
+        """The cost without matmuls of these kinds: some papers leave the head out."""
         return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.kind not in kinds))
 
     def of(self, step: str) -> Cost:
-        """One of `PASSES` alone."""
+        """The cost of one of `PASSES` only."""
         return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.step == step))
 
 
 def speeds_from(text: str) -> dict[int, float]:
-    """Speeds by the bits of operands, of a text such as `fp16=1,fp8=2,fp4=4`.
+    """Parse speeds by bits from a text such as `fp16=1,fp8=2,fp4=4`.
 
     Raises:
-        AccountError: it is not such a text, a width comes twice, or 16 bits are not among them.
+        AccountError: the text has another form, gives a width twice, or has no speed for 16 bits.
 
     >>> speeds_from("fp16=1,fp8=2,fp4=4")
     {16: 1.0, 8: 2.0, 4: 4.0}
@@ -254,10 +255,11 @@ def speeds_from(text: str) -> dict[int, float]:
 
 
 def speed_of(bits: int, speeds: Mapping[int, float]) -> float:
-    """The speed of products whose wider operand has so many bits: that of the next width that takes it.
+    """The speed of matmuls whose wider operand has `bits` bits: that of the smallest width in `speeds` with at least
+    as many.
 
     Raises:
-        AccountError: no width takes it.
+        AccountError: all widths in `speeds` are smaller.
     """
     widths = [width for width in speeds if width >= bits]
     if not widths:
@@ -287,20 +289,21 @@ def cost(
     sequence: int | None = None,
     total_steps: int | None = None,
 ) -> Cost:
-    """Run the model forward without memory, and weigh every product by the speed of its wider operand.
+    """Run the model's forward pass on FakeTensors, and weigh every matmul by the speed of its wider operand.
 
-    An operand that the recipe rounds has its format's bits, another those that the recipe computes in; so a model
-    whose recipe rounds nothing costs 1. The backward pass has a product for each operand that requires a gradient.
-    Attention's core is all pairs of places, whether a mask leaves some out or not.
+    An operand that the recipe quantizes has its format's bits, any other those of the recipe's compute dtype; so the
+    cost of a 16-bit recipe that quantizes nothing is 1. The backward pass has a matmul for each operand that requires a
+    gradient. Attention counts all pairs of positions, masked ones included.
 
     Args:
-        recipe: a name, a file, or a `Recipe`: one's own too.
-        speeds: by bits, as `speeds_from` reads them.
+        recipe: a name, a file, or a `Recipe`.
+        speeds: relative speeds by bits, as from `speeds_from`.
         batch, sequence: as for `account`.
-        total_steps: of the run, for a recipe with stages that begin at a step: its cost is the mean over a run.
+        total_steps: the steps of the run, for a recipe with stages that begin at a step: the cost is the mean over the
+            run.
 
     Raises:
-        AccountError: a checkpoint, which cannot run; a width without a speed; an operator whose products have no count;
+        AccountError: a checkpoint, which cannot run; a width without a speed; a matmul operator that cannot be counted;
             stages that begin at steps of a run of unknown length.
         RecipeError, ModelError: rules that match no layer; as `account`.
     """
@@ -336,7 +339,7 @@ def cost(
 
 
 def _shares(recipe: Recipe, total: int | None) -> list[float]:
-    """Of a run's steps, those of each stage."""
+    """The fraction of a run's steps that each stage has."""
     if not recipe.stages:
         return [1]
     if total is None and not all(stage.is_fraction for stage in recipe.stages):
@@ -351,7 +354,7 @@ def _shares(recipe: Recipe, total: int | None) -> list[float]:
 
 
 def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> dict[_Key, float]:
-    """The multiply-adds of all three passes by kind, pass and bits, as that recipe rounds the operands."""
+    """The multiply-adds of all three passes by kind, pass and bits, for the recipe's operand formats."""
     matched = match(model, recipe, None)
     float32 = wide.find(model, recipe.float32_modules)
     found: dict[_Key, float] = defaultdict(float)
@@ -371,7 +374,7 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> d
 
 
 def _kind(product: Product, model: nn.Module) -> str:
-    """What a product is of, by the names that models give their layers: for the report alone."""
+    """Which of `KINDS` a matmul is, guessed from module names and types; only for the report and for `_spec`."""
     path = product.path.lower()
     attention = "attn" in path or "attention" in path
     if product.kind != LAYER:
@@ -386,7 +389,11 @@ def _kind(product: Product, model: nn.Module) -> str:
 
 
 def _spec(product: Product, kind: str, matched: Matched, recipe: Recipe, index: int) -> LinearSpec:
-    """How the recipe rounds a product's operands: the first of attention's two is that of its scores."""
+    """The quantizers of a matmul's operands in all three passes.
+
+    Args:
+        index: the number of attention matmuls seen before in this module: even for q k^T, odd for probabilities and v.
+    """
     if product.kind == LAYER:
         return matched.specs.get(product.path, LinearSpec())
     if kind == ATTENTION_CORE and recipe.attention is not None and product.path in matched.attends:
@@ -395,9 +402,9 @@ def _spec(product: Product, kind: str, matched: Matched, recipe: Recipe, index: 
 
 
 def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> Iterable[tuple[str, float]]:
-    """What one of the three products has beside it, and its multiply-adds: a rotation of both operands; of an operand
-    whose clamp is compensated a sparse product, of the share of values that are beyond a quantile; of a weight whose
-    rounding has a derivative one for each element of its gradient."""
+    """The overheads of a matmul in one pass, with their multiply-adds: the Hadamard transform of both operands; for an
+    operand with a compensated clamp, a sparse matmul of the fraction of values beyond the quantile; for a weight with a
+    gradient estimator, one multiplication for each element of its gradient."""
     input, weight, output = product.elements
     operands = dict(zip(PASSES, (input + weight, output + weight, output + input), strict=True))
     if matmul.hadamard is not None:
@@ -411,7 +418,7 @@ def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> It
 
 
 def _bits(recipe: Recipe) -> int:
-    """The bits of an operand that no rule rounds."""
+    """The bits of an operand without a quantizer."""
     return formats.get(recipe.weights if recipe.compute == "fp32" else recipe.compute).bits
 
 

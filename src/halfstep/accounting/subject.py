@@ -1,6 +1,6 @@
-"""What an account is of: a model, its batches, and the tensors without memory that both are made of.
+"""The model to account for and its batches, and `Blank`, the FakeTensor mode in which both are built.
 
-The model is an architecture by name, Hugging Face's config, the header of a checkpoint, or what a function makes.
+The model is a named architecture, a Hugging Face config, the header of a checkpoint, or a function's result.
 """
 
 from __future__ import annotations
@@ -38,53 +38,53 @@ _aten = torch.ops.aten
 _WHOLE = (torch.bool, torch.int32, torch.int64)
 _STEPS = 64
 _SMALL = 2**20
-"""The most elements of a tensor that is real."""
+"""The most elements of a real tensor under `Blank`."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with: positional or named tensors."""
+    """The arguments of a model's forward: positional and keyword ones."""
 
     args: tuple[Any, ...] = ()
     named: tuple[tuple[str, Any], ...] = ()
 
     def call(self, model: nn.Module, **more: Any) -> Any:
-        """What the model returns for it."""
+        """Call the model with the batch and return its output."""
         return model(*self.args, **dict(self.named), **more)
 
     def without(self, name: str) -> Batch:
-        """The same but for that one."""
+        """The batch without the keyword argument `name`."""
         return Batch(self.args, tuple(pair for pair in self.named if pair[0] != name))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of its tensors."""
+        """All tensors of the batch."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.named))) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be built again for every account, and what is known of its batches.
+    """How to build a model, anew for every account, and its batches.
 
-    `build` and `batch` are called where tensors have no memory (`Blank`).
+    `build` and `batch` are called under `Blank`.
     """
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[nn.Module, int, int], Batch] | None = None
-    """The batch of so many examples of so many tokens; None where only parameters are known, and nothing can run."""
+    """(model, examples, tokens) -> Batch; None if only parameters are known and the model cannot run."""
     sequence: int | None = None
-    """Tokens in an example unless told; None where examples are no sequences of tokens."""
+    """The default number of tokens in an example; None if examples are not sequences."""
     longest: int | None = None
-    """The most tokens that it has positions for."""
+    """The most tokens for which the model has positions; None: unlimited or unknown."""
     remarks: tuple[str, ...] = ()
     has_layers: bool = True
-    """Whether its modules are the model's own; else all that is known are parameters."""
+    """Whether `build` returns the real modules; if not, only parameters."""
 
 
 def loss_of(output: Any, batch: Batch) -> Tensor:
-    """A scalar for the backward pass: the model's own loss where it returns one; cross-entropy against the tokens
-    where it returns a row of logits for each; else the mean of the squares of what it returns."""
+    """A scalar loss for the backward pass: the model's own if it returns one; cross-entropy against the input tokens if
+    the output has a row of logits for each token; else the sum over the outputs of their mean squares."""
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
@@ -98,10 +98,10 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
 
 
 def sequence_of(subject: Subject, sequence: int | None) -> int:
-    """The number of tokens in an example.
+    """The number of tokens in an example: `sequence`, or else the subject's default.
 
     Raises:
-        AccountError: the model has positions for fewer.
+        AccountError: more tokens than the model has positions for.
     """
     length = sequence or subject.sequence or 1
     if subject.longest is not None and length > subject.longest:
@@ -113,10 +113,10 @@ def sequence_of(subject: Subject, sequence: int | None) -> int:
 
 @contextmanager
 def blank(subject: Subject) -> Iterator[None]:
-    """Tensors without memory while it lasts; what a model says while it is built is not for the reader of an account.
+    """A context under `Blank` with warnings suppressed, which turns a model's failures into ModelError.
 
     Raises:
-        ModelError: the model asks for values that decide what it does next, or fails.
+        ModelError: the model's control flow depends on tensor values, or the model fails.
     """
     try:
         with Blank(), warnings.catch_warnings():
@@ -138,14 +138,14 @@ def blank(subject: Subject) -> Iterator[None]:
 
 
 class Blank(FakeTensorMode):
-    """Within it tensors are made without memory, as torch's FakeTensors; real ones that come in are taken for such.
+    """A FakeTensorMode for accounts: tensors are made as FakeTensors, and real inputs are treated as fake ones.
 
-    Code that asks for a value hears 1 of a number and False of a truth value: a maximum is finite and not 0, nothing is
-    subnormal, and no state waits for its first step.
+    `.item()` of a FakeTensor returns 1, or False for bool: an amax is then finite and not 0, nothing is subnormal, and
+    no state waits for its first step.
 
-    Positions, tokens and masks are real: small tensors of whole numbers and truth values that come from such alone.
-    Code asks them which way to go (is anything masked? are these several sequences?), and goes another way than in
-    training where it finds a FakeTensor.
+    Small int32, int64 and bool tensors on the CPU that are computed only from such tensors stay real: they are
+    positions, tokens and masks. Models branch on their values (is anything masked? are there several sequences?), and
+    would take another branch than in training if these were FakeTensors.
     """
 
     def __init__(self) -> None:
@@ -175,17 +175,18 @@ class Blank(FakeTensorMode):
 
 
 def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Sequences of known lengths, packed: as many rows as they have, and how many go on at each step."""
+    """The result of `_pack_padded_sequence` with real `lengths`: a fake tensor of the packed rows, and the real batch
+    sizes at each step."""
     narrow = torch.zeros((*x.shape[:2], 1), dtype=x.dtype, device="cpu")
     rows, sizes = _aten._pack_padded_sequence.default(narrow, lengths, batch_first)
     return x.new_empty((len(rows), *x.shape[2:])), sizes
 
 
 def _workspace(args: tuple[Any, ...]) -> int:
-    """The bytes that oneDNN keeps of an LSTM's layer for its backward pass, which torch takes for none without memory.
+    """The bytes of the workspace that oneDNN's LSTM layer saves for backward; torch's fake kernel reports none.
 
-    They depend on the processor, and are asked of oneDNN itself: a layer of zeros of the same sizes runs, with 64 steps
-    of time at most. Each step beyond them is one more of as many bytes.
+    They depend on the CPU, so a real layer of zeros of the same sizes runs, with at most 64 time steps. For longer
+    sequences the size is extrapolated linearly from 32 and 64 steps.
     """
     steps = int(args[0].shape[0])
 
@@ -207,45 +208,45 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _is_small(made: Any) -> bool:
-    """Whether what an operator made may be real."""
+    """Whether an operator's output may be real: small, integer or bool, and on the CPU. True if it is not a tensor."""
     if not isinstance(made, Tensor):
         return True
     return made.dtype in _WHOLE and made.device.type == "cpu" and made.numel() <= _SMALL
 
 
 USUAL = 2048
-"""Tokens in an example, where a model takes as many and nothing else is given."""
+"""The default number of tokens in an example, if the model has positions for as many."""
 
 IMAGE = 224
-"""Height and width of images, where a config does not say."""
+"""The default height and width of images, if a config has none."""
 
 _MOST = {
     "layer": 2000, "depth": 2000, "block": 2000, "network": 2000, "stage": 2000, "expert": 10_000, "codebook": 10_000,
     "label": 1_000_000,
 }  # fmt: skip
-"""By the last word of a config's key: how many parts of a kind are built. The deepest model known has 1,000 layers."""
+"""The largest accepted value of a config's key by its last word: the deepest known model has 1,000 layers."""
 
-_PARTS = 200_000  # experts of all layers, eight times as many as the largest published model has
+_PARTS = 200_000  # the most experts in all layers together, eight times those of the largest published model
 
 _WITH_LABELS = ("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
 
 
 @cache
 def architectures() -> Mapping[str, Any]:
-    """The architectures that have a name, from architectures.toml."""
+    """The named architectures of architectures.toml."""
     return tomllib.loads(files("halfstep.accounting").joinpath("architectures.toml").read_text(encoding="utf-8"))
 
 
 def load_subject(name: str) -> Subject:
-    """What `name` stands for: an architecture of `architectures()`; a JSON file of Hugging Face's, as config.json,
-    or a folder that holds one; a checkpoint, of which the header is read; `module:function` or `file.py:function`.
+    """The Subject of a name: an architecture of `architectures()`; a Hugging Face config (JSON), or a folder with a
+    config.json; a checkpoint, of which only the header is read; `module:function` or `file.py:function`.
 
-    A function takes no argument and returns a module, or a tuple of one and its inputs. It is called where tensors have
-    no memory, so it must not load weights.
+    A function takes no argument and returns a module, or a tuple of a module and its inputs. It is called under
+    `Blank`, so it must not load weights.
 
     Raises:
-        ModelError: nothing has that name; transformers is not installed, and a config needs it; or a config is none, or
-            has more layers than can be built.
+        ModelError: nothing has that name; a config needs transformers, which is not installed; a JSON file is not a
+            config, or has more layers than can be built.
         CheckpointError: the checkpoint, or a config's JSON, is broken.
     """
     if name in architectures():
@@ -278,7 +279,7 @@ def _transformers(name: str) -> Any:
 
 
 def named(name: str, **changes: Any) -> Subject:
-    """An architecture of `architectures()`, but for what `changes` says of its config: `named("gpt2", n_layer=2)`.
+    """The Subject of an architecture of `architectures()` with changes to its config: `named("gpt2", n_layer=2)`.
 
     Raises:
         ModelError: transformers is not installed.
@@ -307,7 +308,7 @@ def _configured(file: Path) -> Subject:
 
 
 def _check_config(file: Path, data: Mapping[str, Any]) -> None:
-    """Refuse, before anything is made of it, what is no config, and one of which no model could be built in minutes."""
+    """Check that JSON is a Hugging Face config, and of a model small enough to be built module by module in minutes."""
     if "model_type" not in data:
         raise ModelError(
             f"{file} is JSON without a model_type, and so no config of Hugging Face's; give that of a model, a "
@@ -329,7 +330,7 @@ def _check_config(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _numbers(data: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a config, of its parts' configs and of lists, each with its key."""
+    """The integers of a config, including those in nested configs and in lists, as (key, integer)."""
     for key, value in data.items():
         if isinstance(value, Mapping):
             yield from _numbers(value)
@@ -424,7 +425,7 @@ def _tokens(name: str, model: nn.Module, examples: int, length: int) -> Batch:
 
 
 def _resized(x: Any, examples: int) -> Any:
-    """An input with so many examples: those that were given, again and again."""
+    """A model input with `examples` examples: its own ones repeated."""
     if not (isinstance(x, Tensor) and x.dim() and len(x)):
         return x
     return x.repeat(-(-examples // len(x)), *[1] * (x.dim() - 1))[:examples].clone()

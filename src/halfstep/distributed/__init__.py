@@ -1,4 +1,4 @@
-"""Gradients in few bits across ranks: DDP's hook, a reducer of our own, and FSDP2's collectives."""
+"""Data parallelism with low-precision gradients: a DDP communication hook, a reducer without DDP, FSDP2 collectives."""
 
 from halfstep.distributed.compress import Dealt, GatherCodes, compress, reduce_gradients
 from halfstep.distributed.sharded import Reduction, fp8_hook

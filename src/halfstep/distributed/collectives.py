@@ -1,4 +1,4 @@
-"""Collectives of one process group that count the bytes they send, wait only so long, and say which rank is missing."""
+"""Collectives of one process group that count the bytes sent, time out, and name the ranks that did not answer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from halfstep.errors import ModelError
 
 
 LIMIT = timedelta(minutes=5)
-"""How long ranks wait for one that has not begun to reduce gradients as they do."""
+"""How long ranks wait for all others to call `Exchange.agree`, before the first reduction."""
 
-_MOMENT = timedelta(seconds=5)  # for ranks whose collective failed as well to say so
+_MOMENT = timedelta(seconds=5)  # for the other ranks to report that their collective failed too
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that is under way."""
+    """A collective that was started and may not be finished."""
 
     works: Sequence[Any]
     what: str
     exchange: Exchange
 
     def wait(self) -> None:
-        """Wait until it is done, on a GPU without the host.
+        """Wait for the collective. On a GPU only the current stream waits, not the host.
 
         Raises:
-            ModelError: it failed, or took longer than the group's time limit; it names the ranks that said nothing.
+            ModelError: it failed, or took longer than the group's timeout; the message names the ranks that reported
+                no failure.
         """
         try:
             for work in self.works:
@@ -43,27 +44,27 @@ class Pending:
 
 
 class Buffers:
-    """Memory that is used again: what a reduction allocates and drops in each step costs as much as its rounding."""
+    """A pool of tensors for reuse: allocating and freeing them in each step would cost as much as the rounding."""
 
     def __init__(self) -> None:
         self._free: dict[Any, list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of any values."""
+        """An uninitialized tensor, from the pool if it has one of that shape, dtype and device."""
         free = self._free.setdefault((shape, dtype, device), [])
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
     def give(self, *tensors: Tensor) -> None:
-        """Take tensors back, which are no longer used."""
+        """Return tensors to the pool; the caller must not use them any more."""
         for tensor in tensors:
             self._free.setdefault((tuple(tensor.shape), tensor.dtype, tensor.device), []).append(tensor)
 
 
 class Exchange:
-    """The collectives that reductions are made of, in one process group (None: the default one).
+    """The all-to-all and all-gather of one process group (None: the default one), from which reductions are built.
 
     Attributes:
-        sent: bytes that this rank has sent to others, each as often as it crosses.
+        sent: bytes that this rank has sent; a tensor that goes to several ranks counts once for each.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -73,7 +74,8 @@ class Exchange:
         self._pairwise = dist.get_backend(group) == "gloo"
 
     def all_to_all(self, out: Tensor, given: Tensor) -> Pending:
-        """Row r of `given` goes to rank r, whose row comes into row r of `out`, where this rank's own row is."""
+        """Send row r of `given` to rank r and receive rank r's row into `out[r]`. The caller has already written this
+        rank's own row to `out[rank]`; `given[rank]` may be overwritten."""
         self.sent += given[0].nbytes * (self.ranks - 1)
         if self._pairwise:
             return self._between_pairs("all-to-all", out, list(given))
@@ -81,7 +83,7 @@ class Exchange:
         return self._begin("all-to-all", lambda: [_ALL_TO_ALL(out, given, group=self.group, async_op=True)])
 
     def all_gather(self, out: Tensor) -> Pending:
-        """Every rank's row of `out`, where this rank's own row is."""
+        """Send `out[rank]`, which the caller has written, to all ranks, and receive rank r's row into `out[r]`."""
         given = out[self.rank]
         self.sent += given.nbytes * (self.ranks - 1)
         if self._pairwise:
@@ -90,8 +92,8 @@ class Exchange:
         return self._begin("all-gather", lambda: [_ALL_GATHER(flat, row, group=self.group, async_op=True)])
 
     def _between_pairs(self, what: str, out: Tensor, given: Sequence[Tensor]) -> Pending:
-        """Each rank sends to every other one at once. gloo's own all-to-all sends, and then receives: on a link that
-        does both at once it takes twice the time."""
+        """Send and receive with one isend and one irecv per other rank, all at once. gloo's own all-to-all sends first
+        and then receives, which takes twice as long on a full-duplex link."""
         others = [rank for rank in range(self.ranks) if rank != self.rank]
 
         def begin() -> list[Any]:
@@ -107,8 +109,8 @@ class Exchange:
             raise ModelError(self.failed(what, error)) from error
 
     def failed(self, what: str, error: Exception) -> str:
-        """What to say of a collective that failed. Ranks that see it fail say so in the group's store; one that was
-        killed, or is somewhere else, does not."""
+        """The error message for a failed collective. Each rank that sees the failure sets a key in the store; the
+        message names the ranks without one, which were killed or are elsewhere in their program."""
         missing = self._missing("failed", _MOMENT)
         who = "all ranks saw it fail" if not missing else f"{_named(missing)} said nothing since"
         why = " ".join(str(error).split())[:200]
@@ -118,13 +120,14 @@ class Exchange:
         )
 
     def agree(self, said: str, limit: timedelta = LIMIT) -> None:
-        """Called once on every rank before the first reduction, with what it is going to do.
+        """Check that all ranks pass the same text, which describes the reductions to come. Every rank calls it once
+        before its first reduction.
 
         Raises:
-            ModelError: another rank is going to do something else, or has not come here within the limit.
+            ModelError: another rank passed another text, or did not call within the limit.
         """
         store = c10d._get_default_store()
-        turn = store.add(f"{self._key('agree', 0, self.rank)}/turns", 1)  # how often this rank has come so far
+        turn = store.add(f"{self._key('agree', 0, self.rank)}/turns", 1)  # how often this rank has called agree
         store.set(self._key("agree", turn, self.rank), said)
         missing = self._waited("agree", turn, limit)
         if missing:
@@ -144,11 +147,11 @@ class Exchange:
         try:
             c10d._get_default_store().set(self._key(kind, 0, self.rank), "")
             return self._waited(kind, 0, limit)
-        except Exception:  # the store's process is the one that is gone
+        except Exception:  # the process that hosts the store (rank 0) is the one that died
             return [0] if self.rank else []
 
     def _waited(self, kind: str, turn: int, limit: timedelta) -> Sequence[int]:
-        """The ranks that have said nothing within the limit."""
+        """The other ranks that have not set their key within the limit."""
         store, others = c10d._get_default_store(), [rank for rank in range(self.ranks) if rank != self.rank]
         try:
             store.wait([self._key(kind, turn, rank) for rank in others], limit)

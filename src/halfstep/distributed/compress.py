@@ -1,4 +1,4 @@
-"""Gradients in few bits across ranks: under DDP and FSDP2 (`compress`), by a call without, and of dealt tensors."""
+"""Low-precision gradients across ranks: with DDP and FSDP2 (`compress`), without (`reduce_gradients`), and `Dealt`."""
 
 import hashlib
 import weakref
@@ -31,24 +31,26 @@ def compress(
     scaler: LossScaler | None = None,
     limit: timedelta = LIMIT,
 ) -> Reduction:
-    """Have a model under DDP or FSDP2 send its gradients, and gather its weights, in few bits; call it on all ranks.
+    """Make a DDP or FSDP2 model reduce gradients, and gather sharded weights, in few bits. Call it on all ranks.
 
         model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
         ddp = torch.nn.parallel.DistributedDataParallel(model)
         halfstep.distributed.compress(ddp)          # then the usual loop, with ddp(x)
 
-    What it remembers from step to step is saved and loaded with the scaler's state, on each rank its own.
+    The state that persists between steps (rounding errors, or FP8-LM's mu) is saved and loaded with the scaler's state;
+    each rank has its own.
 
     Args:
-        model: a `DistributedDataParallel`, or one that fully_shard was called on, before its first pass.
-        communication: what is sent; None is the recipe's. Models without a recipe may have one too.
-        scaler: of a recipe that scales its loss, for error feedback: gradients are remembered without the scale.
-        limit: how long to wait for other ranks to come here.
+        model: a `DistributedDataParallel`, or a model on which fully_shard was called, before its first pass.
+        communication: the formats to send; None: the recipe's. A model without a recipe may have one too.
+        scaler: the loss scaler. Error feedback needs it if the recipe scales its loss: it keeps unscaled rounding
+            errors.
+        limit: how long to wait for all other ranks to call this.
 
     Raises:
         RecipeError: the recipe has no communication, and none is given; error feedback without the scaler.
         ModelError: the model is neither under DDP nor sharded, or has a hook; another rank has another model, other
-            weights or another recipe, or does not come within the limit. Nothing was sent.
+            weights or another recipe, or did not call within the limit. Nothing was sent.
     """
     ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
     if ddp is None and not modules_of(model):
@@ -84,7 +86,7 @@ def compress(
 
 
 def _divides_by_all(reference: Callable[[], Any]) -> bool:
-    """Whether DDP's mean is over all ranks, those included that have no batches left (`join`)."""
+    """Whether DDP divides by the number of all ranks, including those that ran out of batches under `ddp.join`."""
     ddp = reference()
     return ddp is None or not ddp._join_config.enable or ddp._divide_by_initial_world_size
 
@@ -101,7 +103,7 @@ def _reduction(
     scaler: LossScaler | None,
     limit: timedelta = LIMIT,
 ) -> Reduction:
-    """A model's reduction, on which ranks have agreed."""
+    """A new Reduction for a model, after `Exchange.agree` found that all ranks want the same."""
     recipe = _recipe(root)
     scales = recipe is not None and recipe.loss_scale is not None and recipe.loss_scale.scales
     if communication is not None and communication.feeds_back and scales and scaler is None:
@@ -116,7 +118,8 @@ def _reduction(
 
 
 def _said(root: nn.Module, communication: Communication | None, recipe: Recipe | None) -> str:
-    """What ranks compare: the recipe, what is sent, and which parameters of which values."""
+    """The text that ranks compare: communication, recipe, model class, and a hash of the parameters' names, shapes,
+    dtypes, requires_grad and (unless sharded) values."""
     weights = hashlib.sha256()
     for name, parameter in root.named_parameters():
         weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
@@ -128,32 +131,32 @@ def _said(root: nn.Module, communication: Communication | None, recipe: Recipe |
 
 
 def _bits(tensor: Tensor) -> int:
-    """The sum of a tensor's bits as whole numbers: alike on all machines."""
+    """A checksum: the sum of a tensor's bit patterns as integers, exact and therefore the same on all machines."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return int(tensor.contiguous().view(whole).sum(dtype=torch.int64))
 
 
 class GatherCodes(ColwiseParallel):
-    """torch's `ColwiseParallel` of a layer whose input's tokens are spread over ranks, and whose recipe rounds them:
-    ranks send their tokens' codes, in the forward pass and again in the backward pass, and keep no others' tokens.
+    """torch's `ColwiseParallel` for a layer whose input is sharded by tokens and quantized by the recipe: ranks
+    all-gather the tokens' codes, in the forward and again in the backward pass, and save only their own tokens.
 
         parallelize_module(model, mesh, {"up": GatherCodes(Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))})
 
-    `ColwiseParallel(input_layouts=Shard(1))` gives the same bits, sends tokens in the dtype that they have, once, and
-    keeps all of them for the backward pass.
+    `ColwiseParallel(input_layouts=Shard(1))` gives the same bits; it gathers the tokens once, in their own dtype, and
+    saves all of them for backward.
 
     Args:
-        tokens: the dimension of the input that is spread: `Shard(1)` of (batch, tokens, in).
-        options: as `ColwiseParallel`.
+        tokens: the input's sharded dimension: `Shard(1)` of (batch, tokens, in).
+        options: other arguments of `ColwiseParallel`.
     """
 
     def __init__(self, tokens: Shard, **options: Any) -> None:
         super().__init__(input_layouts=tokens, **options)
-        self.desired_input_layouts: tuple[Any] = self.input_layouts  # as they are
+        self.desired_input_layouts: tuple[Any] = self.input_layouts  # no redistribution: the layer gathers codes itself
 
 
 BUCKET = 2**24
-"""Elements that are sent together, at most, where a gradient has no more."""
+"""The most elements of a bucket, in which gradients are sent together; a larger gradient has a bucket of its own."""
 
 
 @torch.no_grad()
@@ -164,24 +167,24 @@ def reduce_gradients(
     process_group: Any = None,
     scaler: LossScaler | None = None,
 ) -> Reduction:
-    """Replace every gradient by its mean over the ranks, as the model's recipe says they cross; the model's reduction,
-    whose `exchange.sent` counts bytes.
+    """Replace every gradient in place by its mean over the ranks, sent in the format of the recipe's `communication`.
+    Returns the model's `Reduction`, whose `exchange.sent` counts bytes.
 
         loss.backward()                                  # as often as wanted
         halfstep.distributed.reduce_gradients(model)     # once a step, on all ranks
         scaler.clip_grad_norm_(optimizer, 1.0); scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
 
-    For recipes whose gradients have another dtype than their weights, which DDP and FSDP2 do not reduce
-    ('bf16-megatron'), and for loops without DDP. Gradients are summed in float32 in rank order, sent in the format of
-    the recipe's `communication`, or in their own. Weights must be alike at the start: the first call sends rank 0's
-    checksum round and refuses others. It does not overlap with the backward pass.
+    For recipes whose gradients have another dtype than their weights ('bf16-megatron'), which DDP and FSDP2 do not
+    reduce, and for loops without DDP. Gradients are summed in float32 in rank order. Ranks must begin with the same
+    weights: the first call compares checksums and raises if they differ. It does not overlap with the backward pass.
 
-    A parameter that has no gradient on one rank and one on another counts as zeros there; one without on all stays so.
+    A parameter that has a gradient on some ranks only counts as zero on the others; one without a gradient on any rank
+    keeps none.
 
     Args:
-        communication, scaler: as for `compress`; None is the recipe's, and where it has none, gradients as they are.
-            The first call's hold.
-        process_group: the ranks that train together; None is all of them.
+        communication, scaler: as for `compress`, except that without a communication gradients are sent in their own
+            dtype. Those of the first call hold for all later ones.
+        process_group: the ranks that train together; None: all.
 
     Raises:
         RecipeError: error feedback under a recipe that scales its loss, without the scaler.
@@ -201,7 +204,7 @@ def reduce_gradients(
 
 
 def _with_gradients(parameters: Sequence[Tensor], state: Reduction) -> list[Tensor]:
-    """The parameters that have a gradient on any rank; where this one has none, it is zero."""
+    """The parameters that have a gradient on any rank. Those that have none on this rank get a gradient of zeros."""
     here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     everyone = here.repeat(state.exchange.ranks, 1)
     state.exchange.all_gather(everyone).wait()
@@ -226,7 +229,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters whose gradients have one dtype and device, in order."""
+    """Group parameters, in order, by the dtype and device of their gradients, at most `BUCKET` elements a group."""
     found: dict[Any, list[list[Tensor]]] = {}
     for parameter in parameters:
         grad = _grad(parameter)
@@ -243,27 +246,28 @@ def _write(bucket: Sequence[Tensor], values: Tensor) -> None:
 
 
 class Dealt:
-    """A model's parameters, each of one rank of a group: the largest first, to the rank with the fewest elements.
+    """A model's parameters dealt out to a group's ranks, each whole to one rank: the largest parameter first, always to
+    the rank with the fewest elements so far.
 
         dealt = halfstep.distributed.Dealt(model)
-        optimizer = torch.optim.AdamW(dealt.parameters, lr=1e-3)      # of this rank's tensors
+        optimizer = torch.optim.AdamW(dealt.parameters, lr=1e-3)      # only this rank's parameters
         model, optimizer, scaler = halfstep.prepare(model, optimizer, "fp8lm-o2")
-        dealt.attach(optimizer)                                       # sends them, now and after each step
+        dealt.attach(optimizer)                                       # shares the weights, now and after each step
         ...
         scaler.scale(loss).backward()
         halfstep.distributed.reduce_gradients(model)
         scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
 
-    Masters and moments are then 1/N of the model's a rank. Tensors are not cut, so that one with a scale of its own has
-    one: as codes and that scale they are sent. Gradients are whole on every rank: they are checked, unscaled, clipped
-    and zeroed together. Save and load the optimizer on every rank.
+    Each rank then holds 1/N of the master weights and moments. Tensors are not split, so a weight with one scale for
+    the whole tensor keeps it, and is sent as codes and that scale. Every rank has the whole model's gradients, and
+    checks, unscales, clips and zeroes all of them. Save and load the optimizer on every rank.
 
     Args:
         model: the same on every rank, before or after `prepare`.
-        process_group: the ranks; None is all of them.
+        process_group: the ranks; None: all.
 
     Attributes:
-        parameters: this rank's.
+        parameters: the parameters that this rank's optimizer steps.
         exchange: the collectives, whose `sent` counts bytes.
 
     Source: Peng et al. 2023 (FP8-LM), arXiv 2310.18313, section 2.3: ZeRO without cutting tensors.
@@ -274,7 +278,7 @@ class Dealt:
         self.exchange = Exchange(process_group)
         self._of: list[list[nn.Parameter]] = [[] for _ in range(self.exchange.ranks)]
         held = [0] * self.exchange.ranks
-        for parameter in sorted(trained, key=lambda parameter: -parameter.numel()):  # of equal ones the earlier first
+        for parameter in sorted(trained, key=lambda parameter: -parameter.numel()):  # a stable sort: same on all ranks
             if hasattr(parameter, "device_mesh"):
                 raise ModelError(
                     f"a parameter of shape {tuple(parameter.shape)} is sharded; whole tensors are dealt. Deal them "
@@ -292,11 +296,11 @@ class Dealt:
             )
 
     def attach(self, optimizer: LowBit) -> None:
-        """Give every rank each tensor as its own rank stores it, now and after each step of the optimizer, which clips
-        and zeroes the gradients of the whole model from here on. Call it on all ranks, once, after `prepare`.
+        """Call `share` now and after each step of the optimizer, and have the optimizer clip and zero the gradients of
+        the whole model. Call it once on all ranks, after `prepare`.
 
         Raises:
-            ModelError: the optimizer is not `prepare`'s, or steps other tensors than this rank's; a rank failed.
+            ModelError: the optimizer is not from `prepare`, or steps other parameters than `parameters`; a rank failed.
         """
         optimizer = unwrapped(optimizer)
         if not isinstance(optimizer, LowBit) or optimizer.per_layer is not None:
@@ -316,10 +320,11 @@ class Dealt:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Give every rank each tensor as its own rank stores it. `attach` does so after each step.
+        """Send this rank's parameters to all ranks as they are stored (codes and scales), and receive the other ranks'.
+        After `attach` each step of the optimizer does so.
 
         Raises:
-            ModelError: a rank failed; it is named.
+            ModelError: a rank failed; the message names it.
         """
         memory = [[part for parameter in own for part in _memory(parameter)] for own in self._of]
         sizes = [sum(part.nbytes for part in parts) for parts in memory]
@@ -336,5 +341,5 @@ class Dealt:
 
 
 def _memory(parameter: Tensor) -> Sequence[Tensor]:
-    """The plain tensors that a parameter is stored in."""
+    """The plain tensors that store a parameter: codes and scales, or the parameter itself."""
     return list(parameter.parts.values()) if isinstance(parameter, CodeTensor) else [parameter.detach()]

@@ -1,4 +1,4 @@
-"""The mean of the ranks' gradients, sent as messages in few bits; FP8-LM's, as a reproduction; ranks in one process."""
+"""The mean of the ranks' gradients, sent as encoded messages; FP8-LM's reduction; simulated ranks in one process."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from math import prod
@@ -15,18 +15,18 @@ from halfstep.quant import Quantizer
 from halfstep.recipe import Storage
 
 
-_ALIGNED = 8  # bytes: what a view of any dtype begins at a multiple of
+_ALIGNED = 8  # bytes: the alignment at which a view of any dtype may start
 
 
 class Message:
-    """The layout of so many elements, encoded as a storage says.
+    """Encodes `length` elements in the format of a storage to a buffer of `bytes` uint8 elements, and decodes it.
 
-    Every backend sends bytes: gloo takes no float8, and NCCL not on every GPU.
+    Messages are bytes because gloo does not send float8, and NCCL not on every GPU.
 
     Args:
-        storage: fp32, bf16 or fp16; or codes in tiles laid out flat.
-        length: in elements, a multiple of `granule(storage)`.
-        shape: of the tensor that they are, where tiles are not laid out flat.
+        storage: fp32, bf16 or fp16; or codes with tiles along the flattened tensor.
+        length: elements, a multiple of `granule(storage)`.
+        shape: the tensor's shape, if tiles are not along the flattened tensor.
     """
 
     def __init__(self, storage: Storage, length: int, shape: tuple[int, ...] | None = None) -> None:
@@ -40,8 +40,8 @@ class Message:
         self.bytes = _up(end, _ALIGNED)
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write the values, of one dimension, into a message, `bytes` of uint8. What is not finite makes
-        its block NaN."""
+        """Encode 1-D `values` into `message`, a uint8 tensor of `bytes` elements. In codes an infinity or NaN makes its
+        tile NaN."""
         tensors = self._views(message)
         if self._storage.dtype is not None:
             tensors["codes"].copy_(values.view(tensors["codes"].shape))
@@ -50,8 +50,7 @@ class Message:
         quantize(values.view(self._shape), quantizer, out=Quantized(quantizer, self._shape, values.dtype, tensors))
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """Write the values of a message into a tensor of one dimension. fp16 takes what is beyond its range as ± its
-        largest value."""
+        """Decode a message into a 1-D tensor. Codes saturate to an fp16 `out`."""
         tensors = self._views(message)
         if self._storage.dtype is not None:
             out.view(tensors["codes"].shape).copy_(tensors["codes"])
@@ -63,8 +62,8 @@ class Message:
             out.copy_(found.clamp_(-limit, limit))
 
     def mean(self, messages: Tensor, out: Tensor | None, total: Tensor | None) -> bool:
-        """Whether a kernel wrote the mean of messages, one a row, summed in float32 in their order: encoded to `out`,
-        and as values to `total`."""
+        """Write the mean of messages (one a row), summed in float32 in row order, with a fused kernel: encoded to `out`
+        and decoded to `total`. False if no kernel applies; nothing is written then."""
         quantizer, codes = self._storage.quantizer, self._parts["codes"]
         if self._storage.dtype is not None or codes[1][0] != 1:
             return False
@@ -80,18 +79,19 @@ class Message:
 
 
 def granule(storage: Storage) -> int:
-    """Elements that are encoded together: a message has a multiple of it."""
+    """The number of elements of which a message's length must be a multiple: a tile's columns, or 8 without tiles."""
     scales = storage.quantizer.scales
     return _ALIGNED if storage.dtype is not None or scales is None else scales.tile.columns
 
 
 def spread(values: Tensor, lengths: Sequence[int], storage: Storage, rows: int = 1) -> Tensor:
-    """Values of so many parameters, each at the beginning of a block, behind zeros: what an element is rounded to then
-    does not depend on what lies beside it. The values themselves, where they lie so already.
+    """Copy the concatenated values of parameters so that each begins at a tile, padded with zeros: an element's
+    rounding then does not depend on neighbouring parameters. Returns `values` itself if they are so aligned already.
 
     Args:
-        rows: into how many parts each parameter is cut, one a row: which rank sums an element then does not depend on
-            it either.
+        values: 1-D, parameters of `lengths` elements one after the other.
+        rows: the number of parts into which each parameter is cut, one for each row (rank) of the result: which rank
+            sums an element then does not depend on the neighbours either.
     """
     unit = granule(storage)
     if rows == 1 and (storage.dtype is not None or all(length % unit == 0 for length in lengths[:-1])):
@@ -103,7 +103,7 @@ def spread(values: Tensor, lengths: Sequence[int], storage: Storage, rows: int =
 
 
 def gather(found: Tensor, lengths: Sequence[int], storage: Storage, values: Tensor, rows: int = 1) -> None:
-    """Write what `spread` made back into the values it was made of."""
+    """Copy the result of `spread` back to `values`, from which it was made."""
     if found is not values:
         for piece, own in _pieces(values, found, lengths, granule(storage), rows):
             piece.copy_(own)
@@ -125,26 +125,27 @@ def _up(number: int, multiple: int) -> int:
 
 
 Steps = Generator[Any, None, Any]
-"""A reduction in steps: each time it yields a collective that is under way, and goes on once that is done."""
+"""A reduction as a generator: it yields each collective that it has started, and must be resumed when that is done."""
 
 
 def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: Tensor | None = None) -> Steps:
-    """Replace values, of one dimension, by their mean over the ranks, rounded twice whatever their number.
+    """Replace 1-D `values` in place by their mean over the ranks. Each element is rounded twice, whatever the number of
+    ranks.
 
-    Each rank's values are encoded, and each rank gets every other's codes of its share; it sums their values in
-    float32 in rank order, divides by the number of ranks, encodes the mean, and all gather it. All ranks get the same
-    bits. An infinity or NaN on any rank makes its block NaN on all of them.
+    Each rank encodes its values and sends every other rank its share of them. It decodes the shares that it receives,
+    sums them in float32 in rank order, divides by the number of ranks and encodes the mean, which all ranks gather. All
+    ranks get the same bits. In codes an infinity or NaN on any rank makes its tile NaN on all.
 
     Args:
-        residual: float32, of the values' size: added to them before they are rounded, and set to what rounding took
-            from them, and, in this rank's share, from the mean, times the number of ranks. Kept where the mean is not
-            finite, since such a step is skipped.
+        residual: float32, of the shape of `values`: added to them before rounding, and then set to the rounding errors
+            of the encoded values plus, within this rank's share, the mean's rounding error times the number of ranks.
+            Unchanged if the mean is not finite, since the optimizer skips such a step.
     """
     ranks, size = exchange.ranks, values.numel()
     unit = granule(storage)
     share = -(-size // (ranks * unit)) * unit
     message = Message(storage, share)
-    whole = values if residual is None else residual + values  # float32, and apart from both
+    whole = values if residual is None else residual + values  # with a residual a new float32 tensor
     got, everyone = (exchange.buffers.take((ranks, message.bytes), torch.uint8, values.device) for _ in range(2))
     sent = everyone if residual is None else exchange.buffers.take((ranks, message.bytes), torch.uint8, values.device)
     for rank, piece in enumerate(shares(whole, ranks, share)):
@@ -159,7 +160,7 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
         if start < size < start + share:
             values[start:] = piece[: size - start]
     if residual is not None and total is not None:
-        if all(end.isfinite() for end in torch.aminmax(values)):  # of a NaN they are NaN
+        if all(end.isfinite() for end in torch.aminmax(values)):  # aminmax of a tensor with a NaN is NaN
             sent[exchange.rank] = got[exchange.rank]
             _feed_back(residual, whole, sent, message, (total, everyone[exchange.rank], exchange.rank))
         exchange.buffers.give(sent, total)
@@ -169,8 +170,8 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
 def mean_of(
     messages: Tensor, message: Message, buffers: Buffers, out: Tensor | None = None, total: Tensor | None = None
 ) -> None:
-    """Form the mean of one message of each rank, in float32 and in rank order: as a message to `out`, and as values to
-    `total`."""
+    """Write the mean of the ranks' messages (one a row), summed in float32 in rank order: encoded to `out` and decoded
+    to `total`."""
     if message.mean(messages, out, total):
         return
     found, part = (buffers.take((message.length,), torch.float32, messages.device) for _ in range(2))
@@ -187,7 +188,7 @@ def mean_of(
 
 
 def shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:
-    """Each rank's share of the values, in their memory; the last ones are copies, padded with zeros."""
+    """The values cut into one share for each rank, as views; shares beyond the end are copies padded with zeros."""
     pieces = [values[start : start + share] for start in range(0, ranks * share, share)]
     missing = [share - piece.numel() for piece in pieces]
     return [torch.cat([x, x.new_zeros(few)]) if few else x for x, few in zip(pieces, missing, strict=True)]
@@ -196,7 +197,11 @@ def shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:
 def _feed_back(
     residual: Tensor, whole: Tensor, sent: Tensor, message: Message, mean: tuple[Tensor, Tensor, int]
 ) -> None:
-    """Set the residual to what rounding took."""
+    """Set the residual to the rounding errors of `sent` and, in this rank's share, of the mean (times the ranks).
+
+    Args:
+        mean: the float32 mean of this rank's share, that mean encoded, and this rank.
+    """
     total, own, rank = mean
     share, size = total.numel(), whole.numel()
     rounded = torch.empty(len(sent), share, dtype=torch.float32, device=whole.device)
@@ -209,7 +214,7 @@ def _feed_back(
 
 
 class Simulated:
-    """What stands for a rank's `Exchange`: its collectives are done when all ranks have begun them."""
+    """A stand-in for a rank's `Exchange`; `run` completes its collectives when all simulated ranks have begun them."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -229,7 +234,7 @@ class Simulated:
 
 
 def run(steps: Callable[[Any], Steps], ranks: int) -> Sequence[Simulated]:
-    """Run a reduction on that many ranks, of which each gets its exchange; these are returned."""
+    """Run a reduction on simulated ranks in one process: `steps` is called with each rank's exchange. Returns these."""
     exchanges = [Simulated(rank, ranks) for rank in range(ranks)]
     every = [steps(exchange) for exchange in exchanges]
     while begun := [one for each in every if (one := next(each, None)) is not None]:
@@ -239,22 +244,22 @@ def run(steps: Callable[[Any], Steps], ranks: int) -> Sequence[Simulated]:
 
 
 MOST, SHARE, RAISE = 2.0, 1e-5, 2.0 ** (1 / 1000)
-"""mu's largest value, the share of saturated sums from which on it is halved, and what it is raised by elsewhere."""
+"""mu's upper limit, the share of saturated sums above which mu is halved, and the factor by which it else grows."""
 
 
 def fp8lm_steps(
     values: Tensor, lengths: Sequence[int], quantizer: Quantizer, exchange: Exchange, mu: Tensor, adapts: bool = True
 ) -> Steps:
-    """Replace gradients of so many parameters, laid out one after the other, by the mean that FP8-LM forms.
+    """Replace the gradients of parameters of `lengths` elements, concatenated in `values`, in place by FP8-LM's mean.
 
-    s = mu 2^floor(log2(max / amax)) for each parameter, amax being the largest of all ranks; codes(s g) are summed rank
-    by rank, each sum rounded and saturated; the mean is the sum over s N. A parameter of which a gradient is not finite
-    becomes NaN. What a ring or a tree sums in another order rounds otherwise.
+    s = mu 2^floor(log2(max / amax)) for each parameter, with the largest amax of all ranks. codes(s g) are added rank
+    by rank, and each sum is rounded and saturated; the mean is the sum divided by s N. A parameter with a non-finite
+    gradient on any rank becomes NaN. A ring or tree, which adds in another order, gives other roundings.
 
     Args:
-        mu: float32, one for each parameter: halved where over 0.001% of the sum saturates, else raised by 2^(1/1000),
-            up to 2, alike on all ranks.
-        adapts: whether mu moves.
+        mu: float32, one element for each parameter, the same on all ranks; halved in place if over 0.001% of the sum
+            saturates, else multiplied by 2^(1/1000), up to 2.
+        adapts: whether to change mu.
 
     Source: Peng et al. 2023, arXiv 2310.18313, section 2.1.
     """
@@ -279,9 +284,9 @@ def fp8lm_steps(
 
 
 def _factors(values: Tensor, lengths: Sequence[int], quantizer: Quantizer, exchange: Exchange) -> Steps:
-    """What each parameter is multiplied by, before mu; NaN where a gradient is not finite on any rank."""
+    """The scale factor of each parameter without mu; NaN if a gradient is not finite on any rank."""
     amax = torch.stack([amax_of(piece).float() for piece in values.split_with_sizes(list(lengths))])
-    amax = torch.where(amax.isnan(), torch.inf, amax)  # a NaN is lost in some backends' maximum
+    amax = torch.where(amax.isnan(), torch.inf, amax)  # some backends' maximum drops NaN
     everyone = amax.repeat(exchange.ranks, 1)
     yield exchange.all_gather(everyone)
     factor = quantizer.tiling.rule.factor(everyone.amax(0), quantizer.format)

@@ -1,6 +1,6 @@
-"""Gradients and weights sent in few bits: the reduction of a model's gradients, DDP's hook, and FSDP2's collectives.
+"""`Reduction`, the state of a model's gradient reductions; DDP's communication hook; and FSDP2's collectives.
 
-With FSDP2 weights are gathered as codes, and gradients are scattered as codes and summed in float32.
+FSDP2's collectives all-gather weights as codes, and reduce-scatter gradients as codes that are summed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +26,21 @@ from halfstep.recipe import FP8, Communication, LinearSpec, Storage, get_storage
 
 
 class Reduction:
-    """The state of `fp8_hook`, and of `reduce_gradients`.
+    """Averages gradients over ranks, several buckets at a time: the state of `fp8_hook` and of `reduce_gradients`.
 
         state = halfstep.distributed.Reduction(FP8)
         ddp.register_comm_hook(state, halfstep.distributed.fp8_hook)
 
-    `halfstep.distributed.compress(ddp)` makes it as the model's recipe says, and has it saved with the scaler.
+    `halfstep.distributed.compress(ddp)` makes one from the model's recipe, and has it saved with the scaler.
 
     Args:
-        communication: what is sent; `recipe.FP8` by default. None: gradients in their own dtype.
-        process_group: the ranks whose gradients are averaged: DDP's own.
-        names: of the parameters, by which what is remembered is saved. Parameters without one cannot be saved.
-        scale: gives the loss scale by which gradients are multiplied when they come, for error feedback.
+        communication: the formats to send. None: gradients in their own dtype.
+        process_group: the ranks whose gradients are averaged: DDP's process group.
+        names: parameter names, under which `state_dict` saves the state. Without them it cannot be saved.
+        scale: returns the current loss scale, by which incoming gradients are multiplied; for error feedback.
 
     Attributes:
-        exchange: the collectives, which count what they send.
+        exchange: the collectives, whose `sent` counts bytes.
         times: how often gradients were reduced.
     """
 
@@ -62,15 +62,16 @@ class Reduction:
         self._under_way: list[tuple[Steps, Any, Callable[[], None]]] = []
 
     def exchange_of(self, group: Any) -> Exchange:
-        """The collectives of the group that a sharded module's are called in: one group for all of them."""
+        """The Exchange of the process group with which FSDP2 calls a module's collectives; all modules of a model have
+        the same group."""
         if self.exchange.group is not group:
             sent, self.exchange = self.exchange.sent, Exchange(group)
             self.exchange.sent = sent
         return self.exchange
 
     def begin(self, values: Tensor, parameters: Sequence[Tensor], done: Callable[[], None]) -> None:
-        """Begin to replace gradients of these parameters, laid out one after the other, by their mean over the ranks;
-        those that are under way go a step further. `done` is called when it is there.
+        """Start to replace `values`, the concatenated gradients of `parameters`, in place by their mean over the ranks.
+        Every reduction in flight advances one step. `done` is called once `values` has the mean.
 
         Raises:
             ModelError: another rank has failed.
@@ -81,13 +82,13 @@ class Reduction:
         self._under_way.append(begun)
 
     def finish(self) -> None:
-        """Wait for all that are under way."""
+        """Complete all reductions in flight."""
         while self._under_way:
             self._go_on()
         self.times += 1
 
     def _go_on(self) -> None:
-        """All that are under way go a step further, in turn."""
+        """Advance each reduction in flight one step, in the order in which they began."""
         waiting, self._under_way = self._under_way, []
         for steps, pending, done in waiting:
             pending.wait()
@@ -98,11 +99,11 @@ class Reduction:
                 self._under_way.append((steps, following, done))
 
     def check_begin(self) -> None:
-        """Refuse what a new backward pass cannot begin with.
+        """Check that a new backward pass may begin.
 
         Raises:
-            ModelError: the last one ended before its last gradients were sent; DDP's `join` is to divide by the number
-                of ranks that have batches left.
+            ModelError: the last backward pass ended before its last bucket; or DDP's `join` is set to divide by the
+                number of ranks that still have batches.
         """
         if not self.divides_by_all():
             raise ModelError(
@@ -134,7 +135,8 @@ class Reduction:
     def _fed_back(
         self, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int], storage: Storage
     ) -> Steps:
-        """With what rounding took from these parameters' last gradients, which is kept without the loss scale."""
+        """The mean with error feedback: adds the rounding errors of the last gradients, which are kept unscaled and are
+        multiplied by the current loss scale here."""
         rows, scale = self.exchange.ranks, 1.0 if self._scale is None else self._scale()
         own = [self._of(p) for p in parameters]
         taken = torch.cat(own).mul_(scale)
@@ -155,8 +157,8 @@ class Reduction:
             mine.copy_(each)
 
     def _of(self, parameter: Tensor) -> Tensor:
-        """What is kept of a parameter: what was saved of it, or a start. Of error feedback float32 numbers, of FP8-LM
-        mu."""
+        """The state of a parameter, from a loaded state dict or newly initialized: with error feedback its rounding
+        errors (float32, 1-D), with FP8-LM mu (a scalar)."""
         if parameter not in self._kept:
             if self._feeds_back:
                 kept = parameter.new_zeros(parameter.numel(), dtype=torch.float32)
@@ -167,11 +169,12 @@ class Reduction:
         return self._kept[parameter]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # ranks do not multiply: a copy of a model is reduced by what is called for it
+        return type(None), ()  # a copied or unpickled model has none: call compress or reduce_gradients for it
 
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered from step to step: of error feedback what this rank's rounding took, under a name that
-        says whose it is, so that a distributed checkpoint has that of every rank; of FP8-LM mu.
+        """The state that persists between steps, by parameter name: with error feedback this rank's rounding errors,
+        under a key that names the rank, so that a distributed checkpoint keeps those of every rank; with FP8-LM mu.
+        Empty for other communications.
 
         Raises:
             RecipeError: a parameter has no name.
@@ -193,9 +196,10 @@ class Reduction:
         return f"rounding errors of rank {self.exchange.rank} of {self.exchange.ranks}"
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
-        """Load it; what cannot be used, to be told.
+        """Load a result of `state_dict`. Returns warnings about state that cannot be used.
 
-        With error feedback each rank has its own: of another rank's, or another number of ranks', it starts over.
+        With error feedback each rank needs its own state; that of another rank or number of ranks is dropped, and the
+        rounding errors start at zero.
         """
         self._kept, self._saved = {}, {}
         if not (self._feeds_back or self._adapts) and not saved:
@@ -216,18 +220,19 @@ class Reduction:
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-# torch reads its annotations, which must not be strings: no `from __future__ import annotations` here.
+# torch reads the hook's annotations, which must not be strings: no `from __future__ import annotations` here.
 def fp8_hook(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """Average a bucket of gradients over the ranks, in the format that the state says (E4M3 by default).
+    """A DDP communication hook: averages a bucket of gradients over the ranks in the state's format (default E4M3).
 
         ddp.register_comm_hook(Reduction(), fp8_hook)
 
-    Buckets go out as they come, while the backward pass computes; each is summed when the next one has gone out, and
-    the last one waits for all. `compress(ddp)` is this and more: ranks agree first, and the state is saved.
+    Each bucket is sent as soon as it is ready, while the backward pass goes on, and is summed after the next one was
+    sent; the last bucket waits for all. `compress(ddp)` registers this hook, and also checks that ranks agree and saves
+    the state.
 
     Args:
-        state: of one DDP model.
-        bucket: DDP's.
+        state: the reduction of this one DDP model.
+        bucket: DDP's bucket.
 
     Raises:
         ModelError: another rank has failed.
@@ -246,15 +251,15 @@ def fp8_hook(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def modules_of(model: nn.Module) -> list[Any]:
-    """Its modules that fully_shard was called on."""
+    """The modules of a model on which fully_shard was called."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def install(model: nn.Module, state: Reduction) -> None:
-    """Have every sharded module send its gradients and gather its weights as the state's communication says.
+    """Make every sharded module reduce its gradients and gather its weights in the formats of `state.communication`.
 
     Raises:
-        ModelError: a module whose parameters lie on several meshes, which torch takes no collectives for.
+        ModelError: a module with parameters on several meshes, for which torch accepts no custom collectives.
     """
     communication = state.communication
     assert communication is not None
@@ -270,13 +275,14 @@ def install(model: nn.Module, state: Reduction) -> None:
 
 class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a collective's input or output."""
+        """An uninitialized tensor for a collective's input or output (torch calls this)."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 @dataclass
 class Scatter(_Allocates):
-    """A reduce-scatter: each rank's share goes to it as codes, and is summed in float32, in rank order."""
+    """A reduce-scatter for FSDP2: sends each rank its share encoded; each rank decodes and sums its own in float32, in
+    rank order."""
 
     state: Reduction
     storage: Storage
@@ -285,7 +291,7 @@ class Scatter(_Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """torch's `reduce_scatter_single`."""
+        """Reduce-scatter with the signature of torch's `reduce_scatter_single`."""
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ModelError(
                 f"gradients in few bits are averaged or summed, and set_gradient_divide_factor asks for {op}: divide "
@@ -310,12 +316,12 @@ class Scatter(_Allocates):
 
 @dataclass
 class Gather(_Allocates):
-    """An all-gather of codes, and of scales beside them; this rank's own part is rounded too.
+    """An all-gather for FSDP2 that sends codes and scales. This rank's own shard is rounded too.
 
     Args:
-        storage: of the flat weights of a module; or `OPERANDS`.
-        managed: the module's weights in torch's order: of each the shape of a rank's part, and the quantizer whose
-            values products take in both passes, where there is one.
+        storage: the format of a module's flat weights; or `OPERANDS`.
+        managed: the module's weights in torch's order: for each the shape of a rank's shard, and the quantizer that
+            forward's and backward's matmuls share (`shared`), or None.
     """
 
     state: Reduction
@@ -325,7 +331,7 @@ class Gather(_Allocates):
 
     @torch.no_grad()
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """torch's `all_gather_single`."""
+        """All-gather with the signature of torch's `all_gather_single`."""
         exchange = self.state.exchange_of(group)
         parts = self._parts(input_tensor)
         ends = list(accumulate((message.bytes for _, _, message in parts), initial=0))
@@ -343,7 +349,7 @@ class Gather(_Allocates):
                     target.copy_(found[:size])
 
     def _parts(self, values: Tensor) -> list[tuple[int, int, Message]]:
-        """The runs of a rank's flat weights that are encoded together: where each begins, how long it is, and how."""
+        """The ranges of a rank's flat weights that are encoded separately: (start, length, message) for each."""
         key = values.numel(), values.dtype
         if key not in self._messages:
             self._messages[key] = list(self._cut(values))
@@ -365,7 +371,7 @@ class Gather(_Allocates):
 
 
 def _managed(module: Any) -> list[tuple[tuple[int, ...], Quantizer | None]]:
-    """A sharded module's weights, without those of sharded modules within it."""
+    """A sharded module's weights, without those of sharded modules within it, as `Gather.managed`."""
     inside = {id(each) for part in modules_of(module) if part is not module for each in part.modules()}
     found, seen = [], set()
     for each in module.modules():
@@ -373,14 +379,14 @@ def _managed(module: Any) -> list[tuple[tuple[int, ...], Quantizer | None]]:
         for name, weight in each.named_parameters(recurse=False):
             if id(each) not in inside and id(weight) not in seen:
                 seen.add(id(weight))
-                rows = -(-weight.shape[0] // weight.device_mesh.size(-1))  # the others hold copies (HSDP)
+                rows = -(-weight.shape[0] // weight.device_mesh.size(-1))  # other mesh dimensions hold copies (HSDP)
                 found.append(((rows, *weight.shape[1:]), shared(spec) if name == "weight" else None))
     return found
 
 
 def shared(spec: LinearSpec | None) -> Quantizer | None:
-    """The quantizer by which both products round a weight, where rounding its values again changes none, and parts are
-    rounded as the whole is."""
+    """The quantizer of the weight if the forward and the input gradient's matmul have the same, if quantizing its
+    values again changes none of them, and if shards are rounded as the whole weight is; else None."""
     quantizer = None if spec is None else spec.output.rhs
     if quantizer is None or spec is None or quantizer != spec.grad_input.rhs or quantizer.rounding != "nearest_even":
         return None
@@ -393,6 +399,6 @@ def shared(spec: LinearSpec | None) -> Quantizer | None:
 
 
 def _whole(quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
-    """Whether a part of that shape is whole tiles, so that parts are rounded as the whole is."""
+    """Whether a shard of that shape consists of whole tiles, so that shards are rounded as the whole weight is."""
     scales = quantizer.scales
     return len(shape) == 2 and (scales is None or not scales.tile.rows or shape[0] % scales.tile.rows == 0)

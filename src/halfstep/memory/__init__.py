@@ -1,4 +1,4 @@
-"""What training keeps in memory, by role, and what a model does; measured from live tensors."""
+"""Bytes of training and inference by role (weights, gradients, moments, activations ...), measured on live tensors."""
 
 import weakref
 from collections import Counter
@@ -27,10 +27,10 @@ __all__ = [
 
 
 PASSING = "passing"
-"""The role of what operators make, until it is given another."""
+"""The role of storages that operators allocate, until `give` or `settle` assigns another."""
 
 _NOTHING = frozenset({"nothing"})
-"""What memory is computed from that no operator has written to, as far as can be seen: a kernel may have."""
+"""The sources of an operator's output without tensor inputs (torch.empty): kernels may fill it without being seen."""
 
 
 @dataclass
@@ -38,15 +38,15 @@ class _Held:
     nbytes: int
     role: str
     sources: frozenset[str]
-    """Roles of what it was computed from."""
+    """The roles of the tensors from which it was computed, directly or not."""
     ref: weakref.ref[Any]
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, every storage that torch's operators make or read is known: its bytes, its role, and from what it was
-    computed. A tensor without memory (a FakeTensor) counts with the bytes that it stands for.
+    """A dispatch mode that tracks every storage that operators allocate or that is given a role: its bytes, its role,
+    and the roles of the tensors from which it was computed. A FakeTensor counts with the bytes of a real one.
 
-    Each storage counts once, whole, however many tensors show parts of it.
+    Each storage counts once and entirely, however many views it has.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: dict[int, _Held] = {}
         self._now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        """Bytes by role, when they were most in all."""
+        """Bytes by role at the time when their sum was largest."""
 
     def give(self, role: str, tensors: Iterable[Tensor]) -> None:
-        """Give the storages of tensors a role. What is computed from a role's tensors remembers it."""
+        """Assign a role to the storages of tensors. Whatever is computed from them has the role among its sources."""
         for tensor in tensors:
             for part in parts_of(tensor).values():
                 held = self._known(part, role)
@@ -67,7 +67,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note()
 
     def settle(self, sources: frozenset[str], role: str, otherwise: str) -> None:
-        """Give what is passing a role: `role` where it was computed from nothing but those sources, or `otherwise`."""
+        """Assign a role to the storages of role `PASSING`: `role` if they were computed only from `sources`, else
+        `otherwise`."""
         self._now = Counter()
         for held in self._held.values():
             if held.role == PASSING:
@@ -75,14 +76,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now[held.role] += held.nbytes
 
     def bytes_of(self, role: str) -> int:
-        """The bytes that are held now in that role."""
+        """The bytes of the live storages with that role."""
         return self._now[role]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others: its own dispatch brings those here
+            return NotImplemented  # a wrapper subclass: its own dispatch calls operators on its inner tensors
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if made:
@@ -120,7 +121,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def parts_of(tensor: Any) -> dict[str, Tensor]:
-    """The tensors with memory that one is made of, by name: itself, or codes and scales."""
+    """The plain tensors that store a tensor, by attribute name: codes and scales, or the tensor itself under ""."""
     if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "device_mesh"):
         return {"": tensor}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -131,42 +132,42 @@ _ROLES = ("weights", "buffers", "master", "states", "scales", "state_scales")
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes by role, whole numbers. Those before `compute_copies` stay from step to step, the others live in a pass."""
+    """Bytes by role. The fields before `compute_copies` persist from step to step; the others exist within a pass."""
 
     weights: int
-    """Parameters as stored, frozen ones too."""
+    """Parameters as stored, frozen ones included."""
     buffers: int
-    """What else the model keeps: running statistics, tables of positions."""
+    """The model's buffers: running statistics, position tables."""
     gradients: int
     master: int
     states: int
-    """Moments, step counts, and whatever else the optimizer keeps."""
+    """Moments, step counts, and the rest of the optimizer's state."""
     scales: int
-    """What stands beside codes of weights and gradients; histories of amaxes."""
+    """Scales and zero points of weights and gradients stored as codes; amax histories."""
     state_scales: int
-    """What stands beside codes of masters and states."""
+    """Scales and zero points of master weights and optimizer states stored as codes."""
     compute_copies: int = 0
-    """Weights cast or rounded for products and kept for the backward pass."""
+    """Weights cast or quantized for matmuls and saved for backward."""
     activations: int = 0
-    """What else the backward pass waits for when the loss is there; the batch too."""
+    """Everything else saved for backward when the loss is computed, the batch included."""
     peak: int = 0
-    """The most bytes held at once from the first operation of the forward pass to the last of the backward pass."""
+    """The largest sum of bytes at any time in the forward and the backward pass."""
     peak_gradients: int = 0
-    """The gradients that were there then."""
+    """The bytes of gradients at the time of `peak`."""
     update: int = 0
-    """What the optimizer makes for itself while it steps, and gives back."""
+    """Temporary bytes of the optimizer's step."""
 
     @property
     def persistent(self) -> int:
-        """What is there between the backward pass and the step: weights, gradients, master, states, scales, buffers."""
+        """The bytes between backward and step: weights, gradients, master weights, states, scales, buffers."""
         return self.gradients + sum(int(getattr(self, role)) for role in _ROLES)
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParameter:
-    """Bytes per trained parameter by role, as they are now: call it between backward() and step().
+    """The current bytes per trained parameter by role: call it between backward() and step().
 
-    Every tensor counts once, however many names it has. What has one element does not count: counters (`step`), and
-    the scale of a whole tensor. The compute copies that autocast makes live inside a pass only and cannot be seen here;
+    Every tensor counts once, however many names it has. Tensors of one element do not count: step counters, and the
+    scale of a whole tensor. Autocast's compute copies exist only within a pass and are not measured here;
     `Recipe.bytes_per_parameter` states them.
 
     Raises:
@@ -191,7 +192,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of every parameter and buffer of a model, each tensor once, however many names it has."""
+    """The bytes of a model's parameters and buffers; each tensor counts once, however many names it has."""
     return _element_bytes(
         part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor).values()
     )
@@ -214,18 +215,18 @@ def measure_step(
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     per_layer: bool = False,
 ) -> StepBytes:
-    """Run one forward and one backward pass and measure what they hold. Gradients that were there are dropped first.
+    """Run one forward and one backward pass and measure bytes by role. Existing gradients are dropped first.
 
         model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
         bytes = measure_step(model, optimizer, lambda: loss_fn(model(x), y), (x, y), scaler.scale)
 
-    The optimizer does not step: its states are counted as they are. `measure_update` says what it needs for itself.
+    The optimizer does not step: its current states are counted. `measure_update` measures the step.
 
     Args:
-        loss_of: calls the model and returns the loss; what else it makes it must not keep.
-        batch: the tensors that the model is called with, however nested.
-        scale: the loss scaler's.
-        per_layer: drop each gradient when it has arrived, as an optimizer does that steps within the backward pass.
+        loss_of: calls the model and returns the loss; it must keep no reference to any other tensor that it computes.
+        batch: the tensors with which the model is called, in any nesting.
+        scale: the loss scaler's `scale`.
+        per_layer: drop each gradient as soon as it is accumulated, like an optimizer that steps within backward.
 
     Raises:
         RuntimeError: the loss requires no gradient.
@@ -255,26 +256,26 @@ def measure_step(
 
 
 def measure_persistent(model: nn.Module, optimizer: torch.optim.Optimizer, per_layer: bool = False) -> StepBytes:
-    """What stays from step to step, without a pass: gradients are made of zeros, and stay.
+    """Measure the persistent bytes by role without a forward pass: every trained parameter gets a gradient of zeros.
 
     Args:
-        per_layer: as for `measure_step`: none stays.
+        per_layer: make no gradients, since an optimizer that steps within backward keeps none.
     """
     model.zero_grad()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not per_layer]
-    if trained:  # as they accumulate, by the hooks that keep them in few bits
+    if trained:  # by backward, so that the hooks run that store gradients as codes
         torch.autograd.backward(trained, [torch.zeros_like(parameter) for parameter in trained])
     grads = [parameter.grad for parameter in trained if parameter.grad is not None]
     return _by_role(_persistent(model, optimizer), grads)
 
 
 def measure_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The most bytes that a step of the optimizer holds beside what was there before it.
+    """The peak bytes of an optimizer step beyond those before it.
 
-    It steps once, by the gradients that are there, or else by zeros.
+    The optimizer steps once; parameters without a gradient get one of zeros.
     """
     bare = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
-    if bare:  # as they accumulate, by the hooks that keep them in few bits
+    if bare:  # by backward, so that the hooks run that store gradients as codes
         torch.autograd.backward(bare, [torch.zeros_like(parameter) for parameter in bare])
     with Live() as live:
         for role, tensors in _persistent(model, optimizer).items():
@@ -294,7 +295,7 @@ def _by_role(persistent: Mapping[str, Iterable[Tensor]], grads: Iterable[Tensor]
 
 
 def _persistent(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
-    """The tensors that are there before the pass, by role; each storage in one."""
+    """The plain tensors that exist before a pass, by role."""
     parameters = (pair for parameter in model.parameters() for pair in parts_of(parameter).items())
     states = () if optimizer is None else (pair for state in optimizer.state.values() for pair in state.items())
     kept = ((name, part) for name, value in states if isinstance(value, Tensor) for part in parts_of(value).values())
@@ -312,12 +313,13 @@ def _persistent(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
 
 
 def _is_scale(name: str) -> bool:
-    """Whether what a tensor is made of, by that name, stands beside its codes."""
+    """Whether an inner tensor of that name (`parts_of`) is a scale or zero point rather than codes."""
     return name.rpartition("_")[2] in ("scale", "point")
 
 
 def _marker(live: Live, drop: bool) -> Callable[[Tensor], None]:
-    """What tells that a gradient has arrived. A function of its own: it must not know the model."""
+    """A post-accumulate-grad hook that gives gradients their role and drops them if `drop`. Defined here so that its
+    closure holds no reference to the model."""
 
     def mark(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -329,7 +331,7 @@ def _marker(live: Live, drop: bool) -> Callable[[Tensor], None]:
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of tensors, each storage once."""
+    """The bytes of the tensors' storages, each storage once."""
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
@@ -349,25 +351,26 @@ def activation_bytes(
     recompute: str = "none",
     statistics: bool = False,
 ) -> float:
-    """Bytes of one layer: with s tokens, b examples, h width, a heads, p and m bytes a value and a mask's element,
+    """The activation bytes of one transformer layer: with s tokens, b examples, width h, a heads, and p and m bytes for
+    an element of an activation and of a dropout mask,
 
         s b h ((16 p + 2 m) + (2 p + m) a s / h)
 
     which is s b h (34 + 5 a s / h) for p = 2 and m = 1. The layer is GPT's: two norms, attention with an explicit
-    softmax, an MLP of two matrices with GELU, three dropouts. torch's CPU keeps a dropout's mask in the activations'
-    dtype: there m is p.
+    softmax, an MLP of two linear layers with GELU, three dropouts. On the CPU torch saves dropout masks in the
+    activations' dtype, so m is p.
 
     Args:
-        inner: the width within the MLP; 4 h unless told.
-        dropout: without, both masks of the residual branch, and all of attention's probabilities but the softmax's
-            output, are not there.
-        parallel: over how many devices the matrices are split (tensor parallelism).
-        split_sequence: split what stands beside the matrices too (sequence parallelism).
-        recompute: `selective`: attention's scores and probabilities are computed again; `full`: all but the input is.
-        statistics: count the mean and the deviation that each norm keeps, p bytes each.
+        inner: the MLP's inner width; default 4 h.
+        dropout: without it, neither dropout masks nor dropped-out attention probabilities are saved, only the softmax's
+            output.
+        parallel: the number of devices over which the weights are split (tensor parallelism).
+        split_sequence: also split the activations outside the tensor-parallel matmuls (sequence parallelism).
+        recompute: `selective`: recompute attention's scores and probabilities; `full`: save only the layer's input.
+        statistics: count the mean and standard deviation that each norm saves, p bytes each.
 
     Raises:
-        AccountError: an unknown way to recompute.
+        AccountError: an unknown value of `recompute`.
 
     Source: Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 
@@ -379,7 +382,7 @@ def activation_bytes(
         return float(nbytes * sequence * batch * width)
     masks = 2 * mask_bytes if dropout else 0
     inner = 4 * width if inner is None else inner
-    beside = 4 * nbytes + masks  # the inputs of both norms and of both groups of matrices; the masks
+    beside = 4 * nbytes + masks  # not split by tensor parallelism: inputs of both norms, of attention and MLP; masks
     split = 4 * nbytes + 2 * nbytes * inner / width
     kept = 0 if recompute == "selective" else 2 * nbytes + mask_bytes if dropout else nbytes
     total = beside / (parallel if split_sequence else 1) + (split + kept * heads * sequence / width) / parallel
