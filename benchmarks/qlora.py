@@ -1,10 +1,10 @@
-"""LoRA over a frozen base in few bits, beside bitsandbytes and PEFT: bytes and loss. --keep writes results/qlora.json.
+"""LoRA over a frozen low-bit base, against bitsandbytes and PEFT: bytes and loss. --keep writes results/qlora.json.
 
     python benchmarks/qlora.py [--keep]
 
-A small Llama learns the bytes of Python's own modules, and then, by LoRA of rank 8 on all linear layers, those of its
-`encodings`. The base is in bf16 or in 4 or 8 bits, from the same weights; the adapters begin with the same values and
-see the same batches. Bytes are those of the base's tensors, adapters apart.
+A small Llama is trained on the bytes of Python's own modules, then by LoRA of rank 8 on all linear layers on those of
+`encodings`. The base is in bf16 or in 4 or 8 bits, from the same weights; the adapters start with the same values and
+see the same batches. Bytes are those of the base's tensors, without adapters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THEIRS = {"bitsandbytes nf4": False, "bitsandbytes nf4, double": True}
 
 
 def text(folder: str) -> Tensor:
-    """The bytes of the modules of a folder of the standard library."""
+    """The bytes of the modules in a folder of the standard library."""
     files = sorted((Path(sysconfig.get_paths()["stdlib"]) / folder).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
@@ -59,7 +59,7 @@ def loss(model: nn.Module, data: list[Tensor]) -> float:
 
 
 def base() -> LlamaForCausalLM:
-    """The model that is adapted."""
+    """The trained model that is adapted."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
@@ -81,7 +81,7 @@ def with_bitsandbytes(model: nn.Module, double: bool) -> nn.Module:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Of all tensors, bitsandbytes' scales, which are no buffers, too."""
+    """The bytes of all tensors, including bitsandbytes' scales, which are not buffers."""
     states = [m.weight.quant_state for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
     scales = [t for s in states for t in (s.absmax, s.offset, getattr(s.state2, "absmax", None)) if t is not None]
     return stored_bytes(model) + sum(t.numel() * t.element_size() for t in scales)
@@ -89,13 +89,13 @@ def bytes_of(model: nn.Module) -> int:
 
 def adapted(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
-    with warnings.catch_warnings():  # PEFT asks transformers for what it has renamed
+    with warnings.catch_warnings():  # PEFT uses names that transformers has deprecated
         warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
 
 
 def run(name: str, model: nn.Module, data: list[Tensor], held_out: list[Tensor]) -> dict[str, float | int | str]:
-    """Adapt one base; what it takes and what it learns."""
+    """Adapt one base: its bytes, and the losses before and after."""
     if name in THEIRS:
         model = with_bitsandbytes(model, THEIRS[name])
     elif name == "bf16-stochastic":

@@ -1,4 +1,4 @@
-"""How fast is a tensor quantised? Every peer, a plain copy of the same bytes, and ours, interleaved in one run."""
+"""The speed of quantising a tensor: halfstep, its peers, and a copy of the same bytes, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from quantize_tables import RESULT, terminal, write_page
 
 
 SPAN = 0.002
-"""Seconds that a turn lasts at least."""
+"""The least seconds of a turn."""
 CHECKED = 1 << 12
-"""Elements of every result that are compared before anything is timed."""
+"""Elements of every result that are checked before anything is timed."""
 COLUMNS = 1024
 SMALL = 1 << 20
-"""Elements up to which the slowest peers run too."""
+"""The most elements for which the slowest peers run."""
 OURS, FRESH = "halfstep", "halfstep, fresh memory"
 COPY, CLONE = "copy", "copy, fresh memory"
 BLOCKS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4", "nf4", "dynamic8")
@@ -35,18 +35,19 @@ POSITS = ("posit8_0", "posit8_2", "posit16_1", "posit16_2")
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work, the bytes that it reads and writes, what its results must be, and the ways of doing it."""
+    """A task: the bytes that it reads and writes, the check of its results, and the ways of doing it."""
 
     name: str
     moved: int
     ways: Ways
     right: Callable[[Tensor], Tensor] | None = None
-    """Which of the first CHECKED values are right; None where nothing independent is here."""
+    """Which of the first CHECKED values are right; None without an independent reference."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Work done our way: faster than `against` (work, who) by a factor of at least, or in its time times at most."""
+    """A bar for our time on a task: faster than `against` (work, who) by a factor `at_least`, or its time times
+    `at_most`."""
 
     work: str
     against: tuple[str, str]
@@ -54,12 +55,12 @@ class Bar:
     at_most: float | None = None
     ours: str = OURS
     large_only: bool = False
-    """For tensors that no cache holds."""
+    """Only for tensors that exceed every cache."""
 
 
 @dataclass
 class Field:
-    """What is timed together: round by round, so that any two of it can be compared."""
+    """Tasks that are timed together, round by round, so that any two of them can be compared."""
 
     name: str
     works: list[Work] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Field:
 
 
 def values_field(x: Tensor, peers: Peers) -> Field:
-    """float32 in, float32 values of the format out."""
+    """Tasks from float32 to float32 values of a format."""
     all_values = Field("values")
     out, head = torch.empty_like(x), x.flatten()[:CHECKED]
     torch_e4m3 = ("e4m3fn values", "torch")
@@ -101,7 +102,7 @@ def values_field(x: Tensor, peers: Peers) -> Field:
 
 
 def codes_field(x: Tensor, peers: Peers) -> Field:
-    """float32 in, packed codes and scales out; and back."""
+    """Tasks from float32 to packed codes and scales, and back."""
     codes = Field("codes")
     head, size = x.flatten()[:CHECKED], x.numel()
     for scalar in FLOATS[:3]:
@@ -127,11 +128,11 @@ def codes_field(x: Tensor, peers: Peers) -> Field:
         moved = int(size * (32 + description.bits)) // 8
         theirs = peers.block_codes(block, x)
         right = like_the_first(theirs, head, isinstance(description.element, formats.Codebook))
-        # The scale of the whole tensor comes first: nvfp4 reads its input twice.
+        # The tensor's scale is computed first: nvfp4 reads its input twice.
         twice = 4 * size if block == "nvfp4" else 0
         codes.works.append(Work(f"{block} codes", moved + twice, quantizing_ways(x, block) | theirs, right))
         ways = rounding_ways(x, block, torch.empty_like(x))
-        if size <= SMALL:  # there and back takes the peers seconds on large ones
+        if size <= SMALL:  # both ways take the peers seconds on large tensors
             ways |= peers.block_values(block, x)
         codes.works.append(Work(f"{block} values", 8 * size + twice, ways, right))
         if block in at_least:
@@ -142,7 +143,7 @@ def codes_field(x: Tensor, peers: Peers) -> Field:
 
 
 def bf16_field(x: Tensor, peers: Peers) -> Field:
-    """float32 or bf16 in, values in bf16 out: what a product on 16-bit matrix units takes."""
+    """Tasks from float32 or bf16 to values in bf16, the operands of 16-bit tensor cores."""
     carried = Field("bf16")
     for dtype, source in (("float32", x), ("bf16", x.to(torch.bfloat16))):
         moved = x.numel() * (source.element_size() + 2)
@@ -157,7 +158,7 @@ def bf16_field(x: Tensor, peers: Peers) -> Field:
 
 
 def rounding_ways(x: Tensor, format: str, out: Tensor, rounding: str = "nearest_even") -> Ways:
-    """Ours, to values: into `out`, and into fresh memory."""
+    """Ours, to values: into `out`, and into newly allocated memory."""
     noise, dtype = torch.Generator(), out.dtype
     return {
         OURS: Way(lambda: halfstep.round_to(x, format, rounding, generator=noise, out=out)),
@@ -166,7 +167,7 @@ def rounding_ways(x: Tensor, format: str, out: Tensor, rounding: str = "nearest_
 
 
 def quantizing_ways(x: Tensor, format: str, rounding: str = "nearest_even") -> Ways:
-    """Ours, to packed codes and scales: into a `Quantized` of before, and into a fresh one."""
+    """Ours, to packed codes and scales: into an existing `Quantized`, and into a new one."""
     noise = torch.Generator()
     given = halfstep.quantize(x, format, rounding=rounding, generator=noise)
 
@@ -180,7 +181,7 @@ def quantizing_ways(x: Tensor, format: str, rounding: str = "nearest_even") -> W
 
 
 def decoding_ways(x: Tensor, scalar: Scalar) -> Ways:
-    """Codes to float32 values: ours and torch's."""
+    """From codes to float32 values: ours and torch's."""
     given, out = halfstep.quantize(x, scalar.name), torch.empty_like(x)
     ways = {OURS: Way(lambda: given.dequantize(out=out)), FRESH: Way(lambda: given.dequantize())}
     if scalar.torch is not None:
@@ -190,7 +191,7 @@ def decoding_ways(x: Tensor, scalar: Scalar) -> Ways:
 
 
 def copies(works: list[Work], x: Tensor) -> list[Work]:
-    """A plain copy for every number of bytes that the works move: half of them read, half of them written."""
+    """A plain copy for every number of bytes that the tasks move: half are read, half are written."""
     found = []
     for moved in sorted({work.moved for work in works}):
         source = torch.zeros(moved // 8)
@@ -200,38 +201,38 @@ def copies(works: list[Work], x: Tensor) -> list[Work]:
 
 
 def copy_ways(source: Tensor) -> Ways:
-    """Into a given buffer, and into fresh memory."""
+    """A copy into a given buffer, and into newly allocated memory."""
     out = torch.empty_like(source)
     return {COPY: Way(lambda: out.copy_(source)), CLONE: Way(source.clone)}
 
 
 def copy_name(moved: int, x: Tensor) -> str:
-    """By bytes read and written an element of x."""
+    """A copy's name, with the bytes read and written per element of x."""
     return f"copy of {moved / x.numel():.4g} bytes"
 
 
 def equal_to(expected: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """Exactly these values."""
+    """A check for exactly these values; None without them."""
     return None if expected is None else lambda found: found == expected
 
 
 def neighbours(scalar: Scalar, head: Tensor, peers: Peers) -> Callable[[Tensor], Tensor] | None:
-    """The value of the format just below or just above."""
+    """A check that each value is the format's next one below or above."""
     below, above = (peers.round(scalar, head, mode) for mode in ("TowardNegative", "TowardPositive"))
     return None if below is None or above is None else lambda found: (found == below) | (found == above)
 
 
 def nearest(format: str, head: Tensor) -> Tensor:
-    """By search among the format's own values and boundaries."""
+    """The nearest values of the format, found by search among its values and boundaries."""
     known = formats.get(format)
     boundaries = torch.tensor(known.boundaries(), dtype=torch.float64)
     return torch.tensor(known.values(), dtype=torch.float64)[torch.searchsorted(boundaries, head.double())].float()
 
 
 def like_the_first(theirs: Ways, head: Tensor, codebook: bool) -> Callable[[Tensor], Tensor] | None:
-    """What the first of the peers says, up to the last bits of a scale; from a codebook, or nearer to x: bitsandbytes
-    searches its 8-bit map through a coarse table, and is beside the nearest entry in 0.1% of elements.
-    """
+    """A check against the first peer's values, up to the last bits of a scale. With a codebook, values nearer to x are
+    right too: bitsandbytes searches its 8-bit map through a coarse table, and misses the nearest entry in 0.1% of
+    elements."""
     for way in theirs.values():
         expected = way.values(way.run()).flatten()[:CHECKED].clone()
         same = 1e-6 * expected.abs()
@@ -245,7 +246,7 @@ def check(work: Work) -> Iterator[tuple[str, float]]:
     """Each way's share of right values, before anything is timed.
 
     Raises:
-        SystemExit: a way does not compute what the work asks for.
+        SystemExit: a way's values are wrong.
     """
     if work.right is None:
         return
@@ -258,7 +259,7 @@ def check(work: Work) -> Iterator[tuple[str, float]]:
 
 
 def measure(entries: Field, x: Tensor, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows and bars of what is timed together."""
+    """The rows and bars of tasks that are timed together."""
     agreement = {(work.name, who): share for work in entries.works for who, share in check(work)}
     runs = {f"{work.name}: {who}": way.run for work in entries.works for who, way in work.ways.items()}
     seconds = timings(runs, rounds, warmup=1, span=SPAN)
@@ -280,7 +281,7 @@ def measure(entries: Field, x: Tensor, rounds: int) -> tuple[list[dict[str, Any]
 
 
 def judge(bar: Bar, seconds: dict[str, list[float]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The bar, the ratio found and whether it is met; None where the peer is not here."""
+    """The bar, the ratio measured and whether it is met; None if the peer is not installed."""
     ours, theirs = f"{bar.work}: {bar.ours}", ": ".join(bar.against)
     against = bar.against[0] if bar.against[1] == COPY else " ".join(bar.against)
     row: dict[str, Any] = {"work": bar.work, "ours": bar.ours, "against": against}
@@ -296,7 +297,7 @@ def judge(bar: Bar, seconds: dict[str, list[float]], rows: list[dict[str, Any]])
 
 
 def at_size(exponent: int, rounds: int, peers: Peers) -> dict[str, Any]:
-    """Everything on 2^exponent elements."""
+    """All results for 2^exponent elements."""
     torch.manual_seed(0)
     x = torch.randn((1 << exponent) // COLUMNS, COLUMNS)
     found: dict[str, Any] = {"elements": x.numel(), "rounds": rounds, "rows": [], "bars": []}
@@ -311,7 +312,7 @@ def at_size(exponent: int, rounds: int, peers: Peers) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and on request keep."""
+    """Measure, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[20, 24], help="elements, as powers of two (>= 15)")
     parser.add_argument("--rounds", type=int, nargs="+", default=[31, 11], help="for each size")

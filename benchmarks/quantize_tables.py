@@ -1,6 +1,6 @@
-"""The tables of quantize.json: in the terminal, and in docs/benchmarks.md between its two marks.
+"""The tables of quantize.json, for the terminal and for docs/benchmarks.md between its two marks.
 
-`python benchmarks/quantize_tables.py` writes the page anew from the kept figures.
+`python benchmarks/quantize_tables.py` rewrites the page from the stored results.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ BEGIN, END = "<!-- quantize: begin -->", "<!-- quantize: end -->"
 
 
 def terminal(data: dict[str, Any]) -> None:
-    """Print what the page shows."""
+    """Print the tables of the page."""
     Console(width=150).print(Markdown(markdown(data)))
 
 
 def write_page() -> None:
-    """Put the tables of the kept figures between the marks of docs/benchmarks.md."""
+    """Insert the tables of the stored results between the marks of docs/benchmarks.md."""
     page = PAGE.read_text()
     head, tail = page[: page.index(BEGIN)], page[page.index(END) :]
     PAGE.write_text(f"{head}{BEGIN}\n\n{markdown(json.loads(RESULT.read_text()))}\n{tail}")
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Machine, bars, and one table of figures a size."""
+    """The machine, the bars, and one table of figures per size."""
     machine = data["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in data["peers"].items())
     lines = [f"{machine['cpu']}, {machine['threads']} threads, {machine['cpu_capability']}. {versions}."]
@@ -51,7 +51,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def _bars(sizes: dict[str, Any]) -> str:
-    """One row a bar, one column a size."""
+    """The table of bars: one row per bar, one column per size."""
     bars: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for size, found in sizes.items():
         for bar in found["bars"]:
@@ -81,7 +81,8 @@ def _verdict(bar: dict[str, Any] | None) -> str:
 
 
 def _figures(found: dict[str, Any]) -> str:
-    """One row a work, one column for each who; ours with the time of a plain copy of the same bytes as 1."""
+    """The table of speeds: one row per task, one column per library; ours with the ratio to a plain copy of the same
+    bytes."""
     rows = [row for row in found["rows"] if not row["work"].startswith("copy")]
     who = list(dict.fromkeys(row["who"] for row in rows))
     lines = [_line("work", *who), _line("---", *["---:"] * len(who))]

@@ -1,7 +1,7 @@
-"""Recurrent models of the lab's tasks: a language model, and a translator with attention, of LSTM cells.
+"""Recurrent models for the lab's tasks, of LSTM cells: a language model, and a translator with attention.
 
-Cells, so that under autocast each step's activations and gradients are 16-bit, as they were on the sources' GPUs; the
-fused LSTM of a CPU computes all steps in float32 where the CPU has no kernel for the dtype.
+With cells, each step's activations and gradients under autocast are 16-bit, as on the papers' GPUs; the
+fused LSTM of a CPU computes all steps in float32 if the CPU has no kernel for the dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Stack(nn.Module):
-    """LSTM layers on top of each other, a step at a time."""
+    """Stacked LSTM layers, computed step by step."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Stack(nn.Module):
     def forward(
         self, x: Tensor, states: list[tuple[Tensor, Tensor]] | None = None
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """x (batch, time, width) -> the last layer's outputs, of the same shape, and each layer's last states."""
+        """x (batch, time, width) -> the last layer's outputs, of the same shape, and each layer's final states."""
         last = []
         for number, cell in enumerate(self.cells):
             state, outputs = None if states is None else states[number], []
@@ -33,7 +33,7 @@ class Stack(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens (batch, time) int64 -> logits (batch, time, vocabulary) of the next ones."""
+    """Tokens (batch, time) int64 -> logits (batch, time, vocabulary) of the next tokens."""
 
     def __init__(self, vocabulary: int, layers: int, width: int) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class LanguageModel(nn.Module):
 
 
 class Translator(nn.Module):
-    """Source and target so far (batch, time) int64 -> logits (batch, time, target): each of the decoder's outputs looks
-    at the encoder's by dot products, and the two together give the next word."""
+    """Source and target tokens (batch, time) int64 -> logits (batch, time, target): dot-product attention of the
+    decoder's outputs over the encoder's."""
 
     def __init__(self, source: int, target: int, layers: int, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Translator(nn.Module):
         self.head = nn.Linear(width, target)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """The logits of the next word at each place of the target."""
+        """The logits of the next word at each position of the target."""
         memory, states = self.encoder(self.source(source))
         y, _ = self.decoder(self.target(target), states)
         weights = (self.query(y) @ memory.transpose(1, 2)).softmax(-1)

@@ -1,9 +1,9 @@
-"""A small GPT trained on 2 and 4 ranks with gradients reduced in few bits, against float32, three seeds.
+"""A small GPT trained on 2 and 4 ranks with gradients reduced in few bits, compared with float32, three seeds.
 
     python benchmarks/reductions.py [--keep]
 
-The ranks are in one process: each has a batch of its own, and its gradients go through the reduction that processes
-would run, bit for bit. The loss is of held-out text after the last step; gaps are paired by seed.
+The ranks are simulated in one process: each has its own batch, and gradients go through the reduction that processes
+would run, bit for bit. The loss is that of held-out text after the last step; gaps are paired by seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RANKS, SEEDS, STEPS, BATCH, CONTEXT, WIDTH, LAYERS = (2, 4), 3, 150, 8, 64, 64, 
 
 
 class Reduced:
-    """The mean of the ranks' gradients, by one kind of reduction."""
+    """The mean of the ranks' gradients, computed by one kind of reduction."""
 
     def __init__(self, communication: Communication, ranks: int, lengths: list[int]) -> None:
         assert communication.gradients is not None
@@ -57,7 +57,7 @@ class Reduced:
         return self.communication.reduce != "all_to_all"
 
     def __call__(self, gradients: Tensor) -> Tensor:
-        """Of (ranks, elements), what each rank then has."""
+        """The mean that each rank receives, of gradients (ranks, elements)."""
         if self._by_fp8lm:
             quantizer = self.storage.quantizer
             run(lambda to: fp8lm_steps(gradients[to.rank], self.lengths, quantizer, to, self.mu[to.rank]), self.ranks)
@@ -90,18 +90,18 @@ def trained(kind: str, ranks: int, seed: int, corpus: Corpus) -> float:
 
 
 def batch(corpus: Corpus, split: str, stream: torch.Generator) -> Tensor:
-    """Windows of bytes."""
+    """A batch of windows of bytes."""
     length = len(corpus.train if split == "train" else corpus.held_out) - CONTEXT - 1
     return corpus.windows(split, torch.randint(0, length, (BATCH,), generator=stream), CONTEXT + 1)
 
 
 def loss_of(model: GPT, window: Tensor) -> Tensor:
-    """Cross-entropy of the next byte."""
+    """The cross-entropy of the next bytes."""
     return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
 
 def flat(model: GPT, window: Tensor) -> Tensor:
-    """The gradients of a batch, one after the other."""
+    """The gradients of a batch, concatenated."""
     grads = torch.autograd.grad(loss_of(model, window), list(model.parameters()))
     return torch.cat([grad.flatten() for grad in grads])
 
@@ -117,7 +117,7 @@ def table(kept: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Train, print, and keep the figures where asked."""
+    """Train, print, and with --keep write."""
     kept = keeps(__doc__)
     torch.set_num_threads(1)
     corpus = load_corpus(None, CONTEXT)

@@ -1,8 +1,8 @@
-"""Where BERT-Large's tensors lie at random weights, and unit-scaled: docs/scales.md.
+"""The scales of BERT-Large's tensors with random weights, stock and unit-scaled: docs/scales.md.
 
     python benchmarks/scales.py [--keep]
 
---keep writes results/scales.json, in which the like modules of all blocks are one row, and the picture of that page.
+--keep writes results/scales.json, in which corresponding modules of all blocks share a row, and the page's plot.
 It takes 8 GB of memory.
 """
 
@@ -24,14 +24,15 @@ WORDS = ["bert-large", "--batch", "2", "--context", "128", "--unit"]
 
 
 def measured(more: list[str]) -> dict[str, Any]:
-    """What the command says, every tensor."""
+    """The JSON output of `halfstep scales`, with every tensor."""
     command = [sys.executable, "-m", "halfstep", "scales", *WORDS, "--json", *more]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return found
 
 
 def folded(scales: dict[str, Any]) -> dict[str, Any]:
-    """One moment's scales with the like modules of all blocks in one row, and the shares of each kind of tensor."""
+    """The scales of one moment, with corresponding modules of all blocks in one row, and the shares by kind of
+    tensor."""
     rows: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for tensor in scales["tensors"]:
         rows.setdefault((tensor["folded"], tensor["tensor"], tensor["kind"]), []).append(tensor)
@@ -51,7 +52,8 @@ def folded(scales: dict[str, Any]) -> dict[str, Any]:
 
 
 def shares(scales: dict[str, Any], kind: str) -> dict[str, dict[str, float]]:
-    """By format, what becomes of the values of a kind of tensor: the mean over tensors, weighted by their sizes."""
+    """By format, the shares of a kind of tensor's values that become zero, subnormal or exceed the range: means over
+    tensors, weighted by size."""
     found = [tensor for tensor in scales["tensors"] if tensor["kind"] == kind]
     values = sum(tensor["values"] for tensor in found)
     return {
@@ -64,7 +66,7 @@ def shares(scales: dict[str, Any], kind: str) -> dict[str, dict[str, float]]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """The shares of docs/scales.md."""
+    """The table of shares of docs/scales.md."""
     names = data["scales"][0]["formats"]
     heads = [f"{name.removeprefix('float8_')}: {what}" for name in names for what in ("zero", "subnormal")]
     lines = [f"| | values of | {' | '.join(heads)} |", "| --- " * (2 + len(heads)) + "|"]

@@ -1,9 +1,9 @@
-"""Time and bytes of training a GPT of 10.9M parameters in 16 bits against float32: steps take turns in one process.
+"""Time and bytes of training a GPT of 10.9M parameters in 16 bits relative to float32, interleaved in one process.
 
     python benchmarks/sixteen_bits.py [--keep]
 
-Time is CPU time of one thread, so that neighbours count little; ratios are of the same round, with a 95% interval over
-rounds. Bytes are what autograd keeps for the backward pass, and what stays from step to step.
+Time is CPU time of one thread, so that other load counts little; ratios are within a round, with a 95% interval over
+rounds. Bytes are those of tensors saved for backward, and of tensors that stay from step to step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH, ROUNDS = 16, 12
 
 
 def held(training: Training) -> dict[str, float]:
-    """Bytes of activations kept for the backward pass, and bytes a parameter that stay from step to step."""
+    """Bytes of tensors saved for backward, and persistent bytes per parameter."""
     training.backward()
     kept = measure(training.model, training.optimizer)
     with saving(training.model) as saved:
@@ -40,11 +40,11 @@ def held(training: Training) -> dict[str, float]:
 
 
 def race() -> dict[str, dict[str, Any]]:
-    """By recipe: CPU seconds of a step, its share of fp32's, and bytes."""
+    """By recipe: CPU seconds of a step, their ratio to fp32's, and bytes."""
     runs = {recipe: Training("gpt-small", recipe, BATCH) for recipe in RECIPES}
     seconds: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
     shuffle = random.Random(0).sample
-    for number in range(ROUNDS + 2):  # the first two make states and kernels
+    for number in range(ROUNDS + 2):  # the first two create states and compile kernels
         for recipe in shuffle(RECIPES, len(RECIPES)):
             started = time.process_time()
             runs[recipe].step()

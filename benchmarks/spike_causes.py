@@ -1,4 +1,4 @@
-"""What moved before spikes, planted and natural; and what a longer history of amaxes spares: docs/stability.md.
+"""The tensors that moved before planted and natural loss spikes, and the effect of amax histories: docs/stability.md.
 
     S="--grid lr=3e-3 --grid warmup=20 --grid statistics=1 --grid validations=2 --steps 200 --seeds 3 --jobs 1"
     P=benchmarks/planted.py
@@ -11,7 +11,7 @@
         --grid statistics=1 --grid validations=2 --seeds 2 --steps 120 --model gpt-nano --out NATURAL
     python benchmarks/spike_causes.py [--planted PLANTED ONE] [--jumps JUMPS] [--natural NATURAL] [--keep]
 
---keep writes results/spike_causes.json, the parts measured beside those that are there. `page` makes the tables.
+--keep writes results/spike_causes.json, in which parts that were not measured now stay. `page` makes the tables.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TRUTH: dict[str, tuple[str | None, Sequence[int]]] = {
     "weight": ("weight of norm", ONCE),
     "one": ("input of blocks.1.mlp.2", SELDOM),
 }
-"""By model of `planted`, the tensor that goes wrong and the steps in which it does."""
+"""By model of `planted`: the tensor with the fault, and the steps in which the fault occurs."""
 
 
 def runs(path: Path) -> Iterator[tuple[str, str, int, list[Row]]]:
-    """The runs of a sweep over planted models: the model, the recipe, the seed, the rows."""
+    """The runs of a sweep over planted models: model, recipe, seed, rows of metrics."""
     folder = SweepFolder(path)
     sweep = folder.sweep()
     for point, recipe, seed in sweep.cells():
@@ -60,7 +60,8 @@ def losses(rows: Sequence[Row]) -> list[float]:
 
 
 def planted(paths: Sequence[Path]) -> dict[str, Any]:
-    """By model and recipe: the spikes, and what was named first in the steps in which something went wrong."""
+    """By model and recipe: the numbers of spikes, and how often the tensor named first in a step with a fault is the
+    right one."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         for kind, recipe, _, rows in runs(path):
@@ -79,7 +80,7 @@ def planted(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def natural(path: Path) -> dict[str, Any]:
-    """What moved before the spikes of runs at high rates, beside chance."""
+    """By recipe: how often a tensor moved before the spikes of runs at high rates, and in windows without a spike."""
     found, quiet = causes(path)
     named = {recipe: [one for one in found if one.recipe == recipe] for recipe in quiet}
     return {
@@ -93,7 +94,8 @@ def natural(path: Path) -> dict[str, Any]:
 
 
 def history(path: Path, base: str = "bf16-mixed") -> dict[str, Any]:
-    """By model and recipe: the rise of the loss over bf16's, of the same seed and step, where amaxes jump; spikes."""
+    """By model and recipe: the excess of the loss over bf16's (same seed and step) in steps in which amaxes jump and in
+    other steps, and the numbers of spikes."""
     table = {(kind, recipe, seed): losses(rows) for kind, recipe, seed, rows in runs(path)}
     found: dict[str, Any] = {}
     for kind, recipe in sorted({(kind, recipe) for kind, recipe, _ in table}):
@@ -153,13 +155,13 @@ def page(kept: dict[str, Any]) -> str:
 
 
 def counted(found: dict[str, Any]) -> str:
-    """A share with its interval."""
+    """A count with the interval of its share, as text."""
     ends = found["interval"]
     return f"{found['hits']}/{found['runs']} ({ends['low']:.0%} to {ends['high']:.0%})" if ends else "none"
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the benchmark as the module describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--planted", type=Path, nargs="+", help="folders of sweeps over planted models")
     parser.add_argument("--jumps", type=Path, help="folder of the sweep over histories")

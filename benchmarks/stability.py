@@ -1,4 +1,4 @@
-"""What a sweep over rates and seeds, and one over sizes and tokens, show: docs/stability.md.
+"""The results of a sweep over learning rates and seeds, and of one over sizes and tokens: docs/stability.md.
 
     halfstep sweep --recipes RECIPES --grid lr=0.003,0.03,0.3,1,2 --grid clip=1e9 --grid warmup=20 --grid statistics=1 \
         --grid validations=5 --seeds 12 --steps 100 --model gpt-nano --out RATES
@@ -7,8 +7,8 @@
     halfstep law round SIZES --bits 2,3,4
     python benchmarks/stability.py [--rates RATES] [--sizes SIZES] [--keep]
 
-A sweep that has not ended counts with the seeds that every recipe has ended with at every rate. --keep writes
-results/stability.json, the part measured beside the other one that is there. `page` makes the tables of the page.
+Of an unfinished sweep those seeds count that every recipe has finished at every rate. --keep writes
+results/stability.json, in which a part that was not measured now stays. `page` makes the tables of the page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEPT = RESULTS / "stability.json"
 
 
 def rates(path: Path) -> dict[str, Any]:
-    """The sweep over rates: its seeds that are whole, judged; and fp32 beside itself."""
+    """The verdicts of the sweep over rates, on its complete seeds; and fp32 compared with itself."""
     folder = SweepFolder(path)
     sweep = folder.sweep()
     found = outcomes(folder, sweep)
@@ -60,7 +60,7 @@ def rates(path: Path) -> dict[str, Any]:
 
 
 def control(found: Sequence[Outcome], what: str) -> dict[str, Any]:
-    """fp32's even seeds beside its odd ones: the negative control of the comparisons of shares."""
+    """fp32's even seeds compared with its odd ones: the negative control for comparisons of shares."""
     halves = [[o for o in found if o.recipe == "fp32" and o.seed % 2 == half] for half in (0, 1)]
     hits = [sum(o.status == DIVERGED if what == "diverged" else bool(o.spikes) for o in half) for half in halves]
     even, odd = ((count, len(half)) for count, half in zip(hits, halves, strict=True))
@@ -68,7 +68,7 @@ def control(found: Sequence[Outcome], what: str) -> dict[str, Any]:
 
 
 def sizes(path: Path) -> dict[str, Any]:
-    """The sweep over sizes and tokens: losses, damage after rounding, and both laws fitted."""
+    """The sweep over sizes and tokens: losses, damage of rounding, and the fits of both laws."""
     rows: dict[tuple[float, float, float], list[float]] = {}
     for cell in damages([path]):
         rows.setdefault((cell.parameters, cell.tokens, cell.bits), []).append(cell.damage)
@@ -97,14 +97,15 @@ def sizes(path: Path) -> dict[str, Any]:
 
 
 def widths(found: dict[str, Any]) -> list[float]:
-    """The widths that models were rounded to."""
+    """The numbers of bits that models were rounded to."""
     return sorted({row["bits"] for row in found["damage"]})
 
 
 def slopes(cells: Sequence[Damage], resamples: int = 1000) -> dict[str, Any]:
-    """The exponents of tokens and parameters in the damage at one width, by least squares of logarithms.
+    """The exponents of tokens and parameters in the damage at one number of bits, by least squares on logarithms.
 
-    Intervals are of the runs drawn again. Damages that are not positive have no logarithm: they are counted.
+    Intervals are from resampled runs (bootstrap). Damages that are not positive have no logarithm: they are left out
+    and counted.
     """
     positive = [cell for cell in cells if cell.damage > 0]
     table = np.array([[1.0, math.log(c.tokens), math.log(c.parameters)] for c in positive], dtype=np.float64)
@@ -190,7 +191,7 @@ def _ends(interval: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the benchmark as the module describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=Path, help="folder of the sweep over rates")
     parser.add_argument("--sizes", type=Path, help="folder of the sweep over sizes")

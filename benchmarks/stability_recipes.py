@@ -1,4 +1,4 @@
-"""Recipes of docs/stability.md that no name stands for: `--recipes benchmarks/stability_recipes.py:sixteen`."""
+"""Recipes of docs/stability.md that are not named recipes: `--recipes benchmarks/stability_recipes.py:sixteen`."""
 
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe.named.fp8_delayed import delayed_recipe

@@ -1,4 +1,4 @@
-"""What does halfstep cost? A training step of a 10M-parameter GPT, against the same model in plain torch loops."""
+"""The time of a training step of a 10M-parameter GPT with halfstep, relative to plain torch loops of the same model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9
 
 
 class Plain:
-    """torch's functions, by the names that `halfstep.unit` has them under."""
+    """torch's functions under the names of their counterparts in `halfstep.unit`."""
 
     linear, gelu, layer_norm, embedding = map(staticmethod, (F.linear, F.gelu, F.layer_norm, F.embedding))
     cross_entropy, scaled_dot_product_attention = map(staticmethod, (F.cross_entropy, F.scaled_dot_product_attention))
@@ -55,12 +55,12 @@ class Plain:
 
     @staticmethod
     def residual_add(branch: Tensor, skip: Tensor, *, ratio: float) -> Tensor:
-        """The sum."""
+        """skip + branch."""
         return skip + branch
 
 
 class Written(nn.Module):
-    """A GPT written with functions of either kind: torch's, or the unit-scaled ones."""
+    """A GPT written with either torch's functions or the unit-scaled ones."""
 
     def __init__(self, functions: Any) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Written(nn.Module):
 
 
 def written(functions: Any, tokens: Tensor) -> Callable[[], None]:
-    """A step of such a model in float32, with torch's fused AdamW."""
+    """A function that runs a step of such a model in float32, with torch's fused AdamW."""
     model = Written(functions)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -109,10 +109,10 @@ def written(functions: Any, tokens: Tensor) -> Callable[[], None]:
 
 
 class PlainAttention(Attention):
-    """The same attention through torch alone."""
+    """The same attention in plain torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """torch's own scaled_dot_product_attention."""
+        """Attention by torch's scaled_dot_product_attention."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -120,7 +120,7 @@ class PlainAttention(Attention):
 
 
 def plain(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> Callable[[], None]:
-    """The loop that people write: autocast around forward and loss, torch's fused AdamW."""
+    """A function that runs a step of a usual training loop: autocast around forward and loss, torch's fused AdamW."""
     model = copy.deepcopy(model)
     for block in model.blocks:
         block.attention.__class__ = PlainAttention
@@ -138,7 +138,7 @@ def plain(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> Callab
 
 
 def by_histogram(name: str) -> Recipe:
-    """A recipe with clamps whose quantiles are a histogram's."""
+    """The recipe with the quantiles of its clamps estimated by histograms."""
     recipe = halfstep.get_recipe(name)
 
     def operand(quantizer: Quantizer | None) -> Quantizer | None:
@@ -155,7 +155,7 @@ def by_histogram(name: str) -> Recipe:
 
 
 def prepared(model: nn.Module, tokens: Tensor, recipe: str | Recipe) -> Callable[[], None]:
-    """The same loop through halfstep.prepare."""
+    """A function that runs a step of the same loop with halfstep.prepare."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
@@ -172,7 +172,7 @@ def prepared(model: nn.Module, tokens: Tensor, recipe: str | Recipe) -> Callable
 
 
 def adopted(model: nn.Module, tokens: Tensor) -> Callable[[], None]:
-    """A step of the same loop with the model unit-scaled in place, in float32, as it stands beside `plain`'s."""
+    """A function that runs a step of the same loop in float32, with the model unit-scaled in place."""
     model = copy.deepcopy(model)
     halfstep.unit_scale(
         model, tokens[:, :-1], loss=lambda logits: F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -189,13 +189,13 @@ def adopted(model: nn.Module, tokens: Tensor) -> Callable[[], None]:
 
 
 def float8(model: nn.Module) -> nn.Module:
-    """torchao's float8 training, emulated, of every linear layer but the head."""
+    """The model with torchao's float8 training, emulated, in every linear layer but the head."""
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=_but_the_head)
     return model
 
 
 def mxfp8(model: nn.Module) -> nn.Module:
-    """torchao's MXFP8 training, emulated, of every linear layer but the head."""
+    """The model with torchao's MXFP8 training, emulated, in every linear layer but the head."""
     config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
     quantize_(model, config, filter_fn=_but_the_head)
     return model

@@ -1,11 +1,11 @@
-"""Whether the best learning rate stays where it is as a model grows wider. docs/parametrizations.md.
+"""Whether the best learning rate stays the same as a model grows wider. docs/parametrizations.md.
 
     python benchmarks/transfer.py [--only gpt,mlp] [--parametrizations umup] [--widths 64,128]
     python benchmarks/transfer.py --page
 
 A GPT of 2 layers on the lab's text and an MLP of 4 matrices on its digits, under the standard parametrization, u-muP
-and munit scaling, trained with AdamW at learning rates of a grid of factor 2, which grows until the least loss is not
-at its edge. results/transfer.json holds every run; a run that is there is not run again, so it can be interrupted.
+and munit scaling, are trained with AdamW on a grid of learning rates of factor 2, extended until the least loss is not
+at its edge. results/transfer.json stores every run, so that an interrupted search resumes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ HEAD, CONTEXT, BATCH = 32, 32, 8
 
 @dataclass(frozen=True)
 class Setting:
-    """One kind of model, trained for so many steps, at these widths."""
+    """A kind of model, its data, training steps and widths."""
 
     make: Callable[[str, int], nn.Module]
     batches: Callable[[int], Iterator[tuple[Tensor, Tensor]]]
-    """Inputs and classes of the steps of a seed."""
+    """The inputs and classes of each step, for a seed."""
     held_out: Callable[[], tuple[Tensor, Tensor]]
     steps: int
     warmup: int
     widths: tuple[int, ...]
     start: dict[str, int]
-    """The power of two that the search of the first width begins at."""
+    """By parametrization, the power of two at which the search for the first width starts."""
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def _mlp(parametrization: str, width: int) -> nn.Module:
 
 
 class _UnitLogits(nn.Module):
-    """A model whose logits' gradient is brought to unit scale, as in `UnitGPT`."""
+    """A model whose logits' gradient is scaled to unit size, as in `UnitGPT`."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _UnitLogits(nn.Module):
 
 
 def _standard(model: nn.Module) -> nn.Module:
-    """Matrices from N(0, 1 / fan_in) and biases zero; the GPT's tables stay as GPT-2's, at 0.02."""
+    """The model with matrices from N(0, 1 / fan_in) and zero biases; the GPT's embeddings stay as in GPT-2, at 0.02."""
     rule = unit.get_parametrization("standard")
     roles = unit.roles(model)
     for name, parameter in model.named_parameters():
@@ -161,7 +161,8 @@ def _optimizer(model: nn.Module, parametrization: str, lr: float) -> torch.optim
 
 
 def _trained(name: str, parametrization: str, width: int, lr: float, seed: int, steps: int | None = None) -> nn.Module:
-    """The model after its steps, or the first few of them: a linear warm-up, then a linear decay to zero."""
+    """The trained model, with a linear warm-up and a linear decay to zero; with `steps`, after the first few steps at a
+    constant learning rate."""
     setting = SETTINGS[name]
     torch.manual_seed(seed)
     model = setting.make(parametrization, width)
@@ -187,7 +188,7 @@ def _trained(name: str, parametrization: str, width: int, lr: float, seed: int, 
 
 
 def final(name: str, parametrization: str, width: int, lr: float, seed: int) -> float | None:
-    """The loss at the end: the GPT's on the held-out text, the MLP's on what it was trained on. None: diverged."""
+    """The final loss: the GPT's on held-out text, the MLP's on its training data. None if it diverged."""
     model = _trained(name, parametrization, width, lr, seed)
     with torch.no_grad():
         loss = float(_loss(model.eval(), *SETTINGS[name].held_out()))
@@ -195,7 +196,8 @@ def final(name: str, parametrization: str, width: int, lr: float, seed: int) -> 
 
 
 def sizes(name: str, parametrization: str, width: int, lr: float, steps: int) -> dict[str, float]:
-    """The root mean square of what leaves every matrix, after so many steps at a constant learning rate."""
+    """The root mean squares of the outputs of the last hidden matrix and of the readout, after some steps at a constant
+    learning rate."""
     found: dict[str, float] = {}
     model = _trained(name, parametrization, width, lr, 0, steps)
     kinds = {n: role.kind for n, role in unit.roles(model).items()}
@@ -214,7 +216,7 @@ def sizes(name: str, parametrization: str, width: int, lr: float, steps: int) ->
 
 
 class Runs:
-    """Every run that there is, by name, in results/transfer.json."""
+    """All runs by name, stored in results/transfer.json."""
 
     def __init__(self) -> None:
         path = RESULTS / "transfer.json"
@@ -224,7 +226,7 @@ class Runs:
         keep("transfer", {**self.data, "machine": environment()})
 
     def loss(self, name: str, parametrization: str, width: int, power: int, seed: int) -> float:
-        """The final loss; infinite where the run diverged."""
+        """The final loss of a run, trained if it is missing; infinite if it diverged."""
         key = f"{name} {parametrization} {width} 2^{power} seed {seed}"
         if key not in self.data["runs"]:
             began = time.perf_counter()
@@ -235,8 +237,8 @@ class Runs:
         return math.inf if loss is None else loss
 
     def best(self, name: str, parametrization: str, width: int, start: int, most: int) -> int:
-        """The power of two with the least mean loss, with its neighbours on both sides measured: with one seed first,
-        then with more where it is."""
+        """The power of two with the least mean loss, with both neighbours measured: searched with one seed first, then
+        with more seeds from there."""
         power = start
         for seeds in range(1, most + 1):
             while True:
@@ -260,7 +262,7 @@ class Runs:
 
 
 CHECKED = {"mlp": {"standard": -7, "umup": -3, "munit": -3}, "gpt": {"standard": -7, "umup": -1, "munit": -1}}
-"""The learning rates of the coordinate check, the same at every width."""
+"""The learning rates of the coordinate check as powers of two, the same at every width."""
 
 
 def main() -> None:

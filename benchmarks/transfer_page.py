@@ -1,4 +1,4 @@
-"""The pictures and the table of docs/parametrizations.md, which follow from results/transfer.json."""
+"""The plots and the table of docs/parametrizations.md, generated from results/transfer.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MODELS = {"mlp": "MLP of 4 matrices, digits", "gpt": "GPT of 2 layers, text"}
 BEGIN, END = "<!-- transfer -->\n", "<!-- end of transfer -->\n"
 
 Curves = dict[int, dict[int, list[float]]]
-"""By width and power of two: the losses, one a seed."""
+"""By width and power of two: the losses, one per seed."""
 
 
 def page(data: dict[str, Any]) -> None:
-    """Draw both pictures, and put the table into the page."""
+    """Draw both plots, and insert the table into the page."""
     learning_rates(data, DOCS / "images" / "transfer.png")
     coordinates(data, DOCS / "images" / "transfer_sizes.png")
     file = DOCS / "parametrizations.md"
@@ -32,7 +32,7 @@ def page(data: dict[str, Any]) -> None:
 
 
 def curves(data: dict[str, Any], model: str, parametrization: str) -> Curves:
-    """Every run of one model under one parametrization."""
+    """The losses of one model under one parametrization."""
     found: Curves = {}
     for key, loss in data["runs"].items():
         name, rule, width, power, _, _ = key.split()
@@ -43,8 +43,8 @@ def curves(data: dict[str, Any], model: str, parametrization: str) -> Curves:
 
 
 def best(points: dict[int, list[float]]) -> tuple[int, list[int]] | None:
-    """The power of two with the least mean, among those with the most seeds; and those that are least with some seed.
-    None where it is at the edge."""
+    """The power of two with the least mean loss, among those with the most seeds, and the powers that are best for some
+    seed. None if it is at the edge."""
     most = max(len(losses) for losses in points.values())
     full = {power: losses for power, losses in points.items() if len(losses) == most}
     power = min(full, key=lambda p: sum(full[p]))
@@ -54,7 +54,7 @@ def best(points: dict[int, list[float]]) -> tuple[int, list[int]] | None:
 
 
 def table(data: dict[str, Any]) -> str:
-    """The best learning rate by width."""
+    """The table of best learning rates by width."""
     lines = []
     for model, title in MODELS.items():
         widths = sorted({width for rule in NAMES for width in curves(data, model, rule)})
@@ -79,7 +79,7 @@ def _cell(points: dict[int, list[float]]) -> str:
 
 
 def learning_rates(data: dict[str, Any], file: Path) -> None:
-    """Loss against learning rate, a curve a width; a ring where it is least."""
+    """Plot loss against learning rate, one curve per width, with a ring at the minimum."""
     with matplotlib.rc_context(SETTINGS):
         figure = new_figure(7.0, "Loss against learning rate, by width")
         figure.set_size_inches(10.5, 7.0)
@@ -111,7 +111,7 @@ def learning_rates(data: dict[str, Any], file: Path) -> None:
 
 
 def coordinates(data: dict[str, Any], file: Path) -> None:
-    """The root mean square of the last hidden matrix's output and of the logits, by width, after 10 steps."""
+    """Plot the root mean squares of the last hidden matrix's output and of the logits against width, after 10 steps."""
     with matplotlib.rc_context(SETTINGS):
         figure = new_figure(4.6, "Root mean square after 10 steps at one learning rate, by width")
         figure.set_size_inches(10.5, 4.6)

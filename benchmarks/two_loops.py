@@ -1,4 +1,4 @@
-"""The two training loops that docs/which_bf16.md compares, in plain torch: nothing of halfstep touches them."""
+"""The two training loops that docs/which_bf16.md compares, in plain torch without halfstep."""
 
 from __future__ import annotations
 

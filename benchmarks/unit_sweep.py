@@ -4,9 +4,9 @@
         [--octaves -1,0,1] [--out FOLDER] [--keep] [--plot]
     python benchmarks/unit_sweep.py --table
 
-A run is (case, optimizer, recipe, learning rate, seed); one that has ended in --out is read, and one that was killed
-goes on. --keep writes results/unit_sweep.json: the runs made, beside those that are there. --plot draws
-docs/images/unit_sweep_CASE.png of what was kept. With fewer than three seeds there are no verdicts.
+A run is (case, optimizer, recipe, learning rate, seed); one that has ended in --out is read, and an interrupted one
+resumes. --keep adds the runs to results/unit_sweep.json. --plot draws
+docs/images/unit_sweep_CASE.png from that file. With fewer than three seeds there are no verdicts.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from unit_sweep_plot import picture
 IMAGES = RESULTS.parent.parent / "docs" / "images"
 KEPT = RESULTS / "unit_sweep.json"
 ENOUGH = 3
-"""Seeds, before a verdict is given."""
+"""The fewest seeds for a verdict."""
 EXPONENTS = range(4, 25, 4)
-"""Of the constant loss scales that are searched."""
+"""Powers of two of the constant loss scales that are searched."""
 
 
 def controls() -> dict[str, Recipe]:
     """Recipes that only this comparison needs.
 
-    `fp8-plain`: inputs and weights in E4M3, gradients in E5M2, by plain casts; the rest in fp16, no loss scale.
-    `fp8-cscale` is no such control: it has a loss scale of 512, keeps its weights in fp16, and takes the fnuz formats.
+    `fp8-plain`: inputs and weights in E4M3, gradients in E5M2, by plain casts; the rest in fp16, without a loss scale.
+    `fp8-cscale` is not such a control: it has a loss scale of 512, keeps its weights in fp16, and uses the fnuz
+    formats.
 
-    `unit-fp32`: what the model that is unit-scaled reaches where nothing is rounded.
+    `unit-fp32`: a unit-scaled model without rounding.
 
-    `fp16-scale-N`: fp16 with a constant loss scale of 2^N, a run of the search that unit scaling does without.
+    `fp16-scale-N`: fp16 with a constant loss scale of 2^N, one point of the search that unit scaling makes unnecessary.
     """
     e4m3, e5m2 = Quantizer(formats.get("e4m3fn")), Quantizer(formats.get("e5m2"))
     source = "a control of Blake et al. 2023, arXiv 2303.11257"
@@ -75,31 +76,31 @@ def controls() -> dict[str, Recipe]:
 
 
 def recipe_of(name: str) -> Recipe:
-    """A control, or the recipe of that name."""
+    """The control of that name, or the named recipe."""
     own = controls()
     return own[name] if name in own else get_recipe(name)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a task, and the learning rates that stand in the middle of each grid."""
+    """A model on a task, and the learning rates in the middle of each grid."""
 
     task: str
     make: Callable[[], nn.Module] | None
-    """None takes the task's own model."""
+    """Builds the model; None for the task's own model."""
     rates: Mapping[str, float]
-    """By optimizer."""
+    """Learning rates by optimizer."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of the experiment."""
+    """Fields of the experiment."""
 
 
 UNIT = {"adamw": 2**4, "adam": 2**4, "lion": 2**4, "lamb": 1, "sgd": 2**-3}
-"""By optimizer, how far the middle of the grid moves for unit-scaled models, whose weights are of size 1. LAMB's steps
-are in proportion to the weights already."""
+"""By optimizer, the factor of the grid's middle for unit-scaled models, whose weights are of size 1. LAMB's steps are
+proportional to the weights already."""
 RATES = {"adamw": 2**-9, "adam": 2**-9, "sgd": 2**-2, "lion": 2**-12, "lamb": 2**-7}
 _LEAN = {"validations": 1, "statistics": 1, "checkpoints": 4, "clip": 1e9}
-"""Nothing is clipped: unit-scaled gradients of weights are of size 1 each, and a clip to a norm of 1 would divide them
-by the root of their number, in each step by another."""
+"""Nothing is clipped: each unit-scaled weight gradient is of size 1, and a clip to a norm of 1 would divide them by the
+root of their number, which differs between steps."""
 
 # Gradients shrink with batch x context, which a mean loss divides by: 16,384 and 8,192 tokens make those of queries and
 # keys zero in fp16 at the start, so that attention learns late.
@@ -122,7 +123,7 @@ CASES = {
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """One run, and the loss that it ended with; None where it diverged."""
+    """One run and its final loss; None if it diverged."""
 
     case: str
     optimizer: str
@@ -133,25 +134,25 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str, str, float, int]:
-        """What it is a run of."""
+        """The fields that identify the run."""
         return self.case, self.optimizer, self.recipe, self.lr, self.seed
 
 
 @dataclass(frozen=True)
 class Best:
-    """How a recipe does at the learning rate that is best for it."""
+    """A recipe's results at its best learning rate."""
 
     lr: float
     losses: Mapping[int, float]
-    """By seed."""
+    """Losses by seed."""
     at_edge: bool
-    """Whether the best rate is the smallest or the largest that was tried: a better one may lie beyond."""
+    """Whether the best rate is the smallest or the largest one tried, so that a better one may exist beyond."""
     runs: int
     diverged: int
 
     @property
     def mean(self) -> float:
-        """The mean over seeds."""
+        """The mean loss over seeds."""
         return statistics.fmean(self.losses.values())
 
 
@@ -165,7 +166,7 @@ def experiment(case: Case, optimizer: str, lr: float, seeds: int) -> Experiment:
 def runs(
     name: str, optimizer: str, recipes: Sequence[str], octaves: Sequence[int], seeds: int, out: Path
 ) -> Iterator[Run]:
-    """Train what is not trained yet of a case under an optimizer."""
+    """The runs of a case under an optimizer; missing ones are trained."""
     case, known = CASES[name], {recipe: recipe_of(recipe) for recipe in recipes}
     for octave, scaled in product(octaves, (False, True)):
         some = {recipe: each for recipe, each in known.items() if each.unit_scaled == scaled}
@@ -177,10 +178,8 @@ def runs(
 
 
 def best(found: Iterable[Run]) -> Best | None:
-    """Of one recipe's runs, those at the rate whose mean loss is the smallest among rates where no seed diverged.
-
-    None where a seed diverged at every rate.
-    """
+    """A recipe's results at the rate with the least mean loss, among rates at which no seed diverged; None if a seed
+    diverged at every rate."""
     by_rate: dict[float, dict[int, float | None]] = {}
     for run in found:
         by_rate.setdefault(run.lr, {})[run.seed] = run.loss
@@ -198,7 +197,8 @@ def best(found: Iterable[Run]) -> Best | None:
 
 
 def verdict(found: Best | None, fp32: Best | None) -> str:
-    """The recipe at its best rate against fp32 at its own, as `halfstep compare` judges; nothing under three seeds."""
+    """The recipe at its best rate compared with fp32 at its best, as `halfstep compare` judges; no verdict with fewer
+    than three seeds."""
     if found is None:
         return "diverged at every rate"
     if fp32 is None or len(found.losses.keys() & fp32.losses.keys()) < ENOUGH:
@@ -216,7 +216,7 @@ def grouped(found: Iterable[Run]) -> dict[tuple[str, str], dict[str, list[Run]]]
 
 
 def table(found: Iterable[Run]) -> str:
-    """Every recipe at its best learning rate, a row each."""
+    """The table of recipes at their best learning rates, one row each."""
     lines = [
         "| case | optimizer | recipe | best rate | loss | verdict | runs |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -235,8 +235,8 @@ def table(found: Iterable[Run]) -> str:
 
 
 def summary(found: Iterable[Run]) -> dict[str, dict[str, float]]:
-    """Every recipe at its best learning rate, and with three seeds its mean loss relative to fp32's and to unit-fp32's,
-    each at its own best, with 95% intervals over pairs of a seed."""
+    """Every recipe at its best learning rate; with three seeds also its mean loss relative to fp32's and to
+    unit-fp32's, each at its own best, with 95% intervals over paired seeds."""
     rows: dict[str, dict[str, float]] = {}
     for (case, optimizer), recipes in grouped(found).items():
         at = {recipe: each for recipe, runs in recipes.items() if (each := best(runs)) is not None}
@@ -257,7 +257,7 @@ def kept() -> list[Run]:
 
 
 def keep(found: Sequence[Run]) -> None:
-    """Write runs beside those that are kept of other points of the grid."""
+    """Add the runs to results/unit_sweep.json."""
     every = {run.key: run for run in [*kept(), *found]}
     cases = {name: dict(case.fields) | {"task": case.task} for name, case in CASES.items()}
     data = {
@@ -270,7 +270,7 @@ def keep(found: Sequence[Run]) -> None:
 
 
 def main() -> None:
-    """Run, print, and write what is asked for."""
+    """Train, print, and write what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="gpt,bert")
     parser.add_argument("--optimizers", default="adamw")

@@ -1,4 +1,4 @@
-"""Final loss against the learning rate, a line for each recipe."""
+"""A plot of final loss against learning rate, with a line for each recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from halfstep.lab.report.results import FAINT, INK, SETTINGS, looks
 
 
 def picture(case: str, found: Mapping[str, Mapping[str, Sequence[Any]]]) -> Figure:
-    """A panel for each optimizer: the mean over seeds, a bar from the smallest to the largest; crosses on top diverged.
+    """A panel for each optimizer: means over seeds, with bars from the smallest to the largest loss; crosses at the top
+    mark rates at which a seed diverged.
 
     Args:
         found: by optimizer and recipe, the runs, which have `lr` and `loss`.

@@ -1,10 +1,10 @@
-"""model.to(bfloat16) or autocast? Both loops and every bf16 recipe, three seeds each, beside fp32.
+"""model.to(bfloat16) or autocast? Both loops and every bf16 recipe with three seeds each, compared with fp32.
 
     python benchmarks/which_bf16.py [--keep | --pages] [--steps N] [--out FOLDER]
 
---keep writes results/which_bf16.json, docs/which_bf16.md and docs/zeroed.md; --pages writes the pages from what is
-kept, and trains nothing. `ledger.py betas` has the table of both betas, `which_bf16_finetune.py` fine-tuning. An
-interrupted run goes on where it was.
+--keep writes results/which_bf16.json, docs/which_bf16.md and docs/zeroed.md; --pages writes the pages from the
+results, without training. `ledger.py betas` measures the table of both betas, `which_bf16_finetune.py` fine-tuning. An
+interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Rows = list[dict[str, Any]]
 
 
 def looks(results: Results, recipe: str) -> list[Rows]:
-    """The statistics rows of a recipe, one list a step looked at, with every seed's row."""
+    """The statistics rows of a recipe: for each step recorded, the rows of all seeds."""
     runs = results.runs[recipe].values()
     return [list(rows) for rows in zip(*([r for r in run if r["kind"] == "statistics"] for run in runs), strict=True)]
 
 
 def descent(at: list[Rows]) -> Rows:
-    """Quality and lost share at each step looked at, the mean over seeds."""
+    """Descent quality and lost share at each step recorded, means over seeds."""
     return [
         {"step": rows[0]["step"]}
         | {name: statistics.fmean(row[name] for row in rows) for name in ("quality", "lost_share")}
@@ -58,7 +58,7 @@ def descent(at: list[Rows]) -> Rows:
 
 
 def recipe_figures(results: Results) -> dict[str, Any]:
-    """Every recipe's verdict with its descent."""
+    """Every recipe's verdict and descent."""
     found = {}
     for v in results.verdicts:
         rows = [[{"step": r["step"], **r["descent"]} for r in step] for step in looks(results, v.recipe)]
@@ -67,7 +67,7 @@ def recipe_figures(results: Results) -> dict[str, Any]:
 
 
 def loop_figures(out: Path, task: str, fp32: dict[int, float]) -> dict[str, Any]:
-    """The same of the plain loops."""
+    """The plain loops' verdicts and descent."""
     found = {}
     for loop in LOOPS:
         runs = read_loop(out, task, loop)
@@ -88,7 +88,7 @@ def loop_figures(out: Path, task: str, fp32: dict[int, float]) -> dict[str, Any]
 
 
 def zeroed_figures(results: Results) -> dict[str, Any]:
-    """Shares that a cast makes zero in fp32's runs, by what and by format, one figure a step looked at."""
+    """The shares that a cast rounds to zero in fp32's runs, by tensor kind and format, one figure per step recorded."""
     at = looks(results, "fp32")
 
     def mean(of: Callable[[dict[str, Any]], float]) -> list[float]:
@@ -110,7 +110,7 @@ def zeroed_figures(results: Results) -> dict[str, Any]:
 
 
 def step_of(experiment: Experiment, recipe: str) -> Callable[[], None]:
-    """One training step of a recipe."""
+    """A function that runs one training step under a recipe."""
     task = get_task(experiment.task).open(experiment)
     model = build_model(experiment.model, task.models(), 0)
     plain, _ = set_up(experiment, model)
@@ -128,7 +128,7 @@ def step_of(experiment: Experiment, recipe: str) -> Callable[[], None]:
 
 
 def loop_step(experiment: Experiment, loop: str) -> Callable[[], object]:
-    """One training step of a plain loop."""
+    """A function that runs one training step of a plain loop."""
     task = get_task(experiment.task).open(experiment)
     model = build_model(experiment.model, task.models(), 0)
     losses: Iterator[Any] = LOOPS[loop](model, repeat(pair(task.batch(0, 1))), partial(set_up, experiment))
@@ -136,7 +136,7 @@ def loop_step(experiment: Experiment, loop: str) -> Callable[[], object]:
 
 
 def times(experiment: Experiment) -> dict[str, float]:
-    """A training step's time over fp32's: everything interleaved on one thread, medians of the rounds' ratios."""
+    """The time of a training step relative to fp32's, interleaved on one thread: medians over rounds of the ratios."""
     runs: dict[str, Callable[[], Any]] = {recipe: step_of(experiment, recipe) for recipe in experiment.recipes}
     runs |= {loop: loop_step(experiment, loop) for loop in LOOPS}
     seconds = timings(runs, ROUNDS)
@@ -144,7 +144,7 @@ def times(experiment: Experiment) -> dict[str, float]:
 
 
 def gather(steps: int, out: Path) -> dict[str, Any]:
-    """Everything that the pages show."""
+    """All data that the pages show."""
     data: dict[str, Any] = {"machine": environment(), "steps": steps, "seeds": SEEDS, "tasks": {}}
     for task, experiment in experiments_of(steps).items():
         results = load(opened(experiment, out).folder)
@@ -193,7 +193,7 @@ def pages(data: dict[str, Any]) -> dict[str, str]:
 
 
 def write(texts: dict[str, str]) -> None:
-    """Write them, and draw the picture of fine-tuning."""
+    """Write the pages, and draw the plot of fine-tuning."""
     plot(json.loads((RESULTS / "which_bf16_finetune.json").read_text()), DOCS / "images" / "finetune.png")
     for name, text in texts.items():
         (DOCS / name).write_text(text)

@@ -1,4 +1,4 @@
-"""The part of docs/which_bf16.md on beta2, from what `ledger.py betas` keeps."""
+"""The section of docs/which_bf16.md on beta2, from the results of `ledger.py betas`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Fine-tuning in 16 bits with and without masters: the share of fp32's improvement that arrives; a part of a page.
+"""Fine-tuning in 16 bits with and without masters: the share of fp32's improvement that each recipe reaches.
 
     python benchmarks/which_bf16_finetune.py [--keep] [--out FOLDER]
 
 A small GPT that was pre-trained on Python's standard library is fine-tuned on the READMEs of the packages that are
-installed beside halfstep, at rates of fine-tuning: there an update is small beside its weight, and a 16-bit weight
-without a master rounds it away. --keep writes results/which_bf16_finetune.json; `which_bf16.py --pages` then writes the
-page. An interrupted run goes on where it was.
+installed beside halfstep, at rates usual in fine-tuning, where updates are small relative to weights, so that a 16-bit
+weight without a master loses them. --keep writes results/which_bf16_finetune.json; `which_bf16.py --pages` writes the
+page. An interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measured(out: Path) -> dict[str, Any]:
 
 
 def shares(before: float, losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
-    """Of each recipe, the mean share of fp32's improvement with the same seed, and its 95% interval."""
+    """By recipe, the mean share of fp32's improvement with the same seed, and its 95% interval."""
     found = {}
     for name, values in losses.items():
         each = [
@@ -125,7 +125,7 @@ COLOURS = ("#0072b2", "#d55e00")
 
 
 def plot(data: dict[str, Any], file: Path) -> None:
-    """Each recipe's share of fp32's improvement, a colour a rate: seeds as dots, intervals as lines."""
+    """Plot each recipe's share of fp32's improvement, one colour per rate: seeds as dots, intervals as lines."""
     rates = data["rates"]
     names = [name for name in next(iter(rates.values()))["shares"] if name != "fp32"]
     with matplotlib.rc_context(SETTINGS):
@@ -151,7 +151,7 @@ def plot(data: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    """Train what is not trained yet, print, and with --keep write."""
+    """Train the runs that are missing, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/which_bf16_finetune"))

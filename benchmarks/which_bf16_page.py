@@ -1,4 +1,4 @@
-"""The words of docs/which_bf16.md and docs/zeroed.md, which follow from the figures."""
+"""The text of docs/which_bf16.md and docs/zeroed.md, generated from the results."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def which_bf16(data: Figures, betas: Figures, tuned: Figures) -> str:
 
 
 def verdict(data: Figures) -> list[str]:
-    """The answer in words."""
+    """The lines of the verdict."""
     lm, vision = data["tasks"]["lm"], data["tasks"]["vision"]
     rows, loops, other = lm["recipes"], lm["loops"], vision["loops"][PURE]
     fits = {name for name, row in {**rows, **loops}.items() if row["status"] == "matches"}
@@ -131,7 +131,7 @@ def verdict(data: Figures) -> list[str]:
 
 
 def tuned_verdict(tuned: Figures) -> list[str]:
-    """What fine-tuning adds to the answer."""
+    """The lines of the verdict on fine-tuning."""
     rate, found = next(iter(tuned["rates"].items()))
     without, cure = found["shares"]["bf16-nomaster"], found["shares"]["bf16-stochastic"]
     return item(
@@ -141,7 +141,7 @@ def tuned_verdict(tuned: Figures) -> list[str]:
 
 
 def notes(rule: str, at: list[int]) -> list[str]:
-    """How to read the tables."""
+    """The lines that explain the tables."""
     return [
         *item(f"*Verdict*: {rule}" + ("" if "interval" in rule else OLDER)),
         *item(KAHAN),
@@ -168,7 +168,7 @@ def notes(rule: str, at: list[int]) -> list[str]:
 
 
 def item(text: str) -> list[str]:
-    """One item of a list, in lines."""
+    """One list item, wrapped to lines."""
     return textwrap.wrap(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -183,12 +183,12 @@ def gap(row: Figures) -> str:
 
 
 def total(row: Figures) -> float:
-    """Bytes a parameter, what lives inside a pass apart."""
+    """Bytes per parameter, without those that only exist during a pass."""
     return float(sum(v for role, v in row["bytes_per_parameter"].items() if role != "transient"))
 
 
 def cells(row: Figures) -> str:
-    """Verdict, loss, gap, bytes."""
+    """The table cells for verdict, loss, gap and bytes."""
     loss = "" if row["final_loss"] is None else f"{row['final_loss']:.4f}"
     kept = [f"{v:g}" for role, v in row["bytes_per_parameter"].items() if v and role != "transient"]
     return f"{row['status']} | {loss} | {gap(row)} | {'+'.join(kept)} = {total(row):g}"
@@ -200,25 +200,25 @@ def qualities(row: Figures) -> str:
 
 
 def shown(values: list[Any]) -> list[Any]:
-    """Of the steps looked at the first, the last but one and the last."""
+    """The first, the last but one and the last of the recorded steps."""
     return [values[0], *values[-2:]]
 
 
 def share(value: float) -> str:
-    """A share in percent, with as many digits as it takes to tell it from none and from all."""
+    """A share in percent, with enough digits to distinguish it from 0% and 100%."""
     if value in (0, 1):
         return f"{value:.0%}"
     return f"{value:.1%}" if 0.001 <= value < 0.9995 else f"{value:.2%}" if value > 0.5 else f"{value:.0e}"
 
 
 def code() -> str:
-    """The loops as they ran: their file, without its first lines and its last."""
+    """The source of both loops, without imports and the table of loops."""
     source = inspect.getsource(two_loops)
     return source[source.index("from collections") : source.index("\n\nLOOPS")]
 
 
 def machine(data: Figures) -> str:
-    """Where, and how large."""
+    """A sentence on the machine, the model and its size."""
     lm, where = data["tasks"]["lm"], data["machine"]
     experiment = lm["experiment"]
     return textwrap.fill(

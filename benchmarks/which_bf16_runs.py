@@ -1,4 +1,4 @@
-"""The training runs behind docs/which_bf16.md: recipes through the lab, the two plain loops by themselves."""
+"""The training runs behind docs/which_bf16.md: recipes in the lab, and the two plain loops."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ RECIPES = (
 )  # fmt: skip
 SEEDS = 3
 TASKS = ("lm", "vision")
-"""What the loops are trained on, the recipes on the first; vision has inputs that x.to(bfloat16) changes."""
+"""The tasks of the loops; recipes are trained on the first. vision has float inputs, which x.to(bfloat16) changes."""
 
 
 def experiments(steps: int) -> dict[str, Experiment]:
-    """By task; lm with all recipes, vision with fp32 for its band."""
+    """The experiments by task: lm with all recipes, vision with fp32 only, for its band."""
     recipes: dict[str, tuple[str, ...]] = {"lm": RECIPES, "vision": ("fp32",)}
     return {t: experiment_for(t, recipes=recipes[t], steps=steps, seeds=SEEDS, validations=3) for t in TASKS}
 
 
 def opened(experiment: Experiment, out: Path) -> Comparison:
-    """The experiment in its folder, new or not."""
+    """The experiment in its folder, created or resumed."""
     folder = out / experiment.task
     return open_experiment(experiment, folder, resume=(folder / "experiment.json").is_file())
 
 
 def train_all(steps: int, out: Path) -> None:
-    """Train what is not trained yet, one thread a run, as many runs at a time as there are processors."""
+    """Train the runs that are missing, with one thread each and as many processes as there are processors."""
     chosen = experiments(steps)
     for experiment in chosen.values():
         opened(experiment, out)
@@ -63,7 +63,7 @@ def train_all(steps: int, out: Path) -> None:
 
 
 def one_thread() -> None:
-    """The runs share the processors between them."""
+    """Use one thread in this process, since as many runs as processors run at once."""
     torch.set_num_threads(1)
 
 
@@ -72,7 +72,7 @@ def _call(job: partial[None]) -> None:
 
 
 def recipe_run(experiment: Experiment, out: Path, recipe: str, seed: int) -> None:
-    """One run of the lab; one that has ended is left alone."""
+    """Train one run of the lab, unless it has ended."""
     comparison = opened(experiment, out)
     build = partial(build_model, experiment.model, comparison.task.models())
     folder = comparison.folder.run(recipe, seed)
@@ -80,12 +80,13 @@ def recipe_run(experiment: Experiment, out: Path, recipe: str, seed: int) -> Non
 
 
 def loop_file(out: Path, task: str, loop: str, seed: int) -> Path:
-    """Where what a plain loop's run came to is kept."""
+    """The path of a plain loop's result."""
     return out / "loops" / f"{task} {loop} {seed}.json"
 
 
 def loop_run(experiment: Experiment, out: Path, loop: str, seed: int) -> None:
-    """One run of a plain loop: the same first weights, batches and schedule as the recipes' of that seed."""
+    """Train one run of a plain loop, with the same initial weights, batches and schedule as the recipes' runs of that
+    seed."""
     file = loop_file(out, experiment.task, loop, seed)
     if file.is_file():
         return
@@ -103,13 +104,13 @@ def loop_run(experiment: Experiment, out: Path, loop: str, seed: int) -> None:
 
 
 def read_loop(out: Path, task: str, loop: str) -> dict[int, dict[str, Any]]:
-    """What the runs that have ended came to, by seed."""
+    """The results of a loop's runs that have ended, by seed."""
     files = {seed: loop_file(out, task, loop, seed) for seed in range(SEEDS)}
     return {seed: read_json(file) for seed, file in files.items() if file.is_file()}
 
 
 def batches(task: Task, experiment: Experiment, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(x, y) of every step."""
+    """(x, y) for every step."""
     return (pair(task.batch(seed, step)) for step in range(1, experiment.steps + 1))
 
 
@@ -121,7 +122,7 @@ def pair(batch: Batch) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def held_out(model: nn.Module, task: Task, autocasts: bool) -> float:
-    """The validation loss: the model as it was trained, its logits widened to float32."""
+    """The validation loss, in the precision of training, with logits widened to float32."""
     dtype = next(model.parameters()).dtype
     losses = []
     for x, y in map(pair, task.held_out()):
@@ -134,7 +135,7 @@ def held_out(model: nn.Module, task: Task, autocasts: bool) -> float:
 def set_up(
     experiment: Experiment, model: nn.Module, found: dict[str, Any] | None = None
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """torch's AdamW over the experiment's groups with its schedule, watched if `found` is given."""
+    """torch's AdamW with the experiment's parameter groups and schedule, watched if `found` is given."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -150,7 +151,8 @@ def set_up(
 
 
 class Watch:
-    """Writes the bytes a parameter, and the descent of every step looked at, into `found`. Changes nothing."""
+    """Records the bytes per parameter, and the descent of the steps due for statistics, in `found`, without changing
+    the run."""
 
     def __init__(
         self, experiment: Experiment, model: nn.Module, optimizer: torch.optim.AdamW, found: dict[str, Any]
@@ -161,7 +163,7 @@ class Watch:
         optimizer.register_step_post_hook(lambda *_: self.after())
 
     def before(self, optimizer: torch.optim.AdamW) -> None:
-        """Take a float32 step beside the optimizer's."""
+        """Compute a float32 step on copies before the optimizer's step."""
         self.step += 1
         if self.step == 2:
             self.found["bytes"] = asdict(measure(self.model, optimizer))
@@ -179,7 +181,7 @@ class Watch:
         self.wanted = [wide[p].detach() - old for p, old in zip(self.trained, self.old, strict=True)]
 
     def after(self) -> None:
-        """Compare what moved with what was wanted."""
+        """Compare the optimizer's update with the float32 one."""
         if not self.looking:
             return
         total = Arrival()

@@ -1,10 +1,10 @@
-"""Every recipe on one small Llama: bytes a parameter, loss beside fp32's, time of a step. docs/which_optimizer.md.
+"""Every recipe on one small Llama: bytes per parameter, loss against fp32's, step time. docs/which_optimizer.md.
 
     python benchmarks/which_optimizer.py [--keep] [--out FOLDER] [--recipes A,B] [--times]
     python benchmarks/which_optimizer.py --page
 
---keep writes results/which_optimizer.json: of the recipes named, beside those that are there. An interrupted run goes
-on where it was. --times measures the times, which want a machine without neighbours.
+--keep adds the results of the recipes named to results/which_optimizer.json. An interrupted run
+resumes. --times measures step times, for which the machine should be idle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS, SEEDS, ROUNDS = 200, 3, 9
 
 
 def experiment() -> Experiment:
-    """The runs: few steps, as every recipe is trained with every seed."""
+    """The experiment: few steps, since every recipe is trained with every seed."""
     return experiment_for(
         "lm",
         recipes=("fp32",),
@@ -50,13 +50,14 @@ def experiment() -> Experiment:
 
 
 def recipe_of(name: str) -> Recipe:
-    """The recipe of that name. GaLore takes its step whole, since the learning rate here is that of the others."""
+    """The recipe of that name; GaLore with a scale of 1, since the learning rate is that of the other recipes."""
     recipe = get_recipe(name)
     return recipe if recipe.projection is None else replace(recipe, projection=replace(recipe.projection, scale=1.0))
 
 
 def bytes_of(name: str) -> BytesPerParameter:
-    """Bytes a parameter by role: of a large weight; where they depend on its shape, measured on the model at hand."""
+    """Bytes per parameter by role, for a large weight; for GaLore, where they depend on the shape, measured on this
+    model."""
     recipe = get_recipe(name)
     if recipe.projection is None:
         return recipe.bytes_per_parameter()
@@ -66,7 +67,7 @@ def bytes_of(name: str) -> BytesPerParameter:
 
 
 def rows(losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
-    """By recipe: bytes a parameter by role, the losses, and the difference from fp32's."""
+    """By recipe: bytes per parameter by role, losses, and the difference to fp32."""
     finals = {name: {n: v for n, v in enumerate(values) if v is not None} for name, values in losses.items()}
     found = {}
     for name, values in losses.items():
@@ -84,7 +85,7 @@ def rows(losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
 
 
 class Training:
-    """The model under a recipe, and a step of it: forward, backward, update."""
+    """The model under a recipe, and its training step."""
 
     def __init__(self, name: str) -> None:
         told = experiment()
@@ -107,13 +108,13 @@ class Training:
 
 
 def times(names: list[str]) -> dict[str, float]:
-    """By recipe: the time of a step as a multiple of fp32's in the same round, the median over rounds."""
+    """By recipe: the time of a step relative to fp32's in the same round, the median over rounds."""
     seconds = timings({name: Training(name).step for name in names}, ROUNDS)
     return {name: ratio(seconds, name, "fp32") for name in names}
 
 
 def main() -> None:
-    """Train what is named, or everything; write what is asked."""
+    """Train the recipes named, or all; write what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The words and the picture of docs/which_optimizer.md, which follow from the figures."""
+"""The text and the plot of docs/which_optimizer.md, generated from the results."""
 
 from __future__ import annotations
 
@@ -111,17 +111,17 @@ def page(data: Figures) -> str:
 
 
 def states(recipe: Recipe) -> float:
-    """The bytes of a parameter's states."""
+    """Bytes per parameter of optimizer states."""
     return recipe.bytes_per_parameter().states
 
 
 def total(row: Row) -> float:
-    """Bytes a parameter."""
+    """Bytes per parameter."""
     return float(sum(row["bytes"].values()))
 
 
 def answer(data: Figures) -> list[str]:
-    """For each device, what fits in half of it: the cheapest recipes that match."""
+    """The lines of the answer: the cheapest recipes that match fp32, and what fits into half of each device."""
     fits = sorted((total(row), name) for name, row in data["rows"].items() if row["status"] == "matches")
     ruined = [name for name, row in data["rows"].items() if row["status"] in ("degrades", "diverged")]
     unclear = [name for name, row in data["rows"].items() if row["status"] == "cannot tell"]
@@ -147,7 +147,7 @@ def answer(data: Figures) -> list[str]:
 
 
 def quoted(names: list[str]) -> str:
-    """A list of recipes."""
+    """Recipes' names in quotes, as a list."""
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -167,7 +167,7 @@ def line(name: str, row: Row, times: dict[str, float]) -> str:
 
 
 def plot(data: Figures, file: Path) -> None:
-    """Bytes a parameter against the loss beside fp32's, coloured by the time of a step; marks tell the verdict."""
+    """Plot bytes per parameter against the gap to fp32's loss, coloured by step time, with a mark for each verdict."""
     rows = {name: row for name, row in data["rows"].items() if row["gap"] is not None}
     with matplotlib.rc_context(SETTINGS):
         figure = new_figure(5.2, "Bytes a parameter against loss, every recipe on a small Llama")
@@ -199,7 +199,8 @@ def plot(data: Figures, file: Path) -> None:
 
 
 def _label(axes: Any, rows: dict[str, Row]) -> None:
-    """Names to the right of their points, those of a column one above the other; of a crowded one, the outer ones."""
+    """Label the points to their right, with names of one column above each other; in a crowded column only the
+    outermost."""
     columns: dict[int, list[str]] = {}
     for name, row in rows.items():
         columns.setdefault(round(total(row)), []).append(name)

@@ -1,10 +1,10 @@
-"""Gradients over a link: bytes by the interface's counters, time at given rates, and from which rate on few bits pay.
+"""Gradient reductions over a link: bytes sent, times by link rate, and the rates below which few bits are faster.
 
     python benchmarks/wire.py [--keep]
 
-Two ranks stand in network namespaces of this machine, joined by a veth pair whose rate `tc` limits; that needs root.
-The bytes are what the interface sent. Time over the link is wall-clock time, of kinds that take turns in one process;
-the compute of a reduction is CPU time of one thread, of one rank of several in one process.
+Two ranks run in network namespaces of this machine, connected by a veth pair whose rate `tc` limits; this needs root.
+Bytes are from the interface's counters. Time over the link is wall-clock time, of kinds interleaved in one process;
+the compute of a reduction is the CPU time of one rank, on one thread, with the others simulated.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SENT: dict[str, Communication | None] = {
 
 
 def main() -> None:
-    """Measure, print, and keep the figures where asked."""
+    """Measure, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="write the figures to benchmarks/results")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def tables(kept: dict[str, Any]) -> str:
-    """The two tables of docs/distributed.md: below which rates few bits are faster, and times over a link."""
+    """The two tables of docs/distributed.md: link rates below which few bits are faster, and times over a link."""
     lines = ["| gradients | ranks | bytes sent | compute, ns | faster than fp32 below | faster than bf16 below |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for ranks, found in kept["compute"].items():
@@ -93,7 +93,8 @@ def tables(kept: dict[str, Any]) -> str:
 
 
 def break_even(ranks: int) -> dict[str, Any]:
-    """CPU seconds of one rank's part in a reduction, in ns an element, and the rates in Gbit/s below which it pays."""
+    """By kind: one rank's CPU time in a reduction in ns per element, bytes sent per element, and the link rates in
+    Gbit/s below which the kind is faster than fp32 and bf16."""
     found: dict[str, Any] = {}
     for name, communication in SENT.items():
         if communication is None or communication.gradients is None:
@@ -107,7 +108,7 @@ def break_even(ranks: int) -> dict[str, Any]:
             for out, given, _ in mean_steps(values, storage, exchange, residual):
                 elapsed = time.process_time()
                 out.view(ranks, -1).copy_(given if given.dim() > 1 else given.expand(ranks, -1))
-                started += time.process_time() - elapsed  # what is received is there
+                started += time.process_time() - elapsed  # does not count the simulated messages
             spent.append(time.process_time() - started)
             values.normal_()
         seconds = min(spent) / SIZE
@@ -125,7 +126,7 @@ def break_even(ranks: int) -> dict[str, Any]:
 
 @contextmanager
 def link(rate: int | None) -> Iterator[None]:
-    """Two network namespaces with a pair of interfaces, `hs0` at 10.77.0.1 and `hs1` at 10.77.0.2."""
+    """A context with two network namespaces connected by interfaces, `hs0` at 10.77.0.1 and `hs1` at 10.77.0.2."""
     commands = [f"ip netns add {name}" for name in NAMES]
     commands += [f"ip link add hs0 netns {NAMES[0]} type veth peer name hs1 netns {NAMES[1]}"]
     for rank, name in enumerate(NAMES):
@@ -143,9 +144,8 @@ def link(rate: int | None) -> Iterator[None]:
 
 
 def over_a_link(rate: int | None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """By kind of message: bytes an element that a rank's interface sent in a reduction, seconds of a reduction and of a
-    DDP step, and CPU seconds of the whole process for them, medians over rounds; and fp32's over them, round by round.
-    """
+    """By kind: bytes per element that a rank's interface sent in a reduction; wall-clock and CPU seconds of a reduction
+    and of a DDP step, medians over rounds; and the median ratios of fp32's times to them in the same rounds."""
     with link(rate), tempfile.TemporaryDirectory() as folder:
         started = []
         for rank, name in enumerate(NAMES):
@@ -173,7 +173,7 @@ def over_a_link(rate: int | None, rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def worker(rank: int, rounds: int) -> None:
-    """A rank: measures by kind, and rank 0 writes what it found."""
+    """Run one rank's measurements; rank 0 writes the results."""
     torch.set_num_threads(1)
     folder = os.environ["FOLDER"]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -181,7 +181,7 @@ def worker(rank: int, rounds: int) -> None:
     steps = {name: _step(communication) for name, communication in SENT.items()}
     timed = ("seconds", "step", "seconds_cpu", "step_cpu")
     found: dict[str, dict[str, Any]] = {name: {what: [] for what in timed} for name in SENT}
-    for number in range(rounds + 1):  # the first makes kernels and buffers
+    for number in range(rounds + 1):  # the first compiles kernels and allocates buffers
         for what, runs in (("seconds", kinds), ("step", steps)):
             for name, run in runs.items():
                 dist.barrier()
@@ -212,7 +212,7 @@ def _sent(rank: int) -> int:
 
 
 def _reduction(communication: Communication | None) -> Callable[[], None]:
-    """A mean over the ranks of `SIZE` elements."""
+    """A function that runs a mean over the ranks of `SIZE` elements."""
     values = torch.randn(SIZE)
     if communication is None or communication.gradients is None:
         return lambda: dist.all_reduce(values)  # type: ignore[return-value]
@@ -226,7 +226,7 @@ def _reduction(communication: Communication | None) -> Callable[[], None]:
 
 
 def _step(communication: Communication | None) -> Callable[[], None]:
-    """A step of a model of 4.2 million parameters under DDP, of a batch of 8."""
+    """A function that runs a training step under DDP of a model of 4.2 million parameters, with a batch of 8."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     model = DistributedDataParallel(nn.Sequential(*layers))

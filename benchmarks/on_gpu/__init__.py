@@ -1,1 +1,1 @@
-"""The sections of `benchmarks/gpu.py`: each gives rows, which are measured one by one while there is time."""
+"""The sections of `benchmarks/gpu.py`: each yields rows, which are measured one by one while there is time."""

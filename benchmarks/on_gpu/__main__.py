@@ -1,4 +1,4 @@
-"""One section in a process of its own: `benchmarks/gpu.py` starts it, and again where a row lost the GPU."""
+"""Measure one section in its own process: `benchmarks/gpu.py` starts it, and restarts it after a row loses the GPU."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ SECTIONS = {
     "machine": "machine", "correctness": "correctness", "probes": "probes", "casts": "casts", "products": "products",
     "optimizers": "steps", "training": "training",
 }  # fmt: skip
-"""The module of each section. It is imported in the section's own process: one that cannot be stops no other."""
+"""The module of each section, imported in the section's own process, so that a failing import stops no other
+section."""
 
 
 def rows_of(section: str) -> Section:
-    """What gives the section's rows."""
+    """The function that yields the section's rows."""
     return import_module(f"on_gpu.{SECTIONS[section]}").rows  # type: ignore[no-any-return]
 
 
 def timer() -> Timer:
-    """The median of a call's milliseconds by CUDA events, the cache flushed before each."""
+    """A function that returns the median milliseconds of a call by CUDA events, with the cache flushed before each."""
     do_bench = found("triton.testing:do_bench")
     return lambda call: float(do_bench(call, warmup=10, rep=60, return_mode="median"))
 
 
 def untimed(call: Callable[[], Any]) -> float:
-    """Of a dry run: makes the call."""
+    """The timer of a dry run: makes the call and returns 1."""
     call()
     return 1.0
 

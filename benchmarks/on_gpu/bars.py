@@ -1,4 +1,4 @@
-"""The bars: what each row is expected to reach on an H100 or an H200, and whether it did."""
+"""The bars: the figures that rows are expected to reach on an H100 or an H200, and verdicts on them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SECTIONS = {
 """The section of each kind of row."""
 ELEMENTS, PARAMETERS, SQUARE, LAYER, STEP = "2^30", "2^30", "8192^3", "16384 x 8192 x 8192", "1B, 16384 tokens"
 HOST = "8 layers of 256 x 1024 x 1024"
-"""Shapes are a part of a bar: a figure at another shape is printed and not judged."""
+"""Shapes belong to bars: a figure at another shape is printed, but not judged."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """An expectation of one measure of one row."""
+    """The expected value of one measure of one row."""
 
     row: str
     measure: str
@@ -30,16 +30,16 @@ class Bar:
     h200: float
     shape: str
     note: str = ""
-    """The instructions an element that the kernel has, where the bar is a fraction of a copy: why it may be missed."""
+    """The kernel's instructions per element, for bars relative to a copy: a reason why they may be missed."""
 
     def on(self, device: str) -> float | None:
-        """The number on that device; None for one that has no bars."""
+        """The expected value on that device; None for devices without bars."""
         return self.h200 if "H200" in device else self.h100 if "H100" in device else None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A bar, what was measured, and a word: missed, not measured, not judged, met."""
+    """A bar with the measured value and a word: missed, not measured, not judged, met."""
 
     bar: Bar
     word: str
@@ -145,12 +145,12 @@ def expectations() -> str:
 def judge(
     rows: Mapping[str, Mapping[str, Any]], device: str, ended: Mapping[str, str] | None = None
 ) -> Iterator[Verdict]:
-    """A verdict for every bar, of rows by name: those that were not measured too.
+    """A verdict for every bar, including bars whose rows were not measured.
 
     Args:
-        rows: what each row found: `measures` by name, its `shape`; `failed`, or `left_out` by the peer's name.
+        rows: by name, what each row found: `measures` by name, its `shape`; `failed`, or `left_out` by the peer's name.
         device: the name of the GPU.
-        ended: of sections whose process failed, what it said.
+        ended: by section, the last words of its process if it failed.
     """
     for bar in BARS:
         section = SECTIONS[bar.row.partition(":")[0]]

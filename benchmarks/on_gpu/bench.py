@@ -1,4 +1,4 @@
-"""What a section is given, and how its rows are run: one by one, while there is time, each guarded."""
+"""The parameters of sections, and the loop that measures their rows one by one while there is time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from on_gpu.journal import Journal
 
 Run = Callable[[], Any]
 Timer = Callable[[Run], float]
-"""Milliseconds of one call, by the device's own clock: the median of many."""
+"""Returns the milliseconds of one call by the device's own clock: the median of many."""
 ROUNDS = 3
 _COMPILED = "torchao", "bitsandbytes", "Transformer Engine", "compiled"
-"""Peers whose first call compiles for a minute on a CPU, or that have no code for one."""
+"""Peers whose first call compiles for a minute on a CPU, or that do not support CPUs."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shapes that the bars are for, or tiny ones that only show that the code runs."""
+    """The shapes of the bars, or tiny ones that only show that the code runs."""
 
     elements: int = 1 << 30
     parameters: int = 1 << 30
     square: int = 8192
     rows: int = 16384
-    """Of the linear layer's input; it is `square` wide and gives as many columns."""
+    """Rows of the linear layer's input, whose inner and outer widths are `square`."""
     grid: tuple[tuple[int, int, int], ...] = tuple(
         (m, k, n)
         for m in (8192, 16384)
@@ -42,7 +42,7 @@ class Sizes:
     chunk: int = 1 << 26
     tensors: tuple[tuple[int, ...], ...] = tuple(((768, 768), (3072, 768), (768,))[i % 3] for i in range(300))
     depth: int = 4096
-    """The shared side of the probes of sums."""
+    """The summed dimension of the probes of accumulation."""
     copied: int = 1 << 31
     """Bytes of the tensor that the copy reads."""
 
@@ -56,7 +56,8 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Row:
-    """A row by its name, and what measures it: figures under `measures`, and whatever else is worth keeping."""
+    """A row's name, and the function that measures it: it returns figures under `measures`, and anything else to
+    store."""
 
     name: str
     measure: Callable[[], dict[str, Any]]
@@ -64,12 +65,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """A section's device, clock, time and sizes."""
+    """The device, clock, time limit and sizes of a section."""
 
     device: torch.device
     timer: Timer
     ends: float
-    """When the section's time is up, in `time.monotonic`'s seconds."""
+    """When the section's time is up, by `time.monotonic`."""
     sizes: Sizes = FULL
     exhaustive: bool = False
     now: Callable[[], float] = field(default=time.monotonic)
@@ -80,16 +81,16 @@ class Bench:
         return self.ends - self.now()
 
     def within(self, share: float) -> Bench:
-        """The same for what may take that share of the seconds left."""
+        """The same with a time limit of that share of the seconds left."""
         return replace(self, ends=self.ends - (1 - share) * max(self.left, 0.0))
 
     @property
     def on_gpu(self) -> bool:
-        """Whether figures mean something here."""
+        """Whether this runs on a GPU, so that figures are measurements."""
         return self.device.type == "cuda"
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Random numbers: zeros are faster than data on matrix units, and hide what is wrong."""
+        """A tensor of random normal values: zeros are faster than data on tensor cores, and hide errors."""
         return torch.randn(shape, device=self.device, dtype=dtype)
 
 
@@ -99,8 +100,8 @@ Section = Callable[[Bench], Iterator[Row]]
 def run(section: str, rows: Section, bench: Bench, journal: Journal) -> bool:
     """Measure the rows that the journal does not have yet, until time is up.
 
-    A row that raises says what it raised. Returns False where the device itself was lost by it: a process cannot go on
-    with a CUDA context after an illegal access, and the next one can.
+    A row that raises stores its error. Returns False if the device did not survive a row: after an illegal access a
+    process cannot use its CUDA context any more, but a new process can.
     """
     done = journal.rows()
     for row in rows(bench):
@@ -123,7 +124,7 @@ def run(section: str, rows: Section, bench: Bench, journal: Journal) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """An error in a line."""
+    """An error as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
 
 
@@ -136,18 +137,18 @@ def _answers() -> bool:
 
 
 def swept(bench: Bench) -> None:
-    """Give back what nothing refers to any more; models and their optimizers refer to each other."""
+    """Free memory that nothing references any more, including reference cycles of models and optimizers."""
     gc.collect()
     if bench.on_gpu:
         torch.cuda.empty_cache()
 
 
 def race(bench: Bench, ours: Run, peers: Mapping[str, Callable[[], Run]], traffic: int = 0) -> dict[str, Any]:
-    """Time ours, its peers and (where `traffic` is given) a copy, interleaved in shuffled order: medians of the rounds.
+    """Time ours, its peers and (with `traffic`) a copy, interleaved in shuffled order, as medians over rounds.
 
     Args:
-        ours: what is measured.
-        peers: by name, what makes each one's call; one that raises is left out by name.
+        ours: the call that is measured.
+        peers: by name, functions that return a peer's call; peers that raise are left out and named.
         traffic: the bytes that ours has to read and write.
 
     Returns:
@@ -191,14 +192,14 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def copying(bench: Bench) -> Run:
-    """A copy from one tensor of `sizes.copied` bytes to another, of random bits."""
+    """A function that copies a tensor of `sizes.copied` random bytes to another."""
     source = torch.randint(0, 256, (bench.sizes.copied,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def power(number: int) -> str:
-    """A power of two as it is written in a bar's shape; other numbers as they are.
+    """A power of two as written in a bar's shape; other numbers unchanged.
 
     >>> power(1 << 30), power(300)
     ('2^30', '300')
@@ -207,7 +208,7 @@ def power(number: int) -> str:
 
 
 def fitting(bench: Bench, wanted: int, bytes_each: float) -> int:
-    """The largest halving of `wanted` elements of which `bytes_each` bytes fit in nine tenths of the free memory."""
+    """`wanted` elements, halved until `bytes_each` bytes for each fit in nine tenths of the free memory."""
     if not bench.on_gpu:
         return wanted
     free, _ = torch.cuda.mem_get_info(bench.device)

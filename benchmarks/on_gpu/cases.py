@@ -1,8 +1,8 @@
-"""A share of the Triton kernels' cases, on a device: a line of JSON for each kernel and format.
+"""Run a share of the Triton kernels' tests on a device: one line of JSON for each kernel and format.
 
     python -m on_gpu.cases cuda NUMBER OF
 
-Compiling them takes most of the time, and a GPU's memory holds many processes: `correctness` starts one a core.
+Compiling takes most of the time, and a GPU's memory fits many processes: `correctness` starts one per core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TESTS = (*selftest.GPU, *optim.GPU)
 
 
 def main() -> None:
-    """Every OFth test, from NUMBER on. Exit code 1: one differs from the reference."""
+    """Run every OFth test from NUMBER on. Exit code 1 if one differs from the reference."""
     device, passed = torch.device(sys.argv[1]), True
     for test in TESTS[int(sys.argv[2]) :: int(sys.argv[3])]:
         found = outcome(test, device)

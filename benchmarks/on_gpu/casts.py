@@ -1,4 +1,4 @@
-"""Casts, codes and scales: what moves memory and does little else, as a fraction of a copy's speed."""
+"""Casts, codes and scales: memory-bound kernels, as a fraction of a copy's speed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 def _row(
     bench: Bench, name: str, dtype: torch.dtype, traffic: float, ours: Made, others: Mapping[str, Made] | None = None
 ) -> Row:
-    """`traffic` is in bytes an element."""
+    """A row of a kernel with `traffic` bytes per element."""
 
     def measure() -> dict[str, Any]:
         elements = fitting(bench, bench.sizes.elements, 4 * dtype.itemsize + 12)
@@ -84,7 +84,7 @@ def _row(
 
 
 def _rounding(rounding: str = "nearest_even") -> Made:
-    """E4M3's values to nearest; bf16's of float32, and E4M3's of bf16, stochastically."""
+    """Rounding to E4M3 values, to nearest; or stochastically, float32 to bf16 values and bf16 to E4M3 values."""
 
     def made(x: Tensor) -> Run:
         out = torch.empty_like(x)
@@ -95,7 +95,7 @@ def _rounding(rounding: str = "nearest_even") -> Made:
 
 
 def _by_conversion(x: Tensor) -> Run:
-    """By the GPU's own conversion; a dry run has none."""
+    """Encoding by the GPU's own conversion instruction, which a dry run does not have."""
     if x.is_cuda and cast.instruction(formats.get(E4M3), "nearest_even", "saturate", x.device) is None:
         raise LookupError("GPUs convert to E4M3 by an instruction from compute capability 8.9 on")
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
@@ -108,7 +108,7 @@ def _by_integers(x: Tensor) -> Run:
 
 
 def _both(name: str) -> Made:
-    """Codes and scales of a matrix and of its transpose, tiles along the rows of each, from one pass."""
+    """Codes and scales of a matrix and of its transpose, in tiles along the rows of each, in one pass."""
     quantizer = get_quantizer(name)
 
     def made(x: Tensor) -> Run:
@@ -119,7 +119,7 @@ def _both(name: str) -> Made:
 
 
 def _norm(compiled: bool) -> Made:
-    """RMSNorm, then codes with a scale of 1x128: halfstep has no kernel that does both."""
+    """RMSNorm, then codes with 1x128 scales: halfstep has no kernel that does both."""
 
     def made(x: Tensor) -> Run:
         weight = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)

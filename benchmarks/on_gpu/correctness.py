@@ -1,4 +1,4 @@
-"""Every bit: the kernels of `halfstep doctor`, all 2^32 float32 patterns, the tests that need a GPU, memory checked."""
+"""Bit-exactness: kernel tests of `halfstep doctor`, all 2^32 float32 patterns, tests on a GPU, and memory checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from on_gpu.cases import TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = (("float8_e4m3fn", "nearest_even"), ("float8_e5m2", "nearest_even"))
-"""What every run compares whole; the others are for `--exhaustive`."""
+"""The formats and roundings that every run compares; all others with `--exhaustive`."""
 OTHERS = tuple(
     pair
     for pair in itertools.product(
@@ -42,7 +42,7 @@ _SEED = 0x9E3779B97F4A7C15
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """What every figure after it stands on; none takes the time of those after it."""
+    """The rows on which the validity of all later figures depends, each with a limited share of the time."""
     yield Row("kernels", lambda: kernels(bench.within(0.55)))
     yield Row("units", lambda: _units(bench))
     for name, rounding in (*FIRST, *(OTHERS if bench.exhaustive else ())):
@@ -57,7 +57,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def kernels(bench: Bench) -> dict[str, Any]:
-    """Every Triton kernel's cases on every format against the reference, in a process a core, until time is up."""
+    """Every Triton kernel's cases for every format compared with the reference, in one process per core, until time is
+    up."""
     count = min(os.cpu_count() or 1, _PROCESSES) if bench.on_gpu else 1
     with tempfile.TemporaryDirectory() as folder:
         told = [Path(folder) / str(number) for number in range(count)]
@@ -86,7 +87,7 @@ def kernels(bench: Bench) -> dict[str, Any]:
 
 
 def _units(bench: Bench) -> dict[str, Any]:
-    """Products of whole numbers by every way of scaling that the units of this GPU take: a wrong layout shows."""
+    """GEMMs of integers with every way of scaling that this GPU's tensor cores support: a wrong scale layout shows."""
     found = [outcome(test, bench.device) for test in units(bench.device)] if bench.on_gpu else []
     wrong = [
         {"kernel": each.kernel, "format": each.format, "difference": each.difference}
@@ -100,10 +101,10 @@ def _units(bench: Bench) -> dict[str, Any]:
 
 
 def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
-    """float32 patterns from 0 on, as values and as codes, by the kernel and by the reference on the same device; codes
-    by integers too, where the GPU has a conversion of its own.
+    """Compare float32 patterns from 0 on, as values and as codes, between the kernel and the reference on the same
+    device; codes by integer arithmetic too, where the GPU has a conversion instruction.
 
-    What is written to is poisoned first. Stops at the first chunk that differs, and where time is up.
+    Outputs are filled with other values before. Stops at the first chunk that differs, and when time is up.
     """
     format, sizes = formats.get(name), bench.sizes
     instruction = cast.instruction(format, rounding, "saturate", bench.device)
@@ -139,7 +140,7 @@ def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
 
 
 def patterns(start: int, count: int, device: torch.device) -> Tensor:
-    """float32 numbers whose bits are start, start + 1 and so on."""
+    """The float32 values whose bits are start, start + 1 and so on."""
     return torch.arange(start, start + count, device=device, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
@@ -148,12 +149,13 @@ def _value(x: Tensor, format: formats.Format, rounding: str, seed: int | None) -
 
 
 def _differs(found: Tensor, expected: Tensor) -> Tensor:
-    """Where bits differ; one NaN is as good as another."""
+    """Where the bits differ, with all NaNs equal."""
     return (found.view(torch.int32) != expected.view(torch.int32)) & ~(found.isnan() & expected.isnan())
 
 
 def _tests(bench: Bench) -> dict[str, Any]:
-    """Those that need a GPU but the kernels', which have a row; several at a time where pytest-xdist is there."""
+    """Run the tests that need a GPU, without the kernels', which have their own row; in parallel if pytest-xdist is
+    installed."""
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--tb=short"]
     words += ["-k", "not every_kernel"]
     words += ["-n", str(_PROCESSES // 2), "--dist", "worksteal"] if find_spec("xdist") else []
@@ -161,7 +163,8 @@ def _tests(bench: Bench) -> dict[str, Any]:
 
 
 def _sanitized(bench: Bench, check: str) -> dict[str, Any]:
-    """The kernels' cases under a check, without torch's pool, which would hide a step beyond a tensor."""
+    """Run the kernels' cases under compute-sanitizer, without torch's caching allocator, which would hide out-of-bounds
+    accesses."""
     if shutil.which("compute-sanitizer") is None:
         return {"failed": "compute-sanitizer is not here"}
     words = ["compute-sanitizer", "--tool", check, "--error-exitcode", "9"]
@@ -171,7 +174,7 @@ def _sanitized(bench: Bench, check: str) -> dict[str, Any]:
 
 
 def _told(words: list[str], bench: Bench, **variables: str) -> dict[str, Any]:
-    """A command's exit code and its last lines; it has the time that is left."""
+    """The exit code of a command and its last lines, limited to the time that is left."""
     if not bench.on_gpu:
         return {"result": "not in a dry run"}
     limit = max(bench.left, 1.0)

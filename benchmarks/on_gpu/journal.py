@@ -1,4 +1,4 @@
-"""The lines that a run leaves, one a row, written as they come: what ends the run early loses no row before it."""
+"""The log of a run, one JSON line per row, written at once, so that an interrupted run keeps its finished rows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 
 PROCESS = "its process"
-"""The row of a section whose process failed: how it ended, and what it said last."""
+"""The name of the row for a section's failed process: its exit code and last words."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """A file of JSON lines: a row that was begun, then what it measured or why it did not."""
+    """A file of JSON lines: that a row was begun, then its figures or why it has none."""
 
     path: Path
 
     def begin(self, section: str, row: str) -> None:
-        """Say that a row is being measured, so that one which takes its process down is known by name."""
+        """Record that a row is being measured, so that a row that kills its process is known by name."""
         self._write({"section": section, "row": row, "begun": True})
 
     def end(self, section: str, row: str, found: dict[str, Any]) -> None:
-        """Write what a row measured; `failed` in it says why it did not."""
+        """Record a row's figures, or under `failed` why it has none."""
         self._write({"section": section, "row": row, **found})
 
     def rows(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """Every row that was begun, by section and name. One that never ended says so under `failed`."""
+        """Every row that was begun, by section and name. A row that never ended says so under `failed`."""
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []:
             try:

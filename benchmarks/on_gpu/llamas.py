@@ -1,4 +1,4 @@
-"""The Llamas that are trained, and one step of training, on any device."""
+"""The Llamas of the training section, and their training step on any device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ RECIPES = (
     "bf16-mixed", "fp8-current", "bf16-stochastic", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8lm-o2", "coat",
     "fp32",
 )  # fmt: skip
-"""bf16-mixed first: what the others are compared with."""
+"""bf16-mixed comes first, since the others are compared with it."""
 RATE = 3e-4
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama's sizes, chosen so that every side of its products is one that all kinds of FP8 products take."""
+    """A Llama's sizes, chosen so that every kind of FP8 GEMM supports its shapes."""
 
     name: str
     layers: int
@@ -33,7 +33,7 @@ class Model:
     batch: int
     context: int
     needs: int = 0
-    """Bytes of a GPU's memory from which on it is trained."""
+    """The least GPU memory, in bytes, to train it."""
 
 
 def stepping(
@@ -44,11 +44,13 @@ def stepping(
     drawn_on: torch.device | None = None,
     graphed: bool = False,
 ) -> Callable[[], Tensor]:
-    """A step of training on random windows of the corpus; it returns the loss, which stays on the device.
+    """A function that runs a training step on random windows of the corpus, and returns the loss, which stays on the
+    device.
 
     Args:
-        drawn_on: where the weights are drawn, from a fixed seed (default: on the device). Devices draw other numbers.
-        graphed: the step is captured in a CUDA graph, and replayed.
+        drawn_on: the device on which the weights are drawn from a fixed seed (default: `device`). Devices draw
+            different numbers.
+        graphed: capture the step in a CUDA graph, and replay it.
     """
     torch.manual_seed(0)
     with torch.device(drawn_on or device):

@@ -1,4 +1,4 @@
-"""Versions, the device and its ceilings: a copy and a product in bf16, of random data."""
+"""Versions, the device, and its limits: the speed of a copy and of a bf16 GEMM on random data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASKED = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,tem
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """What everything after hangs on."""
+    """The rows on which all later ones depend."""
     yield Row("versions", lambda: versions(bench))
     yield Row("ceiling: copy", lambda: _copy(bench))
     yield Row("ceiling: bf16 product", lambda: _product(bench))
@@ -29,7 +29,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def versions(bench: Bench) -> dict[str, Any]:
-    """Of everything that a figure may hang on; the device's name under `gpu`."""
+    """The versions of everything that may affect a figure; the device's name under `gpu`."""
     found: dict[str, Any] = {**environment(), "commit": _commit(), "host": platform.node()}
     found |= {name: _version(name) for name in PEERS}
     if bench.on_gpu:

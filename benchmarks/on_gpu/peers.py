@@ -1,4 +1,4 @@
-"""Other libraries' ways of doing the same work, found by name when they are asked for: none needs to be installed."""
+"""Other libraries' counterparts, imported by name when they are called: none needs to be installed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def found(place: str) -> Any:
     """`module:name`, imported.
 
     Raises:
-        ImportError, AttributeError: the library is not here, or another version of it.
+        ImportError, AttributeError: the library is not installed, or in another version.
     """
     module, name = place.split(":")
     return getattr(import_module(module), name)
 
 
 def stochastic(x: Tensor) -> Run:
-    """torchao's float32 to bf16, rounded stochastically, compiled."""
+    """torchao's stochastic rounding of float32 to bf16, compiled."""
     rounded = torch.compile(found("torchao.optim.quant_utils:_fp32_to_bf16_sr"), dynamic=False)
     return lambda: rounded(x)
 
 
 def tensorwise(x: Tensor) -> Run:
-    """torchao's cast to E4M3 with one scale a tensor from its amax, compiled."""
+    """torchao's cast to E4M3 with one scale per tensor from its amax, compiled."""
     cast = found("torchao.float8.float8_scaling_utils:hp_tensor_to_float8_dynamic")
     config = found("torchao.float8.float8_training_tensor:LinearMMConfig")()
     compiled = torch.compile(lambda t: cast(t, torch.float8_e4m3fn, config)._data, dynamic=False)
@@ -37,14 +37,14 @@ def tensorwise(x: Tensor) -> Run:
 
 
 def two_kernels(x: Tensor, left: str, right: str) -> Run:
-    """Two of torchao's block-scaled casts of the same tensor, one a layout."""
+    """Two of torchao's block-scaled casts of the same tensor, one for each layout."""
     place = "torchao.prototype.blockwise_fp8_training.kernels:triton_fp8_blockwise_"
     one, other = found(place + left), found(place + right)
     return lambda: (one(x), other(x))
 
 
 def torchao_linear(bench: Bench, side: int, recipe: str) -> nn.Module:
-    """torchao's linear layer for that recipe of ours, compiled."""
+    """torchao's linear layer that corresponds to our recipe, compiled."""
     if not recipe.startswith("fp8"):
         raise LookupError(f"torchao's float8 layers have no recipe like {recipe}")
     if recipe == "fp8-block":
@@ -59,7 +59,7 @@ def torchao_linear(bench: Bench, side: int, recipe: str) -> nn.Module:
 
 
 def engine_linear(bench: Bench, side: int, recipe: str) -> tuple[nn.Module, Callable[[], Any]]:
-    """Transformer Engine's linear layer, and the context that it runs in."""
+    """Transformer Engine's linear layer, and the context to run it in."""
     kinds = {
         "fp8-delayed": "DelayedScaling", "fp8-current": "Float8CurrentScaling", "fp8-block": "Float8BlockScaling",
         "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling",

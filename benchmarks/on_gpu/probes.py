@@ -1,4 +1,4 @@
-"""What a matrix unit's sums keep: how many fraction bits, and after how many products it goes on in float32."""
+"""The accumulators of tensor cores: their fraction bits, and how many products they sum before float32 takes over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from on_gpu.bench import Bench, Row
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """For each kind of product that gives float32, by the accurate accumulation and by the fast one."""
+    """A row for each kind of GEMM with float32 output, with accurate and with fast accumulation."""
     kinds: dict[str, Product] = {"bf16": half}
     for fast in (False, True):
         how = "fast accumulation" if fast else "accurate accumulation"
@@ -26,23 +26,23 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def half(a: Tensor, b: Tensor) -> Tensor:
-    """By bf16's units, without a last rounding."""
+    """A bf16 GEMM with float32 output, without a final rounding."""
     lhs, rhs = a.bfloat16(), b.bfloat16()
     return torch.mm(lhs, rhs, out_dtype=torch.float32) if a.is_cuda else lhs.float() @ rhs.float()
 
 
 def scaled(a: Tensor, b: Tensor, fast: bool, by_rows: bool) -> Tensor:
-    """By FP8 tensor cores, E4M3 with scales of one."""
+    """A GEMM by FP8 tensor cores, in E4M3 with scales of one."""
     kinds = F.ScalingType  # type: ignore[attr-defined]
     kind = kinds.RowWise if by_rows else kinds.TensorWise
     left, right = (torch.ones(s if by_rows else (), device=a.device) for s in ((a.shape[0], 1), (1, b.shape[1])))
     lhs, rhs = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
-    out = torch.bfloat16 if by_rows and not a.is_cuda else torch.float32  # a CPU's row-wise product gives bf16 alone
+    out = torch.bfloat16 if by_rows and not a.is_cuda else torch.float32  # a CPU's row-wise GEMM only returns bf16
     return F.scaled_mm(lhs, rhs, left, kind, right, kind, output_dtype=out, use_fast_accum=fast).float()  # type: ignore[attr-defined]
 
 
 def probe(device: torch.device, product: Product, depth: int) -> dict[str, Any]:
-    """What one kind of product keeps."""
+    """The precision of one kind of GEMM's accumulation."""
 
     def there(lhs: Tensor, rhs: Tensor) -> Tensor:
         return product(lhs.to(device), rhs.to(device)).cpu()

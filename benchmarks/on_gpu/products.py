@@ -1,4 +1,4 @@
-"""Products: torch's FP8 ones with all operands given, then a linear layer forward and backward, casts included."""
+"""GEMMs: torch's FP8 GEMMs with given operands, then a linear layer forward and backward, casts included."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from on_gpu.bench import Bench, Row, Run, race
 
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
 BLACKWELL = ("mxfp8", "nvfp4")
-"""Recipes whose rows a GPU with tensor cores for them has."""
+"""Recipes that have rows on a GPU with tensor cores for them."""
 _DEEP, _CALLS = 8, 20
-"""Layers of the model whose host time is taken, and calls a round."""
+"""Layers of the model whose host time is measured, and calls per round."""
 _TILE, _GROUP = 128, 4
-"""The side of a block, and the number that its scales along the shared side are padded to a multiple of."""
+"""The side of a block, and the multiple to which the number of scales along the summed dimension is padded."""
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """The bars' shapes first, then the grid of shapes while there is time."""
+    """The shapes of the bars first, then the grid of shapes while there is time."""
     side = bench.sizes.square
     for kind in KINDS:
         yield Row(f"product: {kind}", lambda k=kind: _judged(bench, k))  # type: ignore[misc]
@@ -46,13 +46,14 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def half(bench: Bench, m: int, k: int, n: int) -> Run:
-    """A product in bf16, of random data as the others are."""
+    """A bf16 GEMM on random data."""
     a, b = bench.normal(m, k, dtype=torch.bfloat16), bench.normal(n, k, dtype=torch.bfloat16)
     return lambda: a @ b.t()
 
 
 def product(bench: Bench, kind: str, m: int, k: int, n: int, fast: bool = False) -> Run:
-    """A product (m, k) by (k, n) of E4M3 codes in bf16, by `scaled_mm` with scales laid out as it wants them."""
+    """A GEMM (m, k) by (k, n) of E4M3 codes with bf16 output, by `scaled_mm` with scales in the layout that it
+    expects."""
     a, b = (_codes(bench.normal(rows, k)) for rows in (m, n))
     kinds = F.ScalingType  # type: ignore[attr-defined]
     ones: dict[str, tuple[Any, Tensor, Any, Tensor]] = {
@@ -90,7 +91,7 @@ def _judged(bench: Bench, kind: str) -> dict[str, Any]:
 
 
 def _grid(bench: Bench, m: int, k: int, n: int) -> dict[str, Any]:
-    """Every kind at one shape, beside bf16: what the shape rule's constant is fitted to."""
+    """All kinds at one shape, relative to bf16: the data to which the shape rule's constant is fitted."""
     others = {kind: lambda kind=kind: product(bench, kind, m, k, n) for kind in KINDS}
     found = race(bench, half(bench, m, k, n), others)
     speeds = {f"{name}, times bf16": found["measures"][f"to {name}"] for name in KINDS if name in found["ms"]}
@@ -98,7 +99,7 @@ def _grid(bench: Bench, m: int, k: int, n: int) -> dict[str, Any]:
 
 
 def _times(found: dict[str, Any], baseline: str, operations: int = 0) -> dict[str, Any]:
-    """The same with how many times as fast as the baseline ours is, and its speed where operations are counted."""
+    """The figures with the speed relative to the baseline, and with TFLOP/s if `operations` is given."""
     measures = found["measures"]
     if f"to {baseline}" in measures:
         measures[f"times {baseline}"] = 1 / measures[f"to {baseline}"]
@@ -108,7 +109,7 @@ def _times(found: dict[str, Any], baseline: str, operations: int = 0) -> dict[st
 
 
 class Sink(torch.autograd.Function):
-    """Ends a model in a scalar whose gradient is a given matrix: no loss to compute, no output to widen."""
+    """Ends a model in a scalar with a given gradient, so that there is no loss to compute and no output to widen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grad: Tensor) -> Tensor:
@@ -122,19 +123,19 @@ class Sink(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A linear layer within a model, so that what leaves it stays in bf16 as it does between layers."""
+    """A model of one linear layer whose output stays in bf16, as between layers."""
 
     def __init__(self, linear: nn.Module, grad: Tensor) -> None:
         super().__init__()
         self.linear, self.grad = linear, grad
 
     def forward(self, x: Tensor) -> Tensor:
-        """The end of a forward pass, with a gradient to start the backward one from."""
+        """A scalar whose backward pass starts with the given gradient."""
         return Sink.apply(self.linear(x), self.grad)  # type: ignore[no-any-return]
 
 
 def _linear(bench: Bench, recipe: str) -> dict[str, Any]:
-    """fp32 weights, as they are trained, under bf16 autocast all."""
+    """A linear layer with fp32 weights, as in training; others under bf16 autocast."""
     m, side = bench.sizes.rows, bench.sizes.square
     x = bench.normal(m, side, dtype=torch.bfloat16).requires_grad_()
     grad = bench.normal(m, side, dtype=torch.bfloat16)
@@ -154,7 +155,7 @@ def _linear(bench: Bench, recipe: str) -> dict[str, Any]:
 
 
 def _carried(bench: Bench) -> dict[str, Any]:
-    """fp8-current where nothing takes FP8 tensor cores, as on a GPU that has none."""
+    """fp8-current without FP8 tensor cores, as on a GPU that has none."""
     m, side = bench.sizes.rows, bench.sizes.square
     x, grad = (bench.normal(m, side, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
@@ -164,8 +165,8 @@ def _carried(bench: Bench) -> dict[str, Any]:
 
 
 def _host(bench: Bench, recipe: str) -> dict[str, Any]:
-    """What the host spends on a layer, forward and backward, beside torch's under bf16 autocast: so small that the GPU
-    waits for it. Milliseconds of one layer of eight; kernels launched beyond torch's."""
+    """The host time of a layer, forward and backward, relative to torch's under bf16 autocast, at a size for which the
+    GPU waits for the host: milliseconds of one layer of eight, and kernels launched beyond torch's."""
     side, rows = (1024, 256) if bench.on_gpu else (16, 16)
     runs, launched = {}, {}
     for name in ("ours", "bf16"):
@@ -199,7 +200,7 @@ def _host(bench: Bench, recipe: str) -> dict[str, Any]:
 
 
 def _launched(run: Run) -> int:
-    """How many kernels, copies and fills a call launches."""
+    """The number of kernels, copies and fills that a call launches."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         run()
@@ -212,7 +213,7 @@ def _plain(bench: Bench, side: int) -> nn.Linear:
 
 
 def _ours(bench: Bench, recipe: str, x: Tensor, grad: Tensor) -> Run:
-    """Forward and backward under a recipe, whose scaling states have seen two steps."""
+    """Forward and backward under a recipe, after two steps of its scaling states."""
     model = Layer(_plain(bench, x.shape[1]), grad)
     halfstep.apply(model, recipe)
     run = _both_passes(bench, model, x, nullcontext)
@@ -225,7 +226,8 @@ def _ours(bench: Bench, recipe: str, x: Tensor, grad: Tensor) -> Run:
 def _both_passes(
     bench: Bench, model: nn.Module, x: Tensor, context: Callable[[], AbstractContextManager[Any]] | None = None
 ) -> Run:
-    """Forward under a context (bf16 autocast where none is given), then backward; gradients are new each time."""
+    """A function that runs forward under a context (default: bf16 autocast), then backward, with new gradients each
+    time."""
 
     def autocast() -> AbstractContextManager[Any]:
         return torch.autocast(bench.device.type, torch.bfloat16)

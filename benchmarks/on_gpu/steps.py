@@ -1,4 +1,4 @@
-"""Optimizer steps: over one large tensor as fractions of a copy, over 300 tensors by what the host does."""
+"""Optimizer steps: over one large tensor relative to a copy, and over 300 tensors by host time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Peers = Mapping[str, Callable[[Bench, Shapes], Run]]
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """The rows of the table of bars, then those of many tensors."""
+    """The rows of the table of bars, then those with many tensors."""
     yield Row("host: optimizer.step() over 300 tensors", lambda: _host(bench))
     yield Row("host: optimizer.step() by new gradients", lambda: _new_gradients(bench))
     fused = {FUSED: _fused(torch.float32)}
@@ -51,7 +51,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _row(bench: Bench, name: str, kind: Recipe | type, bytes_each: int, peers: Peers | None = None) -> Row:
-    """`bytes_each`: what weight, gradient and states of ours take; of peers as much as torch's in fp32 is assumed."""
+    """A row of an optimizer step, where weight, gradient and states of ours take `bytes_each` bytes per parameter;
+    peers are assumed to take as many as torch's in fp32."""
 
     def measure() -> dict[str, Any]:
         size = fitting(bench, bench.sizes.parameters, bytes_each + 16 * len(peers or {}) + 4)
@@ -74,7 +75,7 @@ def weights(bench: Bench, shapes: Shapes, dtype: torch.dtype) -> list[nn.Paramet
 
 
 def ours(bench: Bench, shapes: Shapes, kind: Recipe | type) -> torch.optim.Optimizer:
-    """The optimizer of a recipe, or one of our classes over bf16 weights, with gradients to step by."""
+    """The optimizer of a recipe, or one of our classes with bf16 weights; parameters have gradients."""
     if not isinstance(kind, Recipe):
         return kind(weights(bench, shapes, torch.bfloat16), lr=1e-4, bf16_stochastic_round=True, generator=7)  # type: ignore[no-any-return]
     model = nn.Module()
@@ -87,8 +88,8 @@ def ours(bench: Bench, shapes: Shapes, kind: Recipe | type) -> torch.optim.Optim
 
 
 def moved(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes that a step reads and writes: gradients once, weights and states twice; a weight beside a whole
-    master is written alone."""
+    """The bytes that a step reads and writes: gradients once, weights and states twice; a weight with a full master is
+    only written."""
     total = 0
     for group in optimizer.param_groups:
         for weight in group["params"]:
@@ -136,8 +137,8 @@ def _many(bench: Bench, kind: type, peers: Peers) -> dict[str, Any]:
 
 
 def _host(bench: Bench) -> dict[str, Any]:
-    """What a step of many tensors asks of the host: milliseconds while the GPU is busy with something else, kernels
-    that it launches, and how often it waits for the GPU."""
+    """The host's part of a step over many tensors: milliseconds while the GPU is busy with other work, kernels
+    launched, and how often it waits for the GPU."""
     shapes = bench.sizes.tensors
     optimizer = ours(bench, shapes, get_recipe("bf16-stochastic"))
     for _ in range(3):
@@ -151,8 +152,8 @@ def _host(bench: Bench) -> dict[str, Any]:
 
 
 def _new_gradients(bench: Bench) -> dict[str, Any]:
-    """What a step of as many fp32 tensors takes of the host beside torch's, where each has a new gradient, as after
-    `zero_grad()` and another backward pass: milliseconds, ours over each."""
+    """The host time of a step over many fp32 tensors relative to torch's, where every tensor has a new gradient, as
+    after `zero_grad()` and another backward pass."""
     shapes = bench.sizes.tensors
     steps = {"ours": ours(bench, shapes, get_recipe("fp32"))}
     for kind in ("foreach", "fused"):
@@ -171,7 +172,7 @@ def _new_gradients(bench: Bench) -> dict[str, Any]:
 
 
 def _queued(bench: Bench, optimizer: torch.optim.Optimizer) -> float:
-    """Milliseconds that a step takes of the host while the GPU has other work."""
+    """The milliseconds of host time of a step while the GPU has other work."""
     gc.disable()
     if bench.on_gpu:
         torch.cuda.synchronize()
@@ -193,7 +194,7 @@ def _launched(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _waits(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What torch warns of: operations that wait for the GPU."""
+    """torch's warnings of operations that wait for the GPU."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

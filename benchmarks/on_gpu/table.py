@@ -1,4 +1,4 @@
-"""What a run found, as one table with missed bars first, and as one JSON object."""
+"""The results of a run, as one table with missed bars first, and as one JSON object."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ORDER = ("missed", "not measured", "not judged", "met")
 
 
 def summary(rows: Mapping[tuple[str, str], Mapping[str, Any]], dry: bool, sections: Iterable[str]) -> dict[str, Any]:
-    """Machine, verdicts and rows of a run.
+    """The machine, verdicts and rows of a run.
 
     Args:
-        rows: what the journal read.
-        dry: whether nothing was measured and every figure only shows that the code runs.
-        sections: those that were asked for; a bar whose row is in another one is still listed, as not measured.
+        rows: from the journal.
+        dry: whether nothing was measured, so that figures only show that the code runs.
+        sections: those asked for; a bar whose row is in another section is still listed, as not measured.
     """
     rows = compared(rows)
     machine = rows.get(("machine", "versions"), {})
@@ -43,7 +43,7 @@ def summary(rows: Mapping[tuple[str, str], Mapping[str, Any]], dry: bool, sectio
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The table of a page: every bar with what was measured, of the JSON that `summary` makes; missed ones first."""
+    """The table of bars for a page, from the JSON of `summary`: figures measured, with missed bars first."""
     lines = ["| | row | measure | found | bar | at |", "| --- | --- | --- | --- | --- | --- |"]
     for bar in sorted(found["bars"], key=lambda bar: _ORDER.index(bar["verdict"])):
         sign = "at least" if bar["at"] == ">=" else "at most"
@@ -56,8 +56,8 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def compared(rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows, those of training with what each recipe is times bf16-mixed in the same run: rows of one kind and
-    shape, measured by one process or by several."""
+    """The rows, with those of training extended by ratios to bf16-mixed: of rows of one kind and shape, measured by one
+    process or several."""
     found = {key: dict(row) for key, row in rows.items()}
     for (section, name), row in found.items():
         kind, _, _ = name.partition(": ")

@@ -1,4 +1,4 @@
-"""Fifty steps of a Llama under each recipe: tokens a second, peak memory, largest batch; and a step of a 1B model."""
+"""Fifty steps of a Llama under each recipe: tokens per second, peak memory, largest batch; and steps of a 1B model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ SMALL = Model("tiny", 1, 128, 2, 2, 16)
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """Each recipe on the largest model that the memory takes, the large model's step, and the twin beside a CPU's."""
+    """Each recipe on the largest model that fits in memory, steps of the large model, and the twin compared with a
+    CPU."""
     memory = torch.cuda.get_device_properties(bench.device).total_memory if bench.on_gpu else 0
     model = next(m for m in MODELS if memory >= m.needs) if bench.on_gpu else SMALL
     corpus = load_corpus(None, model.context)
@@ -47,13 +48,13 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _graphed(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, Any]:
-    """The same steps as replays of a CUDA graph, for which the host does nothing else."""
+    """The same steps replayed from a CUDA graph."""
     count, warm = (STEPS, WARM) if bench.on_gpu else (5, 4)
     return steps(bench, model, recipe, corpus, count, warm, bench.left, graphed=True) | {"shape": model.name}
 
 
 def trained(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, Any]:
-    """Fifty steps, or as many as three quarters of the time take; then the largest batch, doubled until one does not
+    """Fifty steps, or as many as fit in three quarters of the time; then the largest batch, doubled until one does not
     fit."""
     count, warm = (STEPS, WARM) if bench.on_gpu else (2, 1)
     found = steps(bench, model, recipe, corpus, count, warm, 0.75 * bench.left)
@@ -73,7 +74,7 @@ def steps(
     seconds: float,
     graphed: bool = False,
 ) -> dict[str, Any]:
-    """Train and time all steps after the warm ones; losses stay on the device until the end."""
+    """Train, and time all steps after the warm-up; losses stay on the device until the end."""
     step, losses = stepping(bench.device, model, recipe, corpus, graphed=graphed), []
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
@@ -84,7 +85,7 @@ def steps(
         losses.append(step())
         done += 1
         if number % 5 == 4:
-            losses[-1].item()  # lets the clock see what the device has done
+            losses[-1].item()  # waits for the device, so that the elapsed time is that of its work
             if number >= warm and (time.monotonic() - started > seconds or bench.left <= 0):
                 break
     elapsed, tokens = timed(), model.batch * model.context
@@ -101,8 +102,8 @@ def steps(
 
 
 def largest(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str, int]:
-    """The largest batch, of the model's times a power of two, of which two steps fit into memory; 0: not even that.
-    Where time was up before memory was out, it is at least that large."""
+    """The largest batch, the model's times a power of two, with which two steps fit in memory; 0 if none does. If time
+    runs out first, a lower bound."""
     batch, fits = model.batch, 0
     while bench.left > 0:
         try:
@@ -121,7 +122,7 @@ def largest(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> dict[str
 
 
 def _large(bench: Bench, memory: int, recipe: str, corpus: Corpus, graphed: bool = False) -> dict[str, Any]:
-    """Ten steps of the large model, or replays of a CUDA graph; where it does not fit, of as many sequences as do."""
+    """Ten steps of the large model, or replays of a CUDA graph; with fewer sequences if it does not fit."""
     model = LARGE if bench.on_gpu else SMALL
     if memory < model.needs:
         return {"failed": f"the model needs {model.needs >> 30} GiB of memory; there are {memory >> 30}"}
@@ -138,7 +139,8 @@ def _large(bench: Bench, memory: int, recipe: str, corpus: Corpus, graphed: bool
 
 
 def stopwatch(bench: Bench) -> Callable[[], float]:
-    """Starts; called, it waits for the device and returns the seconds since, by the device's clock."""
+    """Start a clock: a function that waits for the device and returns the seconds since the start, by the device's
+    clock."""
     if not bench.on_gpu:
         started = time.perf_counter()
         return lambda: time.perf_counter() - started

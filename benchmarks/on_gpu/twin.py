@@ -1,6 +1,6 @@
-"""A Llama of 10.8M parameters, trained by the same 50 steps on a CPU and on a GPU: its losses, side by side.
+"""A Llama of 10.8M parameters, trained for the same 50 steps on a CPU and on a GPU, to compare its losses.
 
-The text is the repository's LICENSE, which is the same wherever this runs: Python's own sources change with Python.
+The text is the repository's LICENSE, which is the same everywhere, unlike the sources of a Python version.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ TWIN, STEPS = Model("10.8M", 6, 384, 6, 2, 64), 50
 
 
 def text() -> Corpus:
-    """What the twin reads."""
+    """The twin's training text."""
     return load_corpus(str(ROOT / "LICENSE"), TWIN.context)
 
 
 def losses(recipe: str, device: torch.device, steps: int = STEPS) -> list[float]:
-    """The loss of each step."""
+    """The losses of all steps."""
     step = stepping(device, TWIN, recipe, text(), torch.device("cpu"))
     return torch.stack([step() for _ in range(steps)]).tolist()  # type: ignore[no-any-return]
 
 
 def asked() -> dict[str, Any]:
-    """What both runs must have in common: the model, the rate and the text."""
+    """What both runs must have in common: the model, the learning rate and the text."""
     return {**asdict(TWIN), "learning rate": RATE, "text": text().digest}
 
 
 def kept() -> dict[str, Any]:
-    """What the CPU's run keeps; nothing where there is no such file."""
+    """The stored results of the CPU's run; without a file, no results."""
     return json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"asked": asked(), "recipes": {}}
 
 
 def beside(bench: Bench, recipe: str, cpu: dict[str, Any]) -> dict[str, Any]:
-    """The losses here beside those that the CPU's run keeps."""
+    """The losses on this device compared with the CPU's stored ones."""
     theirs, again = cpu["recipes"].get(recipe), f"`python benchmarks/gpu.py --twin-cpu` writes {KEPT.name}"
     if cpu["asked"] != asked():
         return {"failed": f"{KEPT.name} is of another text or model; {again} anew"}
@@ -60,7 +60,7 @@ def beside(bench: Bench, recipe: str, cpu: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(recipes: tuple[str, ...], machine: dict[str, Any]) -> None:
-    """Train the twin on this CPU under each recipe that the file lacks, and keep its losses."""
+    """Train the twin on this CPU under each recipe that the file lacks, and store its losses."""
     found = kept()
     done: dict[str, Any] = found["recipes"] if found["asked"] == asked() else {}
     for recipe in recipes:
