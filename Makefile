@@ -36,7 +36,7 @@ release: dev
 .triton/%/.fetched: $(VENV)/.dev
 	-$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(@D) triton==$* && touch $@
 
-gpu-proofs: dev .triton/3.7.1/.fetched .triton/3.6.0/.fetched
+gpu-proofs: dev .triton/3.7.1/.fetched .triton/3.6.0/.fetched .triton/3.9.0/.fetched
 	$(BIN)/python -m pytest -n logical -m 'slow or not slow' tests/gpu
 
 mutants: dev

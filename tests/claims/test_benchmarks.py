@@ -106,9 +106,9 @@ def test_what_is_said_of_both_betas_follows_from_the_gaps(load):
         return {"comparisons": {"0.999": found}, "machine": {"torch": "2", "cpu": "a CPU"}}
 
     both_betas = load("which_bf16_betas").both_betas
-    assert "from fp32 and `bf16-collage-plus` +0.01%. In so few steps that still" in " ".join(both_betas(data(0.001)))
+    assert "from fp32 and `bf16-collage-plus` +0.01%. In so few steps this still" in " ".join(both_betas(data(0.001)))
     assert "`bf16-collage-light` lies +5.00% from fp32" in " ".join(both_betas(data(0.05)))
-    assert "That degrades" in " ".join(both_betas(data(0.05)))
+    assert "This degrades" in " ".join(both_betas(data(0.05)))
 
 
 def test_what_is_apart_from_fp32_knows_which_way_is_worse(load):

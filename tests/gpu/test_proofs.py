@@ -20,8 +20,8 @@ from halfstep.kernels import gpu
 
 ROOT = Path(__file__).parents[2]
 FOLDER, KERNELS = ROOT / ".triton", Path(gpu.__file__).parent
-PINNED, OLDEST = "3.7.1", "3.6.0"
-"""The triton that torch 2.13 pins; the one of torch 2.11."""
+PINNED, OLDEST, NEWEST = "3.7.1", "3.6.0", "3.9.0"
+"""The triton that torch 2.13 pins; the ones of torch 2.11 and of torch 2.15."""
 KEPT = KERNELS / "proofs.json"
 INSTRUCTIONS, REGISTERS = 1.1, 255
 
@@ -144,7 +144,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [PINNED, OLDEST])
+@pytest.mark.parametrize("version", [PINNED, OLDEST, NEWEST])
 def test_every_format_equals_the_reference_in_the_interpreter(version):
     equal(told("interpreted.py", version, TRITON_INTERPRET="1"), version)
 
@@ -195,8 +195,9 @@ def test_every_kernel_compiles_for_other_gpus(capability):
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_with_the_oldest_triton():
-    sound(told("compiled.py", OLDEST, "--core"))
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_every_kernel_compiles_with_other_tritons(version):
+    sound(told("compiled.py", version, "--core"))
 
 
 CONVERSIONS = {"float8e4nv", "float8e5", "bfloat16", "float16", "sqrt", "exp", "exp2", "log", "log2", "rsqrt", "fma"}
