@@ -1,4 +1,4 @@
-"""Claims of papers and forums, measured again: the ledger. Imports no torch; what measures is in checks/ and run.py."""
+"""The ledger: claims of papers and forums, measured again. Imports no torch; checks/ and run.py measure."""
 
 from halfstep.claims.claim import VERDICTS, Claim, Number, Reference, get_claim, load
 

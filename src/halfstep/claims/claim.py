@@ -1,4 +1,4 @@
-"""A row of the ledger: a claim, where it stands, what we measured, and the verdict; read, in words, and as a page."""
+"""A row of the ledger: a claim, its source, our measurement, and the verdict; from TOML, as text, as Markdown."""
 
 import shlex
 import textwrap
@@ -21,7 +21,7 @@ VERDICTS = {
     "cannot tell": "measured, and the seeds lie further apart than what is compared",
     "open": "not measured yet",
 }
-"""What a verdict means."""
+"""The meaning of each verdict."""
 
 READ = {
     "text": "the text was read",
@@ -29,13 +29,13 @@ READ = {
     "code": "the code and its documentation were read",
     "secondary": "secondary: from notes and slides about it",
 }
-"""What of a source was read."""
+"""Which part of a source was read."""
 
 CHECKS = "halfstep.claims.checks"
-"""The module whose command line runs a check: `python -m halfstep.claims.checks ID`."""
+"""The module that runs a check: `python -m halfstep.claims.checks ID`."""
 
 RESULTS = "benchmarks/results"
-"""Where a clone keeps the figures of its benchmarks, one JSON file each; an installed package has none."""
+"""The folder of a clone with the saved figures of its benchmarks, one JSON file each; an installed package has none."""
 
 SHORT = 60.0
 """A row is short if its command takes less than this many seconds on two slow cores."""
@@ -43,7 +43,7 @@ SHORT = 60.0
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a claim stands, and what of it was read (a key of `READ`)."""
+    """The source of a claim, and which part of it was read (a key of `READ`)."""
 
     authors: str
     title: str
@@ -60,15 +60,16 @@ class Reference:
 
 @dataclass(frozen=True)
 class Number:
-    """A measured number, and how far a repetition may lie from it."""
+    """A measured value, and how far a repetition may differ from it."""
 
     value: float
     tolerance: float = 0.0
     kept: tuple[str, ...] = ()
-    """Where a benchmark keeps it: a file under `RESULTS`, then the keys; empty where the row's check measures it."""
+    """The place in a benchmark's results: a file under `RESULTS`, then the keys; empty if the row's check measures
+    it."""
 
     def agrees(self, measured: float) -> bool:
-        """Whether a repetition that gave `measured` confirms it. NaN never does.
+        """Whether a repetition with the result `measured` confirms it. NaN never does.
 
         >>> Number(0.8, tolerance=0.01).agrees(0.805), Number(16.0).agrees(16.5)
         (True, False)
@@ -78,23 +79,23 @@ class Number:
 
 @dataclass(frozen=True)
 class Claim:
-    """One row. An open one has no figure, and may have no command yet."""
+    """One row. An open row has no figure, and may have no command yet."""
 
     id: str
     subject: str
-    """What it is about: a heading of the page."""
+    """Its subject: a heading of the page."""
     claim: str
     reference: Reference
     conditions: str
-    """The source's."""
+    """The source's conditions."""
     verdict: str
     """A key of `VERDICTS`."""
     command: str = ""
     """The shell command that measures it again."""
     seconds: float | None = None
-    """What the command takes on two slow cores."""
+    """The time of the command on two slow cores."""
     template: str = ""
-    """The figure in words, with {name} where a number stands."""
+    """The figure in words, with {name} for each value."""
     numbers: Mapping[str, Number] = field(default_factory=dict)
     machine: str = ""
     date: str = ""
@@ -102,12 +103,12 @@ class Claim:
 
     @property
     def figure(self) -> str:
-        """Our figure in words, with its numbers."""
+        """Our figure in words, with its values."""
         return self.template.format(**{name: number.value for name, number in self.numbers.items()})
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The kept files that its numbers stand in."""
+        """The saved files that contain its values."""
         return tuple(dict.fromkeys(number.kept[0] for number in self.numbers.values() if number.kept))
 
     @property
@@ -117,20 +118,20 @@ class Claim:
 
     @property
     def check(self) -> str | None:
-        """The name of the check that the command runs; None where it is another command."""
+        """The name of the check that the command runs; None if it is another command."""
         words = shlex.split(self.command)
         return words[3] if words[:3] == ["python", "-m", CHECKS] and len(words) == 4 else None
 
 
 @cache
 def data() -> Mapping[str, Any]:
-    """The file as it is: the machines and the subjects by short name, and the rows."""
+    """The parsed file: the machines and the subjects by short name, and the rows."""
     return tomllib.loads(files("halfstep.claims").joinpath("claims.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def load() -> tuple[Claim, ...]:
-    """All claims, by subject. What a row may hold is checked by the tests, with `rules.problems`."""
+    """All claims, by subject. Tests check the rows with `rules.problems`."""
     order = list(data()["subject"].values())
     claims = (claim_from(row, data()["machine"], data()["subject"]) for row in data()["claim"])
     return tuple(sorted(claims, key=lambda claim: order.index(claim.subject)))
@@ -140,14 +141,14 @@ def get_claim(id: str) -> Claim:
     """The claim of that id.
 
     Raises:
-        ClaimError: no claim has that id; the nearest ids are shown.
+        ClaimError: no claim has that id; the message suggests the nearest ones.
     """
     claims = {claim.id: claim for claim in load()}
     return claims[one_of("claim", id, claims, ClaimError)]
 
 
 def claim_from(row: Mapping[str, Any], machines: Mapping[str, str], subjects: Mapping[str, str]) -> Claim:
-    """A claim from its TOML table, which keeps the rules."""
+    """A claim from its TOML table, which must keep the rules."""
     made = ("reference", "numbers", "machine", "subject", "figure")
     rest = {key: value for key, value in row.items() if key not in made}
     return Claim(
@@ -188,7 +189,7 @@ def as_data(claim: Claim) -> dict[str, Any]:
 
 
 def describe(claim: Claim, width: int = 105) -> str:
-    """A claim whole, a field after the other, in lines of that width."""
+    """A claim in full, one field after the other, wrapped to that width."""
     body = "\n".join(
         textwrap.fill(
             text,
@@ -204,7 +205,7 @@ def describe(claim: Claim, width: int = 105) -> str:
 
 
 def markdown(claims: Sequence[Claim]) -> str:
-    """The page."""
+    """The page docs/claims.md."""
     counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in VERDICTS}
     verdicts = markdown_table(("verdict", "claims", "meaning"), ((v, str(counts[v]), VERDICTS[v]) for v in VERDICTS))
     parts = [_INTRODUCTION, *verdicts, "", *map(_link, by_subject(claims)), ""]
@@ -215,12 +216,12 @@ def markdown(claims: Sequence[Claim]) -> str:
 
 
 def by_subject(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
-    """The claims under their subjects, both in the order in which they come."""
+    """The claims grouped by subject, both in their order of occurrence."""
     return grouped((claim.subject, claim) for claim in claims)
 
 
 def _link(subject: str) -> str:
-    """A line of the page's contents; the anchor is the one that GitHub gives the heading."""
+    """A line of the page's contents; the anchor is GitHub's for the heading."""
     return f"- [{subject}](#{''.join(c for c in subject.lower().replace(' ', '-') if c.isalnum() or c in '-_')})"
 
 
@@ -247,5 +248,5 @@ def _section(claim: Claim) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with what Markdown would take for markup kept as it is."""
+    """The text with Markdown's special characters escaped."""
     return text.replace("*", r"\*").replace("<", r"\<").replace("_", r"\_").replace("|", r"\|")

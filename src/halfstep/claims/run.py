@@ -1,4 +1,4 @@
-"""Measure a claim again, or read what its benchmark keeps, and compare with what the ledger records."""
+"""Measure a claim again, or read its saved benchmark figures, and compare with the ledger."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from halfstep.errors import ClaimError, unknown
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured, by a check now or by a benchmark when its file was kept, beside its claim."""
+    """The measured values, by a check now or by a benchmark when its file was saved, with the claim."""
 
     claim: Claim
     measured: Mapping[str, float]
 
     def agreements(self) -> dict[str, bool]:
-        """Whether each number is confirmed; a number that only one side has is not."""
+        """Whether each value is confirmed; a value that only one side has is not."""
         recorded = self.claim.numbers
         return {
             name: name in recorded and name in self.measured and recorded[name].agrees(self.measured[name])
@@ -28,15 +28,15 @@ class Outcome:
 
     @property
     def agrees(self) -> bool:
-        """Whether all numbers are."""
+        """Whether all values are confirmed."""
         return all(self.agreements().values())
 
 
 def run(claim: Claim, results: Path = Path(RESULTS)) -> Outcome:
-    """Run the claim's check in this process; of a claim without one, read what a benchmark keeps of its numbers.
+    """Run the claim's check in this process; for a claim without one, read its values from a benchmark's results.
 
     Raises:
-        ClaimError: it has neither, or there is no such check, or a file has no such figure.
+        ClaimError: it has neither, or there is no such check, or a file lacks a value.
     """
     if claim.check is not None:
         return Outcome(claim, get_check(claim.check).measure())
@@ -49,7 +49,7 @@ def run(claim: Claim, results: Path = Path(RESULTS)) -> Outcome:
 
 
 def _figure(results: Path, place: Sequence[str]) -> float:
-    """What a benchmark's file says at a path of keys; a list is entered by position."""
+    """A value in a benchmark's file, by a path of keys; list elements by index."""
     name, *keys = place
     file = results / name
     try:

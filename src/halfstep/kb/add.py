@@ -1,4 +1,4 @@
-"""Write a new entry into the user's own folder, in the form of a pull request; the rules that all entries keep."""
+"""Write a new entry into the user's own folder, formatted for a pull request; the rules that all entries must keep."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from halfstep.kb.reader import (
 
 
 def slug(text: str) -> str:
-    """A name for a file or an entry.
+    """A slug for a file or an entry.
 
     >>> slug("Llama 4 / Scout")
     'llama-4-scout'
@@ -34,9 +34,9 @@ def slug(text: str) -> str:
 
 
 def add_entry(family: str, data: Mapping[str, Any], folder: Path | str = DEFAULT_OVERLAY) -> Path:
-    """Append an entry to the family's file in a folder, which is made if need be; the file is returned.
+    """Append an entry to the family's file in a folder, which is created if necessary; return the file.
 
-    Nothing is written unless the entry keeps every rule, beside the folder's own entries and the package's.
+    Nothing is written unless the entry keeps every rule, together with the folder's own entries and the package's.
 
     Raises:
         KnowledgeBaseError: the entry breaks a rule (no reference, a model that has an entry already ...).
@@ -55,7 +55,7 @@ def add_entry(family: str, data: Mapping[str, Any], folder: Path | str = DEFAULT
 
 
 def _write(target: Path, text: str, before: str | None) -> None:
-    """Write, check the folder as a whole, and put everything back if that fails."""
+    """Write, check the folder as a whole, and restore the old text if the check fails."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -76,7 +76,7 @@ _WEAK = {"secondary", "inferred_hardware", "wiki_unreferenced"}
 
 
 def validate(folder: Traversable, under: KnowledgeBase | None = None) -> list[str]:
-    """Everything that a folder of data files violates, one message each; an empty list when all is well.
+    """All violations in a folder of data files, one message each; an empty list if there are none.
 
     `under` is the package's knowledge base when the folder is an overlay: its entries may then be named in conflicts
     and in failure reports.
@@ -93,7 +93,7 @@ def validate(folder: Traversable, under: KnowledgeBase | None = None) -> list[st
 
 
 def rule_problems(base: KnowledgeBase, others: tuple[Entry, ...] = ()) -> Iterator[str]:
-    """What the entries of a knowledge base violate, `others` being entries that they may refer to."""
+    """The rules that entries of a knowledge base violate; `others` are entries that they may refer to."""
     known = {entry.id: entry for entry in (*others, *base.entries)}
     for entry in base.entries:
         for message in (*_alone(entry), *_conflict(entry, known, others)):
@@ -170,7 +170,7 @@ def _conflict(entry: Entry, known: dict[str, Entry], others: tuple[Entry, ...]) 
 
 
 def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
-    """What two entries violate together."""
+    """The rules that two entries violate together."""
     place = f"{other.origin}: entry {other.id!r}"
     if one.id == other.id:
         yield f"{place}: an entry of this id stands in {one.origin} already; give each its own id"

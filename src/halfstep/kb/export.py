@@ -18,12 +18,12 @@ _COLUMNS = [*(each.name for each in fields(Entry) if each.name not in ("origin",
 
 
 def entry_data(entry: Entry) -> dict[str, Any]:
-    """An entry as plain data, with the compute type and the regime spelled out."""
+    """An entry as plain data, with the compute type and the regime as separate fields."""
     return {**asdict(entry), "compute": entry.compute, "regime": entry.regime}
 
 
 def to_data(base: KnowledgeBase) -> dict[str, Any]:
-    """Everything, as plain data: the counts by tier, the entries, the failure reports, the cast table."""
+    """The whole knowledge base as plain data: the counts by tier, the entries, the failure reports, the cast table."""
     return {
         "counts": base.counts(),
         "entries": [entry_data(entry) for entry in base.entries],
@@ -33,12 +33,12 @@ def to_data(base: KnowledgeBase) -> dict[str, Any]:
 
 
 def to_json(base: KnowledgeBase) -> str:
-    """Everything, as JSON."""
+    """The whole knowledge base as JSON."""
     return json.dumps(to_data(base), indent=2) + "\n"
 
 
 def to_csv(base: KnowledgeBase) -> str:
-    """One line an entry; a field of several values has one a line, "name: value" where they have names."""
+    """One line per entry; a field with several values has one per line, "name: value" if they have names."""
     out = io.StringIO()
     writer = csv.DictWriter(out, _COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -95,7 +95,7 @@ def to_markdown(base: KnowledgeBase) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""Text that Markdown shows as it is, inside a table too.
+    r"""Text escaped so that Markdown shows it unchanged, inside a table too.
 
     >>> print(escaped("a | <b> *c*"))
     a \| \<b\> \*c\*
@@ -110,13 +110,13 @@ def _cell(value: Any) -> Any:
 
 
 def model_card(answer: Answer) -> str:
-    """Lines for the YAML header of a model card: the precision, how sure it is, and what says so.
+    """Lines for the YAML header of a model card: the precision, its certainty, and its references.
 
-    The name `trained_precision` is the one proposed for config.json in huggingface/transformers#11209. Strings are
-    JSON strings, which YAML reads as they are.
+    The name `trained_precision` is the one proposed for config.json in huggingface/transformers#11209. Strings are JSON
+    strings, which YAML reads unchanged.
 
     Raises:
-        KnowledgeBaseError: there is no entry, or entries conflict; a card says one thing.
+        KnowledgeBaseError: there is no entry, or entries conflict; a card states one value.
     """
     if not answer.known:
         near = f" Nearest names: {', '.join(answer.near)}." if answer.near else ""

@@ -1,4 +1,4 @@
-"""What the knowledge base holds, entries and failure reports, read from the package's data files and the user's own."""
+"""The records of the knowledge base, entries and failure reports, read from the package's and the user's data files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfstep.errors import KnowledgeBaseError, unknown
 
 @dataclass(frozen=True)
 class Reference:
-    """Something that can be cited: what it is, where it is, and what to look for there."""
+    """A citable source: what it is, its address, and what to look for in it."""
 
     kind: str
     url: str
@@ -28,10 +28,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Entry:
-    """How one model, or several sizes of it, was trained, and what says so.
+    """How one model, or several sizes of it, was trained, with references.
 
-    None and the empty tuple mean "not stated". `released_dtype` is what the published files are stored in: it is
-    shown, and nothing is ever concluded from it.
+    None and the empty tuple mean "not stated". `released_dtype` is the dtype of the published files: it is shown, and
+    nothing is ever concluded from it.
     """
 
     id: str
@@ -45,7 +45,7 @@ class Entry:
     references: tuple[Reference, ...]
     model_ids: tuple[str, ...] = ()
     except_ids: tuple[str, ...] = ()
-    """Ids that a glob of this entry would match and that belong to others."""
+    """Ids that match a glob of this entry but belong to other entries."""
     id_confirmed: tuple[str, ...] = ()
     """The hub ids that a reference names; the others are from memory."""
     aliases: tuple[str, ...] = ()
@@ -61,9 +61,9 @@ class Entry:
     read_via: str | None = None
     notes: str | None = None
     reason: str | None = None
-    """Why this is an entry of its own beside another one of the family with the same precision."""
+    """Why it is separate from another entry of the family with the same precision."""
     official: str | None = None
-    """The paper, report or official repository, where no reference is one."""
+    """The paper, report or official repository, if no reference is one."""
     conflict_with: str | None = None
     safe: Mapping[str, str] = field(default_factory=dict)
     risky: Mapping[str, str] = field(default_factory=dict)
@@ -74,18 +74,18 @@ class Entry:
 
     @property
     def compute(self) -> str:
-        """The type of the training's products, without the regime: 'bf16' of 'bf16_mixed'."""
+        """The compute type of the training's matmuls, without the regime: 'bf16' of 'bf16_mixed'."""
         return compute(self.train_precision)
 
     @property
     def regime(self) -> str | None:
-        """How that type was used: full, mixed or pure; None where it is not known."""
+        """How that type was used: full, mixed or pure; None if unknown."""
         words = [word for word in self.train_precision.split("_") if word in ("mixed", "pure")]
         return None if self.train_precision == "unknown" else words[0] if words else "full"
 
     @property
     def computes(self) -> tuple[str, ...]:
-        """The types of all parts: one, unless the model is mixed by part."""
+        """The compute types of all parts: one, unless the model is mixed by part."""
         return tuple(dict.fromkeys(compute(word) for word in self.parts.values())) or (self.compute,)
 
     @property
@@ -95,27 +95,27 @@ class Entry:
 
     @property
     def excerpt_only(self) -> bool:
-        """Whether only an excerpt of the references was read, so that they want another look."""
+        """Whether only an excerpt of the references was read, so that they should be read again."""
         return self.read_via == "excerpt"
 
     def globs_over(self, model_id: str) -> list[str]:
-        """The globs that cover a model id; none if it is one of the exceptions."""
+        """The globs that match a model id; none if it is one of the exceptions."""
         if any(matches(name, model_id) for name in self.except_ids):
             return []
         return [name for name in self.globs if matches(name, model_id)]
 
     def conflicts(self, other: Entry) -> bool:
-        """Whether one declares a conflict with the other."""
+        """Whether one of the two declares a conflict with the other."""
         return self.conflict_with == other.id or other.conflict_with == self.id
 
     def confirms(self, model_id: str) -> bool:
-        """Whether a reference names this very hub id."""
+        """Whether a reference names exactly this hub id."""
         return model_id.casefold() in {name.casefold() for name in self.id_confirmed}
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What went wrong, or what was done against it, when a model was run in another type."""
+    """A report of a failure, or of its fix, when a model was run in another type."""
 
     id: str
     kind: str
@@ -133,7 +133,7 @@ class FailureReport:
 
 
 def compute(train_precision: str) -> str:
-    """The type of the training's products.
+    """The compute type of the training's matmuls.
 
     >>> compute("fp8_mixed"), compute("fp32"), compute("amp_mixed_unspecified")
     ('fp8', 'fp32', 'amp')
@@ -142,7 +142,7 @@ def compute(train_precision: str) -> str:
 
 
 def matches(pattern: str, model_id: str) -> bool:
-    """Whether an id, or a glob, covers a model id; upper and lower case are one, as on the hub.
+    """Whether an id, or a glob, matches a model id, ignoring case as the hub does.
 
     >>> matches("facebook/convnext-*", "facebook/ConvNeXt-tiny-224"), matches("t5", "t5-base")
     (True, False)
@@ -181,7 +181,7 @@ def schema() -> dict[str, Any]:
 
 
 def words(name: str, of: str = "entry") -> list[str]:
-    """The words that a field may take, as the schema lists them; `of` is the table that has the field."""
+    """The values that a field may take, as the schema lists them; `of` is the table that has the field."""
     return list(_resolved(schema()["$defs"][of]["properties"][name])["enum"])
 
 
@@ -191,7 +191,8 @@ def uses() -> list[str]:
 
 
 def problems(value: Any, kind: str, where: str | None = None) -> Iterator[str]:
-    """What a value of one kind (entry, failure, text ...) violates, one message each; `where` names it in them."""
+    """The violations of a value of one kind (entry, failure, text ...), one message each; `where` names the value in
+    them."""
     return _problems(value, schema()["$defs"][kind], where or kind)
 
 
@@ -252,30 +253,30 @@ def _resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
 # ---- the files ------------------------------------------------------------------------------------------------------
 
 DEFAULT_OVERLAY = Path("~/.config/halfstep/kb")
-"""Where a user's own entries are looked for by default; the folder need not exist."""
+"""The default folder of a user's own entries; it need not exist."""
 
 
 @dataclass(frozen=True)
 class KnowledgeBase:
-    """Entries, the user's own before the package's, and the failure reports that go with them."""
+    """Entries, the user's own before the package's, and their failure reports."""
 
     entries: tuple[Entry, ...]
     failures: tuple[FailureReport, ...]
 
     def counts(self) -> dict[str, int]:
-        """How many entries are definitive, and how many inferred: two numbers that are never added up."""
+        """The number of definitive entries, and of inferred ones, which are never added up."""
         return {tier: sum(entry.tier == tier for entry in self.entries) for tier in ("definitive", "inferred")}
 
 
 def load(overlay: Path | str | None = DEFAULT_OVERLAY) -> KnowledgeBase:
-    """The package's knowledge base under the user's own entries, if `overlay` is a folder that exists.
+    """The package's knowledge base combined with the user's own entries, if `overlay` is a folder that exists.
 
-    An entry of the overlay replaces the package's entry of the same id; which of the two answers for a model id that
-    both claim is for `lookup` to say. The overlay is checked as it is read; the package is checked by its tests.
+    An entry of the overlay replaces the package's entry of the same id; `lookup` decides which of the two answers for a
+    model id that both claim. The overlay is checked when it is read; the package is checked by its tests.
 
     Raises:
         KnowledgeBaseError: a file of the overlay is not TOML, or not of the form that docs/knowledge_base.md describes;
-            or a folder other than the default one is given and is not there.
+            or a folder other than the default one is given and does not exist.
     """
     if overlay is None:
         return _package()
@@ -307,10 +308,10 @@ def package_folder() -> Traversable:
 
 
 def read(folder: Traversable, overlay: bool = False, check: bool = True) -> KnowledgeBase:
-    """Read a folder of data files: one family a file, and failure reports in the sub-folder failures.
+    """Read a folder of data files: one family per file, and failure reports in the sub-folder failures.
 
     Raises:
-        KnowledgeBaseError: a file is broken; the message names all that is wrong with it.
+        KnowledgeBaseError: a file is broken; the message lists all its violations.
     """
     entries: list[Entry] = []
     failures: list[FailureReport] = []
@@ -324,7 +325,7 @@ def read(folder: Traversable, overlay: bool = False, check: bool = True) -> Know
 
 
 def file_problems(name: str, data: dict[str, Any]) -> Iterator[str]:
-    """What the tables of one file violate of the schema."""
+    """The violations of the schema in the tables of one file."""
     for key in sorted(data.keys() - schema()["properties"].keys()):
         yield f"{name}: unknown key {key!r} at the top of the file; expected family and [[entry]], or [[failure]]"
     if "entry" in data and "family" not in data:

@@ -1,4 +1,4 @@
-"""Which entries speak of a model: exact id, alias, glob, base model of a local folder, or none; names, taken apart."""
+"""Find the entries for a model: by exact id, alias, glob, or base model of a local folder; and take names apart."""
 
 import json
 import os
@@ -19,24 +19,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What the knowledge base holds on a model, and how it was found."""
+    """The entries for a model, and how they were found."""
 
     model_id: str
     how: str
-    """exact id, alias, glob, name (written as people write it), base model, or unknown."""
+    """exact id, alias, glob, name (in another spelling), base model, or unknown."""
     matched: tuple[str, ...] = ()
     """The ids, aliases, globs or base models that led to the entries."""
     entries: tuple[Entry, ...] = ()
-    """None, one, or those of a declared conflict."""
+    """Empty, one, or those of a declared conflict."""
     failures: tuple[FailureReport, ...] = ()
     id_confirmed: bool = False
     """Whether a reference names this hub id; many ids in the data are from memory."""
     near: tuple[str, ...] = ()
-    """For an unknown model: ids that look alike."""
+    """For an unknown model: similar ids."""
     bases: tuple[str, ...] = ()
-    """The models that a local folder names as its origin; of a quantised copy, the one that its name says."""
+    """The models that a local folder names as its origin; for a quantised copy, the one in its name."""
     stored_dtype: str | None = None
-    """For a local folder: the type its config.json names. Shown, and never used as evidence."""
+    """For a local folder: the dtype in its config.json. Shown, and never used as evidence."""
 
     @property
     def known(self) -> bool:
@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def tier(self) -> str | None:
-        """definitive if every entry is and the model itself is meant; inferred otherwise; None without an entry."""
+        """definitive if every entry is and the model itself was found; inferred otherwise; None without an entry."""
         if not self.entries:
             return None
         definitive = self.how != "base model" and all(entry.tier == "definitive" for entry in self.entries)
@@ -58,13 +58,13 @@ class Answer:
 
 
 def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answer:
-    """How a model was trained: a hub id, an alias, or the path of a local Hugging Face folder.
+    """How a model was trained: for a hub id, an alias, or the path of a local Hugging Face folder.
 
-    A folder is a folder, whatever its name: the base models that it names answer, as inferred. Of a name, the first
-    that finds an entry answers: the exact id, an alias, a glob; the same name with other punctuation and without its
-    organisation ("Llama 2 7B", "llama2", a page's address, `@revision`); the model that a quantised copy is of
-    ("org/Llama-2-7B-GPTQ"), or that a name says was trained on from ("Llama-2-chat", "gemma-2-9b-it",
-    "Qwen2.5-Coder-7B"), both as inferred. The type that a checkpoint is stored in is never taken for the type it was
+    A folder is answered by the base models that it names, as inferred, whatever its own name. For a name, the first of
+    these that finds an entry answers: the exact id, an alias, a glob; the same name with other punctuation and without
+    its organisation ("Llama 2 7B", "llama2", a page's address, `@revision`); the model that a quantised copy is of
+    ("org/Llama-2-7B-GPTQ"), or the model that a name says it was trained from ("Llama-2-chat", "gemma-2-9b-it",
+    "Qwen2.5-Coder-7B"), both as inferred. The dtype that a checkpoint is stored in is never taken for the type it was
     trained in.
 
     >>> answer = lookup("meta-llama/Llama-2-7b-hf", overlay=None)
@@ -78,13 +78,13 @@ def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answe
 
 
 def find(base: KnowledgeBase, model_id: str) -> Answer:
-    """`lookup` in a knowledge base at hand."""
+    """`lookup` in a given knowledge base."""
     model_id = model_id.strip()
     return in_folder(base, model_id) if is_folder(model_id) else _near(base, _of_a_name(base, model_id))
 
 
 def in_folder(base: KnowledgeBase, path: str) -> Answer:
-    """What a folder on this machine names as its origin, whatever the folder itself is called.
+    """The answer from the origin that a local folder names, whatever the folder itself is called.
 
     Raises:
         KnowledgeBaseError: its config.json or model card cannot be read.
@@ -136,11 +136,11 @@ _QUANTISED = re.compile(
     r"|int[48]|w\d+a\d+|[2-8]bits?|q[2-8](_(\d|[klms]|x{1,2}[sl]))*|\d+g|dynamic|static|channel|block))+$",
     re.IGNORECASE,
 )
-"""Ends of the names of quantised copies: -GPTQ, -AWQ-4bit-128g, -bnb-4bit, .Q4_K_M ..."""
+"""Endings of the names of quantised copies: -GPTQ, -AWQ-4bit-128g, -bnb-4bit, .Q4_K_M ..."""
 
 
 def _alike(base: KnowledgeBase, name: str) -> Answer:
-    """The one entry that has the name, whatever its punctuation, with or without its organisation and -hf."""
+    """The only entry with that name, ignoring punctuation, organisation and -hf."""
     key = _folded(name)
     found = {
         entry.id: [own for own in (entry.id, *entry.aliases, *entry.model_ids) if "*" not in own and key in _tails(own)]
@@ -155,15 +155,15 @@ def _alike(base: KnowledgeBase, name: str) -> Answer:
 
 
 def _tails(own: str) -> tuple[str, str]:
-    """A name as it is folded without its organisation, and without -hf."""
+    """A name folded without its organisation, and also without -hf."""
     tail = own.rpartition("/")[2]
     return _folded(tail), _folded(tail.removesuffix("-hf"))
 
 
 def _spelled(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
-    """The one entry whose model a name is another spelling of, or says that it was trained on from.
+    """The only entry whose model the name spells in another way, or names as the model it was trained from.
 
-    Under an organisation of its own, a name without such a word may be anybody's; "llama" may be any of them.
+    Under an organisation of its own, a name without such a word may be anybody's model; "llama" may be any of them.
     """
     one = spelling(name)
     names = {entry.id: [own for own in (*entry.model_ids, *entry.aliases) if "*" not in own] for entry in base.entries}
@@ -184,7 +184,7 @@ def _spelled(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
 
 
 def _one(entries: tuple[Entry, ...]) -> bool:
-    """Whether entries are one answer: a single one, or a declared conflict."""
+    """Whether entries are one answer: a single entry, or a declared conflict."""
     return bool(entries) and all(entry.conflicts(entries[0]) for entry in entries[1:])
 
 
@@ -209,7 +209,7 @@ def _named(base: KnowledgeBase, model_id: str) -> Answer:
 
 
 def _own_first(found: list[Entry]) -> tuple[Entry, ...]:
-    """The user's own entries in front of the package's, which then count only where a conflict is declared."""
+    """The user's own entries before the package's, which then count only for a declared conflict."""
     own = [entry for entry in found if entry.overlay]
     if not own:
         return tuple(found)
@@ -227,14 +227,14 @@ def _failures(base: KnowledgeBase, model_id: str, entries: tuple[Entry, ...]) ->
 
 
 def _meant(pattern: str, name: str) -> bool:
-    """Whether an id or a glob covers a name, which may lack the organisation and be punctuated in another way."""
+    """Whether an id or a glob matches a name, which may lack the organisation and have other punctuation."""
     if "/" in name:
         return matches(pattern, name)
     return matches("*".join(map(_folded, pattern.rpartition("/")[2].split("*"))), _folded(name))
 
 
 def _near(base: KnowledgeBase, answer: Answer) -> Answer:
-    """The answer; an unknown model's with ids that look alike: the same name under another organisation first."""
+    """The answer; for an unknown model with similar ids added: the same name under another organisation first."""
     if answer.known:
         return answer
     names = [name for entry in base.entries for name in (*entry.model_ids, *entry.aliases) if "*" not in name]
@@ -274,7 +274,7 @@ VARIANTS = frozenset(
         "qat",
     }
 )  # fmt: skip
-"""Words of a name that say it was trained on from another model."""
+"""Words in a name that say that it was trained from another model."""
 
 _ENDS = frozenset({"lora", "qlora", "adapter", "peft", "finetuned"})  # what follows these names the data
 _SAME = frozenset({"hf", "pt", "meta"})  # the same model in another file
@@ -292,29 +292,29 @@ _LIMIT = 1 << 20  # a model card or a config.json is far smaller; nothing is rea
 
 @dataclass(frozen=True)
 class Spelling:
-    """A name taken apart."""
+    """A model's name split into parts."""
 
     core: tuple[str, ...]
     """Words and numbers of the family and its generation."""
     sizes: tuple[str, ...]
     variants: frozenset[str]
     key: str
-    """Core and sizes as they stand, without punctuation."""
+    """Core and sizes in their order in the name, without punctuation."""
 
     @property
     def series(self) -> str:
-        """The core alone."""
+        """The core only."""
         return "".join(self.core)
 
     @property
     def numbered(self) -> bool:
-        """Whether the name says which generation it is of."""
+        """Whether the name contains the generation."""
         return any(token.isdigit() for token in self.core)
 
 
 @lru_cache(1 << 12)
 def spelling(name: str) -> Spelling:
-    """Take a name apart; what stands before its last slash says whose it is, and is left out.
+    """Split a name into parts; everything up to its last slash is the organisation, and is left out.
 
     >>> spelled = spelling("meta-llama/Llama-2-7b-chat-hf")
     >>> spelled.core, spelled.sizes, set(spelled.variants)
@@ -334,20 +334,20 @@ def spelling(name: str) -> Spelling:
 
 
 def means(one: Spelling, other: Spelling) -> bool:
-    """Whether a name is of the other, or of a variant of it: with its sizes, or of its series where it gives none."""
+    """Whether a name means the other, or a variant of it: with its sizes, or its series if it has no size."""
     return bool(one.core) and (other.key == one.key if one.sizes else other.series == one.series)
 
 
 def may_be(one: Spelling, other: Spelling) -> bool:
-    """Whether a name without a size and a number leaves open which generation it is of, of which the other is one."""
+    """Whether a name without size and number leaves the generation open, and the other is one of its generations."""
     following = other.core[len(one.core) :]
     unclear = not one.numbered and not one.sizes and other.core[: len(one.core)] == one.core
     return unclear and bool(following) and (following[0].isdigit() or following[0] == "v")
 
 
 def is_folder(model_id: str) -> bool:
-    """Whether a model id is the path of a folder on this machine that holds a model, as `from_pretrained` decides; one
-    that is empty, or holds other things, is a name that a folder happens to have."""
+    """Whether a model id is the path of a local folder with a model, as `from_pretrained` decides. An empty folder, or
+    one with other files, only happens to have that name."""
     path = os.path.expanduser(model_id)
     if not model_id or not os.path.isdir(path):
         return False

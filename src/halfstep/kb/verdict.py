@@ -21,7 +21,7 @@ _REPORTED = {
     "safe": ("unknown", "that says it is safe, and failures in {use} are reported: the two do not agree"),
     "unknown": ("risky", "failures in {use} are reported"),
 }
-"""What reports of failures make of an entry's verdict; export/page.js says the same."""
+"""The effect of failure reports on an entry's verdict; export/page.js says the same."""
 _RANGE_STEP = (
     "run one batch in fp32 and record the largest activation of every module: above 16000, a quarter of fp16's "
     "largest value, take fp16 for unsafe; a backward pass can overflow where the forward pass does not"
@@ -30,7 +30,7 @@ _RANGE_STEP = (
 
 @dataclass(frozen=True)
 class Cast:
-    """One cell of the table: its risk, the reason, and what to keep in fp32 when doing it all the same."""
+    """One cell of the table: its risk, the reason, and the parts to keep in fp32 if it is done anyway."""
 
     native: str
     use: str
@@ -60,13 +60,13 @@ def casts() -> Mapping[tuple[str, str], Cast]:
 
 
 def normal_use(use: object) -> str:
-    """The table's word for a type to run in; torch's names and a `torch.dtype` are understood.
+    """The table's name of a type to run in; torch's names and a `torch.dtype` are accepted.
 
     >>> normal_use("float16"), normal_use("torch.bfloat16"), normal_use("float8_e4m3fn")
     ('fp16', 'bf16', 'fp8')
 
     Raises:
-        KnowledgeBaseError: no type of that name; the known ones are shown.
+        KnowledgeBaseError: no type of that name; the message lists the known ones.
     """
     word = str(use).removeprefix("torch.").lower()
     if word not in uses():
@@ -81,7 +81,7 @@ def normal_use(use: object) -> str:
 
 @dataclass(frozen=True)
 class Reason:
-    """What one entry, or one part of a model, has to say on a use."""
+    """The verdict of one entry, or of one part of a model, on a use."""
 
     verdict: str
     text: str
@@ -94,7 +94,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Verdict:
-    """safe, risky or unknown, with everything that it rests on."""
+    """safe, risky or unknown, with all its evidence."""
 
     model_id: str
     use: str
@@ -112,25 +112,25 @@ class Verdict:
 
     @property
     def references(self) -> tuple[Reference, ...]:
-        """What the entries cite."""
+        """The references of the entries."""
         return tuple(dict.fromkeys(reference for entry in self.answer.entries for reference in entry.references))
 
     @property
     def failures(self) -> tuple[FailureReport, ...]:
-        """The reports on this use of this model, what went wrong before what was done about it."""
+        """The reports on this use of this model, failures before fixes."""
         found = [report for report in self.answer.failures if self.use in report.uses]
         return tuple(sorted(found, key=lambda report: report.kind))
 
     @property
     def keep_in_fp32(self) -> tuple[str, ...]:
-        """What to keep in fp32 when running the rest in `use`."""
+        """The parts to keep in fp32 when running the rest in `use`."""
         if self.use in ("fp32", "tf32"):
             return ()
         return tuple(dict.fromkeys(part for reason in self.reasons for part in reason.keep_in_fp32))
 
     @property
     def next_steps(self) -> tuple[str, ...]:
-        """What to do when the verdict is not safe."""
+        """What to do if the verdict is not safe."""
         steps = {
             _RANGE_STEP: self.use == "fp16",
             f"compare its outputs in {self.use} with those in fp32, on your own data": True,
@@ -142,8 +142,7 @@ class Verdict:
 def check(model_id: str, use: object, overlay: Path | str | None = DEFAULT_OVERLAY) -> Verdict:
     """Whether a model can be run in a type: fp32, tf32, bf16, fp16, int8, fp8, mxfp4 or nvfp4.
 
-    Where entries conflict, or parts of a model differ, the more careful advice is the verdict and all reasons are
-    given.
+    If entries conflict, or parts of a model differ, the more careful advice is the verdict, and all reasons are given.
 
     >>> check("google/flan-t5-xxl", use="fp16", overlay=None).verdict
     'risky'
@@ -157,7 +156,7 @@ def check(model_id: str, use: object, overlay: Path | str | None = DEFAULT_OVERL
 
 
 def judge(base: KnowledgeBase, model_id: str, use: object) -> Verdict:
-    """`check` in a knowledge base at hand."""
+    """`check` in a given knowledge base."""
     word = normal_use(use)
     answer = find(base, model_id)
     reasons = tuple(reason for entry in answer.entries for reason in reasons_of(entry, word))
@@ -170,12 +169,12 @@ def judge(base: KnowledgeBase, model_id: str, use: object) -> Verdict:
 
 
 def most_careful(reasons: Iterable[Reason]) -> str:
-    """The verdict of several reasons."""
+    """The most careful verdict among several reasons."""
     return max((reason.verdict for reason in reasons), key=_CAREFUL.index)
 
 
 def reasons_of(entry: Entry, use: str) -> tuple[Reason, ...]:
-    """What an entry says on a use: one reason, or one for each part of the model."""
+    """An entry's verdict on a use: one reason, or one for each part of the model."""
     parts: list[tuple[str | None, str]] = [*entry.parts.items()] or [(None, entry.train_precision)]
     return tuple(_reason(entry, part, precision, use) for part, precision in parts)
 
@@ -206,7 +205,7 @@ def _without_an_entry(answer: Answer, use: str) -> Reason:
 
 
 def describe_entry(entry: Entry) -> str:
-    """An entry whole, one field a line."""
+    """An entry in full, one field per line."""
     ids = [name if entry.confirms(name) else f"{name} (id unconfirmed)" for name in entry.model_ids]
     rows = [
         ("family", f"{entry.family}, {entry.year}"),
@@ -238,14 +237,14 @@ def describe_entry(entry: Entry) -> str:
 
 
 def describe_answer(answer: Answer) -> str:
-    """All entries that speak of a model, how they were found, and the failure reports."""
+    """All entries for a model, how they were found, and the failure reports."""
     reports = [*_indented(map(_report, answer.failures))]
     blocks = [_text(_found(answer)), *map(describe_entry, answer.entries)]
     return "\n\n".join([*blocks, *([_text(["failure reports", *reports])] if reports else [])])
 
 
 def describe_verdict(verdict: Verdict, more_steps: Iterable[str] = ()) -> str:
-    """A verdict with its reasons, references, failure reports and what to do; `more_steps` are added to the last."""
+    """A verdict with its reasons, references, failure reports and next steps; `more_steps` are added to the latter."""
     lists = {
         "references": [*map(_cite, verdict.references)],
         "on this cast in general": dict.fromkeys(source for reason in verdict.reasons for source in reason.sources),

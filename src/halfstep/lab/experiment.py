@@ -76,7 +76,8 @@ class Metric:
     def show(self, value: float | None) -> str:
         """A value as text.
 
-        >>> Metric("accuracy", True, 1.0, "{:.1%}").show(0.987) '98.7%'
+        >>> Metric("accuracy", True, 1.0, "{:.1%}").show(0.987)
+        '98.7%'
         """
         return "-" if value is None else self.form.format(value)
 

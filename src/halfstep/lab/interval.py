@@ -31,7 +31,8 @@ def paired(differences: Sequence[float]) -> Interval:
 
     Source: Student 1908, The probable error of a mean.
 
-    >>> paired([1.0, 2.0, 3.0]) Interval(low=-0.484..., high=4.484...)
+    >>> paired([1.0, 2.0, 3.0])
+    Interval(low=-0.484..., high=4.484...)
     """
     return _interval(statistics.fmean(differences), statistics.stdev(differences), len(differences), len(differences))
 
@@ -81,7 +82,8 @@ def paired_power(spread: float, pairs: int, effect: float) -> float:
 
     Uses the normal distribution with Student's quantile, which is a few points too high below 10 pairs.
 
-    >>> round(paired_power(1.0, 34, 0.5), 2)  # 0.81 by the noncentral t distribution 0.81
+    >>> round(paired_power(1.0, 34, 0.5), 2)  # 0.81 by the noncentral t distribution
+    0.81
     """
     distance = effect * math.sqrt(pairs) / spread - t_quantile((1 + LEVEL) / 2, pairs - 1) if spread else math.inf
     return statistics.NormalDist().cdf(distance) if math.isfinite(distance) else 1.0
@@ -93,7 +95,8 @@ def t_quantile(probability: float, degrees: int) -> float:
 
     Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: the distribution as a finite sum, here solved by bisection.
 
-    >>> round(t_quantile(0.975, 2), 4) 4.3027
+    >>> round(t_quantile(0.975, 2), 4)
+    4.3027
     """
     low, high = 0.0, 1.0
     while _within(high, degrees) < 2 * probability - 1:
@@ -129,7 +132,8 @@ def wilson(hits: int, runs: int, level: float = LEVEL) -> Interval:
 
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference.
 
-    >>> wilson(18, 188) Interval(low=0.0614..., high=0.1462...)
+    >>> wilson(18, 188)
+    Interval(low=0.0614..., high=0.1462...)
     """
     z = statistics.NormalDist().inv_cdf((1 + level) / 2)
     centre, spread = hits + z * z / 2, z * math.sqrt(hits * (runs - hits) / runs + z * z / 4)
@@ -143,7 +147,8 @@ def fisher(a: int, of_a: int, b: int, of_b: int) -> float:
     The sum of the probabilities, given the total of hits, of every split that is at most as probable as the observed
     one.
 
-    >>> round(fisher(18, 188, 0, 70), 4) 0.0044
+    >>> round(fisher(18, 188, 0, 70), 4)
+    0.0044
     """
     hits, runs = a + b, of_a + of_b
     weights = {
@@ -155,7 +160,8 @@ def fisher(a: int, of_a: int, b: int, of_b: int) -> float:
 def power(share_a: float, of_a: int, share_b: float, of_b: int, level: float = LEVEL) -> float:
     """The power of Fisher's test for these true shares: the sum over all outcomes.
 
-    >>> round(power(0.1, 188, 0.0, 70), 2) 0.98
+    >>> round(power(0.1, 188, 0.0, 70), 2)
+    0.98
     """
     first, second = _outcomes(share_a, of_a), _outcomes(share_b, of_b)
     return sum(

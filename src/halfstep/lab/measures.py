@@ -117,7 +117,8 @@ def edit_distance(found: Sentence, wanted: Sentence) -> int:
 def error_rate(found: Sequence[Sentence], wanted: Sequence[Sentence]) -> float:
     """The edits of all sentences over the length of all reference ones: CER on characters, WER on words.
 
-    >>> error_rate(["abc", "d"], ["abd", "d"]) 0.25
+    >>> error_rate(["abc", "d"], ["abd", "d"])
+    0.25
     """
     return sum(map(edit_distance, found, wanted)) / max(1, sum(map(len, wanted)))
 
@@ -130,7 +131,8 @@ def bleu(found: Sequence[Sentence], wanted: Sequence[Sentence], order: int = 4) 
 
     Source: Papineni et al. 2002.
 
-    >>> bleu(["the cat sat on the mat".split()], ["the cat sat on the mat".split()]) 1.0
+    >>> bleu(["the cat sat on the mat".split()], ["the cat sat on the mat".split()])
+    1.0
     """
     matches, totals = [0] * order, [0] * order
     for f, w in zip(found, wanted, strict=True):

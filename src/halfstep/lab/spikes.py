@@ -30,8 +30,9 @@ def spikes(losses: Sequence[float | None], window: int = WINDOW, threshold: floa
     and a loss that stays up is one long spike. The first 20 steps are never above it; after them None and non-finite
     losses always are. A window without spread (constant losses) has the smallest positive float as its spread.
 
-    >>> level = [1.0, 1.01, 0.99] * 20 >>> spikes([*level, 2.0, 2.1, *level]) [Spike(start=60, length=2,
-    height=74.19...)]
+    >>> level = [1.0, 1.01, 0.99] * 20
+    >>> spikes([*level, 2.0, 2.1, *level])
+    [Spike(start=60, length=2, height=74.19...)]
     """
     trail: list[float] = []  # in the order of the steps
     ranked: list[float] = []

@@ -166,7 +166,8 @@ def widened(model: nn.Module, kept: tuple[str, ...], path: str) -> tuple[str, ..
 def pattern(path: str) -> str:
     """The path with its numbers replaced by globs.
 
-    >>> pattern("encoder.block.0.layer.1.wo"), pattern("2") ('encoder.block.*.layer.*.wo', '2')
+    >>> pattern("encoder.block.0.layer.1.wo"), pattern("2")
+    ('encoder.block.*.layer.*.wo', '2')
     """
     parts = path.split(".")
     return ".".join("*" if part.isdigit() and len(parts) > 1 else part for part in parts)

@@ -170,9 +170,13 @@ def amaxes(model: nn.Module, enabled: bool = True) -> Iterator[Amaxes]:
     (`weight of PATH`), and `grad_output of PATH`. A layer that is called more than once keeps its largest; tensors that
     are not floating point, such as tokens, are left out.
 
-    >>> import torch >>> layer = nn.Sequential(nn.Linear(2, 1, bias=False)) >>> _ = layer[0].weight.data.fill_(0.5) >>>
-    with amaxes(layer) as found: ...     layer(torch.tensor([[1.0, -3.0]])).sum().backward() >>> found.amaxes {'input of
-    0': 3.0, 'weight of 0': 0.5, 'grad_output of 0': 1.0}
+    >>> import torch
+    >>> layer = nn.Sequential(nn.Linear(2, 1, bias=False))
+    >>> _ = layer[0].weight.data.fill_(0.5)
+    >>> with amaxes(layer) as found:
+    ...     layer(torch.tensor([[1.0, -3.0]])).sum().backward()
+    >>> found.amaxes
+    {'input of 0': 3.0, 'weight of 0': 0.5, 'grad_output of 0': 1.0}
     """
     found = Amaxes()
     layers = [
@@ -306,10 +310,16 @@ def arrivals(
 
     `also` is called with each update.
 
-    >>> import torch >>> weight = torch.nn.Parameter(torch.ones(2)) >>> from halfstep.optim import convert >>> from
-    halfstep.recipe import get_recipe >>> optimizer = convert(torch.optim.SGD([weight], lr=0.5), get_recipe("fp32"), {})
-    >>> weight.grad = torch.tensor([1.0, 2.0**-30]) >>> with arrivals(optimizer, {weight: "weight"}) as found: ...     _
-    = optimizer.step() >>> found.model.lost_share, round(found.model.quality, 6) (0.0, 1.0)
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> from halfstep.optim import convert
+    >>> from halfstep.recipe import get_recipe
+    >>> optimizer = convert(torch.optim.SGD([weight], lr=0.5), get_recipe("fp32"), {})
+    >>> weight.grad = torch.tensor([1.0, 2.0**-30])
+    >>> with arrivals(optimizer, {weight: "weight"}) as found:
+    ...     _ = optimizer.step()
+    >>> found.model.lost_share, round(found.model.quality, 6)
+    (0.0, 1.0)
     """
     found = Arrivals()
 

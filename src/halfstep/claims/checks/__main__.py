@@ -1,4 +1,4 @@
-"""`python -m halfstep.claims.checks ID`: the numbers of one check, as JSON."""
+"""`python -m halfstep.claims.checks ID` prints the figures of one check as JSON."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from halfstep.errors import HalfstepError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the numbers of the check named; the exit code is 2 if there is no such check."""
+    """Print the figures of the named check; the exit code is 2 if there is no such check."""
     if len(arguments) != 1:
         print("usage: python -m halfstep.claims.checks ID; `halfstep claims` lists the ids", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What a check is: a name, which is its claim's id, and a function that measures; the check of a name."""
+"""The base of checks: a check has a name, its claim's id, and a function that measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from halfstep.registry import family
 
 
 Numbers = dict[str, float]
-"""What a check measured, by the names that the ledger's row gives its numbers."""
+"""A check's figures, by the names that the ledger's row gives them."""
 
 Choose = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One computation of the ledger. The same numbers every time: what is random has a fixed seed."""
+    """One computation of the ledger. It gives the same figures every time: random parts have fixed seeds."""
 
     name: str
     measure: Callable[[], Numbers]
 
 
 def check(name: str) -> Callable[[Callable[[], Numbers]], Check]:
-    """Make a check of the function below it."""
+    """A decorator that makes a check of a function."""
     return lambda measure: Check(name, measure)
 
 
@@ -40,13 +40,13 @@ def get_check(name: str) -> Check:
     """The check of that name.
 
     Raises:
-        ClaimError: no check has that name; the nearest names are shown.
+        ClaimError: no check has that name; the message suggests the nearest ones.
     """
     return checks()[one_of("check", name, checks(), ClaimError)]
 
 
 def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tuple[nn.Parameter, LowBit]:
-    """A model that is a single weight with these float32 values, prepared for a recipe, and its optimizer."""
+    """A parameter with these float32 values as the only weight of a model, prepared for a recipe, and its optimizer."""
     model = nn.Module()
     weight = nn.Parameter(values.clone())
     model.register_parameter("weight", weight)
@@ -56,7 +56,7 @@ def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tu
 
 
 def stepped(recipe: str, count: int, choose: Choose, grad: float, steps: int) -> tuple[nn.Parameter, LowBit]:
-    """`one_weight` of so many ones after so many steps with a gradient that is the same number everywhere."""
+    """`one_weight` of `count` ones, after `steps` steps with the same gradient everywhere."""
     weight, optimizer = one_weight(recipe, torch.ones(count, dtype=torch.float32, device="cpu"), choose)
     weight.grad = torch.full_like(weight, grad)
     for _ in range(steps):
@@ -65,14 +65,14 @@ def stepped(recipe: str, count: int, choose: Choose, grad: float, steps: int) ->
 
 
 def update(optimizer: LowBit, scaler: LossScaler) -> None:
-    """One step of a loop's, whose gradients are then dropped."""
+    """One step of a training loop, after which the gradients are dropped."""
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Float32 numbers N(0, 1), the same every time."""
+    """Float32 samples of N(0, 1), the same every time."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 

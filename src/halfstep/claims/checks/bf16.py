@@ -1,4 +1,4 @@
-"""Checks of bf16 training: what a forum's thread says of it, and Collage, Kahan summation and stochastic rounding."""
+"""Checks of bf16 training: statements of a forum's thread, and Collage, Kahan summation and stochastic rounding."""
 
 from functools import partial
 from statistics import fmean
@@ -25,12 +25,12 @@ def bytes_per_parameter(recipe: str) -> float:
 
 
 def weights(count: int) -> Tensor:
-    """Weights as a transformer starts with them: N(0, 0.02)."""
+    """Weights with a transformer's initial distribution: N(0, 0.02)."""
     return normal(count) * 0.02
 
 
 def descent(recipe: str, lr: float, steps: int = 5) -> Arrival:
-    """What arrives of AdamW's update of N(0, 0.02) weights, at the last of a few steps with N(0, 1) gradients."""
+    """The arrival of AdamW's update of N(0, 0.02) weights, at the last of `steps` steps with N(0, 1) gradients."""
     weight, optimizer = one_weight(recipe, weights(20_000), partial(torch.optim.AdamW, lr=lr, weight_decay=0.0))
     generator, found = torch.Generator().manual_seed(1), Arrival()
     for _ in range(steps):
@@ -43,20 +43,20 @@ def descent(recipe: str, lr: float, steps: int = 5) -> Arrival:
 
 
 def _bytes_of(name: str, **recipes: str) -> Check:
-    """A check of the bytes a parameter of recipes, by the names that the ledger's row gives these numbers."""
+    """A check of the bytes per parameter of recipes, by the names that the ledger's row gives these figures."""
     return Check(name, lambda: {number: bytes_per_parameter(recipe) for number, recipe in recipes.items()})
 
 
 bytes_of_recipes = _bytes_of(
     "forum-bytes", bf16_master="bf16-master", bf16_fp32grad="bf16-fp32grad", bf16_nomaster="bf16-nomaster"
 )
-"""The three options of the question, as it states them."""
+"""The three options of the question."""
 correction = _bytes_of("forum-correction", asked="bf16-fp32grad", answered="bf16-master")
-"""The second option as asked, and with the master copy that the reply adds to it."""
+"""The second option as asked, and with the master copy that the reply adds."""
 megatron = _bytes_of("forum-megatron", megatron="bf16-megatron")
-"""bf16 weights with an fp32 master, whose gradients are accumulated in fp32."""
+"""bf16 weights with an fp32 master and gradients accumulated in fp32."""
 adam_bytes = _bytes_of("slides-adam-bytes", fp16_mixed="fp16-mixed", bf16_mixed="bf16-mixed")
-"""Weights that are their own master, under torch.autocast."""
+"""fp32 weights without a separate master, under torch.autocast."""
 
 
 @check("forum-descent")
@@ -85,7 +85,7 @@ def zeroed() -> Numbers:
 
 
 def _walk(kind: str | None, start: float, update: float, times: int) -> tuple[float, float]:
-    """The weight, and all that is stored of it, after that many updates."""
+    """The weight, and the sum of everything stored of it, after that many updates."""
     master, weight = get_master(kind), torch.empty(1, dtype=torch.bfloat16, device="cpu")
     kept = master.start(weight, torch.full((1,), start, dtype=torch.float32, device="cpu"))
     for _ in range(times):
@@ -95,7 +95,7 @@ def _walk(kind: str | None, start: float, update: float, times: int) -> tuple[fl
 
 @check("collage-quality")
 def quality() -> Numbers:
-    """Descent quality of both forms of Collage at three learning rates, beside bf16 alone."""
+    """Descent quality of both forms of Collage at three learning rates, compared with bf16 alone."""
     return {
         f"{recipe.rpartition('-')[2]}_{rate}": descent(recipe, lr).quality or 0.0
         for recipe in ("bf16-collage-light", "bf16-collage-plus", "bf16-pure")
@@ -117,7 +117,7 @@ def bytes_of_collage() -> Numbers:
 
 @check("collage-second-moment")
 def second_moment() -> Numbers:
-    """Adam's v under a constant gradient of 0.5 and beta2 = 0.999 after 8000 steps, over its limit of 0.25."""
+    """Adam's v under a constant gradient of 0.5 and beta2 = 0.999 after 8000 steps, relative to its limit of 0.25."""
     found: Numbers = {}
     for recipe in ("bf16-collage-light", "bf16-collage-plus"):
         weight, optimizer = stepped(recipe, 4, partial(torch.optim.AdamW, lr=0.0), 0.5, 8000)
@@ -128,7 +128,8 @@ def second_moment() -> Numbers:
 
 
 def _fitted(recipe: str, beta2: float, seed: int) -> float:
-    """The loss of a small regression after 800 steps of AdamW, the learning rate falling from 3e-3 as a cosine."""
+    """The loss of a small regression after 800 steps of AdamW, with a learning rate that falls from 3e-3 along a
+    cosine."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -151,7 +152,8 @@ def _fitted(recipe: str, beta2: float, seed: int) -> float:
 
 @check("collage-beta2")
 def both_betas() -> Numbers:
-    """The gap of both forms of Collage to fp32's loss with the same seed: mean and ends over three seeds, by beta2."""
+    """The gap of both forms of Collage to fp32's loss with the same seed, by beta2: mean, smallest and largest over
+    three seeds."""
     found: Numbers = {}
     for name, beta2 in (("95", 0.95), ("999", 0.999)):
         fp32 = [_fitted("fp32", beta2, seed) for seed in range(3)]
@@ -168,7 +170,8 @@ def both_betas() -> Numbers:
 
 @check("zamirai-walk")
 def walk() -> Numbers:
-    """Where 2000 updates of -1e-4 take a weight of 1: to nearest, stochastically, and with Kahan's compensation."""
+    """The weight after 2000 updates of -1e-4 from 1: rounded to nearest, stochastically, and with Kahan's
+    compensation."""
     weight, _ = stepped("bf16-stochastic", 10_000, partial(torch.optim.SGD, lr=1e-4), 1.0, 2000)
     ends = weight.detach().double()
     kahan, both = _walk("kahan", 1.0, -1e-4, 2000)
@@ -183,7 +186,7 @@ def walk() -> Numbers:
 
 @check("kahan-sum")
 def kahan_sum() -> Numbers:
-    """The sum of 10^5 terms bf16(1e-3), exactly 99.95: to nearest, and with a compensation that is bf16 itself."""
+    """The sum of 10^5 terms bf16(1e-3), exactly 99.95: rounded to nearest, and with a compensation in bf16."""
     term = torch.tensor(1e-3, dtype=torch.float32, device="cpu").bfloat16().item()
     kahan, both = _walk("kahan", 0.0, term, 100_000)
     return {"exact": 100_000 * term, "nearest": _walk(None, 0.0, term, 100_000)[0], "kahan": kahan, "kahan_both": both}
@@ -201,7 +204,8 @@ def variance() -> Numbers:
 
 @check("anyprecision-decay")
 def decay() -> Numbers:
-    """1000 steps of weight decay alone, lr * decay = 1e-4: on the bf16 weight as there, and by our recipe's update."""
+    """1000 steps of weight decay alone, lr * decay = 1e-4: as the source applies it to a bf16 weight, and by our
+    recipe's update."""
     plain = torch.ones(1, dtype=torch.bfloat16, device="cpu")
     for _ in range(1000):
         plain.mul_(1 - 1e-4)

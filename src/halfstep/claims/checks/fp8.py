@@ -1,6 +1,6 @@
-"""Checks of training in 8 bits: how scales are chosen, what weight decay does to a gated MLP; and FP8-LM.
+"""Checks of training in 8 bits: how scales are chosen, the effect of weight decay on a gated MLP, and FP8-LM.
 
-Of FP8-LM: what 8 bits do to moments, to gradients summed over ranks, and to the bytes of a parameter.
+For FP8-LM: the effect of 8 bits on moments, on gradients summed over ranks, and on the bytes per parameter.
 """
 
 from dataclasses import replace
@@ -22,7 +22,8 @@ from halfstep.recipe import FP8, Codes, Storage, get_recipe, get_storage
 
 @check("te-mx-roundup")
 def mx_roundup() -> Numbers:
-    """MXFP8 blocks of 32 normal numbers whose largest saturates, and the relative error, by the scale's rounding."""
+    """The share of MXFP8 blocks of 32 normal values whose largest saturates, and the relative error, by the scale's
+    rounding."""
     x = normal(32768, 32)
     found: Numbers = {}
     for rule in ("rceil", "floor"):
@@ -36,7 +37,8 @@ def mx_roundup() -> Numbers:
 
 @check("te-history")
 def history() -> Numbers:
-    """The share of 200 steps in which an amax that alternates between 1 and 8 saturates E4M3, by the history."""
+    """The share of 200 steps in which an amax that alternates between 1 and 8 saturates E4M3, by the length of the
+    history."""
     e4m3, found = formats.get("e4m3fn"), Numbers()
     for name, scaling in (
         ("most_recent", Delayed("delayed", history=1, algorithm="most_recent")),
@@ -53,7 +55,7 @@ def history() -> Numbers:
 
 
 def _largest_sum(pair: tuple[str, str], margin: int) -> float:
-    """The largest sum over 512 products of normal numbers, scaled with that margin and rounded to the formats."""
+    """The largest sum over 512 products of normal values, scaled with that margin and rounded to the formats."""
     scales = Scales(TENSOR, get_scaling("rceil", margin=margin))
     x, w = normal(64, 512), normal(512, 64, seed=1)
     lhs, rhs = (
@@ -65,7 +67,7 @@ def _largest_sum(pair: tuple[str, str], margin: int) -> float:
 
 @check("perez-margin")
 def margin() -> Numbers:
-    """The largest sum in a product of 512 scaled FP8 numbers by margin, and the margin from which it fits fp16."""
+    """The largest sum of a matmul over 512 scaled FP8 terms by margin, and the margin from which it fits fp16."""
     found: Numbers = {}
     for name, pair in (("forward", ("e4m3fnuz", "e4m3fnuz")), ("backward", ("e5m2fnuz", "e4m3fnuz"))):
         sums = [_largest_sum(pair, room) for room in range(8)]
@@ -76,7 +78,7 @@ def margin() -> Numbers:
 
 @check("perez-window")
 def window() -> Numbers:
-    """The relative error of a product when every tensor has the constant bias c."""
+    """The relative error of a matmul when every tensor has the constant bias c."""
     x, w = normal(64, 512), normal(512, 64, seed=1) / 8
     exact, found = x.double() @ w.double(), Numbers()
     for bias in (-8, -4, 0, 4, 8):
@@ -96,7 +98,8 @@ def _product(x: Tensor, linear: Tensor, gate: Tensor) -> Tensor:
 
 
 def _trained(decay: float) -> Numbers:
-    """A gated MLP fitted by AdamW to a small ReLU network; of its channels that contribute, and of its product."""
+    """A gated MLP fitted by AdamW to a small ReLU network: figures of its contributing channels and of its gated
+    product."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(rows: int, columns: int, size: float) -> Tensor:
@@ -146,14 +149,15 @@ def _quantizer(format: str, margin: int = 0) -> Quantizer:
 
 @check("fp8lm-second-moment")
 def second_moment() -> Numbers:
-    """The share of log-normal second moments (-18, 3) that one power of two a tensor makes zero, by format."""
+    """The share of log-normal second moments (-18, 3) that one power-of-two scale per tensor makes zero, by format."""
     v = torch.exp(-18 + 3 * normal(10**6))
     return {format: float((_quantizer(format)(v) == 0).double().mean()) for format in ("e4m3fn", "e5m2", "fp16")}
 
 
 @check("fp8lm-mu-position")
 def mu_position() -> Numbers:
-    """The share of E4M3 codes that a factor of 1/4 changes, multiplied before the scale is found or into its target."""
+    """The share of E4M3 codes that change if a factor of 1/4 multiplies the values before the scale is found, or its
+    target."""
     g = normal(2**16)
     codes = _quantizer("e4m3fn").quantize(g).codes
     others = {"before": _quantizer("e4m3fn").quantize(g / 4), "target": _quantizer("e4m3fn", margin=2).quantize(g)}
@@ -161,7 +165,7 @@ def mu_position() -> Numbers:
 
 
 def shards(ranks: int, size: int = 2**13) -> Tensor:
-    """Gradients of ranks that share half of their variance, float64."""
+    """Gradients of ranks whose variance is half shared, float64."""
     generator = torch.Generator().manual_seed(0)
     common, own = (
         torch.randn(n, size, generator=generator, dtype=torch.float32, device="cpu").double() for n in (1, ranks)
@@ -170,26 +174,26 @@ def shards(ranks: int, size: int = 2**13) -> Tensor:
 
 
 def summed(g: Tensor, mu: float) -> tuple[Tensor, float]:
-    """The mean that FP8-LM's reduction forms of the gradients of ranks, and the mu that it leaves."""
+    """The mean by FP8-LM's reduction of the gradients of ranks, and the resulting mu."""
     own, factors = g.float(), torch.full((len(g), 1), mu, dtype=torch.float32, device=g.device)
     run(lambda to: fp8lm_steps(own[to.rank], [g.shape[1]], _quantizer("e4m3fn"), to, factors[to.rank]), len(g))
     return own[0].double(), float(factors[0])
 
 
 def by_halfstep(g: Tensor) -> Tensor:
-    """The mean by the reduction that is halfstep's own, in FP8."""
+    """The mean by halfstep's own reduction, in FP8."""
     own = g.float()
     run(lambda to: mean_steps(own[to.rank], _FP8, to), len(g))
     return own[0].double()
 
 
 def snr(found: Tensor, exact: Tensor) -> float:
-    """Signal over noise, in decibels."""
+    """The signal-to-noise ratio, in decibels."""
     return float(10 * torch.log10(exact.square().sum() / (found - exact).square().sum()))
 
 
 def controlled(g: Tensor, steps: int) -> list[tuple[float, float]]:
-    """mu and the SNR of each step, from 1: halved where over 0.001 % saturate, else raised by 2^(1/1000) up to 2."""
+    """mu and the SNR of each step, from 1: halved if over 0.001 % saturate, else raised by 2^(1/1000) up to 2."""
     mu, found, exact = 1.0, [], g.mean(0)
     for _ in range(steps):
         mean, following = summed(g, mu)
@@ -200,7 +204,7 @@ def controlled(g: Tensor, steps: int) -> list[tuple[float, float]]:
 
 @check("fp8lm-all-reduce")
 def all_reduce() -> Numbers:
-    """The SNR of the mean gradient of 16 ranks summed in E4M3, by the factor mu on the scale's target."""
+    """The SNR of the mean gradient of 16 ranks summed in E4M3, by the factor mu of the scale's target."""
     g = shards(16)
     fixed = {f"mu_{n}": snr(summed(g, 1 / n)[0], g.mean(0)) for n in (1, 2, 4, 8, 16)}
     steps = controlled(g, 40)
@@ -210,8 +214,8 @@ def all_reduce() -> Numbers:
 
 @check("fp8lm-traffic")
 def traffic() -> Numbers:
-    """The bytes that a rank of 8 sends of an element whose gradient goes to the rank that has it, and whose weight is
-    gathered from there, as the collectives count them; and what 8 bits save of it."""
+    """The bytes per element that one of 8 ranks sends when gradients are reduced to the owner of an element and weights
+    are gathered from it, as the collectives count them; and the saving with 8 bits."""
     size, ranks = 2**18, 8
 
     def sent(*formats: str | Storage) -> float:
@@ -230,7 +234,8 @@ def traffic() -> Numbers:
 
 @check("fp8lm-pre-and-post")
 def pre_and_post() -> Numbers:
-    """Log-normal gradients (0, 2), one scale: what 64 ranks make zero by dividing first, and clip by dividing last."""
+    """Log-normal gradients (0, 2) with one scale: the share that 64 ranks zero by dividing first, and clip by dividing
+    last."""
     g = torch.exp(2 * normal(2**16))
     codes = g * float(get_scaling("rceil").factor(g.amax(), _E4M3FN))  # type: ignore[arg-type]
     zeroed = {f"zeroed_{n}": float((round_to(codes / n, _E4M3FN) == 0).double().mean()) for n in (1, 64)}
@@ -239,7 +244,7 @@ def pre_and_post() -> Numbers:
 
 @check("fp8lm-master")
 def master() -> Numbers:
-    """The share of Adam's updates of N(0, 0.02) weights, at a learning rate of 1e-4, that move nothing, by master."""
+    """The share of Adam's updates of N(0, 0.02) weights, at a learning rate of 1e-4, that change nothing, by master."""
     found, o1 = Numbers(), get_recipe("fp8lm-o1")
     assert o1.codes is not None
     assert o1.codes.grads is not None

@@ -1,4 +1,4 @@
-"""Checks of scaling laws: what published constants say, computed again."""
+"""Checks of scaling laws: predictions of published constants, computed again."""
 
 from dataclasses import replace
 from statistics import fmean

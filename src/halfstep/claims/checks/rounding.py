@@ -1,6 +1,6 @@
 """Checks of rounding: ranges, bias, small gradients, accumulation, additions and masters, and rotary positions.
 
-And of what torch.autocast does on the CPU to operations that it runs in float32 on CUDA.
+Also of operations that torch.autocast runs in float32 on CUDA, and what it does with them on the CPU.
 """
 
 import math
@@ -35,7 +35,7 @@ def loss_scale() -> Numbers:
 
 @check("kalamkar-range")
 def bfloat16_range() -> Numbers:
-    """The ends of bf16's range, the lower as a power of two, and the share of small gradients it makes zero."""
+    """The ends of bf16's range, the lower as a power of two, and the share of small gradients that it makes zero."""
     found: Numbers = {"zeroed": share_zeroed([_small_gradients()], formats.get("bf16"))}
     for name in ("fp32", "bf16", "fp16"):
         finfo = torch.finfo(DTYPES[name])
@@ -45,7 +45,7 @@ def bfloat16_range() -> Numbers:
 
 @check("kalamkar-rounding")
 def rounding() -> Numbers:
-    """What a cast to bf16 does to the magnitude of a million N(0, 1) values: mean and largest relative change."""
+    """The effect of a cast to bf16 on the magnitude of a million N(0, 1) values: mean and largest relative change."""
     x = normal(1_000_000)
     found: Numbers = {}
     for short, mode in (("nearest", "nearest_even"), ("truncated", "toward_zero")):
@@ -80,7 +80,8 @@ _SIZE, _BASE = 128, 10_000.0
 
 
 def _rotated(x: Tensor, start: int) -> Tensor:
-    """x (tokens, size) in float64, each pair turned by its position's angle; the first token stands at `start`."""
+    """x (tokens, size) in float64, each pair rotated by its position's angle; the first token is at position
+    `start`."""
     angles = (start + torch.arange(len(x), dtype=torch.int64, device="cpu").double())[:, None] * _BASE ** (
         -torch.arange(0, _SIZE, 2, dtype=torch.int64, device="cpu").double() / _SIZE
     )
@@ -90,7 +91,8 @@ def _rotated(x: Tensor, start: int) -> Tensor:
 
 
 def _moved(tokens: int, shift: int, format: str) -> float:
-    """How far logits q k / sqrt(d) of normal q and k move, root mean square, where the text begins `shift` later."""
+    """The root mean square change of logits q k / sqrt(d) of normal q and k, when the text begins `shift` positions
+    later."""
     q, k = normal(2, tokens, _SIZE)
 
     def logits(start: int) -> Tensor:
@@ -102,18 +104,19 @@ def _moved(tokens: int, shift: int, format: str) -> float:
 
 @check("wang-rope-bf16")
 def relative() -> Numbers:
-    """By format, by how far the text is moved, and by its length."""
+    """By format, by shift of the text, and by its length."""
     formats = {format: _moved(256, 16, format) for format in ("bf16", "fp16", "fp32")}
     return {**formats, "far": _moved(256, 4096, "bf16"), "long": _moved(1024, 16, "bf16")}
 
 
 def _mantissas(bits: int) -> Tensor:
-    """The values in [1, 2) with that many bits after the point."""
+    """The values in [1, 2) with that many fraction bits."""
     return 1 + torch.arange(1 << bits, dtype=torch.float32, device="cpu") / (1 << bits)
 
 
 def _lost(weight: Tensor, update: Tensor, format: str, rounding: str = "nearest_even") -> Tensor:
-    """Where weight + update, rounded to the format, is the weight again; exact in float64 before it is rounded."""
+    """Where weight + update, rounded to the format, equals the weight; the sum is exact in float64 before it is
+    rounded."""
     return torch.eq(round_to(weight.double() + update.double(), format, rounding), weight)
 
 
@@ -150,7 +153,7 @@ def exponents() -> Numbers:
 
 @check("micikevicius-master")
 def stall() -> Numbers:
-    """Where 4096 updates of -2^-12 take a weight of 1, by recipe."""
+    """The weight after 4096 updates of -2^-12 from 1, by recipe."""
     recipes = ("fp16-nomaster", "fp16-master", "bf16-nomaster", "bf16-master", "fp32")
     weights = {name: stepped(name, 16, partial(torch.optim.SGD, lr=1.0), 2.0**-12, 4096)[0] for name in recipes}
     return {name.replace("-", "_"): float(weight.detach().double().mean()) for name, weight in weights.items()}
@@ -188,7 +191,7 @@ _NAMED = {"prod", "cdist", "mse_loss", "binary_cross_entropy_with_logits", "cros
 
 @check("autocast-cpu")
 def autocast() -> Numbers:
-    """How many operations, fed bf16, return float32 under CPU autocast, and how many of those the row names."""
+    """How many operations with bf16 inputs return float32 under CPU autocast, and how many of those the row names."""
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
         torch.bfloat16
     )

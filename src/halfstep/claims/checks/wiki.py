@@ -1,4 +1,4 @@
-"""Checks of a forum's wiki on models' precision: ranges of bf16 and fp16, TPUs, models of fp32 in fp16."""
+"""Checks of a forum's wiki on models' precision: ranges of bf16 and fp16, TPUs, fp32 models in fp16."""
 
 import copy
 import pydoc_data.topics
@@ -39,7 +39,7 @@ def _trained(folder: Path) -> Path:
 
 
 def _binades(format: Float) -> int:
-    """Powers of two between a format's smallest value and its largest."""
+    """The number of powers of two between a format's smallest value and its largest."""
     return format.max_exponent - (format.min_exponent - format.mantissa_bits) + 1
 
 
@@ -55,7 +55,8 @@ def _shares(prefix: str, parts: list[Statistics]) -> Numbers:
 
 @check("wiki-ranges")
 def ranges() -> Numbers:
-    """How much of bf16's range fp16 has, and what of a bf16 checkpoint lies outside: the weights and Adam's moments."""
+    """fp16's share of bf16's range, and the share of a bf16 checkpoint outside of it: of the weights and of Adam's
+    moments."""
     bf16, fp16 = formats.get("bf16", Float), formats.get("fp16", Float)
     with tempfile.TemporaryDirectory() as folder:
         report = inspect(_trained(Path(folder)))
@@ -72,7 +73,7 @@ def ranges() -> Numbers:
 
 @check("wiki-tpu")
 def tpus() -> Numbers:
-    """Of the models whose entry names TPUs, and does not conclude its precision from them, how many trained in bf16."""
+    """Among models whose entry names TPUs, and does not infer its precision from them, the number trained in bf16."""
     found = [e for e in kb.load(None).entries if "TPU" in (e.hardware or "") and e.evidence_kind != "inferred_hardware"]
     certain = [e for e in found if e.tier == "definitive"]
     return {
@@ -85,8 +86,8 @@ def tpus() -> Numbers:
 
 @check("wiki-fp32-in-fp16")
 def cast() -> Numbers:
-    """Of entries trained in fp32 and in bf16, how many have a failure reported in fp16; and what casting a byte model
-    trained in fp32 does to its held-out loss."""
+    """Among entries trained in fp32 and in bf16, the numbers with a failure reported in fp16; and the change of a byte
+    model's held-out loss by a cast, after training in fp32."""
     base, found = kb.load(None), dict[str, float]()
     for precision in ("fp32", "bf16"):
         ids = {entry.id for entry in base.entries if entry.compute == precision}
@@ -111,7 +112,7 @@ def _windows(part: slice, starts: Tensor) -> Tensor:
 
 
 def _reader() -> nn.Module:
-    """A transformer of two layers that has learned to predict the next byte, in fp32."""
+    """A transformer of two layers, trained in fp32 to predict the next byte."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True, norm_first=True)
     body = nn.TransformerEncoder(layer, 2, nn.LayerNorm(64), enable_nested_tensor=False)

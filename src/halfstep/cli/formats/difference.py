@@ -166,7 +166,9 @@ def normal_error(format: Format, sigma: float = 1.0) -> float:
     """RMS error of rounding x to nearest, relative to the RMS of x, for normally distributed x with standard deviation
     sigma.
 
-    >>> from halfstep.formats import get >>> f"{normal_error(get('bf16')):.2e}" '1.66e-03'
+    >>> from halfstep.formats import get
+    >>> f"{normal_error(get('bf16')):.2e}"
+    '1.66e-03'
     """
     if format.bits > 16:
         return _fine_error(format, sigma)

@@ -29,8 +29,8 @@ _POWER = re.compile(r"([+-]?)(?:([\d.]+)\*)?2(?:\^|\*\*)\(?([+-]?\d+)\)?")
 def read_number(text: str) -> Fraction | float:
     """The exact value of a number's text: a fraction, or one of the floats inf, -inf, nan, -0.0.
 
-    >>> read_number("0.1"), read_number("-0x1.8p3"), read_number("1/3"), read_number("2^-24") (Fraction(1, 10),
-    Fraction(-12, 1), Fraction(1, 3), Fraction(1, 16777216))
+    >>> read_number("0.1"), read_number("-0x1.8p3"), read_number("1/3"), read_number("2^-24")
+    (Fraction(1, 10), Fraction(-12, 1), Fraction(1, 3), Fraction(1, 16777216))
 
     Raises:
         FormatError: the text is not a number, or its value is beyond 2^±4000.

@@ -265,7 +265,8 @@ def plain(text: str, limit: int = 30) -> str:
 def share(value: float) -> str:
     """A share in percent; a share that is not 0 or 1 is never shown as none or all.
 
-    >>> share(0.0004), share(0.1234), share(0.0) ('<0.1%', '12.3%', '0%')
+    >>> share(0.0004), share(0.1234), share(0.0)
+    ('<0.1%', '12.3%', '0%')
     """
     if value in (0.0, 1.0):
         return f"{value:.0%}"
@@ -287,7 +288,8 @@ def signed(value: float) -> str:
 def unit(name: str) -> str:
     """A unit as it follows a number.
 
-    >>> unit("nats"), unit("") (' nats', '')
+    >>> unit("nats"), unit("")
+    (' nats', '')
     """
     return f" {name}" if name else ""
 
@@ -295,7 +297,8 @@ def unit(name: str) -> str:
 def times(ratio: float) -> str:
     """A ratio with about three digits.
 
-    >>> times(0.4768), times(17.2) ('0.48', '17')
+    >>> times(0.4768), times(17.2)
+    ('0.48', '17')
     """
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
@@ -303,7 +306,8 @@ def times(ratio: float) -> str:
 def power(exponent: int) -> str:
     """A power of two with a superscript exponent.
 
-    >>> power(-25) '2⁻²⁵'
+    >>> power(-25)
+    '2⁻²⁵'
     """
     return "2" + str(exponent).translate(_SUPERSCRIPT)
 
@@ -324,7 +328,8 @@ def percent_ticks(low: float, high: float, linear: float, most: int = 5) -> list
 def spread(places: Sequence[float], gap: float) -> list[float]:
     """Positions in [0, 1] moved apart to at least `gap`, in the same order, as little as one pass can.
 
-    >>> spread([0.5, 0.5], 0.25) [0.375, 0.625]
+    >>> spread([0.5, 0.5], 0.25)
+    [0.375, 0.625]
     """
     gap = min(gap, 1 / max(1, len(places) - 1))
     order = sorted(range(len(places)), key=lambda i: places[i])

@@ -124,7 +124,8 @@ class Sweep:
 def read_grid(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     """Values by field, of the field's type, from texts such as `lr=1e-3,3e-3`.
 
-    >>> read_grid(["lr=1e-3,3e-3", "model=gpt-tiny"]) {'lr': (0.001, 0.003), 'model': ('gpt-tiny',)}
+    >>> read_grid(["lr=1e-3,3e-3", "model=gpt-tiny"])
+    {'lr': (0.001, 0.003), 'model': ('gpt-tiny',)}
 
     Raises:
         RunError: a field occurs twice, is unknown, or cannot take a value.

@@ -96,7 +96,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
     From the rank sum of the positives (Mann and Whitney 1947). NaN if one of the classes is missing.
 
-    >>> auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])) 0.75
+    >>> auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
+    0.75
     """
     _, places, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     counts = counts.double()
