@@ -66,7 +66,7 @@ class CheckpointError(HalfstepError, ValueError):
 
 
 class AccountError(HalfstepError, ValueError):
-    """An account of memory, or of the cost of products, cannot be made as asked."""
+    """An account of memory, or of the cost of matmuls, cannot be made as asked."""
 
 
 class KnowledgeBaseError(HalfstepError, ValueError):
@@ -74,7 +74,7 @@ class KnowledgeBaseError(HalfstepError, ValueError):
 
 
 class LayoutError(HalfstepError, ValueError):
-    """Weights have no place in a file's layout as they are, or the layout is unknown."""
+    """A file's layout is unknown, or cannot store the weights as they are."""
 
 
 class LawError(HalfstepError, ValueError):

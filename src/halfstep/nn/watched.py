@@ -273,8 +273,8 @@ def _is_held(before: Tensor, now: Tensor, weights: Tensor, by_torch: bool) -> bo
 
 def _is_made_by_torch() -> bool:
     """Whether the call stack shows AveragedModel making the deepcopy, to average by one of torch's functions. These
-    round products to 16 bits too, so that in fp16 a value's significand, not its distance, decides whether it
-    changes."""
+    also round intermediate results to 16 bits, so in fp16 whether a value changes depends on its significand, not on
+    its distance from the weight."""
     found = next((f.f_locals for f, _ in walk_stack(None) if isinstance(f.f_locals.get("self"), AveragedModel)), None)
     functions = [] if found is None else [found.get(name) for name in ("avg_fn", "multi_avg_fn")]
     return found is not None and all(f is None or f.__module__ == AveragedModel.__module__ for f in functions)

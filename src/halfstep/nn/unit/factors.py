@@ -357,7 +357,7 @@ def _elements(value: Value) -> set[Value]:
 
 
 def _blame(value: Value) -> str:
-    """The place of the first operation that made the value's mean square unknown."""
+    """The source location of the first operation that made the value's mean square unknown."""
     while (behind := next((x for x in value.producer.operands if x.square is None), None)) is not None:
         if not behind.producer.operands:
             break

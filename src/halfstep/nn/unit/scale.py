@@ -336,7 +336,7 @@ def operations(graph: Graph) -> tuple[Operation, ...]:
 
 
 def unseen(graph: Graph) -> tuple[str, ...]:
-    """The places of operations whose outputs have an unknown size."""
+    """The source locations of operations whose outputs have an unknown size."""
     return tuple(
         dict.fromkeys(node.place for node in graph.living() if node.facts.get("unseen") or node.kind == "unknown")
     )
