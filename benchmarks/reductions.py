@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.distributed.mean import fp8lm_steps, gather, mean_steps, run, spread
+from halfstep.distributed.mean import copy_back, fp8lm_steps, mean_steps, run, spread
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.task import VOCABULARY, Corpus, load_corpus
@@ -65,7 +65,7 @@ class Reduced:
         laid = [spread(each, self.lengths, self.storage, self.rows) for each in gradients]
         kept: Any = [None] * self.ranks if self.residuals is None else self.residuals
         run(lambda to: mean_steps(laid[to.rank], self.storage, to, kept[to.rank]), self.ranks)
-        gather(laid[0], self.lengths, self.storage, gradients[0], self.rows)
+        copy_back(laid[0], self.lengths, self.storage, gradients[0], self.rows)
         return gradients[0]
 
 

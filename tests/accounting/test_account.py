@@ -294,7 +294,7 @@ def test_mistakes_are_named():
         account(subject, "fp32", checkpointing="ful")
     with pytest.raises(RecipeError, match="nearest: bf16-mixed"):
         account(subject, "bf16-mixd")
-    with pytest.raises(AccountError, match="no list of alike blocks"):
+    with pytest.raises(AccountError, match=r"no torch\.nn\.ModuleList or Sequential of blocks of one type"):
         account(Subject("one", lambda: nn.Linear(8, 8), lambda m, b, s: Batch((torch.zeros(b, 8),))), "fp32",
                 checkpointing="full")  # fmt: skip
     with pytest.raises(AccountError, match=r"calls no torch\.nn\.functional\.scaled_dot_product_attention"):
@@ -307,13 +307,13 @@ def test_a_model_that_asks_for_values_is_refused():
             return super().forward(x[x.sum(-1).nonzero().flatten()])
 
     subject = Subject("routed", lambda: Routed(8, 8), lambda m, b, s: Batch((torch.zeros(b, 8),)))
-    with pytest.raises(ModelError, match=r"routed asks for values of tensors .*measure_step"):
+    with pytest.raises(ModelError, match=r"routed reads values of tensors .*measure_step"):
         account(subject, "fp32")
 
 
 def test_a_model_that_fails_is_named():
     subject = Subject("narrow", lambda: nn.Linear(8, 8), lambda m, b, s: Batch((torch.zeros(b, 7),)))
-    with pytest.raises(ModelError, match=r"narrow cannot be run on tensors without memory \(RuntimeError"):
+    with pytest.raises(ModelError, match=r"narrow cannot be run on FakeTensors \(RuntimeError"):
         account(subject, "fp32")
 
 

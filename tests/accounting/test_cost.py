@@ -279,7 +279,7 @@ def test_attention_that_a_recipe_rounds():
 
 def test_modules_in_float32():
     tried = replace(get_recipe("bf16-mixed"), float32_modules=("*.mlp",))
-    with pytest.raises(AccountError, match=r"products of 32 bits, and speeds up to 16.*--speeds fp32=0.5,"):
+    with pytest.raises(AccountError, match=r"matmuls of 32 bits, but speeds up to 16.*--speeds fp32=0.5,"):
         cost(LLAMA, tried, sequence=8)
     found = cost(LLAMA, tried, SPEEDS | {32: 0.5}, sequence=8)
     assert {work.bits for work in found.works if work.kind == "feed-forward linears"} == {32}
@@ -289,7 +289,7 @@ def test_modules_in_float32():
 
 def test_functions_in_float32():
     tried = replace(get_recipe("bf16-mixed"), float32_functions=("matmul", "softmax"))
-    with pytest.raises(AccountError, match=r"takes matmul in float32.*leave it out"):
+    with pytest.raises(AccountError, match=r"runs matmul in float32.*leave it out"):
         cost(LLAMA, tried, sequence=8)
 
 
@@ -299,7 +299,7 @@ def test_what_cannot_be_counted(tmp_path):
     save_file({"weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(AccountError, match="a checkpoint alone cannot be run"):
         cost(load_subject(str(tmp_path / "model.safetensors")), "fp32")
-    with pytest.raises(AccountError, match="forms no product of matrices"):
+    with pytest.raises(AccountError, match="runs no matmul in its forward pass"):
         cost(Subject("norm", lambda: nn.LayerNorm(12), sequences, 3), "bf16-mixed")
     with pytest.raises(AccountError, match="positions for 2048"):
         cost(load_subject("llama-7b"), "bf16-mixed", sequence=4096)
@@ -311,7 +311,7 @@ def test_what_cannot_be_counted(tmp_path):
         ("fp16=1,fp8", "speed 'fp8'"),
         ("fp16=1,fp8=0", "speed 'fp8=0'"),
         ("fp16=1,fp8=-2", "expected widths and speeds"),
-        ("fp8=2", "says nothing of 16 bits"),
+        ("fp8=2", "has no speed for 16 bits"),
         ("fp16=1,fp8=2,int8=2", "two speeds for 8 bits"),
         ("", "speed ''"),
     ],

@@ -88,7 +88,7 @@ def test_stages_and_what_is_beside_products(run, model):
 
 
 @pytest.mark.quick(
-    "args0-nearest: fp8-current", "args2-expected widths and speeds", "args3-products of 32 bits", "args4---steps"
+    "args0-nearest: fp8-current", "args2-expected widths and speeds", "args3-matmuls of 32 bits", "args4---steps"
 )
 @pytest.mark.parametrize(
     ("args", "message"),
@@ -96,7 +96,7 @@ def test_stages_and_what_is_beside_products(run, model):
         (("fp8-curent", "--model", "gpt2"), "nearest: fp8-current"),
         (("fp8-current", "--model", "gpt22"), "nearest: gpt2,"),
         (("fp8-current", "--model", "gpt2", "--speeds", "fp16=1,fp8"), "expected widths and speeds"),
-        (("fp32", "--model", "gpt2"), "products of 32 bits"),
+        (("fp32", "--model", "gpt2"), "matmuls of 32 bits"),
         (("fp4-zhou until step 5, then bf16-mixed", "--model", "gpt2"), "--steps"),
         (("fp8-current",), "Missing option '--model'"),
     ],

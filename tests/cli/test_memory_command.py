@@ -147,7 +147,7 @@ def test_a_safetensors_file_under_recipes_that_round_layers(memory):
     for recipe in ("fp8lm-o2", "galore"):
         code, _, err = memory("w.safetensors", "--recipe", recipe)
         assert code == 2
-        assert f"which of its matrices are linear layers', and recipe '{recipe}' keeps" in " ".join(err.split())
+        assert f"which of its matrices are linear layers, and recipe '{recipe}' stores" in " ".join(err.split())
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_plot(memory):
         (("nothing-7b",), "unknown architecture 'nothing-7b'"),
         (("own.py:none",), "unknown function 'none'"),
         (("own.py:text",), "the function returned str; expected a torch.nn.Module"),
-        (("own.py:blind",), "what it takes is not known: have the function return (model, inputs)"),
+        (("own.py:blind",), "its inputs are unknown: have the function return (model, inputs)"),
         (("own.py:gpt", "--recipe", "bf16-mastr"), "nearest: bf16-master"),
         (("own.py:gpt", "--zero", "2"), "there is one: say over how many, such as --dp 8"),
         (("own.py:gpt", "--zero", "5", "--dp", "2"), "expected a stage from 0 to 3"),

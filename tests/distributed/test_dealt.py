@@ -122,10 +122,10 @@ def test_norms_and_overflows_are_those_of_the_whole_model(ranks, case):
 def test_optimizers_of_other_tensors_are_refused(ranks):
     for rank in ranks:
         assert "a SGD was given; expected the optimizer that halfstep.prepare gives back" in rank["stock"]
-        assert "steps 4 tensors, of which" in rank["all"]
+        assert "steps 4 parameters, of which" in rank["all"]
         assert "build it on dealt.parameters" in rank["all"]
 
 
 def test_fewer_tensors_than_ranks_are_told(ranks):
     assert [bool(rank["few"]) for rank in ranks] == [False, True, True]
-    assert "1 tensors for 3 ranks: rank 1 has none to step on" in ranks[1]["few"]
+    assert "1 parameters for 3 ranks: rank 1 gets none" in ranks[1]["few"]

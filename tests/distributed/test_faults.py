@@ -151,7 +151,7 @@ def test_a_rank_that_was_killed_is_named(kind, tmp_path):
     found = on_ranks(killed, tmp_path, kind, world=3, killed=(1,))
     for rank in (0, 2):
         assert f"rank {rank} of 3: the all-" in found[rank]
-        assert "rank 1 said nothing since" in found[rank]
+        assert "rank 1 reported nothing since" in found[rank]
 
 
 def test_ranks_that_differ_are_named_at_once(tmp_path):
@@ -161,7 +161,7 @@ def test_ranks_that_differ_are_named_at_once(tmp_path):
         assert "'bf16-fp8-wire'" in said_by["recipe"]
         assert "float4_e2m1fn" in said_by["communication"]
         assert "Nothing was sent" in said_by["weights"]
-    assert "rank 0 did not come so far" in second["absent"]
+    assert "rank 0 made no such call" in second["absent"]
     assert "in 0:00:02" in second["absent"]
 
 
@@ -211,4 +211,4 @@ def silent(rank):
 def test_a_rank_that_stays_away_is_named_within_the_groups_limit(tmp_path):
     first, _ = on_ranks(silent, tmp_path)
     assert "rank 0 of 2: the all-gather of gradients failed" in first
-    assert "rank 1 said nothing since" in first
+    assert "rank 1 reported nothing since" in first

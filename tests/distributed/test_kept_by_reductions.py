@@ -122,8 +122,9 @@ def test_a_distributed_checkpoint_has_every_ranks_rounding_errors(tmp_path):
 def test_what_another_rank_kept_is_not_taken(tmp_path):
     for rank, found in enumerate(on_ranks(another_ranks, tmp_path)):
         (other,), (none,), (before,) = found["other"], found["none"], found["before"]
-        assert f"has rounding errors of rank {1 - rank} of 2, and not the rounding errors of rank {rank} of 2" in other
+        assert f"whose state is the rounding errors of rank {rank} of 2" in other
+        assert f"the scaler's state has rounding errors of rank {1 - rank} of 2 instead" in other
         assert "it starts over (save the scaler's state on each rank" in other
-        assert "the scaler's state has nothing, and not the rounding errors" in none
+        assert "the scaler's state has nothing instead" in none
         assert "reduce_gradients(model, ...) before there are gradients" in before
         assert found["then"] == ["bias", "weight"]

@@ -110,10 +110,10 @@ def account(
     # Steps within backward run while activations are live: the peak grows by at most the step's temporary bytes.
     found = replace(found, update=update, peak=found.peak + (update if per_layer else 0))
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
-    return Account(recipe.name, *counts, found, subject.batch is not None, crossing(recipe))
+    return Account(recipe.name, *counts, found, subject.batch is not None, sent_formats(recipe))
 
 
-def crossing(recipe: Recipe) -> Communication | None:
+def sent_formats(recipe: Recipe) -> Communication | None:
     """The formats in which a recipe's gradients and sharded weights are sent between devices; None: as stored.
 
     `OPERANDS` is dropped if no rule's matmuls share the weight's quantizer. Gradients that the recipe stores as codes
@@ -131,8 +131,8 @@ def _without_layers(subject: Subject, recipe: Recipe) -> Recipe:
     that persists."""
     if recipe.codes is not None or recipe.projection is not None:
         raise AccountError(
-            f"{subject.name} does not say which of its matrices are linear layers', and recipe {recipe.name!r} keeps "
-            "those otherwise than others; give the model's config.json or its folder, or module:function"
+            f"{subject.name} does not say which of its matrices are linear layers, and recipe {recipe.name!r} stores "
+            "those differently from others; give the model's config.json or its folder, or module:function"
         )
     return replace(recipe, rules=(), attention=None, smooth_glu=None, saved=None)
 
@@ -212,11 +212,11 @@ def checkpointed(model: nn.Module, how: str) -> nn.Module:
 
 def _full(model: nn.Module) -> nn.Module:
     for block in _blocks(model):
-        block.forward = _again(block.forward)
+        block.forward = _recomputed(block.forward)
     return model
 
 
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -230,13 +230,13 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     ]
     if not lists:
         raise AccountError(
-            f"{type(model).__name__} has no list of alike blocks (torch.nn.ModuleList or Sequential) to compute again; "
+            f"{type(model).__name__} has no torch.nn.ModuleList or Sequential of blocks of one type to recompute; "
             "account for it without checkpointing"
         )
     return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 
-class _AttentionAgain(TorchFunctionMode):
+class _RecomputedAttention(TorchFunctionMode):
     found = False
 
     def __torch_function__(
@@ -244,7 +244,7 @@ class _AttentionAgain(TorchFunctionMode):
     ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             self.found = True
-            return _again(func)(*args, **(kwargs or {}))
+            return _recomputed(func)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -252,11 +252,11 @@ def _selective(model: nn.Module) -> nn.Module:
     forward = model.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _AttentionAgain() as attention:
+        with _RecomputedAttention() as attention:
             output = forward(*args, **kwargs)
         if not attention.found:
             raise AccountError(
-                f"{type(model).__name__} calls no torch.nn.functional.scaled_dot_product_attention to compute again; "
+                f"{type(model).__name__} calls no torch.nn.functional.scaled_dot_product_attention to recompute; "
                 "account for it with full checkpointing, or without"
             )
         return output
@@ -366,22 +366,22 @@ def sent_by(account: Account, ranks: int, zero: int) -> int:
         gradients = round(account.trained * across.gradients.bytes)
     if across is not None and across.weights is not None:
         weights = round(account.parameters * _bytes(across.weights))
-    return -(-int(_crossings(gradients, weights, zero)) * (ranks - 1) // ranks)
+    return -(-int(_bytes_sent(gradients, weights, zero)) * (ranks - 1) // ranks)
 
 
 def sent_a_parameter(recipe: Recipe, zero: int) -> float:
     """The bytes for each parameter that one of N devices sends in a step, times N / (N - 1)."""
-    across, size = crossing(recipe), recipe.bytes_per_parameter()
+    across, size = sent_formats(recipe), recipe.bytes_per_parameter()
     gradients = across.gradients.bytes if across is not None and across.gradients is not None else size.grads
     weights = _bytes(across.weights) if across is not None and across.weights is not None else size.weights
-    return _crossings(gradients, weights, zero)
+    return _bytes_sent(gradients, weights, zero)
 
 
 def _bytes(weights: Storage | str) -> float:
     return weights.bytes if isinstance(weights, Storage) else 1.0  # 8-bit codes with one scale a tensor
 
 
-def _crossings(gradients: float, weights: float, zero: int) -> float:
+def _bytes_sent(gradients: float, weights: float, zero: int) -> float:
     return 2 * gradients if zero == 0 else gradients + (2 if zero == 3 else 1) * weights
 
 

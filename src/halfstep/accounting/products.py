@@ -51,7 +51,7 @@ BASE = 16
 
 
 @dataclass(frozen=True)
-class Product:
+class RecordedMatmul:
     """A matmul of a forward pass. In the backward pass each operand that requires a gradient has one matmul of as many
     multiply-adds: `input_grad` for the left operand, `weight_grad` for the right one."""
 
@@ -66,16 +66,16 @@ class Product:
     weight_grad: bool
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MatmulRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records the matmuls of a model's forward pass, in order, in `found`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Product] = []
+        self.found: list[RecordedMatmul] = []
         self._model = model
         self._stack: list[tuple[str, bool]] = [("", torch.is_grad_enabled())]
         own = ((p, path) for path, module in model.named_modules() for p in module.parameters(recurse=False))
-        self._owners = grouped((_memory(parameter), path) for parameter, path in own)
+        self._owners = grouped((_storage_id(parameter), path) for parameter, path in own)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -102,35 +102,35 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.found += [self._product(*each) for each in count(args, result)]
         elif func.overloadpacket in flop_registry:
             raise AccountError(
-                f"{self._stack[-1][0] or 'the model'} multiplies by {func}, of which no count is known; form the "
-                "product with torch.matmul, F.linear, a convolution or scaled_dot_product_attention"
+                f"{self._stack[-1][0] or 'the model'} calls {func}, whose multiply-adds halfstep cannot count; use "
+                "torch.matmul, F.linear, a convolution or scaled_dot_product_attention"
             )
         return result
 
     def _product(
         self, left: Tensor, right: Tensor, outputs: int, multiply_adds: int, kind: str, inputs: int | None = None
-    ) -> Product:
+    ) -> RecordedMatmul:
         path, trains = self._stack[-1]
-        owners = self._owners.get(_memory(right))
-        if owners is None and inputs is None and (owners := self._owners.get(_memory(left))) is not None:
+        owners = self._owners.get(_storage_id(right))
+        if owners is None and inputs is None and (owners := self._owners.get(_storage_id(left))) is not None:
             left, right = right, left
         if owners is not None:
             path, kind = path if path in owners else owners[0], LAYER
         elements = left.numel() if inputs is None else inputs, right.numel(), outputs
         grads = trains and left.requires_grad, trains and right.requires_grad
-        return Product(path, kind, multiply_adds, elements, *grads)
+        return RecordedMatmul(path, kind, multiply_adds, elements, *grads)
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 _Found = list[tuple[Any, ...]]
-"""For each matmul the arguments of `Products._product`: left and right operand, elements of the output, multiply-adds,
-kind; and the elements of the left operand if the tensor given for it is only a stand-in."""
+"""The arguments of `MatmulRecorder._product` for each matmul: left and right operand, elements of the output,
+multiply-adds, kind; and the elements of the left operand if the tensor given for it is only a stand-in."""
 
 
-def _matrices(args: tuple[Any, ...], result: Any) -> _Found:
+def _matmul(args: tuple[Any, ...], result: Any) -> _Found:
     """A matmul of (..., m, k) and (..., k, n), the operator's last two tensors: addmm and baddbmm have a bias first."""
     left, right = [each for each in args if isinstance(each, Tensor)][-2:]
     return [(left, right, result.numel(), result.numel() * left.shape[-1], OTHER)]
@@ -164,7 +164,7 @@ def _recurrent(args: tuple[Any, ...], result: Any) -> _Found:
 
 
 _COUNTS: dict[Any, Callable[[tuple[Any, ...], Any], _Found]] = {
-    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv), _matrices),
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv), _matmul),
     _aten.convolution: _convolution,
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -250,7 +250,7 @@ def speeds_from(text: str) -> dict[int, float]:
             raise AccountError(f"{text!r} gives two speeds for {found[1]} bits; give each width once")
         speeds[int(found[1])] = float(found[2])
     if BASE not in speeds:
-        raise AccountError(f"{text!r} says nothing of 16 bits, which the others are compared with; add fp16=1")
+        raise AccountError(f"{text!r} has no speed for 16 bits, with which the others are compared; add fp16=1")
     return speeds
 
 
@@ -264,8 +264,8 @@ def speed_of(bits: int, speeds: Mapping[int, float]) -> float:
     widths = [width for width in speeds if width >= bits]
     if not widths:
         raise AccountError(
-            f"products of {bits} bits, and speeds up to {max(speeds)} bits are given; add what your device makes of "
-            f"them, such as --speeds fp{bits}=0.5,fp16=1,fp8=2,fp4=4"
+            f"matmuls of {bits} bits, but speeds up to {max(speeds)} bits are given; add your device's speed, such as "
+            f"--speeds fp{bits}=0.5,fp16=1,fp8=2,fp4=4"
         )
     return speeds[min(widths)]
 
@@ -273,7 +273,7 @@ def speed_of(bits: int, speeds: Mapping[int, float]) -> float:
 _Key = tuple[str, str, int]
 """Kind, pass and bits."""
 
-_FORM_PRODUCTS = frozenset({
+_MATMUL_FUNCTIONS = frozenset({
     "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "einsum", "tensordot", "linear", "bilinear",
     "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -311,26 +311,24 @@ def cost(
     if subject.batch is None:
         raise AccountError(f"{subject.name}: a checkpoint alone cannot be run; give its config.json, or its folder")
     shares = _shares(recipe, total_steps)
-    for name in sorted(_FORM_PRODUCTS & {name for stage in recipe.by_stage for name in stage.float32_functions}):
+    for name in sorted(_MATMUL_FUNCTIONS & {name for stage in recipe.by_stage for name in stage.float32_functions}):
         raise AccountError(
-            f"recipe {recipe.name!r} takes {name} in float32, and which of the model's products it forms cannot be "
-            "seen; leave it out of float32_functions, or name its modules in float32_modules"
+            f"recipe {recipe.name!r} runs {name} in float32, but an account cannot tell which of the model's matmuls "
+            "it computes; leave it out of float32_functions, or name its modules in float32_modules"
         )
     length = sequence_of(subject, sequence)
     with blank(subject):
         model = subject.build()
         data = subject.batch(model, batch, length)
-        products = Products(model)
-        with products.watched():
+        recorder = MatmulRecorder(model)
+        with recorder.watched():
             data.call(model)
         found: dict[_Key, float] = defaultdict(float)
         for share, stage in zip(shares, recipe.by_stage, strict=True):
-            for key, count in _weighed(model, products.found, stage).items():
+            for key, count in _multiply_adds(model, recorder.found, stage).items():
                 found[key] += count * share
     if not found:
-        raise AccountError(
-            f"{subject.name} forms no product of matrices in its forward pass: there is nothing to weigh"
-        )
+        raise AccountError(f"{subject.name} runs no matmul in its forward pass: there is no cost to account for")
     order = (*KINDS, *OVERHEADS, *PASSES).index
     made = sorted((Work(*key, count) for key, count in found.items()), key=lambda w: (order(w.kind), order(w.step)))
     for work in made:
@@ -345,15 +343,15 @@ def _shares(recipe: Recipe, total: int | None) -> list[float]:
     if total is None and not all(stage.is_fraction for stage in recipe.stages):
         first = next(stage for stage in recipe.stages if not stage.is_fraction)
         raise AccountError(
-            f"recipe {recipe.name!r}: its stage {first.recipe.name!r} begins at {first.when}, and of how many is not "
-            "said; give the run's length (total_steps, --steps)"
+            f"recipe {recipe.name!r}: its stage {first.recipe.name!r} begins at {first.when}, but the run's length is "
+            "unknown; give it (total_steps, --steps)"
         )
     found = starts(recipe.name, recipe.stages, total)
     ends = [0.0, *(stage.start for stage in recipe.stages), 1.0] if total is None else [0, *(found or ()), total]
     return [(end - start) / ends[-1] for start, end in pairwise(ends)]
 
 
-def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> dict[_Key, float]:
+def _multiply_adds(model: nn.Module, products: Iterable[RecordedMatmul], recipe: Recipe) -> dict[_Key, float]:
     """The multiply-adds of all three passes by kind, pass and bits, for the recipe's operand formats."""
     matched = match(model, recipe, None)
     float32 = wide.find(model, recipe.float32_modules)
@@ -368,12 +366,12 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> d
         for step, matmul, formed in zip(PASSES, matmuls, (True, product.input_grad, product.weight_grad), strict=True):
             if formed:
                 found[kind, step, _wider(matmul, plain)] += product.multiply_adds
-                for beside, count in _beside(product, step, matmul, spec):
-                    found[beside, step, plain] += count
+                for overhead, count in _overheads(product, step, matmul, spec):
+                    found[overhead, step, plain] += count
     return found
 
 
-def _kind(product: Product, model: nn.Module) -> str:
+def _kind(product: RecordedMatmul, model: nn.Module) -> str:
     """Which of `KINDS` a matmul is, guessed from module names and types; only for the report and for `_spec`."""
     path = product.path.lower()
     attention = "attn" in path or "attention" in path
@@ -388,7 +386,7 @@ def _kind(product: Product, model: nn.Module) -> str:
     return FEED_FORWARD if linear and any(part.isdigit() for part in path.split(".")) else LAYERS
 
 
-def _spec(product: Product, kind: str, matched: Matched, recipe: Recipe, index: int) -> LinearSpec:
+def _spec(product: RecordedMatmul, kind: str, matched: Matched, recipe: Recipe, index: int) -> LinearSpec:
     """The quantizers of a matmul's operands in all three passes.
 
     Args:
@@ -401,7 +399,7 @@ def _spec(product: Product, kind: str, matched: Matched, recipe: Recipe, index: 
     return LinearSpec()
 
 
-def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> Iterable[tuple[str, float]]:
+def _overheads(product: RecordedMatmul, step: str, matmul: Matmul, spec: LinearSpec) -> Iterable[tuple[str, float]]:
     """The overheads of a matmul in one pass, with their multiply-adds: the Hadamard transform of both operands; for an
     operand with a compensated clamp, a sparse matmul of the fraction of values beyond the quantile; for a weight with a
     gradient estimator, one multiplication for each element of its gradient."""

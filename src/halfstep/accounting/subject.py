@@ -126,14 +126,14 @@ def blank(subject: Subject) -> Iterator[None]:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
-            f"{subject.name} asks for values of tensors ({error}), and an account runs on tensors that have none: "
+            f"{subject.name} reads values of tensors ({error}), but an account runs on FakeTensors, which have none: "
             "measure the real model with halfstep.memory.measure_step"
         ) from error
     except Exception as error:
         why = " ".join(str(error).split())
         raise ModelError(
-            f"{subject.name} cannot be run on tensors without memory ({type(error).__name__}: {why[:300]}); build it "
-            "without loading weights, and see that it takes this batch"
+            f"{subject.name} cannot be run on FakeTensors ({type(error).__name__}: {why[:300]}); build it without "
+            "loading weights, and check that it takes this batch"
         ) from error
 
 
@@ -273,8 +273,8 @@ def _transformers(name: str) -> Any:
         return import_module("transformers")
     except ImportError as error:
         raise ModelError(
-            f"{name}: transformers builds it, which is not installed: pip install 'halfstep[hf]'; or give "
-            "module:function that builds the model"
+            f"{name} needs transformers, which is not installed: pip install 'halfstep[hf]'; or give module:function "
+            "that builds the model"
         ) from error
 
 
@@ -311,7 +311,7 @@ def _check_config(file: Path, data: Mapping[str, Any]) -> None:
     """Check that JSON is a Hugging Face config, and of a model small enough to be built module by module in minutes."""
     if "model_type" not in data:
         raise ModelError(
-            f"{file} is JSON without a model_type, and so no config of Hugging Face's; give that of a model, a "
+            f"{file} is JSON without a model_type, and so not a Hugging Face config; give a model's config.json, a "
             "safetensors file, or module:function that builds the model"
         )
     found: dict[str, int] = {}
@@ -418,7 +418,7 @@ def _function(name: str) -> Subject:
 def _tokens(name: str, model: nn.Module, examples: int, length: int) -> Batch:
     if not any(isinstance(module, nn.Embedding) for module in model.modules()):
         raise ModelError(
-            f"{name}: the model has no embedding of tokens, and what it takes is not known: have the function return "
+            f"{name}: the model has no token embedding, so its inputs are unknown: have the function return "
             "(model, inputs), tensors whose first dimension is the batch"
         )
     return Batch(args=(torch.zeros(examples, length, dtype=torch.int64, device="cpu"),))

@@ -54,7 +54,7 @@ class Buffers:
         free = self._free.setdefault((shape, dtype, device), [])
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
-    def give(self, *tensors: Tensor) -> None:
+    def release(self, *tensors: Tensor) -> None:
         """Return tensors to the pool; the caller must not use them any more."""
         for tensor in tensors:
             self._free.setdefault((tuple(tensor.shape), tensor.dtype, tensor.device), []).append(tensor)
@@ -112,14 +112,14 @@ class Exchange:
         """The error message for a failed collective. Each rank that sees the failure sets a key in the store; the
         message names the ranks without one, which were killed or are elsewhere in their program."""
         missing = self._missing("failed", _MOMENT)
-        who = "all ranks saw it fail" if not missing else f"{_named(missing)} said nothing since"
+        who = "all ranks saw it fail" if not missing else f"{_named(missing)} reported nothing since"
         why = " ".join(str(error).split())[:200]
         return (
             f"rank {self.rank} of {self.ranks}: the {what} of gradients failed ({type(error).__name__}: {why}); {who}: "
             "look there first. Restart from the last checkpoint (torchrun --max-restarts)"
         )
 
-    def agree(self, said: str, limit: timedelta = LIMIT) -> None:
+    def agree(self, text: str, limit: timedelta = LIMIT) -> None:
         """Check that all ranks pass the same text, which describes the reductions to come. Every rank calls it once
         before its first reduction.
 
@@ -128,18 +128,18 @@ class Exchange:
         """
         store = c10d._get_default_store()
         turn = store.add(f"{self._key('agree', 0, self.rank)}/turns", 1)  # how often this rank has called agree
-        store.set(self._key("agree", turn, self.rank), said)
+        store.set(self._key("agree", turn, self.rank), text)
         missing = self._waited("agree", turn, limit)
         if missing:
             raise ModelError(
-                f"rank {self.rank} of {self.ranks} is going to send {said}, and in {limit} {_named(missing)} "
-                "did not come so far: call halfstep.distributed.compress, or reduce_gradients, on all ranks"
+                f"rank {self.rank} of {self.ranks} is going to send {text}; {_named(missing)} made no such call within "
+                f"{limit}: call halfstep.distributed.compress, or reduce_gradients, on all ranks"
             )
         for rank in range(self.ranks):
             theirs = store.get(self._key("agree", turn, rank)).decode()
-            if theirs != said:
+            if theirs != text:
                 raise ModelError(
-                    f"rank {rank} is going to send {theirs}; rank {self.rank} {said}: give all ranks one model, one "
+                    f"rank {rank} is going to send {theirs}; rank {self.rank} {text}: give all ranks one model, one "
                     "recipe and one communication. Nothing was sent"
                 )
 

@@ -69,8 +69,8 @@ def compress(
         )
     if ddp is None and (communication.reduce != "all_to_all" or communication.feeds_back):
         raise RecipeError(
-            f"gradients of sharded weights as {communication}: under fully_shard they are summed in float32, once, and "
-            "nothing is kept of them: Communication(..., reduce='all_to_all', error_feedback=False)"
+            f"gradients of sharded weights as {communication}: under fully_shard they are summed once, in float32, "
+            "without error feedback: Communication(..., reduce='all_to_all', error_feedback=False)"
         )
     state = _reduction(root, communication, None if ddp is None else ddp.process_group, scaler, limit)
     if ddp is not None:
@@ -108,16 +108,16 @@ def _reduction(
     scales = recipe is not None and recipe.loss_scale is not None and recipe.loss_scale.scales
     if communication is not None and communication.feeds_back and scales and scaler is None:
         raise RecipeError(
-            f"recipe {recipe.name!r} scales its loss, and error feedback keeps what rounding took without the scale: "  # type: ignore[union-attr]
+            f"recipe {recipe.name!r} scales its loss, but error feedback keeps unscaled rounding errors: "  # type: ignore[union-attr]
             "halfstep.distributed.compress(ddp, scaler=scaler)"
         )
     names = {parameter: name for name, parameter in root.named_parameters()}
     state = Reduction(communication, group, names, None if scaler is None else scaler.get_scale)
-    state.exchange.agree(_said(root, communication, recipe), limit)
+    state.exchange.agree(_summary(root, communication, recipe), limit)
     return state
 
 
-def _said(root: nn.Module, communication: Communication | None, recipe: Recipe | None) -> str:
+def _summary(root: nn.Module, communication: Communication | None, recipe: Recipe | None) -> str:
     """The text that ranks compare: communication, recipe, model class, and a hash of the parameters' names, shapes,
     dtypes, requires_grad and (unless sharded) values."""
     weights = hashlib.sha256()
@@ -223,7 +223,7 @@ def _grad(parameter: Tensor) -> Tensor:
         kind = "sharded (fully_shard reduces it)" if hasattr(grad, "device_mesh") else f"{grad.layout}"
         raise ModelError(
             f"a gradient of shape {tuple(grad.shape)} is {kind}; halfstep.distributed.reduce_gradients takes whole, "
-            "dense ones. Nothing was sent of it"
+            "dense gradients. It was not sent"
         )
     return grad
 
@@ -281,8 +281,8 @@ class Dealt:
         for parameter in sorted(trained, key=lambda parameter: -parameter.numel()):  # a stable sort: same on all ranks
             if hasattr(parameter, "device_mesh"):
                 raise ModelError(
-                    f"a parameter of shape {tuple(parameter.shape)} is sharded; whole tensors are dealt. Deal them "
-                    "without fully_shard, or leave the sharding to it"
+                    f"a parameter of shape {tuple(parameter.shape)} is sharded, but Dealt takes whole tensors. Use "
+                    "either Dealt or fully_shard"
                 )
             rank = held.index(min(held))
             held[rank] += parameter.numel()
@@ -291,8 +291,8 @@ class Dealt:
         self._trained = trained
         if not self.parameters:
             raise ModelError(
-                f"{len(trained)} tensors for {self.exchange.ranks} ranks: rank {self.exchange.rank} has none to step "
-                "on. Deal them to fewer ranks (process_group=...)"
+                f"{len(trained)} parameters for {self.exchange.ranks} ranks: rank {self.exchange.rank} gets none. Use "
+                "fewer ranks (process_group=...)"
             )
 
     def attach(self, optimizer: LowBit) -> None:
@@ -311,8 +311,8 @@ class Dealt:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if held != set(self.parameters):
             raise ModelError(
-                f"this optimizer steps {len(held)} tensors, of which {len(held & set(self.parameters))} are among the "
-                f"{len(self.parameters)} of this rank; build it on dealt.parameters"
+                f"this optimizer steps {len(held)} parameters, of which {len(held & set(self.parameters))} are among "
+                f"the {len(self.parameters)} of this rank; build it on dealt.parameters"
             )
         optimizer.reduced = self._trained
         optimizer.register_step_post_hook(lambda *_: self.share())
@@ -326,7 +326,7 @@ class Dealt:
         Raises:
             ModelError: a rank failed; the message names it.
         """
-        memory = [[part for parameter in own for part in _memory(parameter)] for own in self._of]
+        memory = [[part for parameter in own for part in _stored_tensors(parameter)] for own in self._of]
         sizes = [sum(part.nbytes for part in parts) for parts in memory]
         everyone = torch.zeros(self.exchange.ranks, max(sizes), dtype=torch.uint8, device=memory[0][0].device)
         ours = everyone[self.exchange.rank, : sizes[self.exchange.rank]]
@@ -340,6 +340,6 @@ class Dealt:
                 torch.autograd.graph.increment_version(parameter)
 
 
-def _memory(parameter: Tensor) -> Sequence[Tensor]:
+def _stored_tensors(parameter: Tensor) -> Sequence[Tensor]:
     """The plain tensors that store a parameter: codes and scales, or the parameter itself."""
     return list(parameter.parts.values()) if isinstance(parameter, CodeTensor) else [parameter.detach()]

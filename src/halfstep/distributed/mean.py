@@ -35,9 +35,9 @@ class Message:
         self._parts: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
         end = 0
         for name, (dtype, own) in storage.layout("codes", shape or (length,)).items():
-            start, size = _up(end, _ALIGNED), prod(own) * dtype.itemsize
+            start, size = _round_up(end, _ALIGNED), prod(own) * dtype.itemsize
             self._parts[name], end = (dtype, own, start, start + size), start + size
-        self.bytes = _up(end, _ALIGNED)
+        self.bytes = _round_up(end, _ALIGNED)
 
     def encode(self, values: Tensor, message: Tensor) -> None:
         """Encode 1-D `values` into `message`, a uint8 tensor of `bytes` elements. In codes an infinity or NaN makes its
@@ -96,13 +96,13 @@ def spread(values: Tensor, lengths: Sequence[int], storage: Storage, rows: int =
     unit = granule(storage)
     if rows == 1 and (storage.dtype is not None or all(length % unit == 0 for length in lengths[:-1])):
         return values
-    found = values.new_zeros(rows * sum(_up(-(-length // rows), unit) for length in lengths))
+    found = values.new_zeros(rows * sum(_round_up(-(-length // rows), unit) for length in lengths))
     for piece, own in _pieces(values, found, lengths, unit, rows):
         own.copy_(piece)
     return found
 
 
-def gather(found: Tensor, lengths: Sequence[int], storage: Storage, values: Tensor, rows: int = 1) -> None:
+def copy_back(found: Tensor, lengths: Sequence[int], storage: Storage, values: Tensor, rows: int = 1) -> None:
     """Copy the result of `spread` back to `values`, from which it was made."""
     if found is not values:
         for piece, own in _pieces(values, found, lengths, granule(storage), rows):
@@ -114,13 +114,13 @@ def _pieces(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     start, matrix = 0, found.view(rows, -1)
     for piece in values.split_with_sizes(list(lengths)):
-        width = _up(-(-piece.numel() // rows), unit)
+        width = _round_up(-(-piece.numel() // rows), unit)
         for row, part in enumerate(piece.split(width)):  # type: ignore[no-untyped-call]
             yield part, matrix[row, start : start + part.numel()]
         start += width
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
@@ -163,8 +163,8 @@ def mean_steps(values: Tensor, storage: Storage, exchange: Exchange, residual: T
         if all(end.isfinite() for end in torch.aminmax(values)):  # aminmax of a tensor with a NaN is NaN
             sent[exchange.rank] = got[exchange.rank]
             _feed_back(residual, whole, sent, message, (total, everyone[exchange.rank], exchange.rank))
-        exchange.buffers.give(sent, total)
-    exchange.buffers.give(got, everyone)
+        exchange.buffers.release(sent, total)
+    exchange.buffers.release(got, everyone)
 
 
 def mean_of(
@@ -184,7 +184,7 @@ def mean_of(
         message.encode(found, out)
     if total is not None:
         total.copy_(found)
-    buffers.give(found, part)
+    buffers.release(found, part)
 
 
 def shares(values: Tensor, ranks: int, share: int) -> list[Tensor]:

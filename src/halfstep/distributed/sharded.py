@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from halfstep.distributed.collectives import Exchange
-from halfstep.distributed.mean import Message, Steps, fp8lm_steps, gather, granule, mean_of, mean_steps, shares, spread
+from halfstep.distributed.mean import (
+    Message,
+    Steps,
+    copy_back,
+    fp8lm_steps,
+    granule,
+    mean_of,
+    mean_steps,
+    shares,
+    spread,
+)
 from halfstep.errors import ModelError, RecipeError
 from halfstep.ops.part import part_of
 from halfstep.quant import Quantizer
@@ -57,7 +67,7 @@ class Reduction:
         self._feeds_back = communication is not None and communication.feeds_back
         self._adapts = communication is not None and communication.reduce == "fp8lm"
         self._names, self._scale = names or {}, scale
-        self._kept: dict[Any, Tensor] = {}
+        self._states: dict[Any, Tensor] = {}
         self._saved: Mapping[str, Tensor] = {}
         self._under_way: list[tuple[Steps, Any, Callable[[], None]]] = []
 
@@ -78,16 +88,16 @@ class Reduction:
         """
         steps = self._steps(values, parameters)
         begun = steps, next(steps), done
-        self._go_on()
+        self._advance()
         self._under_way.append(begun)
 
     def finish(self) -> None:
         """Complete all reductions in flight."""
         while self._under_way:
-            self._go_on()
+            self._advance()
         self.times += 1
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Advance each reduction in flight one step, in the order in which they began."""
         waiting, self._under_way = self._under_way, []
         for steps, pending, done in waiting:
@@ -107,14 +117,14 @@ class Reduction:
         """
         if not self.divides_by_all():
             raise ModelError(
-                "ddp.join(divide_by_initial_world_size=False) divides by the ranks that have batches left, which a "
-                "communication hook is not told; leave it True, and gradients in few bits are the mean over all ranks"
+                "ddp.join(divide_by_initial_world_size=False) divides by the number of ranks that have batches left, "
+                "which a communication hook does not know; leave it True: the mean is then over all ranks"
             )
         if self._under_way:
             self._under_way.clear()
             raise ModelError(
-                "a backward pass begins, and the last one stopped between two buckets: other ranks may wait for the "
-                "rest. Restart from the last checkpoint"
+                "a backward pass begins, but the last one stopped between two buckets, and other ranks may still wait "
+                "for the rest. Restart from the last checkpoint"
             )
 
     def _steps(self, values: Tensor, parameters: Sequence[Tensor]) -> Steps:
@@ -130,7 +140,7 @@ class Reduction:
     def _plain(self, values: Tensor, lengths: Sequence[int], storage: Storage) -> Steps:
         laid = spread(values, lengths, storage)
         yield from mean_steps(laid, storage, self.exchange)
-        gather(laid, lengths, storage, values)
+        copy_back(laid, lengths, storage, values)
 
     def _fed_back(
         self, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int], storage: Storage
@@ -138,35 +148,35 @@ class Reduction:
         """The mean with error feedback: adds the rounding errors of the last gradients, which are kept unscaled and are
         multiplied by the current loss scale here."""
         rows, scale = self.exchange.ranks, 1.0 if self._scale is None else self._scale()
-        own = [self._of(p) for p in parameters]
+        own = [self._state_of(p) for p in parameters]
         taken = torch.cat(own).mul_(scale)
         laid, residual = (spread(each, lengths, storage, rows) for each in (values, taken))
         yield from mean_steps(laid, storage, self.exchange, residual)
-        gather(laid, lengths, storage, values, rows)
-        gather(residual, lengths, storage, taken, rows)
+        copy_back(laid, lengths, storage, values, rows)
+        copy_back(residual, lengths, storage, taken, rows)
         for mine, each in zip(own, taken.div_(scale).split_with_sizes(list(lengths)), strict=True):
             mine.copy_(each)
 
     def _by_fp8lm(
         self, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int], storage: Storage
     ) -> Steps:
-        own = [self._of(p) for p in parameters]
+        own = [self._state_of(p) for p in parameters]
         mu = torch.stack(own)
         yield from fp8lm_steps(values, lengths, storage.quantizer, self.exchange, mu, self._adapts)
         for mine, each in zip(own, mu, strict=True):
             mine.copy_(each)
 
-    def _of(self, parameter: Tensor) -> Tensor:
+    def _state_of(self, parameter: Tensor) -> Tensor:
         """The state of a parameter, from a loaded state dict or newly initialized: with error feedback its rounding
         errors (float32, 1-D), with FP8-LM mu (a scalar)."""
-        if parameter not in self._kept:
+        if parameter not in self._states:
             if self._feeds_back:
                 kept = parameter.new_zeros(parameter.numel(), dtype=torch.float32)
             else:
                 kept = parameter.new_full((), 1.0 if self._adapts else self.exchange.ranks**-0.5, dtype=torch.float32)
             saved = self._saved.get(self._names.get(parameter, ""))
-            self._kept[parameter] = kept if saved is None else kept.copy_(saved)
-        return self._kept[parameter]
+            self._states[parameter] = kept if saved is None else kept.copy_(saved)
+        return self._states[parameter]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or unpickled model has none: call compress or reduce_gradients for it
@@ -181,16 +191,16 @@ class Reduction:
         """
         if not (self._feeds_back or self._adapts):
             return {}
-        if not self._kept.keys() <= self._names.keys():
+        if not self._states.keys() <= self._names.keys():
             raise RecipeError(
-                "what a reduction keeps is saved by the parameters' names, and this Reduction was given none: "
+                "a reduction's state is saved under the parameters' names, but this Reduction has none: "
                 "Reduction(..., names={p: n for n, p in model.named_parameters()})"
             )
-        kept = {name: self._of(p).clone() for p, name in self._names.items() if p.requires_grad}
-        return {"communication": str(self.communication), self._whose: kept} if kept else {}
+        kept = {name: self._state_of(p).clone() for p, name in self._names.items() if p.requires_grad}
+        return {"communication": str(self.communication), self._state_key: kept} if kept else {}
 
     @property
-    def _whose(self) -> str:
+    def _state_key(self) -> str:
         if not self._feeds_back:
             return "mu"
         return f"rounding errors of rank {self.exchange.rank} of {self.exchange.ranks}"
@@ -201,19 +211,21 @@ class Reduction:
         With error feedback each rank needs its own state; that of another rank or number of ranks is dropped, and the
         rounding errors start at zero.
         """
-        self._kept, self._saved = {}, {}
+        self._states, self._saved = {}, {}
         if not (self._feeds_back or self._adapts) and not saved:
             return []
         if saved.get("communication", str(self.communication)) != str(self.communication):
-            return [f"what was kept of {saved['communication']} is dropped: gradients are sent as {self.communication}"]
-        if self._whose in saved:
-            self._saved = saved[self._whose]
+            return [
+                f"the saved state of {saved['communication']} is dropped, since gradients are sent as "
+                f"{self.communication}"
+            ]
+        if self._state_key in saved:
+            self._saved = saved[self._state_key]
             return []
         found = ", ".join(sorted(saved.keys() - {"communication"})) or "nothing"
         return [
-            f"gradients are sent as {self.communication}, and of what that keeps from step to step the scaler's state "
-            f"has {found}, and not the {self._whose}: it starts over (save the scaler's state on each rank, and load "
-            "it on as many)"
+            f"gradients are sent as {self.communication}, whose state is the {self._state_key}; the scaler's state has "
+            f"{found} instead: it starts over (save the scaler's state on each rank, and load it on as many)"
         ]
 
 
@@ -270,7 +282,7 @@ def install(model: nn.Module, state: Reduction) -> None:
             if communication.weights is not None:
                 module.set_custom_all_gather(Gather(state, communication.weights, _managed(module)))
         except ValueError as error:
-            raise ModelError(f"{type(module).__name__} takes no collectives of others: {error}") from error
+            raise ModelError(f"{type(module).__name__} accepts no custom collectives: {error}") from error
 
 
 class _Allocates:
@@ -310,7 +322,7 @@ class Scatter(_Allocates):
         if op == dist.ReduceOp.SUM:
             mean *= exchange.ranks
         output_tensor.copy_(mean[:share])
-        exchange.buffers.give(sent, got, mean)
+        exchange.buffers.release(sent, got, mean)
         self.state.times += 1
 
 
@@ -362,8 +374,8 @@ class Gather(_Allocates):
         plain, sizes = get_storage(FORMATS[values.dtype]), [prod(shape) for shape, _ in self.managed]
         if sum(sizes) != values.numel():
             raise ModelError(
-                f"a module's weights take {sum(sizes)} elements of a rank, and torch gathers {values.numel()}: gather "
-                "them as they are, or as codes of the flat weights (communication weights)"
+                f"a module's weights have {sum(sizes)} elements on a rank, but torch gathers {values.numel()}: gather "
+                "them in their own dtype, or as codes of the flat weights (communication weights)"
             )
         storages = [get_storage(q) if q is not None and _whole(q, shape) else plain for shape, q in self.managed]
         parts = zip(accumulate(sizes, initial=0), sizes, storages, self.managed, strict=False)

@@ -60,11 +60,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Assign a role to the storages of tensors. Whatever is computed from them has the role among its sources."""
         for tensor in tensors:
             for part in parts_of(tensor).values():
-                held = self._known(part, role)
+                held = self._tracked(part, role)
                 self._now[held.role] -= held.nbytes
                 self._now[role] += held.nbytes
                 held.role, held.sources = role, held.sources | {role}
-        self._note()
+        self._update_peak()
 
     def settle(self, sources: frozenset[str], role: str, otherwise: str) -> None:
         """Assign a role to the storages of role `PASSING`: `role` if they were computed only from `sources`, else
@@ -92,30 +92,30 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = [self._sources(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
             sources = frozenset[str]().union(*given) if given else _NOTHING
             for tensor in made:
-                held = self._known(tensor, PASSING)
+                held = self._tracked(tensor, PASSING)
                 held.sources = sources if follows else held.sources | sources
-            self._note()
+            self._update_peak()
         return result
 
     def _sources(self, tensor: Tensor) -> frozenset[str]:
         held = self._held.get(tensor.untyped_storage()._cdata)
         return frozenset() if held is None else held.sources
 
-    def _known(self, tensor: Tensor, role: str) -> _Held:
+    def _tracked(self, tensor: Tensor, role: str) -> _Held:
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self._held.get(key)
         if held is None:
-            held = _Held(storage.nbytes(), role, frozenset(), weakref.ref(storage, partial(self._gone, key)))
+            held = _Held(storage.nbytes(), role, frozenset(), weakref.ref(storage, partial(self._freed, key)))
             self._held[key] = held
             self._now[role] += held.nbytes
         return held
 
-    def _gone(self, key: int, _: Any) -> None:
+    def _freed(self, key: int, _: Any) -> None:
         held = self._held.pop(key)
         self._now[held.role] -= held.nbytes
 
-    def _note(self) -> None:
+    def _update_peak(self) -> None:
         if self._now.total() > self.peak.total():
             self.peak = self._now.copy()
 
@@ -176,7 +176,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
     weights = {id(p): p for p in model.parameters() if p.requires_grad}
     count = sum(p.numel() for p in weights.values())
     if count == 0:
-        raise ValueError("the model trains no parameter; bytes per parameter mean nothing")
+        raise ValueError("the model trains no parameter, so bytes per parameter are undefined")
     kept = [
         (is_master(name), value)
         for parameter, state in optimizer.state.items()
