@@ -1,0 +1,71 @@
+"""Every name of torch that the package uses exists in the oldest torch that pyproject.toml allows.
+
+The tests run with another one, so the names that the oldest has are kept in a file. With it installed,
+
+    python tests/test_oldest_torch.py
+
+looks the names up again, writes those that it has, and prints the others.
+"""
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "tests" / "oldest_torch.txt"
+GUARDED = {"torch.optim.Muon"}
+"""Names that the package asks for before it uses them."""
+
+
+def used():
+    """The names of torch in the package: imported ones, and attributes of `torch`; not those of our own operators."""
+    found = set()
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                found |= {f"{node.module}:{name.name}" for name in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {name.name for name in node.names if name.name.split(".")[0] == "torch"}
+            elif isinstance(node, ast.Attribute):
+                found |= {text for text in [ast.unparse(node)] if re.fullmatch(r"torch(\.\w+)+", text)}
+    return {name for name in found if not name.startswith("torch.ops.halfstep")} - GUARDED
+
+
+def has(name):
+    """Whether the torch that is installed has it: `module:name`, or attributes of `torch`, modules among them."""
+    module, _, attribute = name.partition(":")
+    try:
+        if attribute:
+            return hasattr(importlib.import_module(module), attribute)
+        at = importlib.import_module("torch")
+        for place, part in enumerate(module.split(".")[1:], 2):
+            if not hasattr(at, part):
+                importlib.import_module(".".join(module.split(".")[:place]))
+            at = getattr(at, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def oldest():
+    """The lower bound of torch."""
+    return re.search(r'"torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text())[1]
+
+
+def test_the_oldest_torch_has_every_name_that_the_package_uses():
+    version, *names = KEPT.read_text().split()
+    assert version == oldest(), f"install torch {oldest()} and run tests/test_oldest_torch.py with it"
+    assert not used() - {*names}, f"run tests/test_oldest_torch.py with torch {version} installed"
+
+
+if __name__ == "__main__":
+    import torch
+
+    if not torch.__version__.startswith(f"{oldest()}."):
+        sys.exit(f"this is torch {torch.__version__}; expected {oldest()}, the lower bound in pyproject.toml")
+    found = {name: has(name) for name in sorted(used())}
+    KEPT.write_text("\n".join([oldest(), *(name for name in found if found[name]), ""]))
+    print(*(f"not in torch {torch.__version__}: {name}" for name in found if not found[name]), sep="\n")
