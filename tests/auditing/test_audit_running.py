@@ -111,7 +111,7 @@ def test_the_last_step_of_half_the_highest_rate_is_told_and_the_peak_of_the_sche
     (report,) = running(seen)
     (updates,) = report.updates
     assert (updates.step, updates.rate, updates.peak) == (3, pytest.approx(3e-4), 1e-3)
-    assert "a schedule goes up to 0.001" in re.sub(r"\s+", " ", str(report))
+    assert "a schedule reaches 0.001" in re.sub(r"\s+", " ", str(report))
 
 
 def test_several_optimizers_of_one_model_are_one_report_and_two_models_are_two():
@@ -164,19 +164,19 @@ def test_skipped_steps_and_infinities_are_no_updates():
         AdamW(model.parameters(), lr=1e30).step()
     (report,) = running(seen)
     assert report.updates[0].looked == 0
-    assert "No update to look at" in str(report)
+    assert "No update to compare" in str(report)
 
 
 def test_programs_without_steps_and_optimizers_of_copies_are_told_apart():
     with Watch() as seen:
         pass
-    with pytest.raises(RunError, match="no optimizer of torch's took a step"):
+    with pytest.raises(RunError, match="no torch optimizer took a step"):
         running(seen)
     flat = torch.zeros(8, requires_grad=True)
     with Watch() as seen:
         flat.grad = torch.ones(8)
         SGD([flat], lr=1.0).step()
-    with pytest.raises(RunError, match="what SGD steps on is no parameter of a module"):
+    with pytest.raises(RunError, match="SGD steps no parameter of a module"):
         running(seen)
 
 

@@ -200,7 +200,7 @@ def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
         Finding(
             "note",
             "frozen norm",
-            "norms that do not train, where all other parameters of their blocks do",
+            "norms that are frozen while all other parameters of their blocks train",
             setup.frozen_norms,
         ),
         Finding(
@@ -232,7 +232,7 @@ def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
         Finding(
             "warning",
             "no gradient",
-            "parameters that require a gradient and have none, where others have one",
+            "parameters that require a gradient and have none, while others have one",
             missing if len(missing) < len(setup.trained) else (),
         ),
         Finding(
@@ -259,7 +259,7 @@ def _mixed(items: Iterable[Item]) -> Iterator[Finding]:
         if len(dtypes) > 1:
             counts = ", ".join(f"{len(found)} in {dtype}" for dtype, found in dtypes.items())
             dtype, fewest = min(dtypes.items(), key=lambda pair: len(pair[1]))
-            text = f"{kind} is not stored alike everywhere: {counts}. In {dtype}"
+            text = f"{kind} has several dtypes: {counts}. In {dtype}"
             yield Finding("note", "mixed states", text, tuple(item.name for item in fewest))
 
 

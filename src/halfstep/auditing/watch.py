@@ -236,14 +236,14 @@ class Updates:
         return self.kept != "stochastic" and self.share >= LOST
 
     def __str__(self) -> str:
-        least = f"; a schedule goes up to {self.peak:g}" if self.peak > self.rate else ""
-        at = f"lr = {self.rate:g} (step {self.step:,}; {self.looked:,} looked at{least})"
+        least = f"; a schedule reaches {self.peak:g}" if self.peak > self.rate else ""
+        at = f"lr = {self.rate:g} (step {self.step:,}; {self.looked:,} compared{least})"
         held = f"{self.parameters:,} parameters in {self.dtype}"
         lost = percent(self.share) if self.lost else "none"
         if not self.looked:
-            return f"No update to look at, {held}: no value is finite with a gradient other than zero."
+            return f"No update to compare, {held}: no value is finite with a non-zero gradient."
         if self.kept == "stochastic":
-            return f"Your updates arrive, {held}, rounded stochastically: {lost} moved nothing at {at}, by chance."
+            return f"Your updates arrive, {held}, rounded stochastically: {lost} changed nothing at {at}, by chance."
         held += _BESIDE[self.kept, self.dtype == "float32"]
         if not self.harmful:
             return f"Your updates arrive, {held}: {lost} of them were lost at {at}."
@@ -292,16 +292,16 @@ def running(watch: Watch) -> tuple[Running, ...]:
     """
     if not watch.steps:
         raise RunError(
-            "no optimizer of torch's took a step, so there are no updates to look at; expected a program that trains: "
-            "torch.optim.Optimizer or a subclass, stepped in this very process (under torchrun and accelerate, audit "
+            "no torch optimizer took a step, so there are no updates to compare; expected a program that trains: "
+            "torch.optim.Optimizer or a subclass, stepped in this process (under torchrun and accelerate, audit "
             "each process: torchrun -m halfstep audit train.py)"
         )
     if not watch.setups:
         names = ", ".join(dict.fromkeys(type(one).__name__ for one in watch.counted))
         raise RunError(
-            f"what {names} steps on is no parameter of a module in memory: it keeps copies of its own, flat or cut, as "
-            "DeepSpeed's and Megatron's do; expected the model's own parameters. Audit them in their script, "
-            "halfstep.audit(model, optimizer)"
+            f"{names} steps no parameter of a module in memory: it has separate copies, flat or sharded, like "
+            "DeepSpeed's and Megatron's; expected the model's own parameters. Call halfstep.audit(model, optimizer) in "
+            "the script"
         )
     return tuple(_report(model, optimizers, watch) for model, optimizers in watch.setups)
 
@@ -374,7 +374,7 @@ class Mend:
         reached = " and ".join(f"{share:.0%} at {rate:g}" for rate, share in shares.items())
         return [
             folded(
-                f"What that costs: fine-tuned so, a small GPT reached {reached} of what float32 gains; with "
+                f"The cost: fine-tuned this way, a small GPT reached {reached} of what float32 gains; with "
                 f"{_CURE[self.dtype]} 99% or more (three seeds, docs/which_bf16.md)."
             )
         ]
@@ -385,7 +385,7 @@ class Mend:
         first, *others = self.recipes.items()
         beside = "".join(f'; recipe="{name}" takes {size:.3g}' for name, size in others)
         when = "once the optimizer is made, " if self.lines[0] == "import halfstep" else ""
-        head = f"Two lines mend it, {when}at {first[1]:.3g} bytes a parameter in all (now {self.now:.3g}{beside}):"
+        head = f"Two lines fix it, {when}at {first[1]:.3g} bytes a parameter in all (now {self.now:.3g}{beside}):"
         return [folded(head), *(f"    {line}" for line in self.lines), folded(_float32(self.dtype))]
 
 

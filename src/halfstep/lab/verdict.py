@@ -137,12 +137,12 @@ def rule(metric: Metric | None = None, margin: float = MARGIN) -> str:
     """The rule in words: by the loss, or by the metric if that judges."""
     what = f"final {metric.name}" if metric is not None and metric.judges else "final validation loss"
     return (
-        "Each seed is a pair: fp32 and the recipe from the same first weights, on the same batches. The differences of "
-        f"their {what}, relative to fp32's mean, have a {LEVEL:.0%} confidence interval (Student's t). A recipe "
-        f"matches where the whole interval lies below a loss of {100 * margin:.3g}%, degrades where all of it lies "
-        "above, and where that margin lies inside it, these seeds cannot tell. Differences without a spread of their "
-        "own, as with one seed, borrow fp32's from seed to seed, times the square root of two. A run that ends in "
-        "infinities or NaN has diverged."
+        "Each seed gives a pair: fp32 and the recipe, from the same initial weights and on the same batches. The "
+        f"differences of their {what}, relative to fp32's mean, have a {LEVEL:.0%} confidence interval (Student's t). "
+        f"A recipe matches if the whole interval lies below a loss of {100 * margin:.3g}%, and degrades if all of it "
+        "lies above; if the margin lies inside it, these seeds cannot tell. Differences without a spread, as with one "
+        "seed, use fp32's spread from seed to seed, times the square root of two. A run that ends in infinities or "
+        "NaN has diverged."
     )
 
 

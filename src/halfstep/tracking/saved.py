@@ -52,7 +52,7 @@ class SavedBytes:
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
-        title = f"kept for the backward pass: {self.total:,} bytes, {self.codes:,} in codes, {self.alone:,} left alone"
+        title = f"saved for backward: {self.total:,} bytes, {self.codes:,} in codes, {self.alone:,} unquantized"
         rows = [f"  {row.bytes:>14,}  {row.form:<10} {row.module or '(the model itself)'}" for row in self.rows]
         return "\n".join([title, *rows])
 
