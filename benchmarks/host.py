@@ -31,7 +31,7 @@ from halfstep.kernels import gpu, operator, operators, scaled_mm
 from halfstep.kernels.gpu import amax, blocks, history, layouts
 from halfstep.lab.environment import environment
 from halfstep.ops import native, operand
-from halfstep.optim.stepping import Together
+from halfstep.optim.stepping import StepPlan
 from halfstep.quant.scaling import StatefulScaling
 from on_gpu.products import Sink
 
@@ -162,7 +162,7 @@ def optimizer(recipe: str | None) -> Callable[[], None]:
     stepper: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if recipe is not None:
         _, stepper, _ = halfstep.prepare(model, stepper, recipe, generator=7)
-        stepper._together = Together(anywhere=True)  # type: ignore[attr-defined]
+        stepper._together = StepPlan(anywhere=True)  # type: ignore[attr-defined]
     weights = list(model.parameters())
     sets = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
 

@@ -16,8 +16,8 @@ from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import noise
 from halfstep.nn.adopt import applied_to
 from halfstep.nn.apply import decide, keep_grads
-from halfstep.nn.codes import hold, storable, wide_adapters
-from halfstep.nn.following import came_later, root_of
+from halfstep.nn.codes import storable, store_as_codes, wide_adapters
+from halfstep.nn.following import added_later, root_of
 from halfstep.nn.layers import ModuleFilter, projections
 from halfstep.nn.paths import adapters_of, same_parameters
 from halfstep.nn.plan import Plan
@@ -96,9 +96,9 @@ def prepare(
         Schedule(recipe).fix(total_steps)
     found = decide(model, recipe, module_filter)
     trained = _check(model, optimizer, recipe)
-    masters = {p: p.detach().float().clone() for p in found.mastered if p in trained.parameters}
+    masters = {p: p.detach().float().clone() for p in found.with_masters if p in trained.parameters}
     found.warn(model)
-    found.lay(model)
+    found.carry_out(model)
     return model, *_optimized(model, optimizer, trained, masters, run)
 
 
@@ -347,7 +347,7 @@ def _check_new(reference: Reference, trained: Collection[Tensor], stacklevel: in
 def _warn_of_later(model: nn.Module, recipe: Recipe, trained: Collection[Tensor], stacklevel: int) -> None:
     if recipe.weights == "fp32" and not any(rule.linear.rounds for stage in recipe.by_stage for rule in stage.rules):
         return
-    later, is_adapter = set(came_later(model)), adapters_of(model)
+    later, is_adapter = set(added_later(model)), adapters_of(model)
     found = [
         name
         for name, parameter in model.named_parameters()
@@ -388,7 +388,7 @@ def _optimized(
         process_group=run.process_group,
     )
     if recipe.codes is not None:
-        hold(model, applied.rounded, recipe.codes)
+        store_as_codes(model, applied.rounded, recipe.codes)
     low_bit = convert(
         optimizer, recipe, masters, run.generator, reference, run.same_layers, trained.projections, run.recipe_change,
         trained.rule,

@@ -10,7 +10,7 @@ import torch
 
 from families import in_turn
 from halfstep.optim import convert, update_rules
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.recipe import Recipe, get_recipe
 from oracles.numbers import same_bits
 from tiny import assert_same, copied
@@ -117,7 +117,7 @@ def test_the_optimizer_applies_the_rule(rule, fused, shape):
     options = options_of(rule)
     optimizer = convert(rule.torch_class([parameter], **options), get_recipe("fp32"), {})
     if not fused:
-        optimizer.rule = replace(rule, fused=never)
+        optimizer.rule = replace(rule, fused=no_fused_update)
     group = optimizer.param_groups[0]
     for step in (1, 2, 3):
         parameter.grad = torch.randn(shape)

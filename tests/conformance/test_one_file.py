@@ -224,7 +224,7 @@ FUSED = """
 import torch
 from dataclasses import replace
 from halfstep.optim import convert, update_rules
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.recipe import get_recipe
 
 assert "made_up_adamax" in update_rules()
@@ -235,7 +235,7 @@ for fused in (True, False):
     theirs = torch.optim.Adamax([stock], weight_decay=0.1)
     optimizer = convert(torch.optim.Adamax([parameter], weight_decay=0.1), get_recipe("fp32"), {})
     if not fused:
-        optimizer.rule = replace(optimizer.rule, fused=never)
+        optimizer.rule = replace(optimizer.rule, fused=no_fused_update)
     for _ in range(3):
         parameter.grad = torch.randn(3000)
         stock.grad = parameter.grad.clone()

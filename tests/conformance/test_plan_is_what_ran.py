@@ -69,7 +69,7 @@ def test_a_layer_that_is_taken_out_of_the_plan_does_not_round(names):
         model, batch = model_of("mlp"), MODELS["mlp"][1]
         found = decide(model, name)
         stages = tuple(replace(each, specs={**each.specs, "first": LinearSpec()}) for each in found.stages)
-        replace(found, stages=stages).lay(model)
+        replace(found, stages=stages).carry_out(model)
         assert lost(model, batch)["first"] < LOST, name
 
 

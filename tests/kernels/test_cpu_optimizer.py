@@ -18,7 +18,7 @@ from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.optimizer_loops import step_chunk
 from halfstep.kernels.cpu.optimizer_types import placed
 from halfstep.optim import Lamb, Lion, convert, update_rules
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.optim.rules.adam import adamw
 from halfstep.quant import noise_bits
 from halfstep.recipe import DTYPES, Recipe, get_recipe, get_storage
@@ -80,7 +80,7 @@ def pair(storage, weight, torch_class=torch.optim.AdamW, **options):
         masters = {parameter: weight.float().clone()} if storage["master"] else {}
         optimizer = convert(torch_class([parameter], **{"lr": 1e-2, **options}), recipe, masters, generator=7)
         if not fused:
-            optimizer.rule = replace(optimizer.rule, fused=never)
+            optimizer.rule = replace(optimizer.rule, fused=no_fused_update)
         both.append((optimizer, parameter))
     return both
 
@@ -216,7 +216,7 @@ def test_every_rule_under_every_recipe(name, recipe):
         masters = {parameter: weight.clone()} if own.master else {}
         optimizer = convert(torch_class([parameter], lr=1e-2, **options), own, masters, generator=7)
         if not fused:
-            optimizer.rule = replace(optimizer.rule, fused=never)
+            optimizer.rule = replace(optimizer.rule, fused=no_fused_update)
         for grad in grads:
             parameter.grad = grad.to(parameter.dtype)
             optimizer.step()
@@ -227,7 +227,7 @@ def test_every_rule_under_every_recipe(name, recipe):
 
 
 def test_every_rule_but_muons_is_fused():
-    assert {name for name, rule in update_rules().items() if rule.fused is never} <= {"muon"}
+    assert {name for name, rule in update_rules().items() if rule.fused is no_fused_update} <= {"muon"}
 
 
 LENGTHS = [0, 1, SQUARES - 1, SQUARES, SQUARES + 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, SQUARES * SQUARES + 2 * CHUNK]

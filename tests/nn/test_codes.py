@@ -13,7 +13,7 @@ from halfstep import formats, ops
 from halfstep.errors import ModelError, OptimizerError
 from halfstep.nn.codes import check_grad_dtype
 from halfstep.ops.code_tensor import round_gradient
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
@@ -148,7 +148,7 @@ def test_the_step_in_one_pass_is_the_reference(name, kind):
     for fused in (True, False):
         model = mlp()
         model, optimizer, scaler = prepared(name, model, kind(model.parameters(), lr=0.1, weight_decay=0.1))
-        optimizer.rule = optimizer.rule if fused else replace(optimizer.rule, fused=never)
+        optimizer.rule = optimizer.rule if fused else replace(optimizer.rule, fused=no_fused_update)
         train(model, optimizer, scaler, 4)
         found.append(copied((dict(model.state_dict()), optimizer.state_dict()["state"])))
     assert_same(*found)

@@ -13,7 +13,7 @@ from halfstep.errors import OptimizerError
 from halfstep.kernels.gpu import optimizer as on_gpu
 from halfstep.ops import quantize
 from halfstep.optim import Combined, convert
-from halfstep.optim.stepping import Together
+from halfstep.optim.stepping import StepPlan
 from halfstep.recipe import get_recipe
 from tiny import assert_same, mlp, train
 
@@ -195,7 +195,7 @@ def test_on_a_gpu_the_groups_that_kernels_know_are_launched(monkeypatch):
     monkeypatch.setattr(on_gpu, "functions", lambda name: made_up)
     monkeypatch.setattr(on_gpu, "prepared", lambda kernel, *_, **__: lambda grid, *rest: made.append((kernel, grid)))
     model, optimizer, _ = combined(nn.Linear(8, 2000))
-    optimizer._together = Together(anywhere=True)
+    optimizer._together = StepPlan(anywhere=True)
     before = copy.deepcopy(list(model.parameters()))
     for _ in range(2):
         for parameter in model.parameters():

@@ -13,7 +13,7 @@ from torch import nn
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.memory import measure
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.optim.states import singular_vectors
 from halfstep.recipe import PROJECTOR, Projection, Subspace, from_data, get_recipe, to_data
 from tiny import PROJECTED, assert_same, batch, mlp, prepared
@@ -194,7 +194,7 @@ def test_the_kernel_in_the_subspace_is_the_reference_bit_for_bit(base, build):
         recipe = recipe_of(base, rank=33, gap=2, share=None)
         weight, optimizer, _ = one((70, 130), recipe, build, weight_decay=0.1)
         if not fused:
-            optimizer.rule = replace(optimizer.rule, fused=never)
+            optimizer.rule = replace(optimizer.rule, fused=no_fused_update)
         run(weight, optimizer, 4)
         found.append((weight.detach(), dict(optimizer.state[weight])))
     assert_same(*found)

@@ -160,7 +160,7 @@ def test_a_captured_step_reads_the_learning_rate_of_now_and_refuses_other_betas(
     monkeypatch.setattr(launches, "prepared", lambda kernel, *_, **__: lambda *rest: None)
     weight = nn.Parameter(torch.ones(2000))
     _, optimizer, _ = halfstep.prepare(nn.ParameterList([weight]), torch.optim.AdamW([weight], lr=0.1), "fp32")
-    optimizer._together = halfstep.optim.stepping.Together(anywhere=True)
+    optimizer._together = halfstep.optim.stepping.StepPlan(anywhere=True)
     weight.grad = torch.ones(2000)
     optimizer.step()
     assert optimizer.steps_all_together

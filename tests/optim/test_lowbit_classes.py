@@ -14,7 +14,7 @@ from families import for_each, slow_unless
 from halfstep.errors import OptimizerError
 from halfstep.memory import measure
 from halfstep.optim import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.recipe import get_recipe, get_storage
 from tiny import assert_same, copied
 
@@ -259,7 +259,7 @@ def test_a_gradient_that_has_no_moments_takes_no_other_element_with_it(recipe):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             if fused is not None:
                 optimizer = LowBitAdamW(model.parameters(), moments=get_recipe(recipe).moments, lr=1e-3)
-                optimizer.rule = optimizer.rule if fused else replace(optimizer.rule, fused=never)
+                optimizer.rule = optimizer.rule if fused else replace(optimizer.rule, fused=no_fused_update)
             for step in range(4):
                 model.weight.grad = torch.randn(8, 512, generator=torch.Generator().manual_seed(step)) * 1e-3
                 if step == 2:

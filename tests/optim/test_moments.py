@@ -18,7 +18,7 @@ from halfstep import formats
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.memory import measure
 from halfstep.optim import Lamb, Lion
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
@@ -339,7 +339,7 @@ def test_codes_in_blocks_advance_in_one_pass_bit_for_bit(moments, base):
         model, optimizer, _ = prepared(recipe_with(moments, base), nn.Linear(512, 80, bias=False), generator=0)
         seen = []
         rule = optimizer.rule
-        own = rule.fused if fused else never
+        own = rule.fused if fused else no_fused_update
         optimizer.rule = replace(rule, fused=lambda step, own=own, seen=seen: seen.append(own(step)) or seen[-1])
         for step in range(3):
             model.weight.grad = torch.randn(80, 512).to(model.weight.dtype) * 10.0 ** (step - 4)
@@ -374,7 +374,7 @@ def test_unusual_tiles_advance_bit_for_bit(moments, base):
         model, optimizer, _ = prepared(
             recipe_with(ONE_PASS[moments], base), nn.Linear(512, 80, bias=False), generator=0
         )
-        own, seen = optimizer.rule.fused if fused else never, []
+        own, seen = optimizer.rule.fused if fused else no_fused_update, []
         optimizer.rule = replace(
             optimizer.rule, fused=lambda step, own=own, seen=seen: seen.append(own(step)) or seen[-1]
         )

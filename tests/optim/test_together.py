@@ -17,7 +17,7 @@ from halfstep.errors import OptimizerError
 from halfstep.kernels.gpu import kinds, optimizer, table
 from halfstep.optim import convert, rule_of
 from halfstep.optim.shards import positions, run_of
-from halfstep.optim.stepping import Together
+from halfstep.optim.stepping import StepPlan
 from halfstep.recipe import get_recipe
 
 
@@ -39,7 +39,7 @@ def stepped(recipe="fp32", make=torch.optim.AdamW, sizes=(3, 2000, 5000), **opti
     parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
     low = convert(make(groups, **{"lr": 1e-2, **options}), get_recipe(recipe), {}, 7)
-    low._together = Together(anywhere=True)
+    low._together = StepPlan(anywhere=True)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     low.step()
@@ -289,7 +289,7 @@ def coded(recipe):
     """A model of weights in codes and its optimizer, after two steps; none is made."""
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     model, low, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe=recipe)
-    low._together = Together(anywhere=True)
+    low._together = StepPlan(anywhere=True)
     for _ in range(2):
         scaler.scale(model(torch.ones(2, 8)).sum()).backward()
         scaler.step(low)
@@ -352,7 +352,7 @@ def test_a_beta_whose_corrections_never_end_is_left_to_the_reference():
 def test_nothing_is_read_on_the_host(launches, monkeypatch, warm):
     low, parameters = stepped()
     if not warm:
-        low._together = Together(anywhere=True)
+        low._together = StepPlan(anywhere=True)
     low.grad_scale, low.found_inf = torch.tensor(8.0), torch.tensor(1.0)
     versions = [p._version for p in parameters]
     for name in ("item", "__float__", "__bool__", "__int__", "tolist", "__index__"):

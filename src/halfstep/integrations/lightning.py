@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.errors import MissingLibraryError, ModelError, RecipeError
 from halfstep.nn import apply, following
 from halfstep.nn.adopt import Applied, applied_to
-from halfstep.nn.codes import hold, store
+from halfstep.nn.codes import store, store_as_codes
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.stages import schedule_of
 from halfstep.ops.part import part_of
@@ -98,7 +98,7 @@ class HalfstepPrecision(Precision):
                 return module
             apply(module, self.recipe, self._module_filter)
             if self.recipe.codes is not None:  # before DDP looks at the parameters
-                hold(module, applied_to(module).rounded, self.recipe.codes)
+                store_as_codes(module, applied_to(module).rounded, self.recipe.codes)
             _store_copies(trainer)
             _warn_of_swaps(trainer, self.recipe)
         return module

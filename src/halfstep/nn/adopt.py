@@ -305,14 +305,14 @@ def _wrapped(stock: type[nn.Module], forward: Forward) -> Forward:
     """`forward`, wrapped as a base class of `stock` wraps the forward of each subclass, if it does so. Only the
     outermost such wrapper acts. transformers' GradientCheckpointingLayer is such a base."""
     wrapper: Any = stock.forward
-    if not any(_content(cell) is wrapper for cell in getattr(wrapper, "__closure__", None) or ()):
+    if not any(_cell_contents(cell) is wrapper for cell in getattr(wrapper, "__closure__", None) or ()):
         return forward
     made = _derived(stock, {"forward": forward})
     super(made, made).__init_subclass__()
     return made.forward
 
 
-def _content(cell: CellType) -> Any:
+def _cell_contents(cell: CellType) -> Any:
     """The contents of a closure's cell; None if it is empty."""
     try:
         return cell.cell_contents
@@ -353,7 +353,7 @@ class Applied:
     clock: Clock | None
     """Counts steps, if scales or the stage of the recipe depend on earlier steps."""
     plan: Plan
-    """What was done to the model."""
+    """The changes to the model, as `plan_of` returns them."""
     rounded: tuple[str, ...] = ()
     """The names of the parameters that matmuls round."""
     adapters: dict[str, torch.dtype] = field(default_factory=dict)

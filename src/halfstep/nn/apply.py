@@ -17,7 +17,7 @@ from halfstep.nn.codes import (
     check_float32,
     check_grad_dtype,
     count,
-    let_go,
+    decode_parameters,
     rounded,
     storable,
     store,
@@ -30,7 +30,7 @@ from halfstep.nn.paths import same_parameters
 from halfstep.nn.plan import Plan, PlannedLayer
 from halfstep.nn.ranks import check_unwrapped
 from halfstep.nn.schedule import Clock, Schedule
-from halfstep.nn.stages import Steps, check_alike, clear, lay_in_turn
+from halfstep.nn.stages import Steps, carry_out_stages, check_alike, clear
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.nn.watched import end_watch, watch, watch_copy
 from halfstep.ops.part import part_of, parts_of
@@ -65,7 +65,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     """
     found = decide(model, recipe, module_filter)
     found.warn(model)
-    made = found.lay(model)
+    made = found.carry_out(model)
     watch(model, found.recipe)
     return made
 
@@ -111,7 +111,7 @@ def revert(model: nn.Module) -> None:
                 "parametrization: take that away first (torch.nn.utils.parametrize.remove_parametrizations), then "
                 "revert"
             )
-    let_go(model)
+    decode_parameters(model)
     undo(model)
     before = applied.dtypes | applied.adapters
     for parameter, name in same_parameters(model, before):
@@ -140,11 +140,11 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
 
 @dataclass(frozen=True)
 class Decision:
-    """All that `apply` will do to a model, by name and by path, decided and checked before anything is changed."""
+    """All changes that `apply` will make to a model, by name and by path; decided and checked before the first one."""
 
     recipe: Recipe
     stages: tuple[Arrangement, ...]
-    """What each stage of the recipe does to the modules."""
+    """The changes to the modules in each stage of the recipe."""
     moves: dict[str, nn.Parameter]
     """The parameters that will be stored in the recipe's dtype."""
     adapters: dict[str, nn.Parameter]
@@ -155,7 +155,7 @@ class Decision:
     """The parameters that matmuls round; if the recipe stores weights as codes, those that will be codes."""
 
     @property
-    def mastered(self) -> list[nn.Parameter]:
+    def with_masters(self) -> list[nn.Parameter]:
         """The parameters that will have masters."""
         codes = self.recipe.codes
         if self.recipe.master is None and (codes is None or codes.master is None):
@@ -175,7 +175,7 @@ class Decision:
         later = tuple(zip((stage.when for stage in self.recipe.stages), others, strict=True))
         return replace(first, recipe=self.recipe, later=later)
 
-    def lay(self, model: nn.Module) -> Plan:
+    def carry_out(self, model: nn.Module) -> Plan:
         """Carry it out; returns the plan, which is also stored on the model."""
         recipe, first, made = self.recipe, self.stages[0], self.plan(model)
         schedule = Schedule(recipe) if recipe.stages else None
@@ -195,9 +195,9 @@ class Decision:
         )
         try:
             if schedule is None:
-                first.lay(model)
+                first.carry_out(model)
             else:
-                lay_in_turn(model, self.stages)
+                carry_out_stages(model, self.stages)
             if drawing := set().union(*[each.draws for each in self.stages]):
                 noise.attach(model, sorted(drawing), torch.initial_seed())
             follow(model, applied, _after_copy, first.widened.values())

@@ -26,7 +26,7 @@ _LSTM, _LINEAR = owner_of(nn.LSTM), owner_of(nn.Linear)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What a recipe without stages does to a model's modules, by path."""
+    """The changes that a recipe without stages makes to a model's modules, by path."""
 
     recipe: Recipe
     matched: Matched
@@ -57,7 +57,7 @@ class Arrangement:
         attention = self.recipe.attention is not None and self.recipe.attention.draws
         return {path for path, spec in self.specs.items() if spec.draws} | {*self.matched.attends * attention}
 
-    def lay(self, model: nn.Module) -> None:
+    def carry_out(self, model: nn.Module) -> None:
         """Give every module its forward, attributes and scaling states."""
         self._adopt_layers(model)
         if self.recipe.saved is not None:

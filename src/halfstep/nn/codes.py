@@ -26,7 +26,7 @@ from halfstep.recipe import DTYPES, Codes, Recipe
 # ---- parameters as codes ---------------------------------------------------------------------------------------------
 
 
-def hold(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
+def store_as_codes(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
     """Store the named parameters and their gradients as `codes` says. They stay the same objects. Names that are no
     parameters any more (parametrized since) are left out.
 
@@ -45,26 +45,26 @@ def hold(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
             weights[id(weight)] = weight
     for weight in weights.values():
         coded: Any = parameter(CodeTensor.encode(weight, codes.weights.quantizer), weight.requires_grad)
-        _become(weight, coded, vars(weight))
+        _swap_contents(weight, coded, vars(weight))
         if codes.grads is not None:
             round_gradients(weight, codes.grads.quantizer)  # type: ignore[arg-type]
     for module in model.modules():
         if any(id(p) in weights for p in module._parameters.values()):
             extend(module, _members)
     if weights:
-        extend(model, _asking_first)
+        extend(model, _checked_apply)
 
 
-def let_go(model: nn.Module) -> None:
+def decode_parameters(model: nn.Module) -> None:
     """Make parameters that are CodeTensors plain parameters with their values, and their gradients plain tensors."""
     for weight in list(model.parameters()):
         if isinstance(weight, CodeTensor):
             own = vars(parameter(CodeTensor.encode(weight.values(), weight.quantizer)))
             kept = {name: value for name, value in vars(weight).items() if name not in own}
-            _become(weight, nn.Parameter(weight.values(), weight.requires_grad), kept)
+            _swap_contents(weight, nn.Parameter(weight.values(), weight.requires_grad), kept)
 
 
-def _become(weight: Any, other: Any, attributes: dict[str, Any]) -> None:
+def _swap_contents(weight: Any, other: Any, attributes: dict[str, Any]) -> None:
     """Give the parameter `weight` the class and contents of `other`, which has no other references, and `attributes`.
     The object, its gradient, hooks and references to it stay.
 
@@ -120,7 +120,7 @@ def _members(stock: type[nn.Module]) -> dict[str, Any]:
     return {"_save_to_state_dict": _save_to_state_dict, "_apply": _apply}
 
 
-def _asking_first(stock: type[nn.Module]) -> dict[str, Any]:
+def _checked_apply(stock: type[nn.Module]) -> dict[str, Any]:
     """Members of the root: `_apply` that checks, before anything is converted, that all CodeTensors can be."""
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
     grad = None if weight.grad is None else fn(weight.grad)
     quantizer, weight.grad = weight.grads, None
     codes = parameter(CodeTensor.encode(new, weight.quantizer), weight.requires_grad)
-    _become(weight, codes, {k: v for k, v in vars(weight).items() if k not in vars(codes)})
+    _swap_contents(weight, codes, {k: v for k, v in vars(weight).items() if k not in vars(codes)})
     weight.grad = grad
     if quantizer is not None:
         round_gradients(weight, quantizer)

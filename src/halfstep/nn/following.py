@@ -174,7 +174,7 @@ class Following:
         """The output of an outermost call in float32, with hooks by which the clock notices gradients."""
         output = to_float32(output)
         if thread and self._clock is not None and self._clock.listens:
-            self._clock.hear(output)
+            self._clock.watch_gradients(output)
         return output
 
     def warn(self, module: nn.Module) -> None:
@@ -215,7 +215,7 @@ def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collectio
     adopt(model, _root_forward, on_copy, patchable=True)
 
 
-def came_later(model: nn.Module) -> list[nn.Module]:
+def added_later(model: nn.Module) -> list[nn.Module]:
     """The parts that were added to the model after `follow`."""
     return [module for module in _parts(model) if part_of(module).following is None]
 

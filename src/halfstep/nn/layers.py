@@ -118,7 +118,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         kept=kept | rough,
         smoothed=smoothed,
         attends=_attends(model, recipe),
-        sought=_sought(recipe, [rule for path, rule in hits.items() if path in kinds]),
+        sought=_unmatched_optional(recipe, [rule for path, rule in hits.items() if path in kinds]),
         missed=tuple(p for p in refused if p in hits and hits[p].linear.rounds and wants(modules[p], p)),
     )
 
@@ -159,7 +159,7 @@ def _first_rules(
     return found
 
 
-def _sought(recipe: Recipe, used: Sequence[Rule]) -> dict[str, str]:
+def _unmatched_optional(recipe: Recipe, used: Sequence[Rule]) -> dict[str, str]:
     """The names of optional rules that round and match no layer, with their globs. If several rules share a name, one
     that matches is enough."""
     met = {rule.why or rule.where for rule in used}

@@ -25,12 +25,12 @@ _HOST = (
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """How one layer computes its three matmuls."""
+    """The operand formats, dtypes and device of one layer's three matmuls."""
 
     kind: str
     """The name of the layer's class."""
     spec: LinearSpec
-    """How the operands are rounded."""
+    """The quantizers of the operands."""
     dtype: torch.dtype
     """The dtype of the results."""
     device: torch.device
@@ -39,18 +39,18 @@ class PlannedLayer:
 
     @property
     def matmuls(self) -> tuple[str, ...]:
-        """How the operands of each matmul are rounded, in words."""
+        """The formats of each matmul's operands, as text."""
         return matmul_texts(self.spec)
 
     @property
     def computed(self) -> str:
-        """What computes the matmuls on the device: native, or emulated in a dtype, and why."""
+        """Whether the device computes the matmuls natively or emulates them, in which dtype and why, as text."""
         return matmuls_text(self.spec, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe changes in a model and what it leaves alone. `print(plan)` shows it in at most 60 lines."""
+    """The changes that a recipe makes to a model, and the layers that it leaves alone. Printed in at most 60 lines."""
 
     recipe: Recipe
     model: str

@@ -55,7 +55,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter was quantized. The buffers NAME_part hold `parts` of its matrices (out, in)."""
+    """The record of a parameter stored as codes: the buffers NAME_part hold `parts` of its matrices (out, in)."""
 
     weight: Weight
     quantizer: Quantizer

@@ -82,7 +82,7 @@ class Clock:
             # Only parameters that were seen before the forward: FSDP replaces them by gathered ones meanwhile.
             self._left |= {key: seen for key, seen in now.items() if key in self._left}
 
-    def hear(self, output: Any) -> None:
+    def watch_gradients(self, output: Any) -> None:
         """Called with a forward's output: registers hooks that note whether a gradient comes to it."""
         if self._has_gradients or torch._C._are_functorch_transforms_active():
             return

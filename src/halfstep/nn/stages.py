@@ -36,12 +36,12 @@ class Taken:
     """The scaling rules of its states, by the names of their buffers."""
 
 
-def lay_in_turn(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
+def carry_out_stages(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
     """Apply several arrangements: each module gets one class for all of them, and the settings of the first."""
     found: dict[nn.Module, list[tuple[tuple[Members, ...], Taken]]] = {module: [] for module in model.modules()}
     names: list[str] = []
     for arrangement in arrangements:
-        arrangement.lay(model)
+        arrangement.carry_out(model)
         names += [name for name in ignored(model) if name not in names]
         for module, stages in found.items():
             stages.append((extensions(module), Taken(_staged(part_of(module)), rules_of(module))))

@@ -15,7 +15,7 @@ from halfstep.constant import constant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
 from halfstep.kernels import carried, operators
-from halfstep.ops.function import Unkept, apart
+from halfstep.ops.function import SavesNothing, apart
 from halfstep.quant import TENSOR, Quantizer, Scaling, draw_seed, layout
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.rounding import Seed
@@ -320,7 +320,7 @@ def round_scaled(
 # ---- straight-through estimator --------------------------------------------------------------------------------------
 
 
-class _StraightThrough(Unkept):
+class _StraightThrough(SavesNothing):
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer) -> Tensor:
         return apart(values(x, quantizer))

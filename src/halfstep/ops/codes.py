@@ -254,7 +254,7 @@ class _Kept:
         self.parts, self.shape, self.dtype = parts, shape, dtype
 
 
-class Alone:
+class SavedTensor:
     """A saved tensor that is not encoded, and its version when autograd saved it."""
 
     __slots__ = ("tensor", "version")
@@ -289,7 +289,7 @@ class _Hooks:
 
     def pack(self, x: Tensor) -> Any:
         if not self._takes(x):
-            return Alone(x) if self._outer is None else self._outer[0](x)
+            return SavedTensor(x) if self._outer is None else self._outer[0](x)
         keeping, place = self._keeping, place_of(x)
         key = None if place is None else (place, self._storage)
         parts = keeping.find(key)
@@ -301,7 +301,7 @@ class _Hooks:
         return _Kept(packed, x.shape, x.dtype)
 
     def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Alone):
+        if isinstance(kept, SavedTensor):
             return kept.unpacked()
         outer = None if self._outer is None else self._outer[1]
         if not isinstance(kept, _Kept):

@@ -37,7 +37,7 @@ class _Known(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The function that rounds inputs for a stored weight, and what it was chosen for."""
+    """The function that rounds the inputs of a stored weight, and the matmul and dtypes for which it was chosen."""
 
     product: Matmul
     given: torch.dtype

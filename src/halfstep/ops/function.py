@@ -99,7 +99,7 @@ _REMEDY = (
 )
 
 
-class Unkept(torch.autograd.Function):
+class SavesNothing(torch.autograd.Function):
     """A base of Functions whose forward saves nothing for backward."""
 
     @staticmethod
@@ -148,7 +148,7 @@ def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
     return _Gradients.apply(form, grad, *inputs)  # type: ignore[no-untyped-call]
 
 
-class _Gradients(Once, Unkept):
+class _Gradients(Once, SavesNothing):
     @staticmethod
     def forward(form: Callable[..., Any], *inputs: Any) -> Any:
         return form(*inputs)

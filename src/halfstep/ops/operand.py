@@ -283,7 +283,7 @@ def _rotated(
     seed = number(seed_of(ruled.rounding, given, x.device))
     made, may_be_subnormal = rotated_tiles.run_powers(x, signs, dim, ruled, numbers, seed, share, narrow)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
-        made = _upright(rotate(x, signs, dim) * share, ruled, torch.float32, seed)[0]
+        made = _values_along_rows(rotate(x, signs, dim) * share, ruled, torch.float32, seed)[0]
     return Operand(made) if plain.inner is None else over(Operand(made), share)
 
 
@@ -346,7 +346,7 @@ def over(part: Operand, share: float) -> Operand:
     return Operand(part.values, scale if part.scale is None else part.scale * scale)
 
 
-def lies_down(tile: Tile) -> bool:
+def runs_down_columns(tile: Tile) -> bool:
     """Whether a tile is one column, or a piece of one."""
     return tile.columns == 1 and tile.rows != 1
 
@@ -366,15 +366,17 @@ def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype,
     """
     narrow = tile_carrier(quantizer.format, scales.rule, dtype, x.device)
     seed = seed_of(quantizer.rounding, seed, x.device)  # drawn once, for both roundings below
-    made, may_be_subnormal = _upright(x, quantizer, narrow, seed)
+    made, may_be_subnormal = _values_along_rows(x, quantizer, narrow, seed)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
-        made = _upright(x, quantizer, torch.float32, seed)[0]
+        made = _values_along_rows(x, quantizer, torch.float32, seed)[0]
     return Operand(made)
 
 
-def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, seed: Seed | None) -> tuple[Tensor, bool | None]:
+def _values_along_rows(
+    x: Tensor, quantizer: Quantizer, dtype: torch.dtype, seed: Seed | None
+) -> tuple[Tensor, bool | None]:
     """`values_noted`; for tiles down the columns, of the transposed view, since kernels take tiles along rows."""
-    if quantizer.scales is None or not lies_down(quantizer.scales.tile):
+    if quantizer.scales is None or not runs_down_columns(quantizer.scales.tile):
         return values_noted(x, quantizer, seed, dtype=dtype)
     made, noted = values_noted(x.t(), quantizer.down, seed, dtype=dtype)
     return made.t(), noted
@@ -449,7 +451,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     result = quantized.dequantize(narrow)
     if narrow == dtype and _may_be_subnormal(quantized, scales.rule) and has_subnormals(result):
         result = quantized.dequantize(torch.float32)
-    if lies_down(scales.tile):  # the strides of `operand`: the order of a GEMM's sums depends on them
+    if runs_down_columns(scales.tile):  # the strides of `operand`: the order of a GEMM's sums depends on them
         result = result.t().contiguous().t()
     return Operand(result)
 

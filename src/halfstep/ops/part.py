@@ -21,19 +21,19 @@ class Part:
     """The settings and state of a module in a model that follows a recipe. Copied and pickled with the module."""
 
     linear: LinearSpec | None = None
-    """How its matmuls round their operands, and their multipliers."""
+    """The quantizers and multipliers of the operands of the module's three matmuls."""
     attention: AttentionSpec | None = None
-    """How the two matmuls of attention round their operands."""
+    """The quantizers of the operands of attention's two matmuls."""
     keeping: Any = None
     """The model's `ops.Keeping`, if tensors of this module are saved for backward in few bits."""
     stored: dict[str, Any] = field(default_factory=dict)
-    """How its weights were quantized for inference, by name."""
+    """If quantized for inference, its weights by name: `nn.quantized_weights.Stored` if as codes, else `Weight`."""
     adapts: bool = False
     """Whether its input may require a gradient although the module is quantized for inference (adapters)."""
     origin: Any = None
-    """What its noise key is made from, beside the step count (`nn.noise`)."""
+    """The run's seed and the module's path, from which `nn.noise` makes its noise key (with the step count)."""
     stages: tuple[Any, ...] = ()
-    """Its settings in each stage of the recipe (`nn.stages`), if they differ."""
+    """The module's settings in each stage of the recipe (`nn.stages`), if they differ."""
     stage: int = 0
     """The index of the stage in force."""
     following: Any = None

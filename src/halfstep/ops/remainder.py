@@ -31,7 +31,7 @@ class Remainder:
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Its tensors, from which, with the width, it can be rebuilt."""
+        """The tensors from which, with the width, the matrix can be rebuilt."""
         return self.values, self.columns, self.starts
 
     def over(self, scale: Tensor) -> "Remainder":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.ops.casts import fake_quantize
-from halfstep.ops.function import Unkept
+from halfstep.ops.function import SavesNothing
 from halfstep.recipe import Storage
 
 
@@ -38,7 +38,7 @@ def _kept(x: Tensor, storage: Storage) -> Tensor:
     return fake_quantize(x.reshape(storage.matrix(tuple(x.shape))), storage.quantizer).view(x.shape)
 
 
-class _Instead(Unkept):
+class _Instead(SavesNothing):
     """The values of the first tensor; the gradient goes to the second."""
 
     @staticmethod

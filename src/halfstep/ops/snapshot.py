@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from halfstep.ops.code_tensor import CodeTensor, read_only, written
-from halfstep.ops.function import Unkept
+from halfstep.ops.function import SavesNothing
 
 
 class Snapshot(Tensor):
@@ -95,7 +95,7 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.clone() if torch.compiler.is_compiling() else _Values.apply(tensor)  # type: ignore[no-untyped-call]
 
 
-class _Values(Unkept):
+class _Values(SavesNothing):
     generate_vmap_rule = True
 
     @staticmethod

@@ -105,7 +105,7 @@ class DynamicScale:
         self._move(found.device)
         found, lost, waits = found.to(self._scale.device), lost.to(self._scale.device), self._waits(found.device)
         if waits:
-            self._hear()
+            self._report()
         if self._flags is None or names != self._flagged:
             self._note_overflowed()
             self._flagged, self._flags = names, torch.zeros_like(lost)
@@ -133,9 +133,9 @@ class DynamicScale:
         self._flags.copy_(torch.where(over, lost, self._flags))
         self._box.copy_(self._counts[-1:], non_blocking=True)
         if not waits:
-            self._hear()
+            self._report()
 
-    def _hear(self) -> None:
+    def _report(self) -> None:
         """Warn or raise, once, for a message that was copied to the host."""
         heard = int(self._box)
         if not heard:

@@ -176,12 +176,12 @@ _STOCK_REMEDY = (
 )
 
 
-def gone(optimizer: torch.optim.Optimizer) -> bool:
+def gradients_dropped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the gradients were dropped: all are None or zeros."""
     return not any(p.grad is not None and bool(p.grad.any()) for p in parameters_of(optimizer))
 
 
-def treated(optimizer: torch.optim.Optimizer) -> bool:
+def gradients_multiplied(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any gradient is one that `multiply` has changed."""
     return any(is_marked(parameter.grad) for parameter in parameters_of(optimizer))
 

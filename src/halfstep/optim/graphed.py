@@ -222,7 +222,7 @@ class PerLayer:
                 "a gradient in parts: pass use_reentrant=False"
             )
         self._arrived[parameter] = count + 1
-        low = optimizer.lowered(parameter, *self._places[parameter], first=count == 0)
+        low = optimizer.project_gradient(parameter, *self._places[parameter], first=count == 0)
         if low is not None:
             self._sums[parameter] = self._sums[parameter] + low if parameter in self._sums else low
             parameter.grad = None

@@ -98,7 +98,7 @@ class LossScaler(Unscaling):
 
     def scale(self, outputs: Outputs) -> Outputs:
         """The loss (or a nested list or tuple of losses) times S, in float32 for a 0-d loss."""
-        self._pending.look_back()
+        self._pending.mark_dropped()
         for optimizer in self._widened:
             narrow_all(optimizer)
         return self._scaled(outputs) if self._enabled else outputs

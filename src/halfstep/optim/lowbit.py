@@ -23,7 +23,7 @@ from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules import UpdateRule
 from halfstep.optim.shards import are_several, first_ranks
-from halfstep.optim.stepping import Stepping, Together
+from halfstep.optim.stepping import Stepping, StepPlan
 from halfstep.optim.update import Update
 from halfstep.quant.tracing import untraced
 from halfstep.recipe import Projection, Recipe
@@ -88,7 +88,7 @@ class LowBit(Stepping):
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
-        self._together = Together()
+        self._together = StepPlan()
         super().__init__(groups, rule, recipe, {"rounding_seed": seed}, projections)
 
     @contextmanager
@@ -125,7 +125,7 @@ class LowBit(Stepping):
             "_plans": {},
             "_labels": {},
             "per_layer": self.per_layer,
-            "_together": Together(),
+            "_together": StepPlan(),
         }
         super().__setstate__({**absent, **vars(self), **begun, **state})
         for own in self.state.values():
@@ -186,11 +186,11 @@ class LowBit(Stepping):
             if found_inf is None and scale is None:
                 warnings.warn(UNSCALED, stacklevel=4)  # torch wraps step, twice
         together = self._together
-        if found_inf is not None and not together.unread(found_inf):
+        if found_inf is not None and not together.needs_sync(found_inf):
             if float(found_inf):
                 return loss
             found_inf = None
-        if self._watch is not None or not together.again(self):
+        if self._watch is not None or not together.reuse(self):
             self._plan_step()
         ways = together.ways
         if ways and found_inf is not None and float(found_inf):
@@ -277,7 +277,7 @@ class LowBit(Stepping):
 
     # ---- one parameter at a time, for `PerLayer` -----------------------------------------------------------------
 
-    def lowered(self, parameter: Tensor, group: dict[str, Any], index: int, first: bool) -> Tensor | None:
+    def project_gradient(self, parameter: Tensor, group: dict[str, Any], index: int, first: bool) -> Tensor | None:
         """A micro-batch's gradient projected to its subspace, which the first one chooses if due; None if the parameter
         is not projected."""
         if self.plan(parameter, group).rule.lower is None or parameter.grad is None:
@@ -289,7 +289,7 @@ class LowBit(Stepping):
         return way.rule.lower(self._next(way, parameter.grad, 1.0))
 
     def step_on(self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor) -> None:
-        """Update one parameter by a gradient, or by a sum of results of `lowered`."""
+        """Update one parameter by a gradient, or by a sum of results of `project_gradient`."""
         if not self._master(parameter).keeps.keys() <= self.state.get(parameter, {}).keys():
             self._start_late()
         way = self.way(parameter, group, index, grad, self.varies(group))

@@ -1,4 +1,4 @@
-"""`Present`: checks that a model still has an optimizer's parameters. `Unmoved`: that no tensor of its step changed."""
+"""Checks before a step: the model still has the parameters (`Present`), at the same addresses (`AddressRecord`)."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ class Present:
         if model is None:
             return
         held = list(chain.from_iterable(map(_params, groups)))
-        if self._seen is not None and self._seen.stands(held):
+        if self._seen is not None and self._seen.is_unchanged(held):
             return
         self._seen, modules = None, _modules(model)
         now = set(map(id, chain.from_iterable(map(_values, map(_parameters_of, modules)))))
@@ -133,7 +133,7 @@ class _Seen:
                 self._owners.append(weakref.ref(module))
         self._found = self._now(held)
 
-    def stands(self, held: Sequence[Tensor]) -> bool:
+    def is_unchanged(self, held: Sequence[Tensor]) -> bool:
         """Whether nothing has changed, so that another check would succeed too."""
         return self._now(held) == self._found
 
@@ -160,7 +160,7 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 # ---- tensors of a step: compared at every step, so by few passes over lists ------------------------------------------
 
 
-class Unmoved:
+class AddressRecord:
     """A record of all tensors that an optimizer step read, to check whether the next step has the same tensors at the
     same addresses.
 

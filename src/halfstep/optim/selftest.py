@@ -14,9 +14,9 @@ from halfstep.kernels.selftest.case import Case, Cases, Run, hard, kernel_tests,
 from halfstep.ops import code_tensor
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
-from halfstep.optim.rules import never
+from halfstep.optim.rules import no_fused_update
 from halfstep.optim.rules.adam import adamw
-from halfstep.optim.stepping import Together
+from halfstep.optim.stepping import StepPlan
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 
@@ -63,9 +63,9 @@ def _after(
     others = {"params": parameters[1::2], "lr": 3e-3, "weight_decay": 0.0}  # a group with options of its own
     optimizer = convert(make([{"params": parameters[::2]}, others]), recipe, copies, 7)  # type: ignore[arg-type]
     if way == "by the rule":
-        optimizer.rule = replace(optimizer.rule, fused=never, options=None)
+        optimizer.rule = replace(optimizer.rule, fused=no_fused_update, options=None)
     elif way == "together":
-        optimizer._together = Together(anywhere=True)
+        optimizer._together = StepPlan(anywhere=True)
     for number, step in enumerate(grads):
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.to(device, parameter.dtype)
@@ -93,7 +93,7 @@ def _parts(recipe: Recipe, device: torch.device, rows: slice, columns: slice, pl
     whole = _normal(1, 40, 30, 20).bfloat16()
     parameter = nn.Parameter(whole.clone())
     optimizer = convert(_ADAMW([parameter]), recipe, {}, 7)
-    optimizer.rule = replace(optimizer.rule, fused=never, options=None)
+    optimizer.rule = replace(optimizer.rule, fused=no_fused_update, options=None)
     parameter.grad = whole.clone()
     optimizer.step()
     (group,) = optimizer.param_groups

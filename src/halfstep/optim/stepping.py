@@ -21,7 +21,7 @@ from halfstep.kernels.gpu import plain
 from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, kind_of
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.ops import CodeTensor
-from halfstep.optim.present import Unmoved
+from halfstep.optim.present import AddressRecord
 from halfstep.optim.rules import Fused, Step, UpdateRule, with_codes
 from halfstep.optim.shards import is_spread, like, local, part, positions, run_of
 from halfstep.optim.stored import Stored
@@ -213,7 +213,7 @@ Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
 _version = attrgetter("_version")
 
 
-class Together:
+class StepPlan:
     """The plan of an optimizer's step: the tensors on a GPU that kernels step together, by a few launches, and how each
     other parameter is stepped.
 
@@ -238,11 +238,11 @@ class Together:
         self.ways: list[Way] = []
         """The parameters that GPU kernels do not step."""
         self.batches: list[Batch] = []
-        """Those of `ways` that CPU kernels step together."""
+        """The items of `ways` that CPU kernels step together."""
         self.alone: list[Way] = []
         """The others of `ways`."""
         self.looking: list[Way] = []
-        """Those of `ways` whose rule has a `look`."""
+        """The items of `ways` whose update rule has a `look`."""
         self._weights: list[Tensor] = []
         self._followed: list[Tensor] = []
         """Parameters whose masters must follow if they were written to."""
@@ -253,7 +253,7 @@ class Together:
         self._kinds: list[object] = []
         self._varies: list[Any] = []
         self._rule: UpdateRule | None = None
-        self._unmoved: Unmoved | None = None
+        self._unmoved: AddressRecord | None = None
         """A record of the last step's tensors; None if the next step must be planned anew."""
 
     @property
@@ -261,13 +261,13 @@ class Together:
         """Whether the last step stepped all parameters with a gradient together."""
         return self._unmoved is not None and not self.ways
 
-    def unread(self, number: Any) -> bool:
+    def needs_sync(self, number: Any) -> bool:
         """Whether a scalar is on a GPU, so that the host would have to wait to read it."""
         return self._anywhere or getattr(number, "is_cuda", False)
 
     # ---- a step by the last plan -------------------------------------------------------------------------------
 
-    def again(self, owner: Stepping) -> bool:
+    def reuse(self, owner: Stepping) -> bool:
         """Reuse the plan with the present gradients' addresses and options' values. False if something else has changed
         since the last step."""
         if self._unmoved is None or owner.rule is not self._rule:
@@ -368,7 +368,7 @@ class Together:
         self._rule = owner.rule
         self._left = [-1] * len(self._followed)
         if read and kernels and not self._rounded and (self._steps or not hasattr(next(iter(read)), "fake_mode")):
-            self._unmoved = Unmoved(owner.param_groups, owner.state, read, launched)
+            self._unmoved = AddressRecord(owner.param_groups, owner.state, read, launched)
 
     def _tensors(self, owner: Stepping, way: Way, grad: Tensor, number: int, program: Program) -> Tensors | None:
         """The tensors of a parameter for a GPU kernel; None if no kernel applies."""

@@ -14,7 +14,8 @@ from halfstep.optim.dynamic_scale import DynamicScale
 from halfstep.optim.gradients import (
     NO_GRADIENT,
     find_nonfinite,
-    gone,
+    gradients_dropped,
+    gradients_multiplied,
     grads_of,
     multiply,
     names_of,
@@ -22,7 +23,6 @@ from halfstep.optim.gradients import (
     parameters_of,
     takes_float32,
     total_norm,
-    treated,
 )
 from halfstep.quant.tracing import untraced
 
@@ -55,7 +55,7 @@ class AllPending(weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending]):
     """The `Pending` of every optimizer that a scaler has seen since its last update(). It keeps no optimizer alive."""
 
     def take(self) -> list[tuple[torch.optim.Optimizer, Pending]]:
-        """All entries, which are removed."""
+        """Remove and return all entries."""
         taken = list(self.items())
         self.clear()
         return taken
@@ -65,10 +65,10 @@ class AllPending(weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending]):
         """Whether a step was taken since the last update()."""
         return any(pending.stage == "stepped" for pending in self.values())
 
-    def look_back(self) -> None:
+    def mark_dropped(self) -> None:
         """Called before another backward: marks optimizers whose unscaled gradients were dropped."""
         for optimizer, pending in self.items():
-            if pending.stage == "unscaled" and gone(optimizer):
+            if pending.stage == "unscaled" and gradients_dropped(optimizer):
                 pending.stage = "dropped"
 
     def of(self, optimizer: torch.optim.Optimizer) -> Pending:
@@ -79,7 +79,7 @@ class AllPending(weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending]):
         """
         same = [o for o in self if o.param_groups is optimizer.param_groups] if self else []
         pending = self[same[0]] if same else None
-        if pending is not None and pending.stage == "dropped" and treated(optimizer):
+        if pending is not None and pending.stage == "dropped" and gradients_multiplied(optimizer):
             pending.stage = "unscaled"  # the gradients were restored
         if pending is not None and pending.stage == "dropped":
             if pending.found_inf:

@@ -117,7 +117,7 @@ class CodedWeight(Master):
     def gradient(self, grad: Tensor) -> Tensor:
         if isinstance(grad, CodeTensor):
             return grad.values()
-        return self._image(grad.detach().float(), self.codes.grads) if self.codes.grads else grad
+        return self._round_trip(grad.detach().float(), self.codes.grads) if self.codes.grads else grad
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         kept = codes.store(self.codes.master, MASTER, full) if self.codes.master else {}
@@ -143,12 +143,12 @@ class CodedWeight(Master):
         if self.codes.master is None:
             return
         full, now = self.read(weight, kept), self.stored(weight)
-        changed = self._image(full, self.codes.weights) != now
+        changed = self._round_trip(full, self.codes.weights) != now
         fresh = codes.store(self.codes.master, MASTER, torch.where(changed, now, full))
         for name, own in kept.items():  # unconditionally: on a GPU the host would wait for a condition
             as_bytes(own).copy_(torch.where(changed.any(), as_bytes(fresh[name]), as_bytes(own)))
 
-    def _image(self, values: Tensor, storage: Storage) -> Tensor:
+    def _round_trip(self, values: Tensor, storage: Storage) -> Tensor:
         """float32 values encoded by the storage and decoded again."""
         quantizer = storage.quantizer
         return codes.decode_parts(codes.encode_parts(values, quantizer), quantizer, tuple(values.shape), torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.ops.codes import Alone
+from halfstep.ops.codes import SavedTensor
 from halfstep.text import grouped
 
 
@@ -80,14 +80,14 @@ class Saving:
         """The same for a part of a tensor's codes, such as its scales; the recipe's own hooks call it."""
         return self._note(x, "codes")
 
-    def _note(self, x: Tensor, form: str) -> Alone:
+    def _note(self, x: Tensor, form: str) -> SavedTensor:
         storage = x.untyped_storage()
         if storage._cdata not in self._own and storage.nbytes():
             known = self._found.get(storage._cdata)
             if known is None or known[0].expired():  # type: ignore[no-untyped-call]
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._found[storage._cdata] = reference, "".join(self.inside[-1:]), form, storage.nbytes()
-        return Alone(x)
+        return SavedTensor(x)
 
 
 @contextmanager
@@ -113,5 +113,5 @@ def saving(model: nn.Module) -> Iterator[Saving]:
                 enter = module.register_forward_pre_hook(lambda _, __, path=path: saved.inside.append(path))
                 hooks.enter_context(enter)
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        hooks.enter_context(saved_tensors_hooks(saved.pack, Alone.unpacked))
+        hooks.enter_context(saved_tensors_hooks(saved.pack, SavedTensor.unpacked))
         yield saved

@@ -43,7 +43,7 @@ _SILENT = (
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a module computes that is one operation."""
+    """The operation of a module that is only one operation."""
 
     kind: str
     """`product`, `embedding`, `norm`, `elementwise` or `attention`."""
@@ -169,10 +169,10 @@ PASSIVE = "passive"
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a torch function in a module's own code, and how it is scaled."""
+    """One call of a torch function in a module's own code, with its scaling factors."""
 
     kind: str
-    """How it is scaled (a key of `_RUN`); `passive` is not."""
+    """The function that scales it (a key of `_RUN`); `passive` calls are not scaled."""
     call: str
     """The signature by which it is recognized (`functions.signature`)."""
     function: str

@@ -47,7 +47,7 @@ class Node:
     index: int
     """The node's position in the graph."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the rule of its kind needs to know."""
+    """More data for the rule of its kind: constants, sizes and flags."""
     outputs: list[Value] = field(default_factory=list)
     alive: bool = False
     """Whether an output of the model depends on it."""
@@ -87,7 +87,7 @@ class Node:
 
     @property
     def place(self) -> str:
-        """Its module and function, for messages."""
+        """The node's module and function, for messages."""
         where = self.path or "the model's own forward"
         return where if self.facts.get("leaf") else f"{where}: {self.function}"
 

@@ -15,7 +15,7 @@ _Made = TypeVar("_Made")
 
 @dataclass
 class Plan:
-    """What every module of a model gets, by path."""
+    """The multipliers and scaling factors of every module of a model, by path."""
 
     name: str
     """The model's class, for messages."""
@@ -29,10 +29,10 @@ class Plan:
     """The scaled calls of modules with code of their own."""
 
     def once(self, table: dict[str, _Made], path: str, made: _Made) -> None:
-        """Enter what a module gets in a table.
+        """Enter a module's factors in a table.
 
         Raises:
-            ModelError: another call of the module would need something else.
+            ModelError: another call of the module needs other factors.
         """
         if table.setdefault(path, made) != made:
             shares = (
@@ -145,7 +145,7 @@ def _short(factor: float) -> float:
 
 
 def _step(node: Node) -> Step | None:
-    """How a function call is scaled; None for a node that is no function call."""
+    """The `Step` of a node that is a function call; None for other nodes."""
     if "signature" not in node.facts:
         return None
     call = node.facts["signature"]

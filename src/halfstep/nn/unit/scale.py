@@ -298,7 +298,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """What `unit_scale` scaled, what it left alone and what it could not see. `print(report)` shows it."""
+    """The report of `unit_scale`: operations that are scaled, left alone, or not traced. `print(report)` shows it."""
 
     model: str
     constraint: str

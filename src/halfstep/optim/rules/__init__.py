@@ -87,7 +87,7 @@ def learning_rate(group: Group) -> float | Tensor:
     return lr if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 
-def never(step: Step) -> Fused | None:
+def no_fused_update(step: Step) -> Fused | None:
     """`UpdateRule.fused` of a rule without a fused update: None."""
     return None
 
@@ -128,7 +128,7 @@ class UpdateRule:
     """Options that are not supported if true, with the reason."""
     refused_states: Mapping[str, str] = field(default_factory=dict)
     """States of the torch class that are not supported, with the reason."""
-    fused: Callable[[Step], Fused | None] = never
+    fused: Callable[[Step], Fused | None] = no_fused_update
     """fused(step): a fused update for the step's tensors; None if no kernel takes them."""
     numbers: Callable[[int, Group, float], Any] = _as_given
     """numbers(step number, group, grad_scale): the scalars of a step for `fused`."""
