@@ -8,7 +8,7 @@ from families import slow_unless
 from halfstep import formats
 from halfstep.formats import Float
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
+from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, supports
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
@@ -27,7 +27,7 @@ PLAIN = [
     Quantizer(format, overflow="ieee") for format in map(formats.get, formats.names()) if isinstance(format, Float)
 ]
 SLOW_TO_COMPILE = [formats.get(name) for name in ("dynamic8", "dynamic8_unsigned")]  # 511 constants
-KNOWN = [q for q in (*BLOCKS, *SCALED, MARGIN, *PLAIN) if knows(q, COLUMNS)]
+KNOWN = [q for q in (*BLOCKS, *SCALED, MARGIN, *PLAIN) if supports(q, COLUMNS)]
 
 
 def values():
@@ -93,4 +93,4 @@ def test_two_threads_find_what_one_does(quantizer):
 def test_asymmetric_ranges_are_left_to_others(name):
     format = formats.get(name)
     assert format.max != -format.min
-    assert not knows(Quantizer(format, scales=Scales(ROW, get_scaling("absmax"))), COLUMNS)
+    assert not supports(Quantizer(format, scales=Scales(ROW, get_scaling("absmax"))), COLUMNS)

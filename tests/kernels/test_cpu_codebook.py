@@ -59,9 +59,9 @@ def test_what_it_does_not_know_is_left_to_the_reference():
     backwards = Codebook("backwards", formats.get("dynamic8").table[::-1], source="none")
     near = Codebook("near", (0.0, *(1 - i * 2.0**-20 for i in range(254, 0, -1)), 1.0), source="none")
     assert search(near) is None
-    assert kernel.numbers_of(replace(blocked("dynamic8"), rounding="stochastic"), 256) is None
+    assert kernel.code_constants(replace(blocked("dynamic8"), rounding="stochastic"), 256) is None
     x = torch.randn(4, 256)
     for format in (backwards, near):
         quantizer = Quantizer(format, scales=blocked("dynamic8").scales)
-        assert kernel.numbers_of(quantizer, 256) is None
+        assert kernel.code_constants(quantizer, 256) is None
         same_bits(quantize(x, quantizer).dequantize(), quantizer.quantize(x).dequantize())

@@ -17,10 +17,10 @@ from halfstep.kernels.cpu.compiled import (
     CHUNK,
     SOURCES,
     _Files,
-    forget_old,
+    cached_code,
     inner,
     inner_overload,
-    kept_code,
+    remove_old,
     source_hash,
 )
 
@@ -152,7 +152,7 @@ def test_folders_long_unused_are_forgotten(tmp_path):
         (tmp_path / f"kernels-{day}").mkdir()
         os.utime(tmp_path / f"kernels-{day}", (day, day))
     (tmp_path / "other").mkdir()
-    forget_old(tmp_path, kept=2)
+    remove_old(tmp_path, kept=2)
     assert {folder.name for folder in tmp_path.iterdir()} == {"kernels-3", "kernels-4", "other"}
 
 
@@ -160,7 +160,7 @@ def test_how_much_is_kept_counts_compiled_code_alone(tmp_path):
     for folder, name in (("kernels-1", "a.nbc"), ("kernels-2", "a.nbi"), ("kernels-2", "a.txt"), ("other", "a.nbc")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / name).write_bytes(bytes(3 << 20))
-    assert kept_code(tmp_path) == f"6 MiB in 2 folders (at most 8) of {tmp_path}"
+    assert cached_code(tmp_path) == f"6 MiB in 2 folders (at most 8) of {tmp_path}"
 
 
 def test_a_part_that_an_inlined_one_calls_is_not_inlined():

@@ -50,7 +50,7 @@ def assert_one_pass(x, name, monkeypatch, dtype=torch.bfloat16, expects=True):
     used = room._rotated(x.contiguous(), quantizer, dtype, signs, dim, None)
     assert (used is not None) == expects
     with monkeypatch.context() as patch:
-        patch.setattr(kernel, "numbers_of", lambda *arguments: None)
+        patch.setattr(kernel, "constants", lambda *arguments: None)
         torch.manual_seed(11)
         expected = operand(x, quantizer, dtype, signs=signs, dim=dim)
         assert torch.equal(torch.rand(()), after)
@@ -109,17 +109,17 @@ def test_two_threads_find_what_one_does(name, monkeypatch):
 
 def test_leaves_the_rest_to_the_two_steps():
     x, signs, down = torch.randn(64, 64), Hadamard(64, 1).signs(), MXFP4.rhs.inner.down
-    assert kernel.numbers_of(x, signs, 0, down, torch.bfloat16) is not None
-    assert kernel.numbers_of(x, signs, 1, down, torch.bfloat16) is None
+    assert kernel.constants(x, signs, 0, down, torch.bfloat16) is not None
+    assert kernel.constants(x, signs, 1, down, torch.bfloat16) is None
     short = Hadamard().signs()  # a tile of 32 is two of its blocks
-    assert kernel.numbers_of(x, short, 0, down, torch.bfloat16) is None
-    assert kernel.numbers_of(x, signs, 0, down.down, torch.bfloat16) is None
-    assert kernel.numbers_of(x, signs, 0, down, torch.float16) is None
-    assert kernel.numbers_of(x.double(), signs, 0, down, torch.bfloat16) is None
-    assert kernel.numbers_of(x[:0], signs, 0, down, torch.bfloat16) is None
-    assert kernel.numbers_of(x, signs, 0, replace(down, rounding="toward_zero"), torch.bfloat16) is None
-    assert kernel.numbers_of(x, signs, 1, NVFP4.rhs, torch.bfloat16) is None
-    assert kernel.numbers_of(x, signs, 0, Quantizer(formats.get("e2m1fn")), torch.bfloat16) is None
+    assert kernel.constants(x, short, 0, down, torch.bfloat16) is None
+    assert kernel.constants(x, signs, 0, down.down, torch.bfloat16) is None
+    assert kernel.constants(x, signs, 0, down, torch.float16) is None
+    assert kernel.constants(x.double(), signs, 0, down, torch.bfloat16) is None
+    assert kernel.constants(x[:0], signs, 0, down, torch.bfloat16) is None
+    assert kernel.constants(x, signs, 0, replace(down, rounding="toward_zero"), torch.bfloat16) is None
+    assert kernel.constants(x, signs, 1, NVFP4.rhs, torch.bfloat16) is None
+    assert kernel.constants(x, signs, 0, Quantizer(formats.get("e2m1fn")), torch.bfloat16) is None
 
 
 def test_a_clamp_comes_before_rounding():

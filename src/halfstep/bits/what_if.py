@@ -16,7 +16,7 @@ from halfstep.bits.values import Values, as_float32, even
 from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Float, Format
 from halfstep.kernels import operators
-from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
+from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, supports
 from halfstep.kernels.cpu.comparison import Errors, compare, unit
 from halfstep.quant import ROW, TENSOR, Quantizer, Scales, get_quantizer, get_scaling, layout, round_to
 from halfstep.text import percent
@@ -210,7 +210,7 @@ def _errors(
     if not rest and progress is not None:
         progress(tensor.nbytes)
     plain = not scan.table.nonfinite and amax < ROOM
-    fused = {name: CastErrors(q, amax) for name, q in rest.items() if plain and knows(q, columns)}
+    fused = {name: CastErrors(q, amax) for name, q in rest.items() if plain and supports(q, columns)}
     others = {name: Errors() for name in rest if name not in fused}
     counted = next(iter(found.values()), None)
     signal, buffer = counted.signal if counted else 0.0, _Buffer()

@@ -9,7 +9,7 @@ from halfstep.cli.terminal import answer, fail, table_text
 from halfstep.errors import OptimizerError
 from halfstep.kernels import carried
 from halfstep.kernels.cpu import blocks, elements, panels, posit, rows, tiles
-from halfstep.kernels.cpu.compiled import kept_code
+from halfstep.kernels.cpu.compiled import cached_code
 from halfstep.kernels.gpu import blocks as gpu_blocks, missing
 from halfstep.kernels.gpu.source import finding, moving, norming
 from halfstep.kernels.units_mm import PAYS
@@ -97,7 +97,7 @@ def _machine() -> dict[str, str]:
         here = carried.supports(dtype, torch.device("cpu"))
         found[f"{name} on CPU"] = "no units for it: products carried in float32" if here else "torch's own products"
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
-    return {**found, "cuda": cuda, "compiled code": kept_code()}
+    return {**found, "cuda": cuda, "compiled code": cached_code()}
 
 
 def _claims() -> list[str]:
@@ -160,9 +160,12 @@ def _path(quantizer: Quantizer) -> str:
     if quantizer.by_rows and rows.scalars(quantizer.format, quantizer.rounding) is not None:
         return across + "kernel"
     quantizer = quantizer.plain.inner or quantizer.plain
-    if blocks.values_of(quantizer, scales.tile.columns or 1) is not None or panels.numbers_of(quantizer) is not None:
+    if (
+        blocks.value_constants(quantizer, scales.tile.columns or 1) is not None
+        or panels.constants(quantizer) is not None
+    ):
         return across + "kernel"
-    if tiles.numbers_of(quantizer) is not None:
+    if tiles.constants(quantizer) is not None:
         return across + "kernel, in several passes"
     return across + "reference: no kernel for the tile or its scale rule"
 

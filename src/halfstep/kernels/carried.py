@@ -1,4 +1,4 @@
-"""16-bit matmuls carried in float32, for CPUs without 16-bit matrix units.
+"""16-bit matmuls emulated in float32, for CPUs without 16-bit matrix units.
 
 The product of two fp16 or two bf16 values is exact in float32, so widening the operands, multiplying in float32 and
 rounding the result once is what 16-bit matrix units do: exact products, float32 accumulation, one rounding. On a CPU

@@ -60,11 +60,11 @@ class Reader:
     def __reduce__(self) -> Any:
         return Reader, ()
 
-    def knows(self, quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
-        """`kernels.cpu.few_rows.knows` for the quantizer and the weight's shape, cached."""
+    def supports(self, quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
+        """`kernels.cpu.few_rows.supports` for the quantizer and the weight's shape, cached."""
         asked = self._asked
         if asked is None or asked[0] is not quantizer or asked[1] != shape:
-            self._asked = asked = quantizer, shape, few_rows.knows(quantizer.plain, *shape)
+            self._asked = asked = quantizer, shape, few_rows.supports(quantizer.plain, *shape)
         return asked[2]
 
     def read(self, weight: "StoredWeight") -> _Known:
@@ -90,7 +90,7 @@ class Reader:
         quantizer, tensors = weight.quantizer, weight.quantized.tensors  # `quantized` checks them
         whole = is_whole(quantizer)
         codes, scale = tensors["codes"], None if whole else tensors.get("scale")
-        given = few_rows.given(codes, scale, quantizer)
+        given = few_rows.weight_arguments(codes, scale, quantizer)
         return _Known(tuple((weakref.ref(t), t.data_ptr(), t.dtype, t.shape) for t in tensors.values()), given, whole)
 
 
@@ -169,8 +169,8 @@ def _takes(product: Matmul, weight: Operand | StoredWeight, held: bool = True) -
     if product.hadamard is not None:
         return False
     if isinstance(weight, StoredWeight) and weight.reader is not None and held:
-        return weight.reader.knows(quantizer, weight.shape)
-    return few_rows.knows(quantizer.plain, *weight.shape)
+        return weight.reader.supports(quantizer, weight.shape)
+    return few_rows.supports(quantizer.plain, *weight.shape)
 
 
 def few_rows_product(

@@ -271,7 +271,7 @@ def _rotated(
         )
         values = gpu_rotated.run_values(x, signs, dim, ruled, constants, seed, narrow, share, scale)
         return Operand(values, scale) if plain.inner is None else over(Operand(values), share)
-    numbers = rotated_tiles.numbers_of(x, signs, dim, ruled, narrow)
+    numbers = rotated_tiles.constants(x, signs, dim, ruled, narrow)
     if numbers is None:
         return None
     if two_level:

@@ -33,7 +33,7 @@ UPRIGHT = (None,) * 4
 """The arguments of a rotation, for tiles that are not rotated."""
 
 
-def numbers_of(quantizer: Quantizer, columns: int) -> Any:
+def code_constants(quantizer: Quantizer, columns: int) -> Any:
     """The `element_numbers` for rows of that many columns. None where no kernel here encodes for this quantizer: rows
     must be whole blocks."""
     if quantizer.scales is None or quantizer.outliers is not None:
@@ -44,13 +44,13 @@ def numbers_of(quantizer: Quantizer, columns: int) -> Any:
     return element_numbers(quantizer.format, quantizer.rounding, quantizer.scales.rule)
 
 
-def values_of(quantizer: Quantizer, columns: int) -> Any:
+def value_constants(quantizer: Quantizer, columns: int) -> Any:
     """The constants with which elements are rounded to values, and a codebook's cut points. None where no kernel here
     supports it: quantization must be in blocks, or in whole rows with one power of two each."""
     scales, format = quantizer.scales, quantizer.format
     if scales is None or scales.tile != ROW:
         wide = isinstance(format, Codebook) and format.bits == 8
-        found = None if wide else numbers_of(quantizer, columns)
+        found = None if wide else code_constants(quantizer, columns)
     else:
         known = quantizer.rounding == "nearest_even" and quantizer.outliers is None and scales.rule.exact
         found = element_numbers(format, quantizer.rounding, scales.rule) if known else None
@@ -61,7 +61,7 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
     """Write the tensors of `quantizer.quantize(x)` to `tensors` (`codes`, `scale` ...), which have its layout. False
     where no kernel supports it: all must be contiguous CPU tensors, x fp32, bf16 or fp16 with rows of whole blocks."""
     format, scales = quantizer.format, quantizer.scales
-    numbers = numbers_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
+    numbers = code_constants(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
     if numbers is None or not all(map(Tensor.is_contiguous, tensors.values())):
         return False
     assert scales is not None
@@ -71,7 +71,7 @@ def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed 
     if rule.two_level:
         ruled, coding = rules.rule_of(x, format, scales, tensors.get("tensor_scale")), rules.E4M3[1]
     else:
-        ruled = ruled_by(format, rule)
+        ruled = rule_arguments(format, rule)
     target = codes, *numbers, cuts_of(format), shifts(format)
     found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
     tile = CHUNK, scales.tile.columns, levels(scales.tile)
@@ -95,7 +95,7 @@ def run_values(
     scales, if `tensor_scale` (float32 scalar) is given the tensor's scale is written to it and not applied to the
     values.
     """
-    scales, numbers = quantizer.scales, values_of(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
+    scales, numbers = quantizer.scales, value_constants(quantizer, x.shape[-1]) if plain(x) and x.dim() else None
     if numbers is None or x.shape != out.shape or not takes_values(x, out):
         return None
     assert scales is not None
@@ -104,7 +104,7 @@ def run_values(
         x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16
     )  # fmt: skip
     sides = sides_of(tile, matrix_shape(tuple(x.shape))[1])
-    how = *ruled_of(x, out, quantizer, seed, tensor_scale), stored, *numbers
+    how = *tensor_rule_arguments(x, out, quantizer, seed, tensor_scale), stored, *numbers
     return round_values(array(x), array(out), sides, *how, seed_keys(seed)) or not rule.exact
 
 
@@ -126,21 +126,21 @@ def sides_of(tile: Tile, columns: int) -> Any:
     return (max(columns, 1), None) if tile == ROW else (tile.columns, levels(tile))
 
 
-def ruled_by(format: Format, rule: Scaling, values: bool = False) -> Any:
+def rule_arguments(format: Format, rule: Scaling, values: bool = False) -> Any:
     """The arguments of `rules` for a rule that needs nothing of the tensor."""
     if rule.exact:
         return power_scalars(format, rule), None, None, rules.steps_scalars(format) if values else None
     return None, np.float32(format.max), None, None
 
 
-def ruled_of(
+def tensor_rule_arguments(
     x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None
 ) -> tuple[Any, Any]:
     """The arguments of `rules` for rounding x to values in `out`, and the `rules.apart` of them."""
     format, scales = quantizer.format, quantizer.scales
     assert scales is not None
     if not scales.rule.two_level:
-        return ruled_by(format, scales.rule, values=True), None
+        return rule_arguments(format, scales.rule, values=True), None
     apart = rules.apart(format, seed, out.dtype, tensor_scale is not None)
     return rules.rule_of(x, format, scales, tensor_scale), apart
 

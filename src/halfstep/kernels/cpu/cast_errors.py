@@ -32,7 +32,7 @@ _LEVELS = {16: 4, 32: 5, 64: 6}  # numbers of elements that share a scale, and t
 _HUGE = np.finfo(np.float32).max
 
 
-def knows(quantizer: Quantizer, columns: int) -> bool:
+def supports(quantizer: Quantizer, columns: int) -> bool:
     """Whether `CastErrors` supports this quantizer for rows of that many columns."""
     if quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
         return False
@@ -80,7 +80,7 @@ class Rows:
 
 
 class CastErrors:
-    """The errors of a quantizer that `knows` accepts, summed over a tensor's rows.
+    """The errors of a quantizer that `supports` accepts, summed over a tensor's rows.
 
     Args:
         amax: the tensor's amax, below ROOM.

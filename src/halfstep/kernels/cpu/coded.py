@@ -72,7 +72,7 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> BlockCo
     if scales is None:
         return None
     if scales.tile == TENSOR:
-        if not knows_whole(quantizer, dtype):
+        if not supports_whole(quantizer, dtype):
             return None
         if dtype == torch.float16:
             return BlockCoding(quantizer, True, None, ("scale",), None, None, None, None, None)
@@ -81,12 +81,12 @@ def coding_of(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> BlockCo
     if scales.rule.two_level or scales.rule.narrow or quantizer.rounding != "nearest_even" or format.bits != 8:
         return None
     if isinstance(scales.rule, Expansion):
-        if not expansion.knows(quantizer, columns):
+        if not expansion.supports(quantizer, columns):
             return None
         levels, decoding = blocks.levels(scales.tile), expansion.meaning(format)
         given = expansion.scalars(format, scales.rule), *element_codes.scalars(format, *_NEAREST)
         return BlockCoding(quantizer, False, None, ("scale", "exponent", "center"), levels, decoding, *given)
-    if blocks.numbers_of(quantizer, columns) is None:
+    if blocks.code_constants(quantizer, columns) is None:
         return None
     levels = blocks.levels(scales.tile)
     tile = levels if scales.rule.quotient and isinstance(format, Float | Codebook) else None
@@ -106,9 +106,9 @@ def _with_tiles_in_rows(quantizer: Quantizer, columns: int) -> Quantizer:
     return replace(quantizer, scales=replace(scales, tile=Tile(1, columns)))
 
 
-def usual(coding: BlockCoding, parts: Mapping[str, Tensor]) -> bool:
+def has_safe_scale(coding: BlockCoding, parts: Mapping[str, Tensor]) -> bool:
     """Whether a kernel may read these codes with their current scale. For CUDA tensors this synchronizes."""
-    return not coding.whole or (parts["scale"].numel() == 1 and usual_scale(parts["scale"]))
+    return not coding.whole or (parts["scale"].numel() == 1 and is_safe_scale(parts["scale"]))
 
 
 def arguments(coding: BlockCoding, parts: Mapping[str, Tensor], factor: float = 1.0) -> tuple[Any, ...]:
@@ -210,7 +210,7 @@ _CODES = {torch.float16: torch.int16}  # the numpy types of codes that are no by
 
 
 @cache
-def knows_whole(quantizer: Quantizer, codes: torch.dtype) -> bool:
+def supports_whole(quantizer: Quantizer, codes: torch.dtype) -> bool:
     """Whether kernels support this quantizer with one scale per tensor and codes of that dtype."""
     scales, format = quantizer.scales, quantizer.format
     if (
@@ -230,7 +230,7 @@ def _is_byte(format: Float) -> bool:
     return known and element_codes.Decoding(*element_codes.decoding_scalars(format)).half > 0
 
 
-def usual_scale(scale: Tensor) -> bool:
+def is_safe_scale(scale: Tensor) -> bool:
     """Whether a stored scale is small enough that values times it need no check for infinity."""
     return 0.0 <= float(scale) <= _ROOM
 
@@ -239,7 +239,7 @@ def whole_factor(quantizer: Quantizer, amax: Any) -> Tensor | None:
     """The factor for a tensor with that amax; None where kernels leave it to the reference."""
     assert quantizer.scales is not None
     found = quantizer.scales.rule.factor(torch.tensor(float(amax), dtype=torch.float32, device="cpu"), quantizer.format)
-    return found if found is not None and bool(found.isfinite()) and usual_scale(found.reciprocal()) else None
+    return found if found is not None and bool(found.isfinite()) and is_safe_scale(found.reciprocal()) else None
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------

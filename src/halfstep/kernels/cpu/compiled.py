@@ -235,7 +235,7 @@ def _place() -> Path:
     return Path(AppDirs("halfstep", appauthor=False).user_cache_dir)
 
 
-def kept_code(place: Path | None = None) -> str:
+def cached_code(place: Path | None = None) -> str:
     """The size and location of the compiled code in the user's cache, as text."""
     place = place or _place()
     folders, size = list(place.glob("kernels-*")), 0
@@ -253,13 +253,13 @@ def _users_folder() -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
-        forget_old(place)
+        remove_old(place)
     except OSError:  # another process removes the same folder; or it is not writable, which numba handles
         pass
     return str(folder)
 
 
-def forget_old(place: Path, kept: int = _KEPT) -> None:
+def remove_old(place: Path, kept: int = _KEPT) -> None:
     """Remove all but the last used folders of compiled code. A process that still uses one compiles into it again."""
     folders = sorted(place.glob("kernels-*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
     for old in folders[kept:]:

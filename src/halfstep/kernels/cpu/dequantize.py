@@ -26,7 +26,7 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
     format, scales = quantizer.format, quantizer.scales
     if scales is None or not plain(out, torch.float32, torch.bfloat16) or not out.dim():
         return False
-    if blocks.numbers_of(quantizer, out.shape[-1]) is None:
+    if blocks.code_constants(quantizer, out.shape[-1]) is None:
         return False
     for tensor in tensors.values():
         if not plain(tensor, tensor.dtype):

@@ -29,7 +29,7 @@ NOTHING = -126.0
 """A log2 that rounds to zero, for formats whose range is at most 40 powers of two."""
 
 
-def knows(quantizer: Quantizer, columns: int) -> bool:
+def supports(quantizer: Quantizer, columns: int) -> bool:
     """Whether kernels support this quantizer for rows of that many columns."""
     scales, format = quantizer.scales, quantizer.format
     return (

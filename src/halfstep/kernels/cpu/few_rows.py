@@ -41,7 +41,7 @@ _NOTHING = np.float32(-0.0)  # a bias that changes no bit of a sum
 _LARGEST = np.uint32(127 + 100 << 23)  # the largest scale, as bits: times any code it is far from infinity
 
 
-def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
+def supports(quantizer: Quantizer, rows: int, columns: int) -> bool:
     """Whether kernels here read a weight of that shape in the codes of this quantizer, or of one whose stateful scaling
     was replaced by a constant: any format of 4, 8 or 16 bits, with scales of tiles whose sides are powers of two."""
     scales = quantizer.scales
@@ -72,7 +72,7 @@ def _shift(side: int) -> int | None:
     return 63 if side == 0 else side.bit_length() - 1 if side & (side - 1) == 0 else None
 
 
-def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
+def weight_arguments(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
     """The arguments of `run` for a weight (out, in); None where it is not a plain CPU tensor. They do not keep the
     tensors alive: they are valid while the tensors and their storages are.
 
@@ -100,8 +100,8 @@ def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
 
 
 def run(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
-    """Write x (rows, in), flat, @ the transpose of a `given` weight (out, in), times `times`, plus bias (out), float32,
-    to `out` (..., out): each operation is rounded once in float32 and the last to out's dtype.
+    """Write x (rows, in), flat, @ the transpose of a weight (out, in) as `weight_arguments`, times `times`, plus bias
+    (out), float32, to `out` (..., out): each operation is rounded once in float32 and the last to out's dtype.
 
     Returns:
         False where codes are not finite, or scales so large that a value may be infinite: then `out` holds no valid

@@ -27,7 +27,7 @@ def run(
         size: the number of elements of a message, whose codes come first.
         scales: the offset of the scales, in bytes.
     """
-    elements = blocks.numbers_of(quantizer, size)
+    elements = blocks.code_constants(quantizer, size)
     if elements is None or not plain(messages, messages.dtype):
         return False
     if quantizer.scales is None or not quantizer.scales.rule.exact or quantizer.rounding != "nearest_even":

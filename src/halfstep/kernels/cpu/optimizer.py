@@ -23,7 +23,7 @@ from torch import Tensor
 from halfstep.kernels.arithmetic import Part, Program
 from halfstep.kernels.cpu import coded
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.coded import BlockCoding, Coded, arguments, coding_of, usual
+from halfstep.kernels.cpu.coded import BlockCoding, Coded, arguments, coding_of, has_safe_scale
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.kernels.cpu.masters import KEPT, PLAIN
 from halfstep.kernels.cpu.noise import seed_keys
@@ -111,7 +111,7 @@ def prepare(
         coded.append(id(held.coding.quantizer) if isinstance(held, Codes) else None)
         tiles.add(held.coding.tile if isinstance(held, Codes) else None)
         if isinstance(held, Codes) and held.coding.whole:
-            if not twice or not usual(*held):  # checked last: for a CUDA tensor it synchronizes
+            if not twice or not has_safe_scale(*held):  # checked last: for a CUDA tensor it synchronizes
                 return None
             alone = False
     if hasattr(weight, "fake_mode"):
@@ -171,7 +171,7 @@ class Update:
     def _factors(self, run: Updates, grad: Tensor, element: Part, taken: tuple[Any, ...]) -> dict[str, Tensor] | None:
         """The factors on new moments with one scale; None where they cannot be written."""
         codes = {name: moment for name, moment in self.moments.items() if isinstance(moment, Codes)}
-        if not all(usual(*moment) for moment in codes.values()):  # scales may have changed
+        if not all(has_safe_scale(*moment) for moment in codes.values()):  # scales may have changed
             return None
         factors: dict[str, Tensor] = {}
         for name, amax in zip(self.moments, run.largest(grad, element, taken, len(self.moments)), strict=True):

@@ -221,9 +221,9 @@ def step(starts, rows, like, numbers, seeds, tile):
         if tile is not None:
             at = _step_tiles(rule, weight, kept, grad, moments, numbers, keys, begin, end, tile)
         if at < end:
-            numbers_of = open_chunk(moments, at, end)
-            step_chunk(rule, weight, kept, grad, numbers_of, numbers, keys, begin, at, end - at)
-            close_chunk(moments, numbers_of, at, end)
+            decoded = open_chunk(moments, at, end)
+            step_chunk(rule, weight, kept, grad, decoded, numbers, keys, begin, at, end - at)
+            close_chunk(moments, decoded, at, end)
 
 
 @inner
@@ -283,13 +283,13 @@ def find_norms(rows, like, numbers, found):
     for chunk in prange((size + CHUNK - 1) // CHUNK):
         begin, end = ends(chunk, size)
         rule, grad, weight, kept, moments = placed(like, rows, 0)
-        numbers_of = open_chunk(moments, begin, end)
+        decoded = open_chunk(moments, begin, end)
         results, squares = np.zeros(count * SQUARES, np.float32), np.empty(SQUARES // 2)
         for a in range(begin, end, SQUARES):
             length = min(SQUARES, end - a)
             if length < SQUARES:
                 results[:] = 0
-            _note_results(rule, weight, kept, grad, numbers_of, numbers, begin, a - begin, length, results)
+            _note_results(rule, weight, kept, grad, decoded, numbers, begin, a - begin, length, results)
             for n in range(count):
                 own = results[n * SQUARES : (n + 1) * SQUARES]
                 _square(own[: SQUARES // 2], own[SQUARES // 2 :], squares)

@@ -34,7 +34,7 @@ _TALLEST = 256
 _ROW = 32  # elements of a row of the transposed view that are rounded at a time, where the row is one tile
 
 
-def numbers_of(quantizer: Quantizer) -> Any:
+def constants(quantizer: Quantizer) -> Any:
     """The constants with which `run_values` rounds elements; None where it does not support these tiles."""
     scales = quantizer.scales
     if scales is None or quantizer.outliers is not None or not (scales.rule.exact or scales.rule.two_level):
@@ -50,12 +50,12 @@ def run_values(
 ) -> bool | None:
     """Write x, quantized and dequantized, to `out`, as `blocks.run_values`. None where no kernel supports it: both must
     be contiguous CPU tensors of one shape and different storages, and not empty."""
-    numbers, scales = numbers_of(quantizer), quantizer.scales
+    numbers, scales = constants(quantizer), quantizer.scales
     dense = x.dim() and x.numel() and x.shape == out.shape and blocks.takes_values(x, out)
     if numbers is None or scales is None or not dense:
         return None
     (_, columns), tile = matrix_shape(tuple(x.shape)), scales.tile
-    ruled, apart = blocks.ruled_of(x, out, quantizer, seed, tensor_scale)
+    ruled, apart = blocks.tensor_rule_arguments(x, out, quantizer, seed, tensor_scale)
     sides = (max(_DEEP // tile.rows, 1) * tile.rows, _WIDTH), (tile.rows, tile.columns)
     small = round_tiles(x, columns, sides, None, ruled, apart, out, None, numbers, seed)
     return small or scales.rule.two_level
@@ -73,7 +73,7 @@ def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
         return None
     if x.dim() != 2 or not x.numel() or x.shape != out.shape or x.shape[1] % (scales.tile.columns or _ROW):
         return None
-    values = blocks.values_of(quantizer, x.shape[1])
+    values = blocks.value_constants(quantizer, x.shape[1])
     if values is None or not blocks.takes_values(x.t(), out):
         return None
     known = None
@@ -81,7 +81,7 @@ def run_view(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool | None:
         found = rows.run_amax(x.t(), None, 0)
         assert found is not None
         known = array(found)
-    high, ruled = scales.tile.columns or _ROW, blocks.ruled_by(format, scales.rule, values=True)
+    high, ruled = scales.tile.columns or _ROW, blocks.rule_arguments(format, scales.rule, values=True)
     sides = (_TALL, WIDTH), (high, 1)
     turn = (np.uint32(0),) * (high.bit_length() - 1)
     return round_tiles(x.t(), x.shape[0], sides, known, ruled, None, out, turn, values[0], None)

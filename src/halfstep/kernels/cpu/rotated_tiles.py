@@ -22,7 +22,7 @@ from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.two_level import TwoLevel
 
 
-def numbers_of(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: torch.dtype) -> Any:
+def constants(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, dtype: torch.dtype) -> Any:
     """The constants with which elements are rounded. None where the functions here do not rotate the matrix x along
     `dim` and round it to values of that dtype: tiles must be of one row, or one column, along the rotation, and no
     longer than its blocks."""
@@ -45,7 +45,7 @@ def run_powers(
     of a contiguous matrix. And whether nonzero values below 2^-126 may occur."""
     size, scales = len(signs), quantizer.scales
     assert scales is not None
-    ruled, turned = blocks.ruled_by(quantizer.format, scales.rule, values=True), rotated.rotation(signs, part)
+    ruled, turned = blocks.rule_arguments(quantizer.format, scales.rule, values=True), rotated.rotation(signs, part)
     if dim == 1:
         x = rotated.in_blocks(x, size)
         out = torch.empty(x.shape, dtype=dtype, device="cpu")

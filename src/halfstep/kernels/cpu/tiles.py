@@ -22,7 +22,7 @@ from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.base import finite
 
 
-def numbers_of(quantizer: Quantizer) -> Any:
+def constants(quantizer: Quantizer) -> Any:
     """The constants with which `run` rounds elements; None where it does not support these tiles."""
     scales, format = quantizer.scales, quantizer.format
     if scales is None or quantizer.outliers is not None or not scales.rule.reads:
@@ -35,7 +35,7 @@ def numbers_of(quantizer: Quantizer) -> Any:
 def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None) -> bool | None:
     """Write x, quantized and dequantized, to `out`, as `blocks.run_values`. None where this does not support it: both
     must be plain CPU tensors of whole tiles, and not empty."""
-    numbers, scales = numbers_of(quantizer), quantizer.scales
+    numbers, scales = constants(quantizer), quantizer.scales
     if numbers is None or scales is None or not (plain(x) and plain(out) and x.dim() and x.numel()):
         return None
     matrix, format, rounding = as_rows(x), quantizer.format, quantizer.rounding

@@ -38,7 +38,7 @@ def rounder(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Rounder |
         return _by_tensor(quantizer, dtype) if scales.rule.reciprocal else None
     if dtype == torch.float16:
         return None
-    if (how := blocks.values_of(quantizer, columns)) is None:
+    if (how := blocks.value_constants(quantizer, columns)) is None:
         return None
     if scales.rule.exact:
         return _by_powers(columns, quantizer, scales, dtype, how)
@@ -61,7 +61,10 @@ def _by_tensor(quantizer: Quantizer, dtype: torch.dtype) -> Rounder | None:
 
 
 def _by_powers(columns: int, quantizer: Quantizer, scales: Scales, dtype: torch.dtype, how: Any) -> Rounder:
-    sides, ruled = blocks.sides_of(scales.tile, columns), blocks.ruled_by(quantizer.format, scales.rule, values=True)
+    sides, ruled = (
+        blocks.sides_of(scales.tile, columns),
+        blocks.rule_arguments(quantizer.format, scales.rule, values=True),
+    )
 
     def rounded(x: NDArray[Any]) -> Rounded | None:
         out = empty(x.size, dtype)

@@ -119,7 +119,7 @@ def _few_rows(quantizer: Quantizer, device: torch.device, rows: int, shared: int
     x, made = whole(1, rows, shared), quantizer.quantize(whole(2, columns, shared))
     values, found = made.dequantize(torch.float32), torch.empty(rows, columns, dtype=torch.float32, device="cpu")
     exact = (x.double() @ values.double().t()).float()
-    given = few_rows.given(made.codes, made.tensors.get("scale"), quantizer)
+    given = few_rows.weight_arguments(made.codes, made.tensors.get("scale"), quantizer)
     few_rows.run(array(x, torch.float32), given, 0.5, None, found)
     yield Case(exact * 0.5, found, "codes")
     few_rows.run_values(x, values.bfloat16(), None, x.new_ones(columns), found)

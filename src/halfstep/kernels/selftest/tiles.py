@@ -420,7 +420,7 @@ CPU = (
             for rounding in ("nearest_even", "stochastic")
         },
         rotated_values, product(DTYPES[:2], [(33, 64)], [0]), make=bounded, into=torch.float32, part=1.0,
-        constants=lambda x, signs, dim, q: rotated_tiles.numbers_of(x, signs, dim, q, torch.float32), run=_cpu_rotated,
+        constants=lambda x, signs, dim, q: rotated_tiles.constants(x, signs, dim, q, torch.float32), run=_cpu_rotated,
     ),
 )  # fmt: skip
 GPU = (
