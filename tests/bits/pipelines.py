@@ -409,7 +409,7 @@ ADMITTED: tuple[tuple[str, set[str]], ...] = (
     (r"codes of few bits", {"codes", "partly", "merge", "steps"}),
     (r"the others in full|in part, or partly written", {"partly"}),
     (r"half of the values fit", {"merge", "partly"}),
-    (r"is a whole number of at most", {"fixed", "power of two", "uniform", "steps"}),
+    (r"is an integer of at most", {"fixed", "power of two", "uniform", "steps"}),
     (r"rounded or truncated to so many, or products", {"rounded", "product"}),
     (r"products or sums", {"rounded", "product", "merge"}),
 )
@@ -419,7 +419,7 @@ ADMITTED: tuple[tuple[str, set[str]], ...] = (
 def untrue(one: Pipeline, text: str) -> str | None:
     """What a verdict's text says of the past that is not in it; None where there is nothing."""
     true = past(one)
-    partly = {"partly"} if "of the values tell so" in text else set[str]()
+    partly = {"partly"} if "of the values are evidence" in text else set[str]()
     for claim in claims(text):
         if not (claim | partly) & true:
             return f"said {sorted(claim)}, true {sorted(true)}"

@@ -99,7 +99,7 @@ TOLD = {
     "ternary": (lambda: (signs(128, 256) * 0.0373).half(), "levels.*", "codes of few bits"),
     "binary": (lambda: (random(128, 256).sign() * 0.0373).half(), "levels.*", "codes of few bits"),
     "ternary by rows": (lambda: signs(512, 128) * torch.rand(512, 1), "levels row", "no more than 1 different"),
-    "a sliver": (sliver, "full", r"only 0\.6\d+% of the values tell so"),
+    "a sliver": (sliver, "full", r"only 0\.6\d+% of the values are evidence"),
     "a constant": (lambda: torch.full((64, 64), 0.1), "unknown", "too few different values"),
     "a convolution": (lambda: filters(), "scaled int8.*", "quantised to int8"),
     "its scales folded": (lambda: filters() * torch.rand(56, 1, 1), "full", "codes under scales of other places"),

@@ -143,14 +143,14 @@ def test_broken_legacy_files(old, new, message, tmp_path):
 
 
 def test_strings_of_python_2(tmp_path):
-    """As lpips ships them: bytes for names, and a whole number in a line."""
+    """As lpips ships them: bytes for names, and an integer in a line."""
     data = legacy(tmp_path / "a.pt", {"weight": torch.ones(5), "n": 77777}).read_bytes()
     old = data.replace(b"X\6\0\0\0weight", b"U\6weight").replace(b"J\xd1/\1\0", b"I77777\n")
     assert len(old) == len(data) - 3 + 2
     (tmp_path / "a.pt").write_bytes(old)
     assert [(t.name, t.shape) for t in open_checkpoint(tmp_path / "a.pt").tensors] == [("weight", (5,))]
     (tmp_path / "a.pt").write_bytes(old.replace(b"I77777\n", b"I7x777\n"))
-    refuses(tmp_path / "a.pt", "a whole number '7x777'")
+    refuses(tmp_path / "a.pt", "an integer '7x777'")
 
 
 def opcodes(*parts):

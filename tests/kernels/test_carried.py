@@ -27,7 +27,7 @@ WITH_UNITS = {**X86, "amx_bf16": True, "avx512_fp16": True}
 def test_products_are_carried_where_no_unit_is_used(capabilities, used, lacks, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setattr(torch.ops.mkldnn, carried._ASKED[dtype], lambda: used, raising=False)
-    assert carried._lacks_tensor_cores(dtype) is lacks
+    assert carried._lacks_matrix_units(dtype) is lacks
 
 
 @pytest.mark.slow  # a process of its own

@@ -112,7 +112,7 @@ def sentence(same: Sequence[Evidence]) -> str:
     if origin.key != "unknown":
         return f"{_known(same, origin)}{_spoke(same)}"
     if not any(one.origin.telling for one in same if one.origin):
-        return f"stored {stored}, only zeros, powers of two and small whole numbers: nothing that could tell"
+        return f"stored {stored}, only zeros, powers of two and small integers, which fit any format"
     if all(one.origin.counted and one.origin.distinct <= CHOSEN for one in same if one.origin):
         return f"stored {stored}, too few different values to tell"
     return f"stored {stored}, too few bits in use for a full {stored} and no format that explains it"
@@ -133,8 +133,8 @@ def _spoke(same: Sequence[Evidence]) -> str:
     copied = "; rows, columns or blocks repeat others" if any(one.copied for one in origins) else ""
     if told >= MOST:
         return copied
-    rest = "the others are zeros, powers of two or small whole numbers"
-    return f"{copied}; only {percent(told)} of the values tell so, {rest}"
+    rest = "the others are zeros, powers of two or small integers"
+    return f"{copied}; only {percent(told)} of the values are evidence, {rest}"
 
 
 def _quantised(layers: Sequence[Layer]) -> str:
@@ -230,7 +230,7 @@ def _bits(same: Sequence[Evidence], origin: Origin) -> str:
         )
     if origin.step is not None:
         return (
-            f"stored {origin.stored}, every value is a whole number of at most {origin.bits} bits times "
+            f"stored {origin.stored}, every value is an integer of at most {origin.bits} bits times "
             f"2^{origin.step}: fixed-point numbers, such as uniform draws, or codes under one power of two"
         )
     return (

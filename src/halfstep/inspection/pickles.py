@@ -131,7 +131,7 @@ class _Machine:
     def whole(self) -> int | bool:
         text = self.line()
         if not text.removeprefix("-").isdecimal() or len(text) > 20:
-            raise self.broken(f"a whole number {text[:40]!r}")
+            raise self.broken(f"an integer {text[:40]!r}")
         return text == "01" if text in ("00", "01") else int(text)
 
     def push(self, value: Any) -> None:

@@ -23,7 +23,7 @@ def supports(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in CARRIED
 
 
-def _lacks_tensor_cores(dtype: torch.dtype) -> bool:
+def _lacks_matrix_units(dtype: torch.dtype) -> bool:
     """Whether this is an x86 CPU without matrix units for the dtype, or oneDNN, torch's backend, is set not to use
     them."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch before 2.13
@@ -33,7 +33,7 @@ def _lacks_tensor_cores(dtype: torch.dtype) -> bool:
     return not used or not any(capabilities.get(unit) for unit in _UNITS[dtype])
 
 
-CARRIED = frozenset(filter(_lacks_tensor_cores, _UNITS))  # evaluated once, at import: torch.compile cannot trace it
+CARRIED = frozenset(filter(_lacks_matrix_units, _UNITS))  # evaluated once, at import: torch.compile cannot trace it
 """The dtypes whose matmuls run in float32 on this machine's CPU. Tests replace it to simulate another CPU."""
 
 

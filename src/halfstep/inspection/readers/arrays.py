@@ -134,7 +134,7 @@ def _tensor(file: File, member: Member, name: str) -> StoredTensor:
     skip, header = _header(_start(file, member), what)
     shape, dtype = header["shape"], header["descr"]
     if not isinstance(shape, tuple) or len(shape) > DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
-        raise CheckpointError(f"{what}: a shape of {str(shape)[:80]}; expected whole numbers")
+        raise CheckpointError(f"{what}: a shape of {str(shape)[:80]}; expected integers")
     if not isinstance(dtype, str) or dtype[1:] not in DTYPES or dtype[0] not in "<>|":
         objects = " Python objects, which can run code when they are loaded, or" if "O" in str(dtype) else ""
         raise CheckpointError(

@@ -85,9 +85,9 @@ def _tensor(file: File, start: int, name: str, entry: Any) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{what} is of type {str(dtype)[:80]!r}; expected one of {', '.join(DTYPES)}")
-    if not _whole_numbers(shape, DIMENSIONS) or not _whole_numbers(offsets, 2) or len(offsets) != 2:
+    if not _are_integers(shape, DIMENSIONS) or not _are_integers(offsets, 2) or len(offsets) != 2:
         raise CheckpointError(
-            f"{what}: shape {str(shape)[:80]} and data_offsets {str(offsets)[:80]}; expected lists of whole numbers"
+            f"{what}: shape {str(shape)[:80]} and data_offsets {str(offsets)[:80]}; expected lists of integers"
         )
     kind, (low, high) = TYPES[DTYPES[dtype]], offsets
     if high - low != kind.nbytes(tuple(shape)):
@@ -99,7 +99,7 @@ def _tensor(file: File, start: int, name: str, entry: Any) -> StoredTensor:
     return StoredTensor(name, kind.name, tuple(shape), file.path, high - low, f"{file.path}:{low}:{high}", source)
 
 
-def _whole_numbers(found: Any, most: int) -> bool:
+def _are_integers(found: Any, most: int) -> bool:
     return isinstance(found, list) and len(found) <= most and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
 
 

@@ -59,7 +59,7 @@ def _nowhere(tensor: Tensor) -> int:
     """
     if tensor.numel():
         raise ModelError(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory that a kernel can read; expected "
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no storage that a kernel can read; expected "
             "a plain tensor: to_local() of a DTensor, wait() of a collective's result"
         )
     return _NOWHERE
