@@ -136,7 +136,10 @@ def test_entries_show_fields_methods_and_signatures(pages):
     page = pages["halfstep.optim.md"]
     assert "LossScaler(device: str | None = None, init_scale: float = 65536.0" in page
     assert "### LossScaler.clip_grad_norm_" in page
-    assert "- `state_scales`: What stands beside codes of masters and states." in pages["halfstep.memory.md"]
+    assert (
+        "- `state_scales`: Scales and zero points of master weights and optimizer states stored as codes."
+        in pages["halfstep.memory.md"]
+    )
     assert "In full: [halfstep.optim.LossScaler](halfstep.optim.md#lossscaler)" in pages["halfstep.md"]
 
 
