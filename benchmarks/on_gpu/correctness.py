@@ -21,7 +21,7 @@ import halfstep
 from halfstep import formats, quant
 from halfstep.kernels.gpu import cast
 from halfstep.kernels.selftest.case import outcome
-from halfstep.kernels.selftest.matrices import units
+from halfstep.kernels.selftest.matrices import tensor_core_tests
 from on_gpu.bench import Bench, Row
 from on_gpu.cases import TESTS
 
@@ -44,7 +44,7 @@ _SEED = 0x9E3779B97F4A7C15
 def rows(bench: Bench) -> Iterator[Row]:
     """The rows on which the validity of all later figures depends, each with a limited share of the time."""
     yield Row("kernels", lambda: kernels(bench.within(0.55)))
-    yield Row("units", lambda: _units(bench))
+    yield Row("units", lambda: _tensor_cores(bench))
     for name, rounding in (*FIRST, *(OTHERS if bench.exhaustive else ())):
         share = 0.9 if bench.exhaustive else 0.25
         yield Row(
@@ -86,9 +86,9 @@ def kernels(bench: Bench) -> dict[str, Any]:
     return {"result": result + told_wrong, "wrong": wrong, "did not end": unheard}
 
 
-def _units(bench: Bench) -> dict[str, Any]:
+def _tensor_cores(bench: Bench) -> dict[str, Any]:
     """GEMMs of integers with every way of scaling that this GPU's tensor cores support: a wrong scale layout shows."""
-    found = [outcome(test, bench.device) for test in units(bench.device)] if bench.on_gpu else []
+    found = [outcome(test, bench.device) for test in tensor_core_tests(bench.device)] if bench.on_gpu else []
     wrong = [
         {"kernel": each.kernel, "format": each.format, "difference": each.difference}
         for each in found

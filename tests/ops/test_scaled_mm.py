@@ -263,7 +263,7 @@ def test_is_native_available_says_why_not(monkeypatch):
 
 def test_doctor_tests_the_units_where_there_are_any(units, monkeypatch):
     def of_e4m3():
-        return [outcome(test) for test in matrices.units(CPU) if test.format.startswith(E4)]
+        return [outcome(test) for test in matrices.tensor_core_tests(CPU) if test.format.startswith(E4)]
 
     found = of_e4m3()
     assert len(found) == 2

@@ -249,7 +249,7 @@ def test_scales_that_lie_right_are_not_copied():
     assert units_mm.outer(laid).data_ptr() == laid.data_ptr()
 
 
-@for_each("name", [name for name in matrices.UNITS if not name.startswith("float8")])
+@for_each("name", [name for name in matrices.TENSOR_CORE_OPERANDS if not name.startswith("float8")])
 def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
     """It multiplies what the layers would hand to units, and nothing that they would not."""
     units["capability"] = (10, 0) if "x" not in name.replace("mx", "") else (9, 0)
@@ -260,7 +260,7 @@ def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(scaled_mm, "run_tiled", watched)
-    (test,) = [test for test in matrices.units(CPU) if test.format == name]
+    (test,) = [test for test in matrices.tensor_core_tests(CPU) if test.format == name]
     assert outcome(test).passed
     assert len(made) >= 2
     assert all(each is not None for each in made)

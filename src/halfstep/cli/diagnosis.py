@@ -24,7 +24,7 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
     from halfstep.kernels import selftest
     from halfstep.kernels.gpu.proofs import proofs
     from halfstep.kernels.selftest.case import outcome
-    from halfstep.kernels.selftest.matrices import units
+    from halfstep.kernels.selftest.matrices import tensor_core_tests
     from halfstep.optim import selftest as optim
 
     with_gpu = torch.cuda.is_available()
@@ -42,7 +42,9 @@ def diagnosed(recipes: Sequence[str] | None, as_json: bool) -> bool:
     ]
     typer.echo("testing every kernel: minutes where they are not compiled yet, seconds afterwards", err=True)
     gpu, absent = torch.device("cuda"), missing() if with_gpu else "no CUDA device"
-    tests = [outcome(test) for test in (*selftest.CPU, *optim.CPU)] + [outcome(test, gpu) for test in units(gpu)]
+    tests = [outcome(test) for test in (*selftest.CPU, *optim.CPU)] + [
+        outcome(test, gpu) for test in tensor_core_tests(gpu)
+    ]
     if absent is None:
         tests += [outcome(t._replace(kernel=f"gpu {t.kernel}"), gpu) for t in (*selftest.GPU, *optim.GPU)]
     proven = {} if absent is None else {proof.kernel: str(proof) for proof in proofs()}

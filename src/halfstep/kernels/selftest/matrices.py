@@ -154,7 +154,7 @@ def _whole_products(dtype: torch.dtype, device: torch.device, bias: str, more: s
     yield Case(((lhs.double() @ rhs.double()) * first * second + bool(bias) + bool(more)).to(dtype), found)
 
 
-def _units(sides: Any, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
+def _tensor_core_cases(sides: Any, device: torch.device, rows: int, shared: int, columns: int) -> Cases:
     """The matmul of integers on FP8 and FP4 tensor cores, each tile times a scale of its own, so that any order of
     summation gives the exact result: a difference means a wrong layout or scale."""
     lhs, rhs = _scaled(sides[0], rows, shared, 1), _scaled(sides[1], columns, shared, 3)
@@ -182,19 +182,23 @@ def _scaled(quantizer: Any, rows: int, columns: int, seed: int) -> quant.Quantiz
     return quant.Quantized(quantizer, (rows, columns), torch.float32, tensors)
 
 
-def units(device: torch.device) -> list[KernelTest]:
+def tensor_core_tests(device: torch.device) -> list[KernelTest]:
     """A test for every scaling that the tensor cores of that GPU take, at sizes that they take."""
     sizes = ((1, 16, 16), (33, 64, 48), (4, 128, 128), (36, 384, 256), (128, 256, 48), (256, 384, 128))
     return kernel_tests(
         "units",
-        {name: sides for name, sides in UNITS.items() if scaled_mm.product_refusal(*sides, device) is None},
-        _units,
+        {
+            name: sides
+            for name, sides in TENSOR_CORE_OPERANDS.items()
+            if scaled_mm.product_refusal(*sides, device) is None
+        },
+        _tensor_core_cases,
         lambda sides: [size for size in sizes if scaled_mm.misfit(sides[0], sides[1], size) is None],
     )
 
 
 _RIGHT = Quantizer(formats.get("float8_e4m3fn"), scales=Scales(Tile(0, 0), delayed.current))
-UNITS = {
+TENSOR_CORE_OPERANDS = {
     f"{name} {tile}": (Quantizer(format, scales=Scales(tile, delayed.current)), _RIGHT)
     for name, format in FP8.items()
     for tile in (Tile(0, 0), Tile(1, 0))
