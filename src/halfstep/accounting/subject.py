@@ -64,7 +64,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Subject:
-    """How to build a model, anew for every account, and its batches.
+    """How to build a model, once for each account, and its batches.
 
     `build` and `batch` are called under `Blank`.
     """

@@ -124,7 +124,7 @@ class Clock:
         return any(map(self.is_pending, list(self._steps))) or _differ(self._left, now) or _differ(self._begun, now)
 
     def begin(self, model: nn.Module) -> None:
-        """Start anew: weights were loaded or changed otherwise, which is no step."""
+        """Start again: weights were loaded or changed otherwise, which is no step."""
         self._forget()
         if not self._steps:
             self._begun = _look(model, values=not self._advanced)

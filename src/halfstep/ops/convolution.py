@@ -197,7 +197,7 @@ def convolution(
       filters, position by position of the window, each with the `out` channels.
     - gradient of the weight: a row of dy, and of x, is one channel at all positions of the batch.
 
-    A tile of several channels starts anew at each position of the window, and is short where the channels end: a block
+    A tile of several channels starts again at each position of the window, and is short where the channels end: a block
     of 32 never spans two positions of a window. Each group is tiled by itself (a depthwise convolution has rows of one
     channel), but a scale of the whole tensor covers all groups. Such a scale multiplies the result before its one
     rounding; scales of smaller tiles are multiplied into the values, since a sum over a window mixes them. Zeros of the

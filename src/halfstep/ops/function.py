@@ -200,7 +200,7 @@ def _place(x: Tensor, key: Any) -> tuple[Any, ...]:
 def cast_once(x: Tensor, last: LastInput) -> Tensor:
     """x (float32) cast to autocast's dtype; x itself if autocast would not cast it, or in a traced graph or transform.
 
-    torch casts x anew, and saves a copy, for each layer that reads it. Here later layers share the first one's copy.
+    torch casts x, and saves a copy, for each layer that reads it. Here later layers share the first one's copy.
     Their gradients are added in float32, as torch adds them.
     """
     if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.is_leaf or not has_memory(x, or_fake=True):

@@ -73,7 +73,7 @@ def rounded(
 ) -> Operand:
     """`ops.operand` of a tensor whose rows `layout` gives, in x's shape: its scale is a scalar or None.
 
-    Tiles of several channels start anew in each segment, tiles of several rows in each group.
+    Tiles of several channels start again in each segment, tiles of several rows in each group.
     """
     if quantizer is None:
         return Operand(x.to(dtype))

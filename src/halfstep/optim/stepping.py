@@ -254,7 +254,7 @@ class StepPlan:
         self._varies: list[Any] = []
         self._rule: UpdateRule | None = None
         self._unmoved: AddressRecord | None = None
-        """A record of the last step's tensors; None if the next step must be planned anew."""
+        """A record of the last step's tensors; None if the next step must plan again."""
 
     @property
     def all(self) -> bool:

@@ -41,7 +41,7 @@ class Subspace:
 
 @dataclass(frozen=True)
 class Projection:
-    """Weights of linear layers are updated in a subspace of their gradients, which is chosen anew every `gap` steps.
+    """Weights of linear layers are updated in a subspace of their gradients, which is chosen again every `gap` steps.
 
     w <- w - lr scale P u, where u is the rule's step (for Adam m' / (sqrt(v') + eps)) on R = P^T G. Moments have R's
     shape, and are not transformed when P changes. Weight decay applies to the whole weight.
