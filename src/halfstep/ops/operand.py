@@ -209,7 +209,7 @@ def operand(
         dtype: the dtype of the GEMM if it holds the rounded values exactly; else they are float32.
         state: the state of a stateful scaling (`quant.scaling.delayed`).
         record: raise the state's amax to max |x|.
-        signs: of a Hadamard transform (`quant.rotate`) of `dim`, the shared dimension, before rounding; None: no transform.
+        signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, `dim`, before rounding; or None.
         units: FP8 tensor cores may compute the matmul: keep 8-bit values if they take one scale a tensor or a row.
         seed: of stochastic rounding; None draws it from torch's default generator.
         coded: also return the codes of the values, if a kernel writes both.
