@@ -98,7 +98,7 @@ def test_values_are_elements_times_the_stored_scale(rule):
         if not rule.linear:  # what takes its values for multiples fails, and does not go wrong
             with pytest.raises(QuantizationError, match=r"not its elements times a scale: .* dequantize\(\)"):
                 rule.multiplier(made.tensors, quantizer.format)
-            with pytest.raises(RecipeError, match=f"an operand of a product in .* {rule.name} is for what is kept"):
+            with pytest.raises(RecipeError, match=f"an operand of a matmul in .* {rule.name} is for stored tensors"):
                 linear_spec(weight=quantizer)
             return
         multiplier = tile.spread(rule.multiplier(made.tensors, quantizer.format), 24, 40)

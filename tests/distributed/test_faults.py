@@ -170,7 +170,7 @@ def test_gradients_that_did_not_cross_as_the_recipe_says_are_not_stepped_on(tmp_
         assert "call halfstep.distributed.compress(ddp)" in found["ddp alone"]
         assert not found["moved"]
         assert found["compressed"] == found["reduced"] == ""
-        assert "not sent so since the last step" in found["accumulated alone"]
+        assert "did not run since the last step" in found["accumulated alone"]
         assert "without DDP" in found["under ddp"]
         assert "halfstep.distributed.reduce_gradients(model)" in found["not reduced"]
         assert found["dtypes"] == ("torch.bfloat16", "torch.float32")

@@ -271,7 +271,7 @@ def misplaced(rank):
 
 def test_parts_that_do_not_fit_are_refused(tmp_path):
     for found in on_ranks(misplaced, tmp_path):
-        assert "a tile would lie on two ranks. Spread dimensions that are multiples of 32" in found["tile"]
+        assert "a tile would be split over two ranks. Shard dimensions that are multiples of 32" in found["tile"]
         assert "an input that is as ['R" in found["whole"]
         assert "an input that is no DTensor. Expected torch.distributed.tensor.parallel's" in found["plain"]
         assert found["fits"] == ""

@@ -259,7 +259,7 @@ def test_adapters_are_saved_by_peft_and_not_exported(first, tmp_path):
 def test_unit_scaled_models_are_refused(tmp_path):
     model = llama()
     halfstep.unit_scale(model, IDS)
-    with pytest.raises(LayoutError, match=r"LlamaForCausalLM is unit-scaled: its products are multiplied by factors"):
+    with pytest.raises(LayoutError, match=r"LlamaForCausalLM is unit-scaled: its matmuls have factors"):
         halfstep.export(model, tmp_path / "a", recipe="unit-fp8")
 
 
@@ -485,7 +485,7 @@ def test_a_weight_that_files_join_to_others_has_no_place(tmp_path):
     own = [f"{name}_proj.weight" for name in "qkv"]
     model._weight_conversions = [WeightConverter("qkv.weight", own, [Chunk(dim=0)])]
     with pytest.raises(
-        LayoutError, match=r"layers.0.self_attn.q_proj of Llama.*files join its weight.*load that into a"
+        LayoutError, match=r"layers.0.self_attn.q_proj of Llama.*files concatenate its weight.*load that into a"
     ):
         halfstep.export(model, tmp_path / "a", recipe="fp8-rowwise")
     assert not (tmp_path / "a").exists()

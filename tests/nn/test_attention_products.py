@@ -173,7 +173,7 @@ DELAYED = Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("de
 
 @pytest.mark.parametrize("quantizer", [DELAYED, get_quantizer("fp8_128x128")], ids=["state", "square"])
 def test_scalings_that_stacks_do_not_have_are_refused(quantizer):
-    with pytest.raises(RecipeError, match="its products take scalings without a state"):
+    with pytest.raises(RecipeError, match="its matmuls take scalings without a state"):
         AttentionSpec(scores=linear_spec(quantizer, quantizer, quantizer))
 
 

@@ -117,7 +117,7 @@ def test_it_is_asked_for_by_name():
         halfstep.optimize(model, adamw(model))
     with pytest.raises(RecipeError, match=r"it is quantised under 'nf4'.*quantise with adapters=True"):
         halfstep.prepare(model, adamw(model), recipe="nf4")
-    with pytest.raises(RecipeError, match="rotates the product that passes gradients on"):
+    with pytest.raises(RecipeError, match="rotates the matmul of the input's gradient"):
         halfstep.quantize_model(mlp(), rotating(), adapters=True)
 
 

@@ -90,7 +90,7 @@ def test_stored_parameters_are_as_planned(name):
 
 
 def test_it_refuses_what_prepare_refuses():
-    with pytest.raises(halfstep.HalfstepError, match="matched no layer whose products"):
+    with pytest.raises(halfstep.HalfstepError, match="matched no layer whose matmuls"):
         halfstep.plan(nn.LayerNorm(4), "fp8-current")
     with pytest.raises(halfstep.HalfstepError, match="follows no recipe"):
         halfstep.plan_of(mlp())

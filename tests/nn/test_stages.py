@@ -233,7 +233,7 @@ def test_fractions_need_a_length_and_nothing_is_changed_without():
 @pytest.mark.parametrize("total", [0, -1, 10.0, True, "10"])
 def test_a_length_that_is_none_is_refused_whatever_the_recipe(total):
     model = mlp()
-    with pytest.raises(RecipeError, match=r"total_steps = .* given; expected how often"):
+    with pytest.raises(RecipeError, match=r"total_steps = .* given; expected the number of calls"):
         halfstep.prepare(model, adamw(model), "fp32", total_steps=total)
 
 

@@ -120,7 +120,7 @@ def test_a_recipe_in_a_file_says_how():
         ({"block": 4}, "an accumulator without a format"),
         ({"format": "fp16", "size": 4}, "unknown key of an accumulator 'size'"),
         ({"format": "fp16", "block": 0}, "expected a positive number of terms"),
-        ({"format": "fp16", "block": "4"}, "block = '4' found; expected a whole number"),
+        ({"format": "fp16", "block": "4"}, "block = '4' found; expected an integer"),
         (4, "accumulate = 4 found; expected a name or a table"),
     ],
 )

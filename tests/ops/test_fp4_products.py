@@ -248,7 +248,7 @@ def test_recurrent_layers_take_the_estimator(kind):
             "estimator .* for a weight that .* rotates first",
         ),
         (lambda q: get_storage(q), "stored with a estimator|stored with an estimator"),
-        (lambda q: get_storage(fp4(clamp=Clamp())), "stored with a clamp 0.99, compensated.*operands of products"),
+        (lambda q: get_storage(fp4(clamp=Clamp())), "stored with a clamp 0.99, compensated.*operands of matmuls"),
     ],
 )
 def test_where_no_estimator_or_clamp_can_be_it_is_refused(make, words):

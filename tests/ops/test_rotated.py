@@ -284,7 +284,7 @@ def test_a_transform_wants_both_operands_rounded(sides):
 def test_a_state_is_of_a_tensor_as_it_lies():
     delayed = halfstep.get_recipe("fp8-delayed").rules[-1].linear.output.lhs
     with pytest.raises(
-        RecipeError, match=r"beside an operand with delayed: .*Round both with a scaling that keeps no state"
+        RecipeError, match=r"beside an operand with delayed: .*Round both with a scaling without a state"
     ):
         Matmul(FP4, delayed, hadamard=R16)
 
@@ -301,7 +301,7 @@ def test_a_convolution_is_kept_and_says_why():
 
 
 def test_codes_of_rotated_weights_are_no_model():
-    with pytest.raises(RecipeError, match="rotates its forward products"):
+    with pytest.raises(RecipeError, match="rotates its forward matmuls"):
         halfstep.quantize_model(mlp(), recipe_of(spec_of(output=R16)))
     halfstep.quantize_model(mlp(), recipe_of(spec_of(grad_weight=R16)))  # whose forward product is as ever
 

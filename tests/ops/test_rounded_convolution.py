@@ -226,7 +226,7 @@ def test_an_empty_batch_and_an_input_without_batch(name):
 
 def test_an_accumulator_is_refused():
     spec = recipe.get_recipe("fp16-accumulate").rules[-1].linear
-    with pytest.raises(RecipeError, match="its sums are torch's own"):
+    with pytest.raises(RecipeError, match="convolutions sum in their own way"):
         ops.convolution(torch.ones(1, 2, 3), torch.ones(2, 2, 1), None, Window((1,), (0,), (1,)), spec)
 
 

@@ -208,8 +208,8 @@ def test_large_moments_are_in_8_bits():
     [
         ({"rank": 10}, r"parameter 0: rank = 10 of a matrix of shape \(12, 9\), which has 9"),
         ({"rank": 0}, "projection rank = 0"),
-        ({"rank": None}, "projection rank = None; expected a whole number"),
-        ({"rank": 2.5}, "projection rank = 2.5; expected a whole number"),
+        ({"rank": None}, "projection rank = None; expected an integer"),
+        ({"rank": 2.5}, "projection rank = 2.5; expected an integer"),
         ({"scale": "1"}, "projection scale = '1'; expected a number"),
         ({"update_proj_gap": 0}, "projection gap = 0"),
         ({"proj_type": "full"}, "unknown proj_type 'full'.*from both sides is not offered"),

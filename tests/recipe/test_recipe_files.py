@@ -197,7 +197,7 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         ('name = "mine"\n[loss_scale]\ndynamic = true\ninit = nan', 4, "loss_scale init = nan; expected a number from"),
         ('name = "mine"\n[loss_scale]\ninit = inf', 3, "loss_scale init = inf; expected a number from"),
         ('name = "mine"\n[loss_scale]\ninit = 1e300', 3, "loss_scale init = 1e+300; expected a number from"),
-        ('name = "mine"\n[loss_scale]\ngrowth_interval = 0', 3, "growth_interval = 0; expected a whole number"),
+        ('name = "mine"\n[loss_scale]\ngrowth_interval = 0', 3, "growth_interval = 0; expected an integer"),
         ('name = "mine"\ncodes = 3', 2, "codes = 3 found; expected a table or 'none'"),
         ('name = "mine"\n[codes]\nweight = "mxfp4"', 3, "unknown key of codes 'weight'; nearest: weights"),
         ('name = "mine"\n[codes]\nweights = "x"', 3, "unknown format 'x'"),
@@ -242,7 +242,7 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         (
             f'{RULE}[rules.input]\nformat = "e4m3fn"\ntile = "tensor"\nscale = "delayed"\nhistory = 1.5',
             10,
-            "whole number",
+            "expected an integer",
         ),
         (
             f'{RULE}[rules.input]\nformat = "e4m3fn"\ntile = "tensor"\nscale = "delayed"\nhistory = 0',

@@ -62,7 +62,7 @@ def test_another_form_is_refused(text):
 
 @pytest.mark.parametrize("start", [0, 1.0, 0.0, -1, 90.0, True, "0.9", None, float("nan")])
 def test_a_start_is_steps_or_a_fraction(start):
-    with pytest.raises(RecipeError, match="expected a whole number of steps from 1 on, or a fraction"):
+    with pytest.raises(RecipeError, match=r"expected a number of steps \(an integer from 1 on\), or a fraction"):
         Stage(get_recipe("fp32"), start)
 
 

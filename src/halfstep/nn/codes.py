@@ -89,8 +89,8 @@ def _swap_contents(weight: Any, other: Any, attributes: dict[str, Any]) -> None:
 
 def _refuse(grads: Any) -> NoReturn:
     raise ModelError(
-        "a backward pass goes through a forward pass of before a weight became codes (halfstep.prepare) or values "
-        "again (halfstep.revert), which its gradient would no longer reach: run the forward again"
+        "a backward pass belongs to a forward pass from before a weight became codes (halfstep.prepare) or values "
+        "again (halfstep.revert), so its gradient would not reach the weight: run the forward again"
     )
 
 

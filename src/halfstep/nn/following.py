@@ -145,9 +145,9 @@ class Following:
         if jit or (self._is_cast and is_fx_symbolic_tracing()):
             tracer = "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)"
             raise RecipeError(
-                f"{type(module).__name__} follows recipe {self._recipe!r}, and {tracer} writes down a graph that does "
-                "not round as it does. Take torch.compile or torch.export, which do; or trace the plain model, and "
-                "call halfstep.apply on the graph (torch.fx)"
+                f"{type(module).__name__} follows recipe {self._recipe!r}, but {tracer} would record a graph without "
+                "its rounding. Use torch.compile or torch.export; or trace the plain model, and call halfstep.apply on "
+                "the graph (torch.fx)"
             )
         if thread not in self.calls:
             self._tell(Clock.check)
@@ -190,8 +190,8 @@ class Following:
         name = next((name for name, part in root.named_modules() if part is module), type(module).__name__)
         warnings.warn(
             f"{type(root).__name__}.{name} is called outside {type(root).__name__}'s forward. It follows recipe "
-            f"{self._recipe!r} and returns float32, but what your code computes between such calls does not follow it. "
-            "If that includes products or attention, put the calls in `with halfstep.following(model): ...`",
+            f"{self._recipe!r} and returns float32, but functions that your code calls in between do not follow it. "
+            "If these include matmuls or attention, put the calls in `with halfstep.following(model): ...`",
             stacklevel=6,  # the code that calls the part
         )
 
@@ -365,8 +365,8 @@ class Float32Functions(TorchFunctionMode):
             if frame.f_code is CheckpointFunction.forward.__code__:
                 raise ModelError(
                     f"{func.__name__} is called under torch.utils.checkpoint with use_reentrant=True, by code between "
-                    "modules: the recipe computes it in float32, and the second time, in the backward pass, nothing "
-                    "would. Take use_reentrant=False with context_fn=lambda: (nullcontext(), "
+                    "modules: the recipe computes it in float32, but its recomputation in the backward pass would not "
+                    "follow the recipe. Take use_reentrant=False with context_fn=lambda: (nullcontext(), "
                     "halfstep.following(model)), or checkpoint a module that calls it"
                 )
 

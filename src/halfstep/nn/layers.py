@@ -153,7 +153,7 @@ def _first_rules(
         if not rule.optional and not any(hit is rule and path in weights for path, hit in found.items()):
             near = get_close_matches(rule.path, weights, n=3, cutoff=0.0)
             raise RecipeError(
-                f"recipe {recipe.name!r}: rule {rule.where!r} matched no layer whose products a rule can round. "
+                f"recipe {recipe.name!r}: rule {rule.where!r} matched no layer whose matmuls a rule can round. "
                 f"Nearest: {', '.join(near) or 'the model has none (linear, convolutional, recurrent, attention)'}"
             )
     return found

@@ -76,15 +76,15 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
     quantizers = tuple(dict.fromkeys(entry.quantizer for _, _, entry in entries))
     if is_unit_scaled(model):
         raise LayoutError(
-            f"{type(model).__name__} is unit-scaled: its products are multiplied by factors, which neither a stock "
-            "model nor a server knows. Export a model that was trained without unit_scale"
+            f"{type(model).__name__} is unit-scaled: its matmuls have factors, which neither a stock model nor a "
+            "server applies. Export a model that was trained without unit_scale"
         )
     is_adapter = adapters_of(model)
     adapter = next((name for name, _ in model.named_parameters() if is_adapter(name)), None)
     if adapter is not None:
         raise LayoutError(
-            f"{adapter} of {type(model).__name__} is an adapter's, for which the layout has no place: merge it "
-            "(halfstep.dequantize_model, then merge_and_unload), and export that"
+            f"{adapter} of {type(model).__name__} belongs to an adapter, which the layout cannot store: merge it "
+            "(halfstep.dequantize_model, then merge_and_unload), and export the merged model"
         )
     layout = layout or _closest(recipe.name, quantizers)
     for quantizer in quantizers:
@@ -263,9 +263,9 @@ def write_pretrained(
     lost = next((layer for layer in codes if f"{names.get(layer)}.{made.layout.codes}" not in tensors), None)
     if lost is not None:
         raise LayoutError(
-            f"{lost} of {type(model).__name__}: published files join its weight to another, or cut it, and its codes "
-            "have no place there. Call halfstep.quantize_model(model, recipe), save its state_dict(), and load that "
-            "into a model quantised alike; for servers write values (save_pretrained of the stock model)"
+            f"{lost} of {type(model).__name__}: published files concatenate its weight with another, or split it, so "
+            "they cannot store its codes. Call halfstep.quantize_model(model, recipe), save its state_dict(), and load "
+            "that into a model quantised alike; for servers write values (save_pretrained of the stock model)"
         )
     # Servers look up names as in the files, transformers names of modules: list both.
     ignored = tuple(dict.fromkeys(name for layer in made.ignored for name in (layer, names.get(layer, layer))))

@@ -246,18 +246,18 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
     if not _rounds_weights(recipe):
         able = ", ".join(other for other in list_recipes() if _rounds_weights(get_recipe(other)))
         raise RecipeError(
-            f"recipe {recipe.name!r} rounds no weights in its forward products, so there is nothing to keep in fewer "
+            f"recipe {recipe.name!r} rounds no weights in its forward matmuls, so there is nothing to store in fewer "
             f"bits; these do: {able}"
         )
     if any(rule.linear.output.hadamard for rule in recipe.rules):
         raise RecipeError(
-            f"recipe {recipe.name!r} rotates its forward products (hadamard), and codes of rotated weights would give "
-            "values that are not the model's: quantise it under a recipe whose output products have no hadamard"
+            f"recipe {recipe.name!r} rotates its forward matmuls (hadamard), and codes of rotated weights would decode "
+            "to values that are not the model's: quantise it under a recipe whose `output` has no hadamard"
         )
     if adapters and any(rule.linear.grad_input.hadamard for rule in recipe.rules):
         raise RecipeError(
-            f"recipe {recipe.name!r} rotates the product that passes gradients on (hadamard), and the weights are "
-            "codes: train adapters under a recipe whose grad_input products have no hadamard"
+            f"recipe {recipe.name!r} rotates the matmul of the input's gradient (hadamard), but the weights are codes: "
+            "train adapters under a recipe whose `grad_input` has no hadamard"
         )
     found = part_of(model).applied
     if found is not None and found.quantized:

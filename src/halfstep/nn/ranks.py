@@ -47,9 +47,9 @@ def check_unwrapped(model: nn.Module, recipe: Recipe) -> None:
     for found in gc.get_objects():
         if issubclass(type(found), nn.parallel.DistributedDataParallel) and parts & {*found.modules()}:
             raise ModelError(
-                f"this {type(model).__name__} is wrapped in DistributedDataParallel already, whose hooks are of its "
-                f"parameters as they were: under {recipe.name!r}, which stores them otherwise, no gradient would cross "
-                "from rank to rank. Call halfstep first, and then DistributedDataParallel(model)"
+                f"this {type(model).__name__} is wrapped in DistributedDataParallel already, whose hooks belong to its "
+                f"parameters as they were: under {recipe.name!r}, which stores them in another form, no gradient would "
+                "be reduced over ranks. Call halfstep first, and then DistributedDataParallel(model)"
             )
 
 
@@ -86,8 +86,8 @@ class Reduced:
         if reduction is None or reduction.times == self._times:
             what = "across ranks" if self._recipe.grads is None else f"in {self._recipe.grads}"
             raise ModelError(
-                f"recipe {self._recipe.name!r} says how gradients are sent {what}, and on {ranks()} ranks they were "
-                "not sent so since the last step: call halfstep.distributed.compress(ddp) once after DDP is made, or "
+                f"recipe {self._recipe.name!r} has its own reduction of gradients {what}, but with {ranks()} ranks it "
+                "did not run since the last step: call halfstep.distributed.compress(ddp) once after DDP is made, or "
                 "halfstep.distributed.reduce_gradients(model) before each scaler.step. Nothing was stepped on"
             )
         self._times = reduction.times

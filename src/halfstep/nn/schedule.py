@@ -265,8 +265,8 @@ def check_total(total_steps: object) -> None:
     """
     if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
         raise RecipeError(
-            f"total_steps = {total_steps!r} given; expected how often the run calls scaler.update(), a whole number "
-            "from 1 on, or None"
+            f"total_steps = {total_steps!r} given; expected the number of calls of scaler.update() in the run, an "
+            "integer from 1 on, or None"
         )
 
 

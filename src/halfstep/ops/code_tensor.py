@@ -24,13 +24,13 @@ def check(func: Any) -> None:
     """Raise for functions that a wrapper subclass cannot support: c10d's, bit views, and in-place views."""
     if getattr(func, "namespace", "") == "c10d":  # their schemas do not say which arguments they write to
         raise QuantizationError(
-            f"{func} of a tensor whose memory is codes, which do not cross the network: send tensor.detach().clone(), "
-            "and copy what comes back (tensor.copy_)"
+            f"{func} of a tensor stored as codes, which collectives do not send: send tensor.detach().clone(), and "
+            "copy the result back (tensor.copy_)"
         )
     if func is _aten.view.dtype or torch.Tag.inplace_view in getattr(func, "tags", ()):
         raise QuantizationError(
-            f"{func} of a tensor whose memory is codes: it has no bits of its own to show otherwise, and keeps its "
-            "shape. Call it on tensor.detach().clone()"
+            f"{func} of a tensor stored as codes: its bits cannot be viewed in another dtype, nor its shape be changed "
+            "in place. Call it on tensor.detach().clone()"
         )
 
 
@@ -204,8 +204,8 @@ class CodeTensor(Tensor):
             new = decoded[id(tensor)]
             if new.shape != tensor.shape:
                 raise QuantizationError(
-                    f"{func} makes {tuple(new.shape)} of a tensor of shape {tuple(tensor.shape)} whose memory is "
-                    "codes, and which keeps its shape; write to a new tensor"
+                    f"{func} would change the shape of a tensor stored as codes from {tuple(tensor.shape)} to "
+                    f"{tuple(new.shape)}; write to a new tensor"
                 )
             tensor.write(new)
         return tree_map_only(Tensor, lambda out: changed.get(id(out), out), result) if changed else result
@@ -261,14 +261,14 @@ class CodeTensor(Tensor):
         if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
             raise QuantizationError(
                 f"data = {tuple(values.shape)} {values.dtype} on {values.device}; this tensor is {tuple(self.shape)} "
-                f"{self.dtype} on {self.device}, and its memory is codes: halfstep.revert the model first, or cast and "
-                "move it before halfstep.prepare"
+                f"{self.dtype} on {self.device}, stored as codes: halfstep.revert the model first, or cast and move it "
+                "before halfstep.prepare"
             )
         part = not isinstance(values, CodeTensor) and values.untyped_storage().nbytes() != values.nbytes
         if part or not self.is_whole:
             raise QuantizationError(
-                "data = of a view of a tensor whose memory is codes, or = a part of a larger tensor: it would be a "
-                "copy, and not share that memory. Say so with copy_ (under torch.no_grad)"
+                "data = of a view of a tensor stored as codes, or = a view of a larger tensor: the values would be "
+                "copied, not shared. Call copy_ instead (under torch.no_grad)"
             )
         self.write(values.values() if isinstance(values, CodeTensor) else values)
 
@@ -293,7 +293,7 @@ class CodeTensor(Tensor):
             QuantizationError: always.
         """
         raise QuantizationError(
-            "this tensor's memory is codes, and there is no address with its values: take tensor.detach().clone(), or "
+            "this tensor is stored as codes, so no address holds its values: take tensor.detach().clone(), or "
             "model.state_dict() for files"
         )
 

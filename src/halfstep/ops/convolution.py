@@ -214,7 +214,7 @@ def convolution(
     spec = spec or LinearSpec()
     if spec.accumulates:
         raise RecipeError(
-            "a convolution with products that accumulate otherwise than in float32, and its sums are torch's own: give "
+            "a convolution with an accumulator other than float32, but torch's convolutions sum in their own way: give "
             "its rule no `accumulate`"
         )
     values = weight.values if isinstance(weight, Operand) else weight
@@ -231,8 +231,8 @@ def convolution(
         return linear(last, row, bias, spec, states, record).movedim(-1, 1)
     if spec.rotates:
         raise RecipeError(
-            "a convolution with products that a Hadamard transform rotates: a window adds up places that the transform "
-            "would mix, so nothing undoes it. Give its rule no `hadamard`"
+            "a convolution with a Hadamard transform: a window sums over positions that the transform would mix, so it "
+            "cannot be undone. Give its rule no `hadamard`"
         )
     if isinstance(weight, Operand):
         return _infer(window.widened(x), weight, bias, window, spec, states or {})

@@ -400,8 +400,8 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
     """
     if quantizer.clamp is not None:
         raise RecipeError(
-            f"a weight rounded with a {quantizer.clamp}, to be stored for inference: what it keeps apart has no place "
-            "beside codes. Give the rule's weight no clamp, or keep these layers by module_filter"
+            f"a weight rounded with a {quantizer.clamp}, to be stored for inference: the clamp's remainder cannot be "
+            "stored with codes. Give the rule's weight no clamp, or keep these layers by module_filter"
         )
     quantizer = quantizer.plain
     if quantizer.stateful is None:

@@ -79,8 +79,8 @@ def tokens_of(x: Any, mesh: Any) -> Tokens:
     dim = x.placements[0].dim % x.dim()
     if x.shape[dim] % mesh.size():
         raise ModelError(
-            f"dimension {dim} of an input of shape {tuple(x.shape)} is spread over {mesh.size()} ranks, which send "
-            "codes of as many tokens each: pad it to a multiple, or take ColwiseParallel, which gathers what there is"
+            f"dimension {dim} of an input of shape {tuple(x.shape)} is sharded over {mesh.size()} ranks, which must "
+            "have equal shards: pad it to a multiple, or take ColwiseParallel, which allows unequal ones"
         )
     return Tokens(mesh, x.shape, dim)
 
@@ -148,7 +148,7 @@ def _placed(x: Any, weight: Any) -> str:
             return "rows"
     what = f"as {[str(each) for each in x.placements]}" if hasattr(x, "device_mesh") else "no DTensor"
     raise ModelError(
-        f"a recipe rounds the operands of a product with a weight that is spread over ranks as {found}, and an input "
+        f"a recipe rounds the operands of a matmul with a weight that is spread over ranks as {found}, and an input "
         f"that is {what}. Expected torch.distributed.tensor.parallel's ColwiseParallel or RowwiseParallel on a mesh of "
         "one dimension (parallelize_module(model, mesh, {name: ColwiseParallel()}) after halfstep.apply), fully_shard, "
         "or module_filter to leave these layers unrounded"
@@ -165,7 +165,7 @@ def _check(spec: LinearSpec, other: str | None) -> None:
         other = other or "an estimator of the rounding's derivative"
     if other is not None:
         raise ModelError(
-            f"{other}, in a layer whose weight is spread over ranks (tensor parallel): no rank has all that it takes "
+            f"{other}, in a layer whose weight is sharded (tensor parallel): it needs more than one rank's shard "
             f"({linear_text(spec)}). Take 'fp8-rowwise', 'fp8-current', 'fp8-delayed', 'fp8-block', 'mxfp8' or "
             "'bf16-mixed', shard by fully_shard, or leave these layers unrounded by module_filter"
         )
@@ -303,8 +303,9 @@ def _with_maxima(x: Tensor, quantizer: Quantizer, group: Any, along: int, pieces
         if x.shape[along] // pieces % own[along]:
             whose = f"{pieces} pieces of {x.shape[0] // pieces}" if pieces > 1 else x.shape[0]
             raise ModelError(
-                f"a rank's part of a matrix is {whose} x {x.shape[1]}, and tiles that share a scale are {tile}: a "
-                f"tile would lie on two ranks. Spread dimensions that are multiples of {own[along]} times the ranks"
+                f"a rank's shard of a matrix is {whose} x {x.shape[1]}, and tiles that share a scale are {tile}: a "
+                f"tile would be split over two ranks. Shard dimensions that are multiples of {own[along]} times the "
+                "ranks"
             )
         return x, None
     if not quantizer.tiling.rule.reads:

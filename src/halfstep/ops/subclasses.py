@@ -37,12 +37,12 @@ def check_plain(tensor: Tensor) -> None:
         return
     if name == "DTensor":
         raise ModelError(
-            "a recipe rounds the operands of a product with a sharded weight (a DTensor), and under tensor parallelism "
-            "those of nn.Linear alone: shard by fully_shard, keep these layers by module_filter, or take a recipe "
-            "without rules, such as bf16-mixed"
+            "a recipe rounds the operands of a matmul with a sharded weight (a DTensor), but supports tensor "
+            "parallelism for nn.Linear alone: shard by fully_shard, keep these layers by module_filter, or take a "
+            "recipe without rules, such as bf16-mixed"
         )
     raise ModelError(
-        f"a recipe rounds the operands of a product with a weight that is a {name}: halfstep.revert the model before "
+        f"a recipe rounds the operands of a matmul with a weight that is a {name}: halfstep.revert the model before "
         "another library quantises it, or keep these layers by module_filter"
     )
 

@@ -75,8 +75,8 @@ def check_optimizer(
         one = own.get(parameter, rule)
         if projected(one, projection, tuple(parameter.shape)) is not one and optimizer.state.get(parameter):
             raise OptimizerError(
-                f"{type(optimizer).__name__} has moments of {known.get(parameter, 'a parameter')}, whose updates this "
-                "recipe takes in a subspace, where they have no place. Hand halfstep.prepare a new "
+                f"{type(optimizer).__name__} has moments of {known.get(parameter, 'a parameter')}, which this recipe "
+                "updates in a subspace with moments of another shape. Hand halfstep.prepare a new "
                 f"{type(optimizer).__name__}, or take a recipe without a projection"
             )
     return rule

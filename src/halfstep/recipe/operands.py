@@ -215,7 +215,7 @@ def typed(value: Any, expected: Any, *path: str | int) -> Any:
     if type(value) is int and float in kinds:
         return float(value)
     if type(value) not in kinds:
-        words = {str: "a string", bool: "true or false", float: "a number", int: "a whole number"}
+        words = {str: "a string", bool: "true or false", float: "a number", int: "an integer"}
         wanted = words.get(kinds[0], "an array of tables" if kinds[0] is list else "a table")
         raise At(f"{path[-1]} = {value!r} found; expected {wanted}" + (" or 'none'" if optional else ""), *path)
     return value

@@ -86,15 +86,16 @@ class Matmul:
             scales = quantizer and quantizer.scales
             if quantizer is not None and scales and not scales.rule.linear:
                 raise RecipeError(
-                    f"an operand of a product in {quantizer.format.name} ({scales}): a product takes elements times a "
-                    f"scale, and {scales.rule.name} is for what is kept (moments, masters). Take current, rceil, absmax"
+                    f"an operand of a matmul in {quantizer.format.name} ({scales}): a matmul takes codes times a "
+                    f"scale, but {scales.rule.name} is for stored tensors (moments, masters). Take current, rceil or "
+                    "absmax"
                 )
             if self.hadamard is not None and (quantizer is None or quantizer.stateful):
                 found = quantizer.stateful.name if quantizer and quantizer.stateful else "no rounding"
                 raise RecipeError(
-                    f"hadamard = {self.hadamard} beside an operand with {found}: it rotates both operands of a product "
-                    "that rounds both, and a state is of one tensor as it lies. Round both with a scaling that keeps "
-                    "no state (current, two_level, floor ...), or leave hadamard out"
+                    f"hadamard = {self.hadamard} beside an operand with {found}: it rotates both operands of a matmul "
+                    "that rounds both, and a scaling's state would belong to the unrotated tensor. Round both with a "
+                    "scaling without a state (current, two_level, floor ...), or leave hadamard out"
                 )
 
     @cached_property
@@ -133,7 +134,7 @@ class LinearSpec:
         for name, (first, second) in self._uses().items():
             stateful = [q for q in (first, second) if q is not None and q.stateful]
             if len(set(stateful)) > 1:
-                raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
+                raise RecipeError(f"{name} follows two stateful scalings; give both of its matmuls the same one")
         self._check_estimators()
         operands = [quantizer for uses in self._uses().values() for quantizer in uses if quantizer is not None]
         for quantizer in {id(quantizer): quantizer for quantizer in operands}.values():  # equal ones have own caches
@@ -153,8 +154,8 @@ class LinearSpec:
             found = next((q.estimator for q in uses if q is not None and q.estimator is not None), None)
             if found is not None and (name != "weight" or own is None):
                 raise RecipeError(
-                    f"an {found} for {name if name != 'weight' else 'the weight of the backward product alone'}: "
-                    "expected one for the weight of the forward product (output.rhs), whose gradient is multiplied by "
+                    f"an {found} for {name if name != 'weight' else 'the weight of the backward matmul alone'}: "
+                    "expected one for the weight of the forward matmul (output.rhs), whose gradient is multiplied by "
                     "the derivative. The gradients of inputs pass straight through"
                 )
         if own is not None and self.output.hadamard is not None:
@@ -269,7 +270,7 @@ class LinearSpec:
             return self
         if self.multiplies:
             raise RecipeError(
-                f"two sets of multipliers for the same products: {linear_text(self)}; and {linear_text(multipliers)}. "
+                f"two sets of multipliers for the same matmuls: {linear_text(self)}; and {linear_text(multipliers)}. "
                 "Expected one: leave them out of the recipe's rule, or out of the layer"
             )
         products = {
@@ -316,12 +317,12 @@ class AttentionSpec:
             if quantizer.estimator is not None or (quantizer.clamp is not None and quantizer.clamp.compensation):
                 raise RecipeError(
                     f"attention with {quantizer.format.name} ({quantizer.estimator or quantizer.clamp}): its operands "
-                    "are no weights, and its products of stacks have no place for a sparse remainder. Leave the "
+                    "are not weights, and its batched matmuls do not support a clamp's sparse remainder. Leave the "
                     "estimator out, and give a clamp compensation = false"
                 )
             if quantizer.stateful or (quantizer.scales is not None and quantizer.scales.tile.rows > 1):
                 raise RecipeError(
-                    f"attention with {quantizer.format.name} ({quantizer.scales}): its products "
+                    f"attention with {quantizer.format.name} ({quantizer.scales}): its matmuls "
                     "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
                 )
 

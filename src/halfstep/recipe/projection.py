@@ -71,7 +71,7 @@ class Projection:
         for name in ("rank", "gap"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise RecipeError(f"projection {name} = {value!r}; expected a whole number of at least 1")
+                raise RecipeError(f"projection {name} = {value!r}; expected an integer of at least 1")
         if not isinstance(self.scale, int | float) or not 0 < self.scale <= LARGEST:
             raise RecipeError(f"projection scale = {self.scale!r}; expected a number above 0, such as 0.25")
         if self.share is not None and not 0 < self.share <= 1:

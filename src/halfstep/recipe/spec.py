@@ -63,7 +63,7 @@ class LossScale:
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise RecipeError(f"loss_scale {name} = {value!r}; expected a whole number of at least 1")
+                raise RecipeError(f"loss_scale {name} = {value!r}; expected an integer of at least 1")
 
     @property
     def scales(self) -> bool:

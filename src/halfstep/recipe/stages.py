@@ -35,8 +35,8 @@ class Stage(Generic[Kind]):
         steps = type(self.start) is int and self.start > 0
         if not steps and not (type(self.start) is float and 0.0 < self.start < 1.0):
             raise RecipeError(
-                f"a stage with start = {self.start!r}; expected a whole number of steps from 1 on, or a fraction of "
-                "the run between 0 and 1, such as 0.9"
+                f"a stage with start = {self.start!r}; expected a number of steps (an integer from 1 on), or a "
+                "fraction of the run between 0 and 1, such as 0.9"
             )
 
     @property

@@ -51,8 +51,8 @@ class Storage:
         quantizer = self.quantizer
         if quantizer.stateful:
             raise RecipeError(
-                f"stored with scale = {quantizer.stateful.name!r}, which follows earlier steps; what is stored takes a "
-                "rule that needs the tensor alone: current, rceil, floor, absmax ..."
+                f"stored with scale = {quantizer.stateful.name!r}, which depends on earlier steps; a storage needs a "
+                "scaling that depends on the tensor alone: current, rceil, floor, absmax ..."
             )
         if quantizer.rounding == "stochastic":
             raise RecipeError("stored with rounding = 'stochastic'; what an optimizer keeps is rounded to nearest")
@@ -61,7 +61,7 @@ class Storage:
         if quantizer.clamp is not None or quantizer.estimator is not None:
             raise RecipeError(
                 f"stored with a {quantizer.clamp or quantizer.estimator}: clamps and estimators are for operands of "
-                "products; what is stored is rounded as it is"
+                "matmuls; leave them out of storages"
             )
         tile = quantizer.scales.tile if quantizer.scales else None
         if self.flat and (tile is None or tile.rows != 1 or not tile.columns):

@@ -51,7 +51,7 @@ def matmul(input: Tensor, other: Tensor, constraint: str | Constraint | None = "
     """
     if input.dim() < 2 or other.dim() < 2 or input.shape[-1] != other.shape[-2]:
         raise ModelError(
-            f"a product of tensors of shapes {tuple(input.shape)} and {tuple(other.shape)}; expected "
+            f"a matmul of tensors of shapes {tuple(input.shape)} and {tuple(other.shape)}; expected "
             "(..., rows, shared) and (..., shared, columns)"
         )
     batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])  # type: ignore[no-untyped-call]
