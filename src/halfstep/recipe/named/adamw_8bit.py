@@ -16,7 +16,7 @@ MAPS = (("exp_avg_sq", _map("dynamic8_unsigned")), ("*", _map("dynamic8")))
 
 adamw_8bit = Recipe(
     name="adamw-8bit",
-    summary="fp32 weights, products in bf16 by torch.autocast; moments in 8 bits, the dynamic maps in blocks of 256.",
+    summary="fp32 weights, matmuls in bf16 by torch.autocast; moments in 8 bits, the dynamic maps in blocks of 256.",
     source="Dettmers et al. 2022, arXiv 2110.02861; bitsandbytes for the blocks of 256",
     compute="bf16",
     moments=MAPS,

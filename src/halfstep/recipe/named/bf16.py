@@ -87,7 +87,7 @@ bf16_megatron = Recipe(
 
 bf16_mixed = Recipe(
     name="bf16-mixed",
-    summary="fp32 weights, products in bf16 by torch.autocast; no loss scaling.",
+    summary="fp32 weights, matmuls in bf16 by torch.autocast; no loss scaling.",
     source="torch.autocast; Kalamkar et al. 2019, arXiv 1905.12322",
     compute="bf16",
 )
@@ -133,7 +133,7 @@ _product = Matmul(_truncate, _truncate)
 
 bf16_truncate = Recipe(
     name="bf16-truncate",
-    summary="bf16-mixed whose products' operands are rounded toward zero: a shrink of 0.3 % in each, all one way.",
+    summary="bf16-mixed with matmul operands rounded toward zero: every operand shrinks, by 0.3 % on average.",
     source="the rounding question of Kalamkar et al. 2019, arXiv 1905.12322",
     compute="bf16",
     rules=(Rule("*", LinearSpec(_product, _product, _product)),),

@@ -10,7 +10,7 @@ _GROUPS = Scales(Tile(1, 128), get_scaling("expansion_sixteenths"))
 
 coat = Recipe(
     name="coat",
-    summary="Moments in E4M3, their range expanded in groups of 128; FP8 products; what autograd keeps is in FP8 too.",
+    summary="Moments in E4M3, their range expanded in groups of 128; FP8 matmuls; saved activations in FP8 too.",
     source="Xi et al. 2025 (COAT), arXiv 2410.19313; NVlabs/COAT for the constants",
     compute="bf16",
     moments=(("*", get_storage(Quantizer(formats.get("e4m3fn"), scales=_GROUPS), flat=True)),),

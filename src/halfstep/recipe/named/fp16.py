@@ -4,8 +4,8 @@ from halfstep.quant import get_accumulator
 from halfstep.recipe import LossScale, Recipe, Rule, linear_spec
 
 
-_SOURCE = "the ablation of Micikevicius et al. 2018, arXiv 1710.03740, whose products add up in fp32"
-_NOTE = "chains of fused multiply-adds, an addition a product; longer blocks are `accumulate = {format, block}`"
+_SOURCE = "the ablation of Micikevicius et al. 2018, arXiv 1710.03740, whose matmuls accumulate in fp32"
+_NOTE = "sums are chains of fused multiply-adds, rounded after each; `accumulate = {format, block}` has longer blocks"
 
 
 def _rules(format: str) -> tuple[Rule, ...]:
@@ -14,7 +14,7 @@ def _rules(format: str) -> tuple[Rule, ...]:
 
 fp16_accumulate = Recipe(
     name="fp16-accumulate",
-    summary="fp16-mixed whose linear layers' products add up in fp16, one product after another.",
+    summary="fp16-mixed whose linear layers' matmuls accumulate in fp16, one product after another.",
     source=_SOURCE,
     compute="fp16",
     loss_scale=LossScale(),
@@ -24,7 +24,7 @@ fp16_accumulate = Recipe(
 
 bf16_accumulate = Recipe(
     name="bf16-accumulate",
-    summary="bf16-mixed whose linear layers' products add up in bf16, one product after another.",
+    summary="bf16-mixed whose linear layers' matmuls accumulate in bf16, one product after another.",
     source=_SOURCE,
     compute="bf16",
     rules=_rules("bf16"),
@@ -105,7 +105,7 @@ fp16_master = Recipe(
 
 fp16_mixed = Recipe(
     name="fp16-mixed",
-    summary="fp32 weights, products in fp16 by torch.autocast; dynamic loss scale.",
+    summary="fp32 weights, matmuls in fp16 by torch.autocast; dynamic loss scale.",
     source="torch.autocast and torch.amp.GradScaler; Micikevicius et al. 2018, arXiv 1710.03740",
     compute="fp16",
     loss_scale=LossScale(),
@@ -125,7 +125,7 @@ fp16_nomaster = Recipe(
     weights="fp16",
     compute="fp16",
     loss_scale=LossScale(),
-    notes=("beside fp16-master it shows what the master copy alone does; fp16-pure's moments are in fp16 too",),
+    notes=("compared with fp16-master it shows the effect of the master copy; fp16-pure's moments are in fp16 too",),
 )
 
 fp16_pure = Recipe(
@@ -142,7 +142,7 @@ fp16_pure = Recipe(
 
 fp16_static = Recipe(
     name="fp16-static",
-    summary="fp32 weights, products in fp16 by torch.autocast; constant loss scale of 1024.",
+    summary="fp32 weights, matmuls in fp16 by torch.autocast; constant loss scale of 1024.",
     source="Micikevicius et al. 2018, arXiv 1710.03740: constant scales from 8 to 32K",
     compute="fp16",
     loss_scale=LossScale(init=1024.0, dynamic=False),

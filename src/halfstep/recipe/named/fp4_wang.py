@@ -32,7 +32,7 @@ _BOTH = (
 
 fp4_wang = Recipe(
     name="fp4-wang",
-    summary="E2M1 products with a scale a token and an output channel, outliers kept apart, and FP8-LM's states.",
+    summary="E2M1 matmuls with a scale a token and an output channel, outliers unrounded, and FP8-LM's states.",
     source=_SOURCE + ", sections 3 and 4.1",
     compute="bf16",
     moments=fp8lm_o2.moments,
@@ -42,9 +42,9 @@ fp4_wang = Recipe(
         "An input is clamped at the quantiles 0.01 and 0.99 of its tensor (whether they are a tensor's or a token's is "
         "not said), rounded, and multiplied with what was clamped away beside it, unrounded and sparse: in the forward "
         "and in the weight gradient. clamp = {estimate = 'histogram'} cuts values to 8 bits to find them.",
-        "The backward products, which the paper does not specify, take E5M2 output gradients with one scale a tensor, "
+        "The backward matmuls, which the paper does not specify, take E5M2 output gradients with one scale a tensor, "
         "and the rounded input and weight of the forward. Their scales, which lie along what is summed over, multiply "
-        "the output gradient before it is rounded: all three products are exact before their last rounding.",
+        "the output gradient before it is rounded: all three matmuls are exact before their last rounding.",
         *_BOTH,
         "Moments, weights and their gradients are fp8lm-o2's: first moment E4M3, second scaled fp16, E4M3 gradients, "
         "scaled fp16 weights; the paper names the moments and the gradients that are communicated.",
@@ -54,7 +54,7 @@ fp4_wang = Recipe(
 
 fp4_wang_msamp = Recipe(
     name="fp4-wang-msamp",
-    summary="E2M1 products as released: powers of two a token and an input channel, clamped per token, E5M2 gradients.",
+    summary="E2M1 matmuls as released: powers of two a token and an input channel, clamped per token, E5M2 gradients.",
     source=_SOURCE + "; its released code: MS-AMP, FP4 operators, megatron/layers.py",
     compute="bf16",
     rules=(*KEEP, Rule("*", _spec(_TOKEN, _CHANNEL, _GRAD))),
@@ -62,7 +62,7 @@ fp4_wang_msamp = Recipe(
         "A scale is 2^ceil(log2(amax / 6)): up to half of FP4's range stays unused. A weight has one for each of its "
         "input channels, where the paper has one an output channel.",
         "Inputs are clamped at the quantiles 0.01 and 0.99 of each token, and what is beyond is lost.",
-        "Backward products take E5M2 output gradients and the values that the forward rounded input and weight to. All "
+        "Backward matmuls take E5M2 output gradients and the values that the forward rounded input and weight to. All "
         "of it fits bf16.",
         *_BOTH,
     ),

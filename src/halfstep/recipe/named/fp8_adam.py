@@ -9,7 +9,7 @@ _BLOCKS = Scales(Tile(1, 256), get_scaling("absmax"))
 
 fp8_adam = Recipe(
     name="fp8-adam",
-    summary="fp32 weights, products in bf16 by torch.autocast; both moments in E4M3, in blocks of 256.",
+    summary="fp32 weights, matmuls in bf16 by torch.autocast; both moments in E4M3, in blocks of 256.",
     source="torchao 0.18, optim.AdamWFp8",
     compute="bf16",
     moments=(("*", get_storage(Quantizer(formats.get("e4m3fn"), scales=_BLOCKS), flat=True, smallest=4096)),),

@@ -19,7 +19,7 @@ def _rules(scaling: Scaling) -> tuple[Rule, ...]:
 
 fp8_amax = Recipe(
     name="fp8-amax",
-    summary="fp16 weights; products of E4M3 (max 240) and E5M2 with just-in-time power-of-two scales, margin 3.",
+    summary="fp16 weights; matmuls in E4M3 (max 240) and E5M2 with just-in-time power-of-two scales, margin 3.",
     source=f"{_SOURCE}, FP8-AMAX",
     weights="fp16",
     compute="fp16",

@@ -25,8 +25,8 @@ fp8_delayed = delayed_recipe(
     source="NVIDIA Transformer Engine, DelayedScaling and its defaults (fp8_format HYBRID)",
     notes=(
         _FIRST,
-        "What outgrows its history saturates, an infinity too, as in Transformer Engine: the loss may look usual, and "
-        "halfstep.track names the tensor. NaN stays NaN.",
+        "Values beyond the amax of the history saturate, infinities too, as in Transformer Engine: the loss may look "
+        "usual, but halfstep.track names the tensor. NaN stays NaN.",
     ),
 )
 

@@ -24,7 +24,7 @@ fp8_smooth_swiglu = Recipe(
         "The scale is of the linear branch's largest magnitude over the tokens of a call; the paper leaves that open.",
         "A scale's history is one optimizer step, the largest amax of its micro-batches and ranks: one global batch.",
         "In the first step each tensor is scaled by its own amax.",
-        "The backward products take input and weight as the forward rounded them; the code casts them to E5M2.",
+        "The backward matmuls take input and weight as the forward rounded them; the code casts them to E5M2.",
         "Weights are fp32; the code's fp16 weights with a scale and its FP8 moments are no part of this recipe.",
     ),
 )

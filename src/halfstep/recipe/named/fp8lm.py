@@ -16,9 +16,9 @@ _ALL = (
     "16 steps (from the tensor itself until there are 16, and again after an amax that is not finite), of weights and "
     "weight gradients from the tensor itself. MS-AMP returns 1 / the old scale for an infinite amax; this does not.",
     "Biases, norms, embeddings and heads stay in fp32 with fp32 gradients, and compute in bf16 or fp32 as "
-    "torch.autocast has it; so do the weights of fused experts, whose products round.",
+    "torch.autocast has it; so do the weights of fused experts, whose matmuls round.",
     "Codes come with the optimizer of halfstep.prepare. With more than one rank, gradients are in fp32, and rounded "
-    "after their reduction. halfstep.apply alone rounds products.",
+    "after their reduction. halfstep.apply alone only rounds matmuls.",
     "The paper's all-reduce is `halfstep.distributed.compress(ddp, halfstep.recipe.FP8_LM)`; MS-AMP's factor is a "
     "constant 1 / sqrt(ranks): reduce = 'ms_amp'.",
 )
@@ -30,7 +30,7 @@ _SIX = (
 
 fp8lm_o1 = Recipe(
     name="fp8lm-o1",
-    summary="E4M3/E5M2 products, E4M3 weight gradients, weights in scaled fp16 without a master.",
+    summary="E4M3/E5M2 matmuls, E4M3 weight gradients, weights in scaled fp16 without a master.",
     source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O1",
     compute="bf16",
     rules=_RULES,

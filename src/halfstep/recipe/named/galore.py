@@ -8,15 +8,15 @@ from halfstep.recipe.named.adamw_8bit import MAPS, adamw_8bit
 
 galore = Recipe(
     name="galore",
-    summary="fp32 weights, products in bf16 by torch.autocast; Adam in a subspace of each linear layer's gradient.",
+    summary="fp32 weights, matmuls in bf16 by torch.autocast; Adam in a subspace of each linear layer's gradient.",
     source="Zhao et al. 2024, arXiv 2403.03507",
     compute="bf16",
     projection=Projection(),
     notes=(
-        "its bytes are those of what is not projected, the most; of a 1024 x 4096 matrix, states are 1.125",
+        "bytes are those of unprojected weights; states of a 1024 x 4096 matrix take 1.125 bytes a parameter",
         "the paper trains bf16 weights: 'galore-bf16'",
         "no rank above half the short side, where a projection would save nothing; the paper's are at most that",
-        "moments are not turned when the subspace changes, as in galore-torch",
+        "moments are not converted to a new subspace, as in galore-torch",
     ),
 )
 
@@ -27,7 +27,7 @@ galore_8bit = replace(
     source=f"{galore.source}; {adamw_8bit.source}",
     moments=((PROJECTOR, "fp32"), *MAPS),
     notes=(
-        "its bytes are those of what is not projected, the most; of a 1024 x 4096 matrix, states are 0.3789",
+        "bytes are those of unprojected weights; states of a 1024 x 4096 matrix take 0.3789 bytes a parameter",
         "projected moments of fewer than 4096 numbers stay in fp32, as in bitsandbytes",
         *galore.notes[2:],
     ),
@@ -41,7 +41,7 @@ galore_bf16 = replace(
     moments=(("exp_avg_sq", "fp32"), ("*", "bf16")),
     update_rounding="stochastic",
     notes=(
-        "its bytes are those of what is not projected, the most; of a 1024 x 4096 matrix, states are 0.8125",
+        "bytes are those of unprojected weights; states of a 1024 x 4096 matrix take 0.8125 bytes a parameter",
         "the paper rounds updates to nearest; here stochastically, since small ones are lost otherwise",
         "singular vectors in bf16 are orthonormal to about 2^-8; second moments stay in fp32, since in bf16 they stall",
         *galore.notes[2:],

@@ -15,9 +15,9 @@ int8_weight_only = Recipe(
     compute="bf16",
     rules=(*KEEP, Rule("*", LinearSpec(output=Matmul(rhs=_row), grad_input=Matmul(rhs=_row.down)))),
     notes=(
-        "Both products that take a weight take the same values: gradients are those of what the forward computed.",
-        "Made for weights that stay as they are (halfstep.quantize_model): trained, weights are bf16 ones, updated "
-        "stochastically.",
+        "Both matmuls that take a weight take the same values, so gradients are those of the forward pass.",
+        "Made for frozen weights (halfstep.quantize_model); if trained, weights are bf16, with stochastic rounding of "
+        "updates.",
         "The scale is amax / 127: codes are -127 to 127, and nothing saturates. Rows are divided by it, and ties go to "
         "even. torchao's is amax / 127.5 and at least 2^-23, its codes -128 to 127: it multiplies by the rounded "
         "reciprocal of the scale, and its largest values saturate.",

@@ -13,7 +13,7 @@ mxfp4 = Recipe(
     compute="bf16",
     rules=(*KEEP, Rule("*", linear_spec(input=_block, weight=_block, grad_output=_block))),
     notes=(
-        "OCP's scales, rounded down, clip the maxima of 42% of blocks, over all magnitudes that numbers may have; "
-        "scale = 'rceil' clips nothing.",
+        "OCP's scales, rounded down, clip the maxima of 42% of blocks, averaged over all magnitudes; scale = 'rceil' "
+        "clips nothing.",
     ),
 )

@@ -13,14 +13,14 @@ _backward = Matmul(_operand, _operand, hadamard=Hadamard(64, "random"))
 
 mxfp4_rht = Recipe(
     name="mxfp4-rht",
-    summary="Backward products in MXFP4, all four operands rotated in blocks of 64 and rounded stochastically, three "
-    "quarters of them so that none is clipped; forward products in bf16.",
+    summary="Backward matmuls in MXFP4, all four operands rotated in blocks of 64 and rounded stochastically, three "
+    "quarters of them so that none is clipped; forward matmuls in bf16.",
     source="Tseng, Yu and Park 2025, Training LLMs with MXFP4, arXiv 2502.20586, and the authors' code",
     compute="bf16",
     rules=(*KEEP, Rule("*", LinearSpec(grad_input=_backward, grad_weight=_backward))),
     notes=(
-        "The signs of the rotation are drawn for each product, as the authors' code does.",
-        "A dimension that is no multiple of 64 is filled with zeros, which changes no product.",
-        "Gradients are right on average: what is rounded has no bias, and the transform bounds its variance.",
+        "The signs of the rotation are drawn for each matmul, as in the authors' code.",
+        "A dimension that is not a multiple of 64 is padded with zeros, which changes no result.",
+        "Gradients are unbiased, since rounding is, and the transform bounds their variance.",
     ),
 )

@@ -12,7 +12,7 @@ mxfp8 = Recipe(
     source="NVIDIA Transformer Engine, MXFP8BlockScaling; OCP Microscaling Formats (MX) 1.0",
     compute="bf16",
     rules=(*KEEP, Rule("*", linear_spec(input=_up, weight=_up, grad_output=_up))),
-    notes=("A tensor is rounded separately for each of its two products, from its own values: their blocks differ.",),
+    notes=("A tensor is rounded for each of its two matmuls, from unrounded values, since their blocks differ.",),
 )
 
 mxfp8_floor = Recipe(

@@ -15,11 +15,11 @@ def _of(name: str, weight: Quantizer, scales: str) -> Recipe:
         compute="bf16",
         rules=(*KEEP, Rule("*", products)),
         notes=(
-            "Both products that take a weight take the same values: gradients are those of what the forward computed.",
-            "Made for weights that stay as they are (halfstep.quantize_model): trained, weights are bf16 ones, updated "
-            "stochastically, and the paper trains adapters alone.",
-            "bitsandbytes' blocks run through a weight laid out flat: they are these where a layer has 64 n "
-            "inputs. It rounds decoded weights to bf16 before the product, which here takes them as they are.",
+            "Both matmuls that take a weight take the same values, so gradients are those of the forward pass.",
+            "Made for frozen weights (halfstep.quantize_model); if trained, weights are bf16, with stochastic rounding "
+            "of updates. The paper trains adapters only.",
+            "bitsandbytes' blocks run along the flattened weight: they equal these if a layer's inputs are a multiple "
+            "of 64. It rounds decoded weights to bf16 before the matmul; this does not.",
         ),
     )
 

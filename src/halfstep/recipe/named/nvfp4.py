@@ -32,7 +32,7 @@ nvfp4 = Recipe(
         ),
     ),
     notes=(
-        "A weight has one scale for 16x16 elements, so both of its products multiply by the same numbers.",
+        "A weight has one scale for 16x16 elements, so both of its matmuls take the same values.",
         "The Hadamard transform spreads an outlier over 16 rows of a batch. In a block of 16, whose maximum is stored "
         "well in any case, that raises the rounding error: on two channels 30 times as large as others from 8% to 11%.",
         "Stochastic rounding is right on average for what is not clipped. E4M3's scales are rounded to the nearest, "

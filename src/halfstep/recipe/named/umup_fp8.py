@@ -33,7 +33,7 @@ umup_fp8 = Recipe(
     notes=(
         "Operands are clamped to the format's range and rounded; small values become zero without unit scale.",
         "The layers in bf16 are found by their role (halfstep.unit), and in other models by the names they have there.",
-        "About 70 % of the products of a block are then in FP8 where MLPs are gated, 58 % where they are not.",
+        "About 70 % of a block's multiply-adds are then in FP8 where MLPs are gated, 58 % where they are not.",
     ),
 )
 
@@ -46,6 +46,6 @@ munit_fp8 = Recipe(
     rules=(*_OUTER, *KEEP, Rule("*", _FP8)),
     notes=(
         "Operands are clamped to the format's range and rounded; small values become zero without unit scale.",
-        "Embeddings, the readout, norms and attention's own products are in bf16 and float32, as autocast has them.",
+        "Embeddings, the readout, norms and attention's own matmuls are in bf16 and float32, as autocast has them.",
     ),
 )

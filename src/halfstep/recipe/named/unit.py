@@ -28,7 +28,7 @@ unit_fp16 = Recipe(
 
 unit_fp8 = _recipe(
     "unit-fp8",
-    "A unit-scaled model whose products cast to E4M3, gradients to E5M2, with a scale of 1; the rest is fp16.",
+    "A unit-scaled model whose matmuls cast to E4M3, gradients to E5M2, with a scale of 1; the rest is fp16.",
     linear_spec(input=_e4m3, weight=_e4m3, grad_output=_e5m2),
 )
 
@@ -40,14 +40,14 @@ unit_fp8_e4m3 = _recipe(
 
 unit_mxfp8 = _recipe(
     "unit-mxfp8",
-    "A unit-scaled model whose products are in MXFP8: E4M3 in blocks of 32; the rest is fp16.",
+    "A unit-scaled model whose matmuls are in MXFP8: E4M3 in blocks of 32; the rest is fp16.",
     linear_spec(input=_mx, weight=_mx, grad_output=_mx),
     "The paper has no blocks.",
 )
 
 unit_nvfp4 = _recipe(
     "unit-nvfp4",
-    "A unit-scaled model whose products are in NVFP4, its gradients by stochastic rounding; the rest is fp16.",
+    "A unit-scaled model whose matmuls are in NVFP4, its gradients by stochastic rounding; the rest is fp16.",
     linear_spec(input=_nv, weight=_nv, grad_output=_stochastic),
     "The paper has no FP4.",
 )
