@@ -183,8 +183,8 @@ def test_attention_that_no_module_forms_is_an_error():
 
 
 @pytest.mark.parametrize(("attention", "message"), [
-    ({"score": {}}, "unknown product of attention 'score'; nearest: scores"),
-    ({"scores": {"inputs": "e4m3fn"}}, "unknown key of a product 'inputs'; nearest: input"),
+    ({"score": {}}, "unknown matmul of attention 'score'; nearest: scores"),
+    ({"scores": {"inputs": "e4m3fn"}}, "unknown key of a matmul 'inputs'; nearest: input"),
     ({"scores": {"input": {"format": "e4m3fn", "tile": "tensor", "scale": "delayed"}}}, "without a state"),
     (3, "expected a table"),
 ])  # fmt: skip

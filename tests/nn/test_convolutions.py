@@ -27,7 +27,7 @@ from tiny import EVERY, PROJECTED, SMOOTH, assert_same, fast_and_every, prepared
 _aten = torch.ops.aten
 ROUNDING = [n for n in EVERY if n not in SMOOTH and any(r.linear.quantizers for r in recipe.get_recipe(n).rules)]
 ROTATED = [n for n in ROUNDING if any(r.linear.rotates for r in recipe.get_recipe(n).rules)]
-WINDOWED = "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
+WINDOWED = "a convolution: its window sums over positions that the rule's Hadamard transform would mix"
 STATEFUL = [n for n in ROUNDING if any(r.linear.states for r in recipe.get_recipe(n).rules)]
 FP32 = Quantizer(formats.get("fp32"))
 IDENTITY = Recipe("identity", "", "", rules=(Rule("*", linear_spec(FP32, FP32, FP32)),))
@@ -242,7 +242,7 @@ def test_states_are_of_each_operand_and_move_with_training(name):
 def test_an_accumulator_keeps_a_convolution_and_says_so(name):
     report = halfstep.apply(Net(), name)
     assert report.quantized == ("head",)
-    assert {*report.kept.values()} == {"a convolution, whose sums are torch's own; the rule's products accumulate"}
+    assert {*report.kept.values()} == {"a convolution: torch's sum in their own way, but the rule sets an accumulator"}
 
 
 @pytest.mark.parametrize("name", ROTATED)

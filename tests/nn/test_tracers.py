@@ -73,7 +73,7 @@ def test_a_graph_that_would_not_round_is_refused(recipe):
     traced = torch.fx.symbolic_trace(copy.deepcopy(model))
     halfstep.apply(model, recipe)
     for name, trace in TRACERS.items():
-        with torch.no_grad(), pytest.raises(RecipeError, match=rf"Net follows recipe '{recipe}', and {name}"):
+        with torch.no_grad(), pytest.raises(RecipeError, match=rf"Net follows recipe '{recipe}', but {name}"):
             trace(model, x)
     halfstep.apply(traced, recipe)  # as the error says
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_a_graph_that_would_not_round_is_refused(recipe):
 def test_one_layer_under_autocast_is_no_graph_of_its_code(layer):
     """torch.fx leaves layers within a model whole, and writes down what is in one that is the model."""
     halfstep.apply(model := layer(), "fp16-mixed")
-    with pytest.raises(RecipeError, match=r"follows recipe 'fp16-mixed', and torch\.fx \(symbolic_trace, make_fx\)"):
+    with pytest.raises(RecipeError, match=r"follows recipe 'fp16-mixed', but torch\.fx \(symbolic_trace, make_fx\)"):
         torch.fx.symbolic_trace(model)
     halfstep.apply(inside := nn.Sequential(layer()), "fp16-mixed")
     assert [node.op for node in torch.fx.symbolic_trace(inside).graph.nodes] == ["placeholder", "call_module", "output"]

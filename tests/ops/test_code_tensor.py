@@ -165,9 +165,9 @@ def test_a_write_through_a_view_of_tiles_is_refused(quantizer, write):
     "function, message",
     [
         (lambda x: x.view(torch.int32), r"cannot be viewed in another dtype.* Call it on tensor.detach\(\).clone\(\)"),
-        (lambda x: x.set_(torch.zeros(6, 32)), "keeps its shape"),
-        (lambda x: x.resize_(3, 3), "keeps its shape"),
-        (lambda x: x.t_(), "keeps its shape"),
+        (lambda x: x.set_(torch.zeros(6, 32)), "nor its shape be changed"),
+        (lambda x: x.resize_(3, 3), "nor its shape be changed"),
+        (lambda x: x.t_(), "nor its shape be changed"),
         (
             lambda x: torch.mm(torch.ones(6, 2), torch.ones(2, 4), out=x),
             r"from \(6, 32\) to \(6, 4\)",

@@ -240,8 +240,8 @@ def test_recurrent_layers_take_the_estimator(kind):
     [
         (lambda q: linear_spec(input=q), "estimator k=5 cap=3 for input: expected one for the weight of the forward"),
         (lambda q: linear_spec(grad_output=q), "for grad_output"),
-        (lambda q: LinearSpec(grad_input=Matmul(None, q)), "for the weight of the backward product alone"),
-        (lambda q: AttentionSpec(linear_spec(weight=q)), "attention with float4_e2m1fn .estimator.*no weights"),
+        (lambda q: LinearSpec(grad_input=Matmul(None, q)), "for the weight of the backward matmul alone"),
+        (lambda q: AttentionSpec(linear_spec(weight=q)), "attention with float4_e2m1fn .estimator.*not weights"),
         (lambda q: AttentionSpec(linear_spec(fp4(clamp=Clamp()))), "attention .*clamp 0.99, compensated.*remainder"),
         (
             lambda q: LinearSpec(Matmul(fp4(), q, hadamard=Hadamard())),

@@ -112,7 +112,7 @@ def test_a_rotated_tensor_is_rounded_for_each_product_anew():
     assert current.input_codes is not None
     rotated = replace(current, grad_weight=replace(current.grad_weight, hadamard=R16))
     assert rotated.input_codes is None
-    with pytest.raises(RecipeError, match="no rule rounds them so"):
+    with pytest.raises(RecipeError, match="no rule rounds inputs so"):
         recipe_of(rotated, saved=replace(COAT, nonlinear=None))
 
 
@@ -294,9 +294,9 @@ def test_a_convolution_is_kept_and_says_why():
     report = halfstep.apply(model, recipe_of(spec_of(grad_weight=R16)))
     assert report.quantized == ("3",)
     assert set(report.kept) == {"0", "1"}
-    assert all("a convolution, whose window would mix" in why for why in report.kept.values())
+    assert all("a convolution: its window sums" in why for why in report.kept.values())
     x, weight = torch.randn(1, 4, 8), torch.randn(4, 4, 3)
-    with pytest.raises(RecipeError, match="nothing undoes it"):
+    with pytest.raises(RecipeError, match="cannot be undone"):
         ops.convolution(x, weight, None, Window((1,), (0,), (1,)), spec_of(grad_weight=R16))
 
 

@@ -99,11 +99,9 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         elif is_adapter is not None and is_adapter(path):
             kept[path] = "an adapter; rules reach it where the recipe has float32_adapters = false"
         elif rule.linear.accumulates and any(own.layout for own in weights[path]):
-            kept[path] = "a convolution, whose sums are torch's own; the rule's products accumulate"
+            kept[path] = "a convolution: torch's sum in their own way, but the rule sets an accumulator"
         elif rule.linear.rotates and any(own.layout for own in weights[path]):
-            kept[path] = (
-                "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
-            )
+            kept[path] = "a convolution: its window sums over positions that the rule's Hadamard transform would mix"
         else:
             specs[path] = rule.linear
     if specs and not chosen & specs.keys():

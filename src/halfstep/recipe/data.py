@@ -175,11 +175,11 @@ def _attention(data: Any) -> AttentionSpec | None:
     if data == "none":
         return None
     table = typed(data, dict, "attention")
-    check_keys(table, tuple(field.name for field in fields(AttentionSpec)), "product of attention", "attention")
+    check_keys(table, tuple(field.name for field in fields(AttentionSpec)), "matmul of attention", "attention")
     specs = {}
     for name in table:
         sides = typed(table[name], dict, "attention", name)
-        check_keys(sides, ("accumulate", *_USES, *_PRODUCTS), "key of a product", "attention", name)
+        check_keys(sides, ("accumulate", *_USES, *_PRODUCTS), "key of a matmul", "attention", name)
         specs[name] = _linear(sides, "attention", name)
     try:
         return AttentionSpec(**specs)

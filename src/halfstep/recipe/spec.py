@@ -216,9 +216,9 @@ class Recipe:
             )
         if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
             yield (
-                "saved = {operands = true} keeps the codes that products round their inputs to, with one scale a "
-                "tensor and alike in both products that take the input, and no rule rounds them so: give such a rule "
-                "(as fp8-current has), or set operands to false"
+                "saved = {operands = true} saves the codes of matmul inputs that have one scale a tensor and are "
+                "rounded alike in both matmuls, but no rule rounds inputs so: give such a rule (as fp8-current has), "
+                "or set operands to false"
             )
         if self.grads == self.weights:
             yield f"grads = {self.grads!r} is the weights' format; leave it out"
