@@ -496,4 +496,6 @@ def test_the_recipe_shows_it():
     assert "rank 128, at most 0.5 of the short side" in get_recipe("galore").describe()
     for name in PROJECTED:
         states = get_recipe(name).bytes_per_parameter(shape=(1024, 4096)).states
-        assert f"of a 1024 x 4096 matrix, states are {states:.4g}" in " ".join(get_recipe(name).describe().split())
+        assert f"states of a 1024 x 4096 matrix take {states:.4g} bytes a parameter" in " ".join(
+            get_recipe(name).describe().split()
+        )

@@ -193,11 +193,11 @@ def test_elements_are_formats_of_floating_point(name):
 def test_no_product_takes_it():
     coat = get_storage(quantizer("expansion"), flat=True)
     assert (coat.bytes, get_recipe("coat").bytes_per_parameter().states) == (1.09375, 2.1875)
-    with pytest.raises(RecipeError, match=r"is for what is kept .*Take current"):
+    with pytest.raises(RecipeError, match=r"is for stored tensors .*Take current"):
         halfstep.recipe.linear_spec(input=coat.quantizer)
     operand = {"format": "e4m3fn", "tile": "1x128", "scale": "expansion"}
     mine = {"name": "mine", "base": "fp8-current", "rules": [{"path": "*", "input": operand}]}
-    with pytest.raises(RecipeError, match="is for what is kept"):
+    with pytest.raises(RecipeError, match="is for stored tensors"):
         halfstep.recipe.from_data(mine, get_recipe)
     whole = Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("expansion")))
     assert whole(gaussian(3, 5)).isfinite().all()
