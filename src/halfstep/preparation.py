@@ -356,7 +356,7 @@ def _warn_of_later(model: nn.Module, recipe: Recipe, trained: Collection[Tensor]
     if found:
         warnings.warn(
             f"{some(found)} came to the model after recipe {recipe.name!r} was applied, and do not "
-            "follow it: they stay in the dtype that they have, and the products of their layers round nothing. Build "
+            "follow it: they stay in the dtype that they have, and their matmuls are not rounded. Build "
             "the whole model first, then call halfstep.prepare",
             stacklevel=stacklevel,
         )

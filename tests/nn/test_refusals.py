@@ -192,5 +192,5 @@ def test_two_models_in_one_wrapper(verb):
 def test_gradients_in_a_batch(name):
     model, x = mlp(), torch.ones(2, 8, requires_grad=True)
     halfstep.apply(model, name)
-    with pytest.raises(RecipeError, match=r"is_grads_batched=True .* goes over a product whose operands are rounded"):
+    with pytest.raises(RecipeError, match=r"is_grads_batched=True .* goes over a matmul whose operands are rounded"):
         torch.autograd.grad(model(x), x, torch.ones(3, 2, 4), is_grads_batched=True)

@@ -172,7 +172,7 @@ def test_a_captured_step_reads_the_learning_rate_of_now_and_refuses_other_betas(
     optimizer.follow_options()
     assert steps._table[0, place] == 0.05
     group["betas"] = (0.5, 0.6)
-    with pytest.raises(OptimizerError, match=r"betas of a parameter group.*set them back"):
+    with pytest.raises(OptimizerError, match=r"betas of a parameter group.*restore them"):
         optimizer.follow_options()
     steps.held = False
     optimizer.follow_options()

@@ -114,7 +114,7 @@ class Once(torch.autograd.Function):
     @staticmethod
     def tangent(*_: Any) -> Any:
         raise RecipeError(
-            "a forward-mode derivative (torch.func.jvp, jacfwd, hessian) goes through a product whose operands are "
+            "a forward-mode derivative (torch.func.jvp, jacfwd, hessian) goes through a matmul whose operands are "
             f"rounded, and a recipe rounds none in that mode: take reverse mode (grad, vjp), {_REMEDY}"
         )
 
@@ -125,7 +125,7 @@ class Once(torch.autograd.Function):
 
 def _refuse_batched(how: str) -> None:
     raise RecipeError(
-        f"{how} goes over a product whose operands are rounded; its scales could be the batch's or each sample's own: "
+        f"{how} goes over a matmul whose operands are rounded; its scales could be the batch's or each sample's own: "
         f"loop over the samples, {_REMEDY}"
     )
 
@@ -156,7 +156,7 @@ class _Gradients(Once, SavesNothing):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RecipeError(
-            "a second derivative (a gradient penalty, a Hessian) goes through a product whose operands are rounded, "
+            "a second derivative (a gradient penalty, a Hessian) goes through a matmul whose operands are rounded, "
             f"and it has none: {_REMEDY}"
         )
 

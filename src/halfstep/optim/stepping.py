@@ -312,9 +312,9 @@ class StepPlan:
                 steps.set(options)
             elif steps.held:
                 raise OptimizerError(
-                    "betas of a parameter group, or whether it has an option at all, have changed since a step of this "
-                    "optimizer was captured in a CUDA graph, which has them as they were; set them back, or capture a "
-                    "step that was taken with them"
+                    "the betas of a parameter group, or which options it has, have changed since a step of this "
+                    "optimizer was captured in a CUDA graph, which keeps the old ones; restore them, or capture a step "
+                    "with the new ones"
                 )
 
     # ---- a new plan ---------------------------------------------------------------------------------------------
