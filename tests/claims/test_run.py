@@ -99,7 +99,7 @@ def test_a_planted_difference_is_found(claim, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, r"toy.json cannot be read \(No such file or directory\); kept figures are compared in a clone"),
+        (None, r"toy.json cannot be read \(No such file or directory\); saved figures are compared in a clone"),
         ("{", "toy.json is not JSON"),
         ('{"runs": [{"gain": 1}]}', "under runs / 0: unknown key 'gap'; nearest: gain"),
         ('{"runs": 3}', "under runs: unknown key '0'"),

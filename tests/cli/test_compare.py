@@ -199,7 +199,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on(place, halfstep, monkeypatch):
         full.setattr("halfstep.lab.train.save_checkpoint", save)
         done = halfstep(*arguments)
     assert done.code == 2
-    assert "runs/full cannot be written: [Errno 28] No space left on device. Mend that" in done.message
+    assert "runs/full cannot be written: [Errno 28] No space left on device. Fix that" in done.message
     assert "halfstep train --out runs/full --resume" in done.message
     assert halfstep(*arguments, "--resume").code == 0
 

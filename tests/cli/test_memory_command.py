@@ -236,7 +236,7 @@ def test_a_plot(memory):
         (("own.py:gpt", "--recipe", "bf16-mastr"), "nearest: bf16-master"),
         (("own.py:gpt", "--zero", "2"), "there is one: say over how many, such as --dp 8"),
         (("own.py:gpt", "--zero", "5", "--dp", "2"), "expected a stage from 0 to 3"),
-        (("own.py:gpt", "--per-layer", "--dp", "2"), "before devices have added theirs up"),
+        (("own.py:gpt", "--per-layer", "--dp", "2"), "before gradients are summed over devices"),
         (("own.py:gpt", "--optimizer", "adan"), "unknown optimizer 'adan'; nearest: adam"),
         (("own.py:gpt", "--checkpointing", "some"), "unknown checkpointing 'some'"),
         (("own.py:gpt", "--device-memory", "80"), "1 GB is 10^9 bytes, 1 GiB 2^30"),

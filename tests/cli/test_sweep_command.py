@@ -134,7 +134,7 @@ def test_predictions_are_the_laws(run):
             ["predict", "--compute", "1e20", "--law", "text.txt"],
             "text.txt is no law that `halfstep law fit --out` wrote",
         ),
-        (["round", ".", "--bits", "few"], "--bits few; expected whole numbers by commas"),
+        (["round", ".", "--bits", "few"], "--bits few; expected integers separated by commas"),
         (["fit", "."], "expected the folder of a sweep"),
     ],
 )

@@ -269,7 +269,7 @@ def test_it_wants_one_optimizer_and_the_model_that_it_trains():
         prepare(accelerator, first, adamw(first), second, adamw(second), recipe="fp32")
     with pytest.raises(ModelError, match="got 0 models"):
         prepare(accelerator, first, adamw(second), recipe="fp32")
-    with pytest.raises(OptimizerError, match=r"came out of accelerator\.prepare"):
+    with pytest.raises(OptimizerError, match=r"was returned by accelerator\.prepare"):
         prepare(accelerator, *accelerator.prepare(first, adamw(first)), recipe="fp32")
 
 

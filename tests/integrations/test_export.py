@@ -133,13 +133,13 @@ def test_what_has_no_counterpart_is_refused_with_what_has(tmp_path):
         halfstep.export(llama(), tmp_path / "a", recipe="fp8-amax")
     with pytest.raises(LayoutError, match=r"unknown format 'fp8-chanel'; nearest: fp8-channel"):
         halfstep.export(llama(), tmp_path / "a", "fp8-chanel", recipe="fp8-block")
-    with pytest.raises(RecipeError, match=r"follows no recipe, so nothing says how its weights are rounded: give one"):
+    with pytest.raises(RecipeError, match=r"follows no recipe, which would say how to round its weights: give one"):
         halfstep.export(llama(), tmp_path / "a")
     mixed = llama()
     halfstep.apply(mixed, "bf16-mixed")
-    with pytest.raises(RecipeError, match=r"rounds no weights in its products: model.save_pretrained\(folder\) writes"):
+    with pytest.raises(RecipeError, match=r"rounds no weights in its matmuls: model.save_pretrained\(folder\) writes"):
         halfstep.export(mixed, tmp_path / "a")
-    with pytest.raises(ModelError, match=r"this Linear is no Hugging Face model"):
+    with pytest.raises(ModelError, match=r"this Linear is not a Hugging Face model"):
         halfstep.export(torch.nn.Linear(8, 8), tmp_path / "a", recipe="mxfp8")
     with pytest.raises(LayoutError, match=r"left no factor of its input.*: the model was not trained under it before"):
         halfstep.export(llama(), tmp_path / "a", "fp8-static", recipe="fp8-delayed")
@@ -247,7 +247,7 @@ def test_adapters_are_saved_by_peft_and_not_exported(first, tmp_path):
     wrapped.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
-    with pytest.raises(ModelError, match=r"this PeftModel is no Hugging Face model.*merge_and_unload"):
+    with pytest.raises(ModelError, match=r"this PeftModel is not a Hugging Face model.*merge_and_unload"):
         halfstep.export(wrapped, tmp_path / "a")
     with pytest.raises(
         (LayoutError, ModelError, RecipeError), match=r"belongs to an adapter|is not a whole|follows no recipe"

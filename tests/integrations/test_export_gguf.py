@@ -164,11 +164,9 @@ def test_what_gguf_does_not_hold_is_refused(tmp_path):
         halfstep.export(llama(rope_parameters=rope), path, "gguf-bf16")
     with pytest.raises(ModelError, match=r"the activation function 'relu' is another model"):
         halfstep.export(gpt2(activation_function="relu"), path, "gguf-bf16")
-    with pytest.raises(
-        LayoutError, match=r"which gguf-mxfp4 does not hold: values of float8_e4m3fn are not all values"
-    ):
+    with pytest.raises(LayoutError, match=r"which gguf-mxfp4 cannot hold: values of float8_e4m3fn are not all values"):
         halfstep.export(llama(), path, "gguf-mxfp4", recipe="mxfp8")
-    with pytest.raises(LayoutError, match=r"no weight of this model is in such: give a recipe"):
+    with pytest.raises(LayoutError, match=r"no weight of this model is rounded to them: give a recipe"):
         halfstep.export(llama(), path, "gguf-mxfp4")
     with pytest.raises(LayoutError, match=r"unknown format 'gguf-q4_0'; nearest: gguf-q8_0"):
         halfstep.export(llama(), path, "gguf-q4_0")
@@ -246,11 +244,11 @@ def test_tokenizers_that_llama_cpp_would_not_follow(tmp_path):
     out = "leave the tokenizer out"
     refused(
         lambda said: said["pre_tokenizer"].update(add_prefix_space=True),
-        rf"type BPE that cuts text by ByteLevel.*{out}",
+        rf"type BPE that splits text by ByteLevel.*{out}",
     )
-    refused(lambda said: said.update(pre_tokenizer={"type": "Whitespace"}), "cuts text by Whitespace")
-    refused(lambda said: said.update(normalizer={"type": "Lowercase"}), "type BPE that cuts text by Byte")
-    refused(lambda said: said["model"].update(ignore_merges=True), "that cuts text by ByteLevel")
+    refused(lambda said: said.update(pre_tokenizer={"type": "Whitespace"}), "splits text by Whitespace")
+    refused(lambda said: said.update(normalizer={"type": "Lowercase"}), "type BPE that splits text by Byte")
+    refused(lambda said: said["model"].update(ignore_merges=True), "that splits text by ByteLevel")
     refused(lambda said: None, "a tokenizer of 601 tokens for a model of 64", size=64)
     refused(lambda said: said["model"]["merges"].pop(5), f"no merge joins .*{out}", kind="llama")
 

@@ -104,8 +104,8 @@ def test_values_may_be_kept_otherwise_than_keys():
     ("kind", "message"),
     [
         ("int3", "unknown kind of KV cache 'int3'"),
-        (get_quantizer("e4m3fn"), r"kept as float8_e4m3fn \(no scales\): a token is rounded when it comes"),
-        (get_quantizer("nvfp4"), "Expected scales of 1 x so many numbers"),
+        (get_quantizer("e4m3fn"), r"stored as float8_e4m3fn \(no scales\): each token is rounded separately"),
+        (get_quantizer("nvfp4"), "Expected scales per row or part of a row"),
     ],
 )
 def test_what_would_round_tokens_together_is_refused(kind, message):

@@ -315,7 +315,7 @@ def test_stages_begin_where_the_documented_loop_begins_them():
     recipe = "fp8-delayed until 50%, then bf16-mixed"
     trainer, module = trainer_of(recipe), Module(recipe)
     assert_same(fit(trainer, module), by_hand(recipe, total_steps=4))
-    with pytest.raises(RecipeError, match=r"stands after step 4 and the Trainer after step 0"):
+    with pytest.raises(RecipeError, match=r"is after step 4 and the Trainer after step 0"):
         fit(trainer_of(recipe), module)
     assert trainer.precision_plugin.state_dict()["halfstep"]["stages"]["stage"] == 1
     with pytest.raises(RecipeError, match="total_steps"):

@@ -217,7 +217,7 @@ def test_what_is_not_known_or_broken_is_told(tmp_path, folder):
         shutil.copytree(where, tmp_path / "b"),
         change=lambda t: {n: v.float() for n, v in t.items() if not n.endswith("_scale_inv")},
     )
-    with pytest.raises(CheckpointError, match=r"no weights in codes that are known here .*expected FP8 of DeepSeek"):
+    with pytest.raises(CheckpointError, match=r"no weights in known codes .*expected FP8 of DeepSeek"):
         halfstep.from_pretrained(other)
     missing = anonymous(
         shutil.copytree(where, tmp_path / "c"), change=lambda t: {n: v for n, v in t.items() if "norm" not in n}
@@ -238,5 +238,5 @@ def test_experts_that_transformers_joins_are_told(tmp_path):
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": {"quant_method": "fp8"}}))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"transformers joins model.layers.0.*experts.* with others as it loads"):
+    with pytest.raises(CheckpointError, match=r"transformers joins model.layers.0.*experts.* with others when it load"):
         halfstep.from_pretrained(tmp_path)

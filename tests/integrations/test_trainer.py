@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_is_logged_beside_the_one_that_hides_it(tmp_pa
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16_full_eval"])
 def test_another_precision_beside_a_recipe_is_refused(name, tmp_path):
-    with pytest.raises(RecipeError, match=rf"{name}=True beside recipe 'fp8-delayed'.*set {name}=False"):
+    with pytest.raises(RecipeError, match=rf"{name}=True with recipe 'fp8-delayed'.*set {name}=False"):
         trainer("fp8-delayed", tmp_path, **{name: True})
 
 
@@ -141,7 +141,7 @@ def test_another_precision_beside_a_recipe_is_refused(name, tmp_path):
     [
         ({"is_fsdp_enabled": True}, "FSDP replaces.*Use DDP.*fully_shard"),
         ({"is_deepspeed_enabled": True}, "DeepSpeed replaces.*Use DDP"),
-        ({"accelerator": SimpleNamespace(parallelism_config=object(), mixed_precision="no")}, "shared between ranks"),
+        ({"accelerator": SimpleNamespace(parallelism_config=object(), mixed_precision="no")}, "split over ranks"),
         ({"accelerator": SimpleNamespace(parallelism_config=None, mixed_precision="fp8")}, "set it to 'no'"),
     ],
 )
@@ -200,7 +200,7 @@ def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_pa
         resumed = trainer(STAGED, tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same(state_of(resumed), state_of(whole))
-    with pytest.raises(RecipeError, match="stands after step 8 and the trainer after step 0"):
+    with pytest.raises(RecipeError, match="is after step 8 and the trainer after step 0"):
         whole.train()
 
 

@@ -97,7 +97,7 @@ def test_grpo_generates_and_trains(tmp_path):
 def test_trls_default_precision_is_refused(tmp_path):
     told = DPOConfig(bf16=False, **options(tmp_path))
     told.bf16 = True  # what it is by default where there is a GPU
-    with pytest.raises(RecipeError, match=r"bf16=True beside recipe 'fp32'.*TRL's arguments have bf16=True by default"):
+    with pytest.raises(RecipeError, match=r"bf16=True with recipe 'fp32'.*TRL's arguments have bf16=True by default"):
         Preferring(llama(), llama(), told, recipe="fp32", train_dataset=pairs(), processing_class=tokenizer())
 
 

@@ -99,7 +99,7 @@ def test_the_loss_is_over_the_chosen_places_alone(corpus):
 
 
 def test_what_cannot_be_masked_or_is_no_logits_is_refused(corpus):
-    with pytest.raises(DataError, match=r"context = 3 given; 15% of it is no place to mask. Give at least 4"):
+    with pytest.raises(DataError, match=r"context = 3 given; 15% of it is less than one position"):
         MaskedLanguageModelling(load_corpus(str(corpus), 3), 2, 3)
     task = MaskedLanguageModelling(load_corpus(str(corpus), 16), 4, 16)
     with pytest.raises(ModelError, match=r"returned \(4, 16, 256\); expected logits of shape \(4, 16, 257\)"):

@@ -99,7 +99,7 @@ def test_a_format_that_torch_casts_to_none():
 def test_a_recipe_with_stages_is_refused():
     """Its first stage alone would be tried."""
     staged = "fp4-zhou until 90%, then bf16-mixed"
-    with pytest.raises(RecipeError, match=r"has 2 stages, and a probe runs .* one recipe.*and then 'bf16-mixed'"):
+    with pytest.raises(RecipeError, match=r"has 2 stages, but a probe runs .* one recipe.*then 'bf16-mixed'"):
         halfstep.probe_model(nn.Linear(4, 4), "bf16", data=[torch.ones(2, 4)], cast_as=staged)
 
 

@@ -141,7 +141,7 @@ def test_a_models_own_loss_is_taken(make):
 
 @pytest.mark.parametrize("make", [lambda y: y.detach(), lambda y: y.argmax(-1), lambda y: "text"])
 def test_a_model_that_gives_nothing_to_send_back(make):
-    with pytest.raises(ModelError, match=r"Returns gives no loss to send back on a batch of \(2, 3\) float32"):
+    with pytest.raises(ModelError, match=r"Returns returns no loss to differentiate on a batch of \(2, 3\) float32"):
         halfstep.probe_model(Returns(make), data=[torch.ones(2, 3)])
 
 

@@ -42,7 +42,7 @@ def run(claim: Claim, results: Path = Path(RESULTS)) -> Outcome:
         return Outcome(claim, get_check(claim.check).measure())
     if not claim.files:
         raise ClaimError(
-            f"claim {claim.id!r} has no check to run, and no figures that a benchmark keeps: its command is "
+            f"claim {claim.id!r} has no check to run and no saved benchmark figures: its command is "
             f"{claim.command or 'not written yet'!r}; run that command itself"
         )
     return Outcome(claim, {name: _figure(results, number.kept) for name, number in claim.numbers.items()})
@@ -56,7 +56,7 @@ def _figure(results: Path, place: Sequence[str]) -> float:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ClaimError(
-            f"{file} cannot be read ({error.strerror}); kept figures are compared in a clone of halfstep: "
+            f"{file} cannot be read ({error.strerror}); saved figures are compared in a clone of halfstep: "
             "go to its root, or give --results FOLDER"
         ) from error
     except ValueError as error:
@@ -68,5 +68,5 @@ def _figure(results: Path, place: Sequence[str]) -> float:
             raise ClaimError(f"{file}, under {' / '.join(keys[:depth]) or 'the top'}: {unknown('key', key, known)}")
         found = known[key]
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise ClaimError(f"{file}, {' / '.join(keys)}: found {found!r}, expected a number; the row needs other words")
+        raise ClaimError(f"{file}, {' / '.join(keys)}: found {found!r}, expected a number; correct the path in the row")
     return float(found)

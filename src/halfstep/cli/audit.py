@@ -64,7 +64,7 @@ def _stripped(words: list[str], module: bool) -> tuple[list[str], bool]:
     if first in _STARTERS:
         rest = words[1 + (words[1:2] == ["launch"]) :]
         raise RunError(
-            f"{first} starts processes of its own, where nothing is seen from here; audit each of them: "
+            f"{first} starts other processes, which this audit cannot see; audit each of them: "
             f"{_STARTERS[first]} -m halfstep audit {' '.join(rest)}"
         )
     if module or not first.startswith("python"):

@@ -177,7 +177,7 @@ def resumable(path: Path, command: Sequence[str], console: Console) -> Iterator[
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be written: {error}. Mend that, then go on: {shlex.join(command)}") from error
+        raise RunError(f"{path} cannot be written: {error}. Fix that, then resume: {shlex.join(command)}") from error
     except KeyboardInterrupt:
         console.print(
             f"\nstopped; nothing is lost. To continue:\n  {shlex.join(command)}", markup=False, soft_wrap=True

@@ -132,7 +132,7 @@ def round_(
     try:
         widths = [int(part) for part in bits.split(",")]
     except ValueError:
-        raise LawError(f"--bits {bits}; expected whole numbers by commas, as in 2,3,4") from None
+        raise LawError(f"--bits {bits}; expected integers separated by commas, as in 2,3,4") from None
     measure_damage(folder, widths)
     rows = [asdict(damage) for damage in damages([folder])]
     forms = {"parameters": "{:.4g}", "tokens": "{:.4g}", "bits": "{:g}", "damage": "{:+.5f}"}

@@ -85,7 +85,7 @@ def memory(
         recipes = [get_recipe(name) for name in recipe or ["bf16-mixed"]]
         check_ranks(dp, zero)
         if per_layer and dp > 1:
-            raise AccountError("--per-layer steps on a gradient before devices have added theirs up; leave --dp out")
+            raise AccountError("--per-layer steps before gradients are summed over devices; leave --dp out")
         subject = load_subject(model)
         plan = _Plan(batch, seq, optimizer, checkpointing, per_layer, dp, zero, limit)
         found = [(_inference if inference else _training)(subject, each, plan, progress) for each in recipes]

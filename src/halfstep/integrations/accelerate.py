@@ -117,9 +117,9 @@ def _let_go(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
     revert(model)
     if full_weights(model, recipe):
         warnings.warn(
-            f"this {type(model).__name__} is prepared again after free_memory(), and its masters were with the "
-            f"optimizer before: under {recipe.name!r} they start again from the rounded weights. To keep all bits, "
-            "build the model where the optimizer is built, in the function that is tried again",
+            f"this {type(model).__name__} is prepared again after free_memory(), which dropped the old optimizer's "
+            f"masters: under {recipe.name!r} they start again from the rounded weights. To keep all bits, build the "
+            "model together with the optimizer, in the function that is retried",
             stacklevel=3,
         )
 
@@ -150,8 +150,8 @@ class _Clipping:
     def _check_accumulated(self) -> None:
         if self._scaler.is_enabled() and not self._accelerator.sync_gradients:
             raise LossScaleError(
-                "gradients were to be clipped while they accumulate: what the next batch adds to them would be "
-                "multiplied by the loss scale, and they no longer. Clip where the step is taken: "
+                "gradients were to be clipped while they accumulate: they would be unscaled, and the next batch's "
+                "gradients, still multiplied by the loss scale, would be added. Clip only before the step: "
                 "if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)"
             )
 
@@ -183,14 +183,14 @@ def _check(accelerator: Accelerator) -> None:
     """Raise for an accelerator that would change what the recipe computes, before anything is changed."""
     if accelerator.mixed_precision != "no":
         raise RecipeError(
-            f"this Accelerator has mixed_precision={accelerator.mixed_precision!r}, and the recipe says in how many "
-            "bits each thing is: they would both cast. Build it with mixed_precision='no' (it may come from "
+            f"this Accelerator has mixed_precision={accelerator.mixed_precision!r}, but the recipe sets the "
+            "precision: both would cast. Build it with mixed_precision='no' (it may come from "
             "`accelerate config` or `accelerate launch`)"
         )
     if accelerator.scaler_handler is not None:
         raise RecipeError(
-            "this Accelerator was given GradScalerKwargs, and the recipe says how the loss is scaled. Leave them out, "
-            "and change the recipe's loss_scale where it should be another (dataclasses.replace)"
+            "this Accelerator was given GradScalerKwargs, but the recipe sets the loss scale. Leave them out, "
+            "and change the recipe's loss_scale instead (dataclasses.replace)"
         )
     if accelerator.scaler is not None:
         raise RecipeError(
@@ -218,7 +218,7 @@ def _only_optimizer(objects: tuple[Any, ...]) -> torch.optim.Optimizer:
     optimizer = optimizers[0]
     if isinstance(optimizer, AcceleratedOptimizer):
         raise OptimizerError(
-            "this optimizer came out of accelerator.prepare. Hand over model and optimizer as they are before: this "
+            "this optimizer was returned by accelerator.prepare. Pass the model and the optimizer from before it: this "
             "function calls accelerator.prepare itself"
         )
     return optimizer
@@ -231,6 +231,6 @@ def _model_of(optimizer: torch.optim.Optimizer, objects: tuple[Any, ...]) -> nn.
     if len(models) != 1:
         raise ModelError(
             f"prepare got {len(models)} models with parameters of the optimizer, expected one. Build the optimizer "
-            "over model.parameters() and hand over both; where it trains two models, make them parts of one module"
+            "over model.parameters() and pass both; if it trains two models, make them parts of one module"
         )
     return models[0]

@@ -58,8 +58,8 @@ class LowBitCache(DynamicCache):
         for number, layer in enumerate(self.layers):
             if type(layer) is not DynamicLayer:
                 raise ModelError(
-                    f"layer {number} of this {type(config).__name__} has a {type(layer).__name__}; expected one of "
-                    "full attention, whose keys and values all stay. Generate with transformers' own cache"
+                    f"layer {number} of this {type(config).__name__} has a {type(layer).__name__}; expected full "
+                    "attention, which stores all keys and values. Generate with transformers' own cache"
                 )
         self.layers = [_Layer(*kinds) for _ in self.layers]
 
@@ -101,8 +101,8 @@ def _kind(given: str | Quantizer) -> Quantizer:
         or given.clamp is not None or given.outliers is not None
     ):  # fmt: skip
         raise QuantizationError(
-            f"a KV cache kept as {given.format.name} ({scales or 'no scales'}): a token is rounded when it comes, by "
-            f"itself. Expected scales of 1 x so many numbers, without clamp and outliers, or one of {', '.join(KINDS)}"
+            f"a KV cache stored as {given.format.name} ({scales or 'no scales'}): each token is rounded separately. "
+            f"Expected scales per row or part of a row, without clamp and outliers, or one of {', '.join(KINDS)}"
         )
     return given
 

@@ -88,7 +88,7 @@ class HalfstepPrecision(Precision):
         applied: Applied | None = part_of(module).applied
         if applied is not None and applied.recipe != self.recipe:  # the same one: another run of the same module
             raise RecipeError(
-                f"{type(module).__name__} follows {applied.recipe.name!r} already, and this plugin is of "
+                f"{type(module).__name__} follows {applied.recipe.name!r} already, but this plugin has "
                 f"{self.recipe.name!r}: call halfstep.revert(module) first"
             )
         if applied is None:
@@ -113,9 +113,9 @@ class HalfstepPrecision(Precision):
         masters = {**self._masters, **{p: one.full(p) for one, p in trained if p in self._mastered}}
         if not masters and full_weights(self._module(), self.recipe):
             warnings.warn(
-                f"{type(self._module()).__name__} follows {self.recipe.name!r} already, and its masters are with "
-                "another HalfstepPrecision: they start again from the rounded weights. To keep all bits, give both "
-                "Trainers the same plugin, or resume from a checkpoint (trainer.fit(..., ckpt_path=...))",
+                f"{type(self._module()).__name__} follows {self.recipe.name!r} already, and another "
+                "HalfstepPrecision has its masters: they start again from the rounded weights. To keep all bits, give "
+                "both Trainers the same plugin, or resume from a checkpoint (trainer.fit(..., ckpt_path=...))",
                 stacklevel=1,
             )
         self._optimizers, self._stepped, self.scaler, self._begun = [], set(), None, False
@@ -291,7 +291,7 @@ def _check(trainer: Trainer) -> None:
     raise RecipeError(
         f"HalfstepPrecision does not serve {type(strategy).__name__}: it serves one device and DDP "
         "(strategy='ddp'). For FSDP2 call halfstep.apply(model, recipe), torch's fully_shard, build the optimizer, and "
-        "call halfstep.optimize(model, optimizer) in a loop of your own"
+        "call halfstep.optimize(model, optimizer) in your own loop"
     )
 
 
@@ -300,9 +300,9 @@ def _check_stages(module: LightningModule) -> None:
     schedule, steps = schedule_of(module), module.trainer.global_step
     if schedule is not None and (schedule.steps == 0) != (steps == 0):
         raise RecipeError(
-            f"recipe {schedule.name!r} stands after step {schedule.steps} and the Trainer after step {steps}: its "
+            f"recipe {schedule.name!r} is after step {schedule.steps} and the Trainer after step {steps}: its "
             "stages would change at the wrong steps. Resume from a checkpoint of this recipe "
-            "(trainer.fit(..., ckpt_path=...)), or fit a new module; Tuner takes a module of its own"
+            "(trainer.fit(..., ckpt_path=...)), or fit a new module; give Tuner a separate module"
         )
 
 

@@ -267,7 +267,7 @@ class HalfstepCallback(TrainerCallback):
         schedule = schedule_of(kwargs["model"])
         if schedule is not None and schedule.steps != state.global_step:
             raise RecipeError(
-                f"recipe {schedule.name!r} stands after step {schedule.steps} and the trainer after step "
+                f"recipe {schedule.name!r} is after step {schedule.steps} and the trainer after step "
                 f"{state.global_step}: its stages would change at the wrong steps. Resume from a checkpoint that this "
                 "trainer saved (resume_from_checkpoint), or make a new trainer with a new model"
             )
@@ -356,8 +356,8 @@ def _check_arguments(args: TrainingArguments, recipe: Recipe) -> None:
     named = [name for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval") if getattr(args, name, False)]
     if named:
         raise RecipeError(
-            f"the arguments have {named[0]}=True beside recipe {recipe.name!r}, which says the precision of training "
-            f"and of evaluation by itself: set {named[0]}=False (TRL's arguments have bf16=True by default)"
+            f"the arguments have {named[0]}=True with recipe {recipe.name!r}, which sets the precision of training "
+            f"and evaluation: set {named[0]}=False (TRL's arguments have bf16=True by default)"
         )
 
 
@@ -366,28 +366,28 @@ def _check_accelerator(trainer: Trainer, recipe: Recipe) -> None:
     shards = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
     if shards is not None:
         raise RecipeError(
-            f"{shards} replaces the model's parameters after Trainer has built the optimizer that recipe "
-            f"{recipe.name!r} keeps its masters and moments in. Use DDP (torchrun, with neither fsdp nor deepspeed in "
-            "the arguments or in accelerate's configuration); for FSDP2 write the loop yourself: halfstep.apply(model, "
-            "recipe), fully_shard, halfstep.optimize(model, optimizer)"
+            f"{shards} replaces the model's parameters after Trainer has built the optimizer, which has the masters "
+            f"and moments of recipe {recipe.name!r}. Use DDP (torchrun, with neither fsdp nor deepspeed in the arguments "
+            "or in accelerate's configuration); for FSDP2 write the loop yourself: halfstep.apply(model, recipe), "
+            "fully_shard, halfstep.optimize(model, optimizer)"
         )
     if getattr(trainer.accelerator, "parallelism_config", None) is not None or getattr(
         trainer.model, "is_distributed_loading_by_transformers", False
     ):
         raise RecipeError(
-            f"the model is shared between ranks (parallelism_config, or a distributed_config it was loaded with), and "
-            f"Trainer under recipe {recipe.name!r} takes whole models: use DDP (torchrun) without it"
+            f"the model is split over ranks (parallelism_config, or a distributed_config it was loaded with), but "
+            f"Trainer under recipe {recipe.name!r} needs whole models: use DDP (torchrun) without it"
         )
     if trainer.accelerator.mixed_precision != "no":
         raise RecipeError(
-            f"accelerate is set to mixed_precision={trainer.accelerator.mixed_precision!r}, beside recipe "
-            f"{recipe.name!r}: set it to 'no', since the recipe says the precision"
+            f"accelerate is set to mixed_precision={trainer.accelerator.mixed_precision!r}, with recipe "
+            f"{recipe.name!r}: set it to 'no', since the recipe sets the precision"
         )
 
 
 _INSTEAD = {
     "galore": "the recipe 'galore', 'galore-8bit' or 'galore-bf16'",
-    "8bit": "the recipe 'adamw-8bit' (fp32 weights, bf16 products, moments in 8 bits)",
+    "8bit": "the recipe 'adamw-8bit' (fp32 weights, bf16 matmuls, moments in 8 bits)",
     "4bit": "the recipe 'adamw-8bit' (moments in 8 bits), or 'fp8lm-o2' (6 bytes a parameter in all)",
     "paged": "a recipe with smaller moments, such as 'adamw-8bit'",
 }
@@ -399,6 +399,6 @@ def _check_optim(name: str) -> None:
     for part, instead in _INSTEAD.items():
         if part in name:
             raise OptimizerError(
-                f"optim={name!r} brings another library's optimizer, whose states no recipe of halfstep knows. Set "
+                f"optim={name!r} is another library's optimizer, whose states no recipe of halfstep supports. Set "
                 f"optim='adamw_torch' and take {instead}"
             )

@@ -89,7 +89,7 @@ def train_side_by_side(
                 said = _heard(connection, process)
                 if isinstance(said, _Ended):
                     if lost is None:
-                        raise RunError(f"{said}: go on with --resume, with fewer --jobs")
+                        raise RunError(f"{said}: resume with --resume and fewer --jobs")
                     workers.pop(connection)
                     tried[run] += 1
                     if tried[run] < ATTEMPTS:
@@ -187,8 +187,8 @@ def open_experiment(
     task = task or spec.open(experiment)
     if experiment.sharpness and type(task).logits is Task.logits:
         raise RunError(
-            f"sharpness = {experiment.sharpness:g} with task {experiment.task!r}, whose loss is no cross-entropy of "
-            "logits that a model returns; leave it out, or take lm"
+            f"sharpness = {experiment.sharpness:g} with task {experiment.task!r}, whose loss is not a cross-entropy of "
+            "the model's logits; leave it out, or take lm"
         )
     model = build_model(experiment.model, task.models(), seed=0)
     optimizer = build_optimizer(experiment, model)
@@ -312,7 +312,7 @@ class Comparison:
                 raise
             raise ModelError(
                 f"{self.experiment.model}: under {recipe}, seed {seed}, it raised {type(error).__name__}: {error} "
-                f"({_place(error)}). Mend it, then go on with --out {self.folder.path} --resume"
+                f"({_place(error)}). Fix it, then resume with --out {self.folder.path} --resume"
             ) from error
         if recipe == _BASELINE and not self._cached(seed).is_file():
             self._cached(seed).parent.mkdir(parents=True, exist_ok=True)

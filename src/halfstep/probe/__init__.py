@@ -155,8 +155,8 @@ def _check_stages(recipe: Recipe) -> None:
     if recipe.stages:
         later = ", ".join(repr(stage.recipe.name) for stage in recipe.stages)
         raise RecipeError(
-            f"recipe {recipe.name!r} has {len(recipe.by_stage)} stages, and a probe runs a model under one recipe: "
-            f"expected one without stages. Probe each of them by itself: what it begins with, and then {later}"
+            f"recipe {recipe.name!r} has {len(recipe.by_stage)} stages, but a probe runs a model under one recipe: "
+            f"expected one without stages. Probe each separately: the first stage, then {later}"
         )
 
 

@@ -65,8 +65,8 @@ def loss_of(model: nn.Module, batch: Batch, own: Loss | None) -> tuple[Tensor, s
         loss, words = loss_of_output(call(model, batch))
     if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
         raise ModelError(
-            f"{type(model).__name__} gives no loss to send back on a batch of {described(batch)}: nothing of what it "
-            "returns carries a gradient. Give a model that returns a differentiable floating tensor, or a `loss`"
+            f"{type(model).__name__} returns no loss to differentiate on a batch of {described(batch)}: none of its "
+            "outputs requires a gradient. Give a model that returns a differentiable tensor, or a `loss`"
         )
     return loss.reshape(()), words
 
@@ -139,8 +139,8 @@ def copied(model: nn.Module) -> nn.Module:
     for path, module in own.named_modules():
         if _reaches(vars(module).get("forward"), originals):
             raise ModelError(
-                f"{name}: {path or 'the model'} has a forward that was set on the instance and calls the original, so "
-                "that a copy would compute with the original's weights. Give the model without it: del model.forward, "
+                f"{name}: {path or 'the model'} has a forward that was set on the instance and refers to the original, "
+                "so a copy would compute with the original's weights. Give the model without it: del model.forward, "
                 "or accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
             )
     own.zero_grad()

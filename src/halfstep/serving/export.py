@@ -104,8 +104,8 @@ def export(
     (refuse_existing if format in GGUF else check_new_folder)(path)
     if not is_pretrained(model):
         raise ModelError(
-            f"this {type(model).__name__} is no Hugging Face model, and servers know no other: its config.json says "
-            "how it is built. Merge a PeftModel (merge_and_unload); of any other model call "
+            f"this {type(model).__name__} is not a Hugging Face model; servers load only these, by their config.json. "
+            "Merge a PeftModel (merge_and_unload); of any other model call "
             "halfstep.quantize_model and save its state_dict()"
         )
     if isinstance(format, str) and format in GGUF:
@@ -127,12 +127,12 @@ def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str) -> N
     """Refuse arguments that a GGUF file does not support."""
     if dtype is not None:
         raise LayoutError(
-            f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
-            "or gguf-f32"
+            f"dtype={str(dtype)!r} is given, but a GGUF format's name sets it: leave it out, and take gguf-bf16 or "
+            "gguf-f32"
         )
     if max_shard_size != _SHARD:
         raise LayoutError(
-            f"max_shard_size={max_shard_size!r} is given, and GGUF is one file: leave it out; llama.cpp's "
+            f"max_shard_size={max_shard_size!r} is given, but GGUF is one file: leave it out; llama.cpp's "
             "llama-gguf-split splits it"
         )
 
@@ -163,14 +163,14 @@ def _quantized(model: torch.nn.Module, recipe: str | Recipe | None) -> torch.nn.
             return model
         if not _rounds(found.recipe):
             raise RecipeError(
-                f"this {type(model).__name__} follows {found.recipe.name!r}, which rounds no weights in its products: "
-                "model.save_pretrained(folder) writes it as it is. To serve it in few bits, halfstep.revert it and "
+                f"this {type(model).__name__} follows {found.recipe.name!r}, which rounds no weights in its matmuls: "
+                "model.save_pretrained(folder) writes it unrounded. To serve it in few bits, halfstep.revert it and "
                 f"give a recipe (one of {', '.join(_rounding())})"
             )
         wanted = found.recipe
     if wanted is None:
         raise RecipeError(
-            f"this {type(model).__name__} follows no recipe, so nothing says how its weights are rounded: give one "
+            f"this {type(model).__name__} follows no recipe, which would say how to round its weights: give one "
             f"(recipe='fp8-rowwise'; one of {', '.join(_rounding())})"
         )
     made = copy.deepcopy(model)

@@ -152,8 +152,8 @@ def _codes(made: dict[str, Quantized], format: str) -> tuple[dict[str, dict[str,
     for name, quantized in made.items():
         if (why := layout.refusal(quantized.quantizer)) is not None:
             raise LayoutError(
-                f"{name} is {quantized.quantizer.format.name} ({quantized.quantizer.scales}), which gguf-mxfp4 does "
-                f"not hold: {why}. gguf-f32 holds its values as they are"
+                f"{name} is {quantized.quantizer.format.name} ({quantized.quantizer.scales}), which gguf-mxfp4 "
+                f"cannot hold: {why}. gguf-f32 holds its values"
             )
         if (why := layout.misfit(quantized.shape)) is not None:
             kept[name.removesuffix(".weight")] = why
@@ -161,8 +161,8 @@ def _codes(made: dict[str, Quantized], format: str) -> tuple[dict[str, dict[str,
             codes[name] = layout.tensors(quantized)
     if not codes:
         raise LayoutError(
-            "gguf-mxfp4 holds codes of MXFP4, and no weight of this model is in such: give a recipe that rounds to "
-            "them (recipe='mxfp4'), or another format (gguf-q8_0, gguf-bf16)"
+            "gguf-mxfp4 holds MXFP4 codes, but no weight of this model is rounded to them: give a recipe that does "
+            "(recipe='mxfp4'), or another format (gguf-q8_0, gguf-bf16)"
         )
     return codes, kept
 
@@ -350,7 +350,7 @@ def _kind(said: dict[str, Any], folder: Path) -> str:
                 return kind
     found = ", ".join(part.get("type", "nothing") for part in parts)
     raise LayoutError(
-        f"{folder}: a tokenizer of type {model.get('type', 'unknown')} that cuts text by {found}; expected "
+        f"{folder}: a tokenizer of type {model.get('type', 'unknown')} that splits text by {found}; expected "
         "GPT-2's or Llama 3's byte-level BPE, or Llama's with byte_fallback, which llama.cpp follows. To "
         f"export without, {_OUT}"
     )

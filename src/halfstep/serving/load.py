@@ -64,7 +64,7 @@ def published(checkpoint: Checkpoint, read: Read) -> Published:
     if not codes:
         method = (checkpoint.config or {}).get("quantization_config")
         raise CheckpointError(
-            f"{checkpoint.path}: no weights in codes that are known here (quantization_config: {method}); expected "
+            f"{checkpoint.path}: no weights in known codes (quantization_config: {method}); expected "
             f"{TAKEN}. Load the weights in 16 bits with transformers, and call "
             "halfstep.quantize_model(model, recipe, adapters=True)"
         )
@@ -235,8 +235,8 @@ def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Modul
     names = loaded_names(model, found.codes)
     if joined := sorted(found.codes.keys() - names.keys()):
         raise CheckpointError(
-            f"{folder}: transformers joins {joined[0]} with others as it loads them (experts, one by one in the file), "
-            "and codes cannot be joined here. Load the weights in 16 bits with transformers, and call "
+            f"{folder}: transformers joins {joined[0]} with others when it loads them (experts, separate in the file), "
+            "but codes cannot be joined. Load the weights in 16 bits with transformers, and call "
             "halfstep.quantize_model(model, recipe, adapters=True)"
         )
     for module_path, module in model.named_modules():

@@ -264,8 +264,8 @@ class SweepFolder:
                     file.seek(0)
                     other = file.read().strip() or "unknown"
                     raise RunError(
-                        f"{self.path} is being worked on by another sweep (process {other}); "
-                        "wait for it, or end it, then go on with --resume"
+                        f"{self.path} is in use by another sweep (process {other}); "
+                        "wait for it, or end it, then resume with --resume"
                     ) from None
                 file.truncate(0)
                 file.write(str(os.getpid()))

@@ -37,7 +37,7 @@ class MaskedLanguageModelling(TextTask):
         super().__init__(corpus, batch, context, validation_batches)
         self.chosen = round(_SHARE * context)
         if self.chosen == 0:
-            raise DataError(f"context = {context} given; 15% of it is no place to mask. Give at least 4")
+            raise DataError(f"context = {context} given; 15% of it is less than one position to mask. Give at least 4")
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         """Two BERTs."""
