@@ -367,9 +367,9 @@ def _check_accelerator(trainer: Trainer, recipe: Recipe) -> None:
     if shards is not None:
         raise RecipeError(
             f"{shards} replaces the model's parameters after Trainer has built the optimizer, which has the masters "
-            f"and moments of recipe {recipe.name!r}. Use DDP (torchrun, with neither fsdp nor deepspeed in the arguments "
-            "or in accelerate's configuration); for FSDP2 write the loop yourself: halfstep.apply(model, recipe), "
-            "fully_shard, halfstep.optimize(model, optimizer)"
+            f"and moments of recipe {recipe.name!r}. Use DDP (torchrun, with neither fsdp nor deepspeed in the "
+            "arguments or in accelerate's configuration); for FSDP2 write the loop yourself: halfstep.apply(model, "
+            "recipe), fully_shard, halfstep.optimize(model, optimizer)"
         )
     if getattr(trainer.accelerator, "parallelism_config", None) is not None or getattr(
         trainer.model, "is_distributed_loading_by_transformers", False
