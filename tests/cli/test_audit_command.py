@@ -174,7 +174,7 @@ def test_transformers_trainer_is_mended_in_its_own_words(run):
     [
         (("absent.py",), 2, "'absent.py' is no file; expected a Python script"),
         (("absent",), 2, "or the module: halfstep audit -m absent"),
-        (("torchrun", "plain.py"), 2, "torchrun starts processes of its own.*torchrun -m halfstep audit plain.py"),
+        (("torchrun", "plain.py"), 2, "torchrun starts other processes.*torchrun -m halfstep audit plain.py"),
         (("accelerate", "launch", "a.py"), 2, "accelerate launch -m halfstep audit a.py"),
         (("python", "-c", "pass"), 2, "no script after python; expected halfstep audit train.py"),
         (("--save", "no/where.json", "plain.py"), 2, "cannot write 'no/where.json': its folder does not exist"),

@@ -139,12 +139,12 @@ def find(
             chain(
                 _no_master(setup, unmoved),
                 _too_small(unmoved),
-                _still(setup, items),
-                _squares(setup, items),
+                _stalled_averages(setup, items),
+                _vanished_squares(setup, items),
                 _zero_gradients(setup, items),
                 _scale(loss_scale),
-                _outside(setup, items),
-                _lost(setup, items),
+                _outside_autocast(setup, items),
+                _float32_lost(setup, items),
                 _rounded(setup, items, rounded),
                 (one for one in _of_tensors(setup, items) if one.tensors),
                 _mixed(items),
@@ -156,7 +156,7 @@ def find(
     )
 
 
-def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
+def _float32_lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
     """Parameters trained in float32 whose values lie on a narrower grid."""
     found = grouped(
         ((item.kind, setup.steps.get(item.name, 0) > 0, str(item.effective)), item.name)
@@ -207,7 +207,7 @@ def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
             "warning",
             "stray master",
             "master copies that do not round to their parameters: one was loaded or written without the other",
-            tuple(name for name, master in setup.masters.items() if _apart(master, setup.parameters.get(name))),
+            tuple(name for name, master in setup.masters.items() if _differs(master, setup.parameters.get(name))),
         ),
         Finding(
             "note",
@@ -244,7 +244,7 @@ def _of_tensors(setup: Setup, items: Sequence[Item]) -> tuple[Finding, ...]:
     )
 
 
-def _apart(master: Any, parameter: Tensor | None) -> bool:
+def _differs(master: Any, parameter: Tensor | None) -> bool:
     """Whether a float32 copy differs from its parameter by more than rounding."""
     if parameter is None or not isinstance(master, Tensor) or master.dtype != torch.float32:
         return False
@@ -338,7 +338,7 @@ def _shares(found: Collection[Unmoved]) -> str:
     return f", as one of lr = {ends} (Adam's size) is for these shares of the values: {shares}"
 
 
-def _still(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
+def _stalled_averages(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     """Averages a <- d a + (1 - d) x in a dtype in which d a rounds back to a."""
     # Values of [2^k, 2^(k+1)) have a spacing of 2^(k+1-p); below 2^k itself it is half of that.
     found = grouped(
@@ -363,7 +363,7 @@ _SIXTEEN = {"bfloat16": formats.get("bf16").significant_bits, "float16": formats
 """Significant bits of the 16-bit types."""
 
 
-def _squares(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
+def _vanished_squares(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     """Second moments that are zero where the first moments, or gradients, are not."""
     named = {(item.kind, item.name): item for item in items if item.dtype in (*_SIXTEEN, "float32")}
     gone: dict[str, dict[str, float]] = {}
@@ -411,7 +411,7 @@ def _scale(scale: float | None) -> Iterator[Finding]:
         )
 
 
-def _outside(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
+def _outside_autocast(setup: Setup, items: Iterable[Item]) -> Iterator[Finding]:
     """Matmul weights whose gradients use all of float32 while most gradients are 16-bit values, as from autocast."""
     grads = [item for item in items if item.kind == "gradients" and item.name in setup.products]
     cast = Counter(item.effective for item in grads if item.effective in ("bf16", "fp16", "bf16+fp16"))

@@ -244,14 +244,14 @@ class Updates:
             return f"No update to compare, {held}: no value is finite with a non-zero gradient."
         if self.kept == "stochastic":
             return f"Your updates arrive, {held}, rounded stochastically: {lost} changed nothing at {at}, by chance."
-        held += _BESIDE[self.kept, self.dtype == "float32"]
+        held += _MASTERS_TEXT[self.kept, self.dtype == "float32"]
         if not self.harmful:
             return f"Your updates arrive, {held}: {lost} of them were lost at {at}."
         roles = ", ".join(f"{role} {percent(share)}" for role, share in self.roles.items())
         return f"Your updates are being lost: {lost} of them at {at}, {held}. By role: {roles}."
 
 
-_BESIDE = {
+_MASTERS_TEXT = {
     ("alone", False): " without master weights",
     ("alone", True): "",
     ("master", False): " beside master weights",
@@ -319,19 +319,19 @@ def _updates(setup: Setup, watch: Watch) -> Iterator[Updates]:
         for name, parameter in setup.trained.items()
         if (taker := setup.by_hand.get(name, parameter)) in watch.moved
     }
-    sets = grouped(((name_of(kept_as(taker)), _how(setup, name)), name) for name, (taker, _) in moved.items())
+    sets = grouped(((name_of(kept_as(taker)), _storage_of(setup, name)), name) for name, (taker, _) in moved.items())
     for (dtype, how), names in sorted(sets.items(), key=lambda pair: pair[0][0] == "float32"):
-        yield _added(dtype, how, setup, {name: moved[name][1] for name in names})
+        yield _summed(dtype, how, setup, {name: moved[name][1] for name in names})
 
 
-def _how(setup: Setup, name: str) -> str:
+def _storage_of(setup: Setup, name: str) -> str:
     """How the values of a trained parameter are stored, as a value of `Updates.kept`."""
     if name in setup.stochastic and setup.trained[name].dtype == torch.bfloat16:
         return "stochastic"
     return "master" if name in setup.masters and name not in setup.by_hand else "alone"
 
 
-def _added(dtype: str, how: str, setup: Setup, moved: Mapping[str, Moved]) -> Updates:
+def _summed(dtype: str, how: str, setup: Setup, moved: Mapping[str, Moved]) -> Updates:
     looked, lost = Counter[str](), Counter[str]()
     for name, one in moved.items():
         looked[setup.roles[name]] += int(one.wanted)
@@ -349,7 +349,7 @@ MEASURED = {"bfloat16": {1e-5: 0.14, 1e-4: 0.83}, "float16": {1e-5: 0.65, 1e-4: 
 `bf16-nomaster` and `fp16-nomaster` of benchmarks/results/which_bf16_finetune.json."""
 
 _RECIPES = {"bfloat16": ("bf16-6byte", "bf16-master"), "float16": ("fp16-master",)}
-_CURE = {"bfloat16": "stochastic rounding or master weights", "float16": "master weights"}
+_FIX = {"bfloat16": "stochastic rounding or master weights", "float16": "master weights"}
 _MIXED = 16
 """Bytes of float32 weights, gradients and Adam's two moments."""
 
@@ -375,7 +375,7 @@ class Mend:
         return [
             folded(
                 f"The cost: fine-tuned this way, a small GPT reached {reached} of what float32 gains; with "
-                f"{_CURE[self.dtype]} 99% or more (three seeds, docs/which_bf16.md)."
+                f"{_FIX[self.dtype]} 99% or more (three seeds, docs/which_bf16.md)."
             )
         ]
 

@@ -41,10 +41,10 @@ def audit(
 
     The script is not changed, and does not need halfstep. Exit code: 1 if updates are lost, else 0.
     """
-    words, as_module = _stripped(script, module)
+    words, as_module = _without_python(script, module)
     if save is not None and not Path(save).parent.is_dir():
         raise RunError(f"cannot write {save!r}: its folder does not exist; name one that does")
-    reports = _watched(_program(words, as_module), None if whole else steps)
+    reports = _run_watched(_program(words, as_module), None if whole else steps)
     if save is not None:
         import json
 
@@ -54,7 +54,7 @@ def audit(
     raise typer.Exit(int(any(report.loses for report in reports)))
 
 
-def _stripped(words: list[str], module: bool) -> tuple[list[str], bool]:
+def _without_python(words: list[str], module: bool) -> tuple[list[str], bool]:
     """The script with its arguments, without a leading `python` and its options, and whether the script is a module.
 
     Raises:
@@ -104,7 +104,7 @@ def _program(words: list[str], module: bool) -> Callable[[], None]:
     return run
 
 
-def _watched(program: Callable[[], None], steps: int | None) -> "tuple[Running, ...]":
+def _run_watched(program: Callable[[], None], steps: int | None) -> "tuple[Running, ...]":
     """The reports of a program's steps; empty on ranks other than 0.
 
     Raises:

@@ -106,7 +106,7 @@ def run(
     place = get_executor(executor, jobs or max(1, len(os.sched_getaffinity(0)) // wanted.threads))
     cells = open_sweep(wanted, path, resume)
     with resumable(path, ["halfstep", "sweep", "run", "--out", str(path), "--resume", "--executor", executor], console):
-        run_sweep(cells, place, _Watch(cells, place.at_once, console), retry)
+        run_sweep(cells, place, _CellPrinter(cells, place.at_once, console), retry)
     report(path, as_json)
 
 
@@ -192,7 +192,7 @@ def _resumed(ctx: typer.Context, path: Path) -> Sweep:
     )
 
 
-class _Watch:
+class _CellPrinter:
     """Prints how each finished cell ended, how many are left, and the estimated time left."""
 
     def __init__(self, cells: "Cells", at_once: int, console: Console) -> None:

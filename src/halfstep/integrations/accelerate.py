@@ -75,7 +75,7 @@ def prepare(
     _check(accelerator)
     optimizer = _only_optimizer(objects)
     model = _model_of(optimizer, objects)
-    _let_go(accelerator, model, get_recipe(recipe))
+    _revert_freed(accelerator, model, get_recipe(recipe))
     _, low_bit, scaler = prepare_by_itself(
         model,
         optimizer,
@@ -107,7 +107,7 @@ def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any
     return objects
 
 
-def _let_go(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
+def _revert_freed(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
     """Revert a model whose preparation this accelerator freed, so that it can be prepared again under the same
     recipe."""
     freed = vars(accelerator).pop(_FREED, lambda: None)()

@@ -146,14 +146,14 @@ class HalfstepPrecision(Precision):
     def _waiting(self, config: LRSchedulerConfig) -> LRSchedulerConfig:
         if config.interval != "step" or not self._module().automatic_optimization:
             return config
-        return replace(config, scheduler=_Waiting(config.scheduler, self))  # type: ignore[arg-type]
+        return replace(config, scheduler=_SkippableScheduler(config.scheduler, self))  # type: ignore[arg-type]
 
     # ---- the run --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """The context of a training or evaluation step."""
-        self._settle()
+        self._end_step()
         with following(self._module()):
             yield
 
@@ -162,7 +162,7 @@ class HalfstepPrecision(Precision):
         if not self._begun:
             _check_stages(module)
             self._begun = True
-        self._settle()
+        self._end_step()
         return super().pre_backward(self._loss_scaler().scale(tensor), module)
 
     def optimizer_step(  # type: ignore[override]
@@ -178,7 +178,7 @@ class HalfstepPrecision(Precision):
         before = scaler.skipped_steps
         scaler.step(optimizer, **kwargs)
         self._stepped.add(optimizer)
-        self._settle()
+        self._end_step()
         self.step_was_skipped = scaler.skipped_steps > before
         return result
 
@@ -192,7 +192,7 @@ class HalfstepPrecision(Precision):
             self._loss_scaler().unscale_(optimizer)
         super().clip_grad_by_value(optimizer, clip_val)
 
-    def _settle(self) -> None:
+    def _end_step(self) -> None:
         """End the optimizer step. Another optimizer's gradients that were not stepped yet contain the present loss
         scale, so it is kept until they are stepped or dropped."""
         if not self._stepped:
@@ -224,7 +224,7 @@ class HalfstepPrecision(Precision):
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _SkippableScheduler:
     """A scheduler that does not advance in a skipped step."""
 
     _scheduler: Any

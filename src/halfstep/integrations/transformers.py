@@ -385,7 +385,7 @@ def _check_accelerator(trainer: Trainer, recipe: Recipe) -> None:
         )
 
 
-_INSTEAD = {
+_REPLACEMENTS = {
     "galore": "the recipe 'galore', 'galore-8bit' or 'galore-bf16'",
     "8bit": "the recipe 'adamw-8bit' (fp32 weights, bf16 matmuls, moments in 8 bits)",
     "4bit": "the recipe 'adamw-8bit' (moments in 8 bits), or 'fp8lm-o2' (6 bytes a parameter in all)",
@@ -396,7 +396,7 @@ _INSTEAD = {
 
 def _check_optim(name: str) -> None:
     """Refuse another library's low-bit optimizer: the recipe decides how moments are stored."""
-    for part, instead in _INSTEAD.items():
+    for part, instead in _REPLACEMENTS.items():
         if part in name:
             raise OptimizerError(
                 f"optim={name!r} is another library's optimizer, whose states no recipe of halfstep supports. Set "

@@ -80,7 +80,7 @@ def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answe
 def find(base: KnowledgeBase, model_id: str) -> Answer:
     """`lookup` in a given knowledge base."""
     model_id = model_id.strip()
-    return in_folder(base, model_id) if is_folder(model_id) else _near(base, _of_a_name(base, model_id))
+    return in_folder(base, model_id) if is_folder(model_id) else _with_similar(base, _of_a_name(base, model_id))
 
 
 def in_folder(base: KnowledgeBase, path: str) -> Answer:
@@ -116,16 +116,16 @@ def _of_a_name(base: KnowledgeBase, model_id: str) -> Answer:
     plain = _SUFFIX.sub("", _ADDRESS.sub("", model_id))
     answer = _named(base, plain)
     if not answer.known and "/" not in plain:
-        answer = _alike(base, plain)
+        answer = _same_name(base, plain)
     original = _QUANTISED.sub("", plain)
     if not answer.known and original != plain:
         found = _named(base, original)
-        found = found if found.known else _alike(base, original.rpartition("/")[2])
+        found = found if found.known else _same_name(base, original.rpartition("/")[2])
         if found.known:
             failures = _unique((*found.failures, *answer.failures))
             answer = replace(found, how="base model", bases=found.matched, failures=failures, id_confirmed=False)
     if not answer.known:
-        answer = _spelled(base, original, answer)
+        answer = _other_spelling(base, original, answer)
     return replace(answer, model_id=model_id)
 
 
@@ -139,11 +139,15 @@ _QUANTISED = re.compile(
 """Endings of the names of quantised copies: -GPTQ, -AWQ-4bit-128g, -bnb-4bit, .Q4_K_M ..."""
 
 
-def _alike(base: KnowledgeBase, name: str) -> Answer:
+def _same_name(base: KnowledgeBase, name: str) -> Answer:
     """The only entry with that name, ignoring punctuation, organisation and -hf."""
     key = _folded(name)
     found = {
-        entry.id: [own for own in (entry.id, *entry.aliases, *entry.model_ids) if "*" not in own and key in _tails(own)]
+        entry.id: [
+            own
+            for own in (entry.id, *entry.aliases, *entry.model_ids)
+            if "*" not in own and key in _without_organisation(own)
+        ]
         for entry in base.entries
     }
     entries = tuple(entry for entry in base.entries if found[entry.id])
@@ -154,13 +158,13 @@ def _alike(base: KnowledgeBase, name: str) -> Answer:
     return Answer(name, "name", matched, entries, reports)
 
 
-def _tails(own: str) -> tuple[str, str]:
+def _without_organisation(own: str) -> tuple[str, str]:
     """A name folded without its organisation, and also without -hf."""
     tail = own.rpartition("/")[2]
     return _folded(tail), _folded(tail.removesuffix("-hf"))
 
 
-def _spelled(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
+def _other_spelling(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
     """The only entry whose model the name spells in another way, or names as the model it was trained from.
 
     Under an organisation of its own, a name without such a word may be anybody's model; "llama" may be any of them.
@@ -200,7 +204,7 @@ def _named(base: KnowledgeBase, model_id: str) -> Answer:
         ("glob", lambda entry: entry.globs_over(model_id)),
     ]
     for how, names in ways:
-        found = _own_first([entry for entry in base.entries if names(entry)])
+        found = _overlay_first([entry for entry in base.entries if names(entry)])
         if found:
             matched = tuple(dict.fromkeys(names(entry)[0] for entry in found))
             confirmed = any(entry.confirms(model_id) for entry in found)
@@ -208,7 +212,7 @@ def _named(base: KnowledgeBase, model_id: str) -> Answer:
     return Answer(model_id, "unknown", failures=_failures(base, model_id, ()))
 
 
-def _own_first(found: list[Entry]) -> tuple[Entry, ...]:
+def _overlay_first(found: list[Entry]) -> tuple[Entry, ...]:
     """The user's own entries before the package's, which then count only for a declared conflict."""
     own = [entry for entry in found if entry.overlay]
     if not own:
@@ -222,18 +226,18 @@ def _failures(base: KnowledgeBase, model_id: str, entries: tuple[Entry, ...]) ->
     return tuple(
         report
         for report in base.failures
-        if ids & set(report.entries) or any(_meant(name, model_id) for name in report.model_ids)
+        if ids & set(report.entries) or any(_matches_name(name, model_id) for name in report.model_ids)
     )
 
 
-def _meant(pattern: str, name: str) -> bool:
+def _matches_name(pattern: str, name: str) -> bool:
     """Whether an id or a glob matches a name, which may lack the organisation and have other punctuation."""
     if "/" in name:
         return matches(pattern, name)
     return matches("*".join(map(_folded, pattern.rpartition("/")[2].split("*"))), _folded(name))
 
 
-def _near(base: KnowledgeBase, answer: Answer) -> Answer:
+def _with_similar(base: KnowledgeBase, answer: Answer) -> Answer:
     """The answer; for an unknown model with similar ids added: the same name under another organisation first."""
     if answer.known:
         return answer

@@ -75,7 +75,7 @@ def train_side_by_side(
     workers: dict[Connection, tuple[SpawnProcess, R]] = {}
 
     def begin() -> None:
-        connection, process = _started(context, train)
+        connection, process = _start_worker(context, train)
         workers[connection] = process, left[0]
         connection.send(left.popleft())
 
@@ -86,8 +86,8 @@ def train_side_by_side(
             for connection in wait(list(workers)):
                 assert isinstance(connection, Connection)
                 process, run = workers[connection]
-                said = _heard(connection, process)
-                if isinstance(said, _Ended):
+                said = _received(connection, process)
+                if isinstance(said, _ProcessEnd):
                     if lost is None:
                         raise RunError(f"{said}: resume with --resume and fewer --jobs")
                     workers.pop(connection)
@@ -114,14 +114,14 @@ def train_side_by_side(
             process.join()
 
 
-class _Ended(str):
+class _ProcessEnd(str):
     """The reason, in words, why a process ended unexpectedly."""
 
 
-def _started(context: SpawnContext, train: Callable[..., None]) -> tuple[Connection, SpawnProcess]:
+def _start_worker(context: SpawnContext, train: Callable[..., None]) -> tuple[Connection, SpawnProcess]:
     """A process that waits for runs, and the parent's end of its pipe."""
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, train, torch.get_num_threads()), daemon=True)
+    process = context.Process(target=_train_received, args=(theirs, train, torch.get_num_threads()), daemon=True)
     try:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -130,18 +130,18 @@ def _started(context: SpawnContext, train: Callable[..., None]) -> tuple[Connect
     return ours, process
 
 
-def _heard(connection: Connection, process: SpawnProcess) -> Any:
+def _received(connection: Connection, process: SpawnProcess) -> Any:
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError):
         process.join()
-        return _Ended(
+        return _ProcessEnd(
             f"a process that trained ended by itself, with exit code {process.exitcode} (-9: killed, as where memory "
             "ran out). What was trained is kept"
         )
 
 
-def _work(connection: Connection, train: Callable[..., None], threads: int) -> None:
+def _train_received(connection: Connection, train: Callable[..., None], threads: int) -> None:
     """Train the runs received over the connection, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent ends this process
     torch.set_num_threads(threads)
@@ -200,7 +200,7 @@ def open_experiment(
             Schedule(recipe).check(experiment.steps)
         check_optimizer(optimizer, names, projections(model, recipe))
     if ":" in experiment.model:
-        _try(model, task, experiment.model)
+        _try_model(model, task, experiment.model)
     digest = task.digest()
     if recorded is not None:
         recorded.extend(experiment, digest)
@@ -209,7 +209,7 @@ def open_experiment(
     return Comparison(experiment, known, task, folder, digest)
 
 
-def _try(model: torch.nn.Module, task: Task, name: str) -> None:
+def _try_model(model: torch.nn.Module, task: Task, name: str) -> None:
     """Run a user's model on the first batch, forward and backward, and on the held-out batches.
 
     Raises:
@@ -231,7 +231,7 @@ def _try(model: torch.nn.Module, task: Task, name: str) -> None:
         ) from error
 
 
-def _place(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str:
     """The last line of the user's code in an exception's traceback, as file:line."""
     libraries = (Path(torch.__file__).parent, Path(__file__).parents[1])
     frames = traceback.extract_tb(error.__traceback__)
@@ -312,7 +312,7 @@ class Comparison:
                 raise
             raise ModelError(
                 f"{self.experiment.model}: under {recipe}, seed {seed}, it raised {type(error).__name__}: {error} "
-                f"({_place(error)}). Fix it, then resume with --out {self.folder.path} --resume"
+                f"({_user_line(error)}). Fix it, then resume with --out {self.folder.path} --resume"
             ) from error
         if recipe == _BASELINE and not self._cached(seed).is_file():
             self._cached(seed).parent.mkdir(parents=True, exist_ok=True)

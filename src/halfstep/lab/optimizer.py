@@ -84,8 +84,8 @@ def unit_scale_on(model: nn.Module, task: Task, batch: Batch) -> UnitReport:
         ModelError: the loss does more with a model than to call it once; or as `halfstep.unit_scale`.
     """
     try:
-        task.loss(_Asked(), batch)
-    except _Called as call:
+        task.loss(_CallRecorder(), batch)
+    except _CallArguments as call:
         args, kwargs = call.args
     except AttributeError as error:
         raise _otherwise(task, error) from error
@@ -94,7 +94,7 @@ def unit_scale_on(model: nn.Module, task: Task, batch: Batch) -> UnitReport:
 
     def loss(output: Any) -> Tensor:
         try:
-            return task.loss(_Returning(output), batch)
+            return task.loss(_RecordedOutput(output), batch)
         except AttributeError as error:
             raise _otherwise(task, error) from error
 
@@ -109,19 +109,19 @@ def _otherwise(task: Task, found: object) -> ModelError:
     )
 
 
-class _Called(Exception):
+class _CallArguments(Exception):
     """Raised with the arguments of a call."""
 
 
-class _Asked(nn.Module):
+class _CallRecorder(nn.Module):
     """A stand-in for the model that records its call's arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `_Called` with the arguments."""
-        raise _Called(args, kwargs)
+        """Raise `_CallArguments` with the arguments."""
+        raise _CallArguments(args, kwargs)
 
 
-class _Returning(nn.Module):
+class _RecordedOutput(nn.Module):
     """A stand-in for the model that returns a recorded output."""
 
     def __init__(self, output: Any) -> None:

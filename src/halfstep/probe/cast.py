@@ -84,11 +84,11 @@ def _rounding(name: str, quantizer: Quantizer) -> Recipe:
     )
 
 
-_ROUNDS = 8
+_TRIALS_EACH = 8
 """Trials of one recipe, each with one more module in float32."""
 
 
-_MOST = 0.5
+_MOST_KEPT = 0.5
 """The largest share of the parameters to keep in float32: with more, another format is better advice."""
 
 
@@ -112,8 +112,8 @@ def suggest(
     places = tuple(dict.fromkeys(pattern(site.module) for site in start if site.module))
     for recipe in recipes:
         kept: tuple[str, ...] | None = places if recipe is recipes[0] else ()
-        for _ in range(_ROUNDS):
-            if kept is None or _share(model, kept) > _MOST:
+        for _ in range(_TRIALS_EACH):
+            if kept is None or _share(model, kept) > _MOST_KEPT:
                 break
             wanted = keeping(recipe, kept)
             if wanted == rejected.recipe:
@@ -212,7 +212,7 @@ def cast_trial(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, e
     overflows = (_overflow(name, tensor, dtype, kinds) for name, tensor in [*stored, *inputs])
     failure = next((found for found in overflows if found is not None), None)
     device = next(model.parameters()).device
-    own, look = copy.deepcopy(model).to(dtype), _Look(Outputs(expected))
+    own, look = copy.deepcopy(model).to(dtype), _OutputCheck(Outputs(expected))
     for batch in batches:
         with observed(own, look):
             try:
@@ -225,7 +225,7 @@ def cast_trial(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, e
 
 
 @dataclass
-class _Look:
+class _OutputCheck:
     """Records a pass's outputs: the first non-finite one, and the error of each."""
 
     outputs: Outputs
@@ -254,7 +254,7 @@ def _overflow(name: str, tensor: Tensor, dtype: torch.dtype, kinds: Mapping[str,
     return Failure(Site(path, kinds.get(path, ""), role), f"its largest, {float(tensor.abs().max()):g}, overflows")
 
 
-_LEAST = 4
+_NOTABLE = 4
 """An error above this many times the format's relative rounding error is more than a rounded tensor causes by
 itself."""
 
@@ -288,7 +288,7 @@ class Buffers:
     def harmful(self) -> tuple[RoundedBuffer, ...]:
         """Those that change a module's output by more than rounding all weights changes the model's, and by more than
         four times the format's rounding error."""
-        return tuple(one for one in self.found if not one.error <= max(self.weights, _LEAST * self.size))
+        return tuple(one for one in self.found if not one.error <= max(self.weights, _NOTABLE * self.size))
 
     def lines(self, format: str) -> list[str]:
         """The report's lines on them; none if none does harm."""

@@ -239,16 +239,16 @@ def observed(model: nn.Module, see: See) -> Iterator[None]:
     (recomputed from queries and keys, in their dtype), and the gradients of all of these in the backward. Nothing stays
     on the model. Keyword inputs count only if they require a gradient: the others are masks and positions.
     """
-    eyes = _Eyes(model, see)
+    eyes = _Observer(model, see)
     with ExitStack() as hooks:
         for path, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(partial(eyes.before, path), with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(partial(eyes.after, path), always_call=True))
-        hooks.enter_context(_Inside(eyes))
+        hooks.enter_context(_MatmulMode(eyes))
         yield
 
 
-class _Eyes:
+class _Observer:
     """Keeps track of the running module, and of what to observe when a gradient arrives."""
 
     def __init__(self, model: nn.Module, see: See) -> None:
@@ -302,10 +302,10 @@ class _Eyes:
             self.see(self.site(path, role, True), grad)
 
 
-class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that observes the matmuls of functional code, without changing them."""
 
-    def __init__(self, eyes: _Eyes) -> None:
+    def __init__(self, eyes: _Observer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._eyes = eyes
 

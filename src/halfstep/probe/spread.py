@@ -175,7 +175,7 @@ def scales(
             train(own, batches, loss, steps, learning_rate, progress)
         own.train()
         progress("measuring")
-        gauge = _Gauge(own, limits)
+        gauge = _Collector(own, limits)
         words = [gauge.run(batch, loss) for batch in batches]
     return Scales(
         model=type(model).__name__,
@@ -190,7 +190,7 @@ def scales(
 
 
 @dataclass
-class _Held:
+class _Stats:
     """The moments and counts of one tensor so far."""
 
     kind: str
@@ -198,12 +198,12 @@ class _Held:
     counts: list[Counts] = field(default_factory=list)
 
 
-class _Gauge:
+class _Collector:
     """Collects the moments and counts of every tensor over passes."""
 
     def __init__(self, model: nn.Module, limits: Sequence[Limits]) -> None:
         self._model, self._limits = model, limits
-        self._held: dict[Site, _Held] = {}
+        self._held: dict[Site, _Stats] = {}
         self._versions: Any = WeakIdKeyDictionary()
         """The version counters of the observed tensors when they were observed."""
 
@@ -241,7 +241,7 @@ class _Gauge:
             self._take(site, "activation", tensor)
 
     def _take(self, site: Site, kind: str, tensor: Tensor) -> None:
-        held = self._held.setdefault(site, _Held(kind, counts=[Counts()] * len(self._limits)))
+        held = self._held.setdefault(site, _Stats(kind, counts=[Counts()] * len(self._limits)))
         held.moments += moments(tensor)
         held.counts = [one + count(tensor, each) for one, each in zip(held.counts, self._limits, strict=True)]
 

@@ -28,7 +28,7 @@ GGUF = {
 }
 """Formats that llama.cpp loads, for Llama and GPT-2."""
 _SHARD = "5GB"
-_BESIDE = (
+_TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
@@ -112,7 +112,7 @@ def export(
         _check_gguf(dtype, max_shard_size)
         return _gguf(model, path, format, recipe, tokenizer)
     quantized, layout = _quantized(model, recipe), None if format is None else get_layout(format)
-    made = write_pretrained(quantized, path, layout, stored, max_shard_size, _beside(tokenizer))
+    made = write_pretrained(quantized, path, layout, stored, max_shard_size, _tokenizer_files(tokenizer))
     nbytes = sum(file.stat().st_size for file in path.iterdir())
     return Exported(path, made.layout.name, made.described["recipe"]["name"], nbytes, made.quantized, made.kept)
 
@@ -179,11 +179,11 @@ def _quantized(model: torch.nn.Module, recipe: str | Recipe | None) -> torch.nn.
     return made
 
 
-def _beside(folder: str | Path | None) -> list[Path]:
+def _tokenizer_files(folder: str | Path | None) -> list[Path]:
     """The files of a tokenizer and of a processor in the folder."""
     if folder is None:
         return []
-    return sorted({file for pattern in _BESIDE for file in _folder(folder).glob(pattern) if file.is_file()})
+    return sorted({file for pattern in _TOKENIZER_FILES for file in _folder(folder).glob(pattern) if file.is_file()})
 
 
 def _folder(tokenizer: str | Path) -> Path:

@@ -214,14 +214,14 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
             f"{folder}: what its metadata say of the layers cannot be read: {why}. The file was edited, or is of a "
             "newer version"
         ) from error
-    model = _stock(Path(folder).expanduser(), checkpoint)
+    model = _built(Path(folder).expanduser(), checkpoint)
     names = loaded_names(model, [f"{path}.weight" for path in codes])
     paths = {path: names.get(f"{path}.weight", path).removesuffix(".weight") for path in codes}
     placed = {f"{paths[path]}.weight": [made] for path, made in codes.items()}
     held = {f"{path}.{name}" for path in codes for name in (*layout.parts, "input_scale")}
     others = {name: tensor for name, tensor in tensors.items() if name not in held}
     own = {paths[path]: found for path, found in factors.items()}
-    return _filled(model, recipe, placed, own, adapters, others, str(folder))
+    return _with_codes(model, recipe, placed, own, adapters, others, str(folder))
 
 
 def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Module:
@@ -231,7 +231,7 @@ def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Modul
     with MissingLibraryError.of("accelerate"):
         empty = import_module("accelerate").init_empty_weights
     with empty(include_buffers=False):
-        model: Any = _stock(folder, checkpoint)
+        model: Any = _built(folder, checkpoint)
     names = loaded_names(model, found.codes)
     if joined := sorted(found.codes.keys() - names.keys()):
         raise CheckpointError(
@@ -247,10 +247,10 @@ def _published(folder: Path, checkpoint: Checkpoint, adapters: bool) -> nn.Modul
                 )
     model.tie_weights()
     codes = {names[name]: made for name, made in found.codes.items()}
-    return _filled(model, found.recipe, codes, {}, adapters, tensors, str(folder))
+    return _with_codes(model, found.recipe, codes, {}, adapters, tensors, str(folder))
 
 
-def _filled(
+def _with_codes(
     model: nn.Module, recipe: Recipe, codes: dict[str, list[Quantized]], factors: dict[str, dict[str, Tensor]],
     adapters: bool, others: Mapping[str, StoredTensor], what: str,
 ) -> nn.Module:  # fmt: skip
@@ -299,7 +299,7 @@ def _factors(data: Mapping[str, str]) -> dict[str, Tensor]:
     }
 
 
-def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
+def _built(folder: Path, checkpoint: Checkpoint) -> nn.Module:
     """The model of config.json, with weights that are to be replaced."""
     with MissingLibraryError.of("export"):
         transformers = import_module("transformers")
@@ -326,7 +326,7 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
 
 def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> None:
     """Copy the tensors that are not codes, by name."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
+    own = {name: tensor for name, tensor in model.state_dict().items() if not _is_code_buffer(model, name)}
     names = loaded_names(model, tensors)
     apart = next((name for name in tensors if name not in names), None)
     if apart is not None:
@@ -351,7 +351,7 @@ def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> N
         own[name].copy_(_read(stored))
 
 
-def _in_codes(model: nn.Module, name: str) -> bool:
+def _is_code_buffer(model: nn.Module, name: str) -> bool:
     """Whether a buffer stores codes, or their scales and format."""
     path, _, last = name.rpartition(".")
     stored = part_of(model.get_submodule(path)).stored

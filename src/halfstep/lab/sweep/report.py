@@ -71,7 +71,7 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
     memory = next((row for row in rows if row["kind"] == "memory"), None)
     seconds = [row["seconds"] for row in steps[1:] if row["seconds"] is not None]
     losses = [row["loss"] for row in steps]
-    found, lost = spikes(losses), _lost(losses, validations)
+    found, lost = spikes(losses), _diverged_at(losses, validations)
     status = DIVERGED if state.status == FINISHED and lost is not None else state.status
     return Outcome(
         *cell,
@@ -88,7 +88,7 @@ def outcome(cell: Cell, state: CellState, rows: Sequence[Row]) -> Outcome:
     )
 
 
-def _lost(losses: Sequence[float | None], validations: Sequence[float | None]) -> int | None:
+def _diverged_at(losses: Sequence[float | None], validations: Sequence[float | None]) -> int | None:
     """The step at which a run lost what it had learned; its last step, if the last validation loss is above the first;
     or None."""
     if not validations or validations[0] is None:
