@@ -50,7 +50,7 @@ def test_numbers_are_compared_both_ways(measured, expected):
 
 def test_a_claim_without_check_or_figures_cannot_be_measured():
     with pytest.raises(
-        ClaimError, match=r"claim 'collage-speed' has no check to run, and no figures .* \'not written yet\'"
+        ClaimError, match=r"claim 'collage-speed' has no check to run and no saved .* figures.* \'not written yet\'"
     ):
         run(get_claim("collage-speed"))
 

@@ -184,7 +184,7 @@ def test_a_model_that_fails_on_the_way_is_one_message_and_the_run_goes_on(place,
     assert done.code == 2
     assert "tiny_models:late: under fp32, seed 0, it raised RuntimeError: it is too late (" in done.message
     assert "tiny_models.py:" in done.message
-    assert "go on with --out runs/late --resume" in done.message
+    assert "resume with --out runs/late --resume" in done.message
     monkeypatch.setattr(sys.modules["tiny_models"], "late", sys.modules["tiny_models"].model)
     assert halfstep(*arguments, "--resume").code == 0
 
