@@ -59,7 +59,7 @@ def audit(
         said = None if found is None or kind == "scales" else _said(found, dtype)
         zeros, nonfinite = (0, 0) if found is None else (found.table.zeros, found.table.nonfinite)
         if kind == "buffers" and found is not None and not found.table.nonzero and not found.table.nans:
-            nonfinite = 0  # zeros and infinities: a mask that is added to scores
+            nonfinite = 0  # zeros and infinities only: an additive attention mask
         role, shape = setup.roles.get(name, "other"), tuple(tensor.shape)
 
         item = Item(kind, name, role, dtype, shape, values(tensor), size(tensor), said, nonfinite, shared, zeros)
@@ -283,7 +283,7 @@ def _shared(items: Iterable[Item]) -> Iterator[Finding]:
 SMALLEST_SCALE = 1e-6
 """Loss scales below this have been halved 36 times from 65536: in a working setup not that many steps overflow."""
 
-_MOST = 0.5  # of a tensor's values, from which on it is the tensor that does not move
+_MOST = 0.5  # the share of unchanged values from which a tensor is reported
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def unmoved_by(setup: Setup, name: str, dtype: str, table: Table) -> Unmoved | N
     rate = float(group.get("lr", 0.0))
     if "betas" not in group or not rate or stored is None:
         return None
-    if dtype == "float32":  # a schedule that begins or ends near zero is no fault
+    if dtype == "float32":  # a schedule may begin or end near zero
         rate = max(rate, *(float(group.get(peak, 0.0)) for peak in ("initial_lr", "max_lr")))
     return Unmoved(dtype, rate, setup.roles[name], table.unmoved(stored, rate), table.nonzero)
 

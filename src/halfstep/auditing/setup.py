@@ -41,9 +41,9 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(tensor: Tensor, path: str) -> Iterator[tuple[str, Tensor]]:
-    if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol for tensors that are made of others
+    if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol for wrapper subclasses
         named = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
-        parts = {name: part for name, part in named.items() if isinstance(part, Tensor)}  # a DTensor names its mesh too
+        parts = {name: part for name, part in named.items() if isinstance(part, Tensor)}  # a DTensor lists its mesh too
         for name, part in parts.items():
             yield from _plain(part, path if len(parts) == 1 else f"{path}.{name}")
     elif tensor.layout == torch.sparse_coo:

@@ -105,7 +105,7 @@ class Watch:
     def _compare(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         step = self.counted[optimizer] = self.counted.get(optimizer, 0) + 1
         before, self._before = self._before, {}
-        if bool(getattr(optimizer, "found_inf", None) or False):  # a loss scaler's: the step wrote nothing
+        if bool(getattr(optimizer, "found_inf", None) or False):  # set by a loss scaler: the step was skipped
             return
         for group in optimizer.param_groups:
             rate = float(group.get("lr", 0.0))
@@ -178,7 +178,7 @@ def models_of(
     optimizers: Iterable[torch.optim.Optimizer], objects: Iterable[Any]
 ) -> dict[torch.optim.Optimizer, nn.Module | None]:
     """For each optimizer, the outermost module among `objects` that has most of its parameters, without wrappers."""
-    # type() and no isinstance: that asks every object for __class__, and lazy ones then load what they stand for.
+    # type(), not isinstance: isinstance reads every object's __class__, and lazy objects would load their modules.
     modules = [one for one in objects if issubclass(type(one), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     roots = [(root, {id(p) for p in root.parameters()}) for root in modules if id(root) not in inner]

@@ -151,7 +151,7 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     from halfstep.lab.report import write_report
     from halfstep.lab.tasks import experiment_for
 
-    if resume:  # a difference from what is recorded is refused when it opens
+    if resume:  # a difference from the recorded experiment is refused when it opens
         experiment = dataclasses.replace(RunFolder(path).experiment(), **asked_fields(ctx))
     else:
         experiment = experiment_for(**_asked(ctx))
@@ -257,7 +257,7 @@ def _text(summary: dict[str, Any]) -> str:
                 str(verdict["skipped_steps"]),
             )
         )
-    interval = "95% interval of that"  # folds where a terminal is narrow
+    interval = "95% interval of that"  # wraps in a narrow terminal
     columns = [
         "seeds",
         "final loss",

@@ -144,7 +144,7 @@ def _known(path: Path, overlay: Path | None) -> Known | None:
 _COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
 _RIGHT = ("values", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
 _COSTS = ("to", "SQNR dB", "overflowing", "become zero", "largest error", "saved MB", "hurt most")
-_UNCOUNTED = 3  # the columns of a quick look
+_UNCOUNTED = 3  # the columns of `--quick`
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
 
 

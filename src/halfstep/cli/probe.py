@@ -64,7 +64,7 @@ def probe(
             from halfstep.probe import probe_model, target
             from halfstep.probe.batch import load_model
 
-            target(to, loss_scale)  # a wrong name is said before the model is loaded
+            target(to, loss_scale)  # raises for a wrong name before the model is loaded
             loaded = load_model(model)
             found, described = batches_for(loaded, data, batches, batch, context)
             report = probe_model(
@@ -177,7 +177,7 @@ def mismatch(
         from halfstep.recipe import get_recipe
         from halfstep.serving import from_pretrained
 
-        names = [get_recipe(name).name for name in (train, rollout or train)]  # a wrong one is said first
+        names = [get_recipe(name).name for name in (train, rollout or train)]  # raises for a wrong name first
         loaded = load_model(policy)
         found, described = batches_for(loaded, data, batches, batch, context)
         progress("comparing")

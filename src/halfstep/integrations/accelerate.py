@@ -23,7 +23,7 @@ with MissingLibraryError.of("accelerate"):
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType, release_memory
 
-_FREED = "_halfstep_freed"  # where an accelerator has the model that it let go of
+_FREED = "_halfstep_freed"  # the accelerator's attribute for the model that it freed
 
 
 def prepare(
@@ -38,7 +38,7 @@ def prepare(
 ) -> tuple[Any, ...]:
     """`accelerator.prepare(*objects)`, with a model and an optimizer that follow a recipe. The loop stays Accelerate's:
 
-        accelerator = Accelerator()  # mixed_precision stays "no": the recipe says what is computed in how many bits
+        accelerator = Accelerator()  # mixed_precision stays "no": the recipe sets the precision
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader, recipe="fp16-mixed")
         with accelerator.accumulate(model):
             accelerator.backward(loss_fn(model(x), y))
@@ -85,9 +85,9 @@ def prepare(
         total_steps=total_steps,
         recipe_change=recipe_change,
     )
-    accelerator.scaler = scaler  # before accelerator.prepare, whose optimizer keeps the one that it finds
+    accelerator.scaler = scaler  # before accelerator.prepare, whose optimizer keeps this scaler
     clipping = _Clipping(accelerator, low_bit, scaler)
-    accelerator.unscale_gradients = clipping.unscale  # which its clip_grad_value_ begins with
+    accelerator.unscale_gradients = clipping.unscale  # called first by its clip_grad_value_
     accelerator.clip_grad_norm_ = clipping.clip_norm
     accelerator.free_memory = partial(_free, accelerator, weakref.ref(model))
     return accelerator.prepare(
@@ -103,7 +103,7 @@ def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any
     accelerator.scaler = None
     vars(accelerator)[_FREED] = model
     objects = accelerator.free_memory(*objects)
-    release_memory()  # Accelerate collects before it lets go, and keeps optimizers in cycles
+    release_memory()  # Accelerate collects garbage before it drops its references, and has optimizers in cycles
     return objects
 
 

@@ -70,7 +70,7 @@ class HalfstepPrecision(Precision):
         self._generator = generator
         self._total_steps = total_steps
         self._model: nn.Module | None = None
-        self._masters: Mapping[nn.Parameter, Tensor] = {}  # what the first fit starts with
+        self._masters: Mapping[nn.Parameter, Tensor] = {}  # the masters at the start of the first fit
         self._mastered: set[nn.Parameter] = set()
         self._optimizers: list[LowBit] = []
         self._stepped: set[torch.optim.Optimizer] = set()
@@ -86,7 +86,7 @@ class HalfstepPrecision(Precision):
         _check(trainer)
         self._model = module
         applied: Applied | None = part_of(module).applied
-        if applied is not None and applied.recipe != self.recipe:  # the same one: another run of the same module
+        if applied is not None and applied.recipe != self.recipe:  # equal if the same module is fitted again
             raise RecipeError(
                 f"{type(module).__name__} follows {applied.recipe.name!r} already, but this plugin has "
                 f"{self.recipe.name!r}: call halfstep.revert(module) first"
@@ -97,7 +97,7 @@ class HalfstepPrecision(Precision):
             if adapts(module, self.recipe):
                 return module
             apply(module, self.recipe, self._module_filter)
-            if self.recipe.codes is not None:  # before DDP looks at the parameters
+            if self.recipe.codes is not None:  # before DDP reads the parameters
                 store_as_codes(module, applied_to(module).rounded, self.recipe.codes)
             _store_copies(trainer)
             _warn_of_swaps(trainer, self.recipe)
@@ -107,7 +107,7 @@ class HalfstepPrecision(Precision):
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Make the optimizers follow the recipe too, after the strategy wrapped the module."""
-        if all(one in self._optimizers for one in optimizers):  # evaluation: none, or those of the last fit
+        if all(one in self._optimizers for one in optimizers):  # in evaluation there are none, or those of the last fit
             return model, optimizers, lr_schedulers
         trained = [(one, p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
         masters = {**self._masters, **{p: one.full(p) for one, p in trained if p in self._mastered}}
@@ -130,7 +130,7 @@ class HalfstepPrecision(Precision):
                 recipe_change=self._recipe_change,
             )
             self._optimizers.append(low_bit)
-            self.scaler = self.scaler or scaler  # one loss, one scale
+            self.scaler = self.scaler or scaler  # one loss scale for all optimizers
         self._masters = {}
         return model, self._optimizers, [self._waiting(config) for config in lr_schedulers]
 
@@ -139,7 +139,7 @@ class HalfstepPrecision(Precision):
         if self._total_steps is not None or not self.recipe.stages:
             return self._total_steps
         if not module.automatic_optimization:
-            return None  # halfstep says what is missing, where a stage begins after a fraction
+            return None  # halfstep raises if a stage begins after a fraction of the run
         found = module.trainer.estimated_stepping_batches
         return int(found) if 0 < found < float("inf") else None
 
@@ -249,7 +249,7 @@ def _trainer_of(module: nn.Module) -> Trainer:
         ModelError: there is none, as under Fabric.
     """
     if isinstance(module, LightningModule):
-        with suppress(RuntimeError):  # Lightning's, where it is attached to none
+        with suppress(RuntimeError):  # raised by Lightning if the module has no trainer
             if isinstance(module.trainer, Trainer):
                 return module.trainer
     raise ModelError(

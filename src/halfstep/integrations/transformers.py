@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 if TYPE_CHECKING:
     _Base = Trainer
 else:
-    _Base = object  # a mixin: the trainer comes after it
+    _Base = object  # a mixin: the trainer follows it in the bases
 
 if not hasattr(Trainer, "_clip_grad_norm"):
     raise MissingLibraryError(
@@ -126,7 +126,7 @@ class HalfstepMixin(_Base):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's, followed by `halfstep.prepare`, once per model."""
         trained = self.model if model is None else model
-        assert trained is not None  # Trainer's own annotation is wider
+        assert trained is not None  # Trainer's annotation allows None
         if self._prepared is not None:
             prepared, low_bit = self._prepared
             if prepared is trained and getattr(self.optimizer, "optimizer", self.optimizer) is low_bit:
@@ -200,8 +200,8 @@ class HalfstepMixin(_Base):
             return
         stock = self._prepared[1].torch_state_dict()
         if stock is None:
-            Path(output_dir, _CODES).unlink(missing_ok=True)  # of an earlier run in this folder
-        else:  # a stock Trainer would take codes for values
+            Path(output_dir, _CODES).unlink(missing_ok=True)  # from an earlier run in this folder
+        else:  # a stock Trainer would read codes as values
             Path(output_dir, _OPTIMIZER).rename(Path(output_dir, _CODES))
             torch.save(stock, Path(output_dir, _OPTIMIZER))
 
@@ -211,7 +211,7 @@ class HalfstepMixin(_Base):
             self.optimizer.load_state_dict(torch.load(Path(checkpoint, _CODES), map_location="cpu", weights_only=True))
 
     def _save_scaler(self, output_dir: str) -> None:
-        if self.scaler.is_enabled():  # a stock Trainer fails on a file that it has no scaler for
+        if self.scaler.is_enabled():  # a stock Trainer without a scaler fails if the file exists
             super()._save_scaler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -168,8 +168,8 @@ def _frozen(value: Any) -> Any:
 
 # ---- the schema -----------------------------------------------------------------------------------------------------
 
-# `schema.json` is an ordinary JSON schema, for editors and other tools. Of its vocabulary this file reads what
-# `schema.json` uses; the tests hold it against the jsonschema library.
+# `schema.json` is an ordinary JSON schema, for editors and other tools. This file implements only the vocabulary
+# that `schema.json` uses; the tests compare it with the jsonschema library.
 
 _TYPES: Mapping[str, type] = {"string": str, "integer": int, "array": list, "object": dict}
 

@@ -173,7 +173,7 @@ def _other_spelling(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
     names = {entry.id: [own for own in (*entry.model_ids, *entry.aliases) if "*" not in own] for entry in base.entries}
     found = {key: [own for own in owns if means(one, spelling(own))] for key, owns in names.items()}
     entries = tuple(entry for entry in base.entries if found[entry.id])
-    if not one.sizes:  # a series is of all who disagree on it
+    if not one.sizes:  # without a size, entries that conflict with a match count too
         entries = tuple(e for e in base.entries if e in entries or any(e.conflicts(other) for other in entries))
     others = (own for key, owns in names.items() if not found[key] for own in owns)
     if not _one(entries) or any(may_be(one, spelling(own)) for own in others):
@@ -280,18 +280,18 @@ VARIANTS = frozenset(
 )  # fmt: skip
 """Words in a name that say that it was trained from another model."""
 
-_ENDS = frozenset({"lora", "qlora", "adapter", "peft", "finetuned"})  # what follows these names the data
+_ENDS = frozenset({"lora", "qlora", "adapter", "peft", "finetuned"})  # the words after these name the data
 _SAME = frozenset({"hf", "pt", "meta"})  # the same model in another file
 _SIZES = frozenset(
     {"tiny", "xsmall", "mini", "small", "base", "medium", "large", "xlarge", "xl", "xxl", "huge", "giant"}
 )
 _TOKEN = re.compile(r"(?:\d+x\d+b|a\d+b|\d+(?:\.\d+)?[bmtke])(?![a-z0-9])|[a-z]+|\d+")
-_SIZE = re.compile(r"\d+x\d+b|a?\d+(?:\.\d+)?[bmt]|\d+e")  # parameters, all or active, or experts
-_DATE = re.compile(r"\d{4}|\d{6}|\d{8}|\d+k")  # of a release, or the length of its context
+_SIZE = re.compile(r"\d+x\d+b|a?\d+(?:\.\d+)?[bmt]|\d+e")  # parameters (all or active), or experts
+_DATE = re.compile(r"\d{4}|\d{6}|\d{8}|\d+k")  # a release date, or a context length
 _FILES = {"config.json", "adapter_config.json", "README.md"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".distcp", ".h5", ".msgpack")
-_BASES = 100  # origins of a folder; a merge of models has a few
-_LIMIT = 1 << 20  # a model card or a config.json is far smaller; nothing is read beyond
+_BASES = 100  # the most base models of a folder; a merge has a few
+_LIMIT = 1 << 20  # bytes read at most; a model card or a config.json is far smaller
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from halfstep.text import holding, printable
 
 
 _VERDICTS = {"none": "safe", "low": "safe", "medium": "risky", "high": "risky", "unknown": "unknown"}
-_CAREFUL = ("safe", "unknown", "risky")  # of two verdicts, the later one is the more careful advice
+_CAREFUL = ("safe", "unknown", "risky")  # from the least to the most careful advice
 _REPORTED = {
     "safe": ("unknown", "that says it is safe, and failures in {use} are reported: the two do not agree"),
     "unknown": ("risky", "failures in {use} are reported"),

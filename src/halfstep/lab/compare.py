@@ -193,7 +193,7 @@ def open_experiment(
     model = build_model(experiment.model, task.models(), seed=0)
     optimizer = build_optimizer(experiment, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for recipe in known.values():  # one that fits no layer, or not the optimizer, is refused before anything is written
+    for recipe in known.values():  # a recipe that does not fit raises before anything is written
         for stage in recipe.by_stage:
             match(model, stage, None)
         if recipe.stages:
@@ -301,7 +301,7 @@ class Comparison:
     def train(self, recipe: str, seed: int, watch: Watcher = lambda progress: None) -> None:
         """Train one recipe with one seed, like `run`."""
         path = self.folder.run(recipe, seed)
-        if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
+        if recipe == _BASELINE and seed > 0:  # seed 0 is always trained in this run, for its timings
             self._take_baseline(path, seed)
         try:
             self.trainer(recipe, seed, watch).run()

@@ -10,7 +10,7 @@ from typing import Any
 
 LEVEL = 0.95
 """The confidence of every interval: in the long run one in twenty excludes the true difference, half on each side."""
-_PAIRS = 1000  # who needs more than that is not told a number
+_PAIRS = 1000  # above this no number of pairs is given
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ EFFECT = 0.1
 al.)."""
 ENOUGH = 0.8
 """The power below which finding no difference is no evidence."""
-_RUNS = 2000  # a side that are looked at for a power
+_RUNS = 2000  # the most runs per side that are considered
 
 
 def wilson(hits: int, runs: int, level: float = LEVEL) -> Interval:

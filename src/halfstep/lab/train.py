@@ -42,7 +42,7 @@ from halfstep.tracking import activation_gradients_by_module, amaxes, first_nonf
 from halfstep.unit import multipliers_of
 
 
-_KEPT = 2  # the last one and the one before it
+_KEPT = 2  # the last two checkpoints
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Trainer:
         batch = self.task.batch(self.seed, step)
         check_finite(batch, step)
         looking = self.experiment.due(step, self.experiment.statistics)
-        glancing = step & (step - 1) == 0  # at powers of two: what leaves its range does so early
+        glancing = step & (step - 1) == 0  # at powers of two: tensors that leave their range do so early
         watching = self.experiment.due(step, self.experiment.tensors)
         scale, skips = scaler.get_scale(), scaler.skipped_steps
         random = torch.get_rng_state()
@@ -245,7 +245,7 @@ class Trainer:
             loss, sharpness = self._loss(batch)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         seconds = time.perf_counter() - started
-        # What is looked at is looked at here: a clip moves 16-bit gradients to float32, without the loss scale.
+        # Recorded before the clip, which converts 16-bit gradients to float32 and removes the loss scale.
         seen = looking or glancing or watching
         look = (
             Look(model, optimizer, step, scale, activations, looking, tensors if watching else None) if seen else None
@@ -258,9 +258,7 @@ class Trainer:
         norm_value = float(scaler.clip_grad_norm_(optimizer, self.experiment.clip))
         value = float(loss.detach())
         seconds += time.perf_counter() - started
-        adapts = (
-            self.recipe.loss_scale is not None and self.recipe.loss_scale.dynamic
-        )  # it sinks where a step overflows
+        adapts = self.recipe.loss_scale is not None and self.recipe.loss_scale.dynamic  # it falls if a step overflows
         if not math.isfinite(value) and not adapts:
             return self._diverge(step, batch, random, "the loss is infinite or NaN")
         if not math.isfinite(norm_value) and not scaler.is_enabled():

@@ -225,9 +225,9 @@ def difference(
     """
     worse = -1 if higher_is_better else 1
     seeds = sorted(finals.keys() & baselines.keys())
-    # One scale for all pairs: a seed whose own value comes close to zero would outweigh the others.
+    # One scale for all pairs: a seed whose value is close to zero would outweigh the others.
     scale = abs(statistics.fmean(baselines[seed] for seed in seeds)) if seeds else 0.0
-    if not scale:  # nothing to compare with, or nothing to be relative to
+    if not scale:  # no shared seed, or a mean of zero
         return Difference(UNMEASURED, None, None)
     pairs = [worse * (finals[seed] - baselines[seed]) / scale for seed in seeds]
     gap, varied = statistics.fmean(pairs), len(set(pairs)) > 1

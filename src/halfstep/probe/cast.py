@@ -117,7 +117,7 @@ def suggest(
                 break
             wanted = keeping(recipe, kept)
             if wanted == rejected.recipe:
-                if (failure := rejected.failure) is None:  # it ran, and what it would lose in other data was too much
+                if (failure := rejected.failure) is None:  # it passed on this data, but its ranges do not fit
                     break
             else:
                 trials.append(run(wanted))
@@ -151,7 +151,7 @@ def keeping(recipe: Recipe, places: tuple[str, ...] = (), buffers: tuple[str, ..
 
 def widened(model: nn.Module, kept: tuple[str, ...], path: str) -> tuple[str, ...] | None:
     """The modules to keep in float32 after the module at `path` failed; None if that would be the whole model."""
-    # Lists are never called: a forward of theirs would not run.
+    # Module lists are never called, so their forward would not run.
     while path and (
         any(_covers(place, path) for place in kept)
         or isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))
@@ -229,7 +229,7 @@ class _OutputCheck:
     """Records a pass's outputs: the first non-finite one, and the error of each."""
 
     outputs: Outputs
-    compares: bool = True  # the first batch alone
+    compares: bool = True  # true for the first batch only
     failure: Failure | None = None
 
     def __call__(self, site: Site, tensor: Tensor) -> None:

@@ -17,7 +17,7 @@ from halfstep.tracking import ExponentHistogram
 from halfstep.tracking.nonfinite import tensors_in
 
 
-MASK = torch.finfo(torch.float32).max  # attention masks add minus this, or minus infinity: no activation
+MASK = torch.finfo(torch.float32).max  # attention masks add minus this, or minus infinity; these are not activations
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _smallest(histogram: ExponentHistogram, limits: Limits, tolerance: float) ->
     tie = math.frexp(limits.format.smallest / 2)[1] - 1
     for exponent, mass in masses.items():
         below += mass
-        if below > allowed:  # this bin must stay: bin e vanishes at scale 2^k if 2^(e + k) < smallest / 2
+        if below > allowed:  # this bin must not vanish: bin e vanishes at scale 2^k if 2^(e + k) < smallest / 2
             return 2.0 ** (tie - exponent)
     return 0.0
 
@@ -228,7 +228,7 @@ _FUSED = {
     )
     if hasattr(_aten, name)
 }
-_CHUNK = 1 << 22  # values of attention logits that are formed at a time
+_CHUNK = 1 << 22  # attention logits computed at a time
 
 
 @contextmanager
@@ -254,7 +254,7 @@ class _Observer:
     def __init__(self, model: nn.Module, see: See) -> None:
         self.see = see
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-        # Of these the product is the output.
+        # The matmul of these is the module's output.
         self._shown = {
             path for path, module in model.named_modules() if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
         }
@@ -289,7 +289,7 @@ class _Observer:
         if not tensor.requires_grad or tensor.is_leaf or tensor.dim() == 0:  # a loss is a float32 number
             return
         version, sites = self._waiting.get(tensor, (None, []))
-        if version != tensor._version:  # else its gradient is already waited for, on behalf of another module
+        if version != tensor._version:  # else a hook for its gradient is already registered, for another module
             sites = []
             self._waiting[tensor] = tensor._version, sites
             tensor.register_hook(lambda grad: self._arrive(sites, grad))  # type: ignore[no-untyped-call]
@@ -298,7 +298,7 @@ class _Observer:
     def _arrive(self, sites: list[tuple[str, str]], grad: Tensor) -> None:
         made = [path for path, role in sites if role == "output"]
         self._arrived = made[0] if made else sites[0][0].rpartition(".")[0]
-        for path, role in reversed(sites):  # who took the tensor made its gradient: they come first
+        for path, role in reversed(sites):  # the modules that read the tensor computed its gradient, so they come first
             self.see(self.site(path, role, True), grad)
 
 

@@ -16,7 +16,7 @@ LOST = 0.01
 """The largest share of a tensor's sum of magnitudes that may vanish or saturate."""
 
 
-_LISTED = 5  # tensors that do not fit, in words
+_LISTED = 5  # the most unfitting tensors listed in the text
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ProbeReport:
         """Whether the recipe's loss scale (any of at least 1, if it is dynamic; 1, if it has none) lies in the
         window."""
         if not self.target.stored:
-            return True  # the loss scale of operands is the trial's to judge
+            return True  # the trial decides on the loss scale of operands
         scale = self.trial.recipe.loss_scale
         if scale is not None and scale.dynamic:
             return not self.window.empty and self.window.largest >= 1.0
@@ -281,7 +281,7 @@ def _sensitivity(report: ProbeReport) -> list[str]:
     what = f"the gradient of {some(shaken, 1)}" if found.output_is_stable else "the output"
     itself = not report.safe and report.suggestion is None and (shaken or not found.output_is_stable)
     said = {
-        # a codebook's values are any numbers, without a relative rounding
+        # a codebook has no relative rounding error
         f"sensitivity: in fp32, weights moved by up to {_power(found.size)} of themselves, {format}'s rounding, change "
         f"the output by {found.output_error:.2g}": found.size > FLOAT32 / 4,
         f"  not compared: the gradient of {some(report.noise, 1)}: nothing but fp32's own rounding errors, which a "

@@ -233,7 +233,7 @@ class _Collector:
             return
         if site.backward:
             made = replace(site, role=site.role.removeprefix(GRADIENT), backward=False)
-            if made in self._held and made.role != "product":  # which are parts of gradients that are seen themselves
+            if made in self._held and made.role != "product":  # a product is part of a gradient recorded separately
                 self._take(site, "activation gradient", tensor)
             return
         if self._versions.get(tensor) != tensor._version:

@@ -158,7 +158,7 @@ OUTPUT_ERROR = 0.1
 GRADIENT_ERROR = 0.5
 """The largest relative error of the gradient of a matrix of weights that passes."""
 
-_MASK = 1e38  # what masks attention differs between dtypes, and is no activation
+_MASK = 1e38  # attention masks differ between dtypes, and are not activations
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,7 @@ def finite(tensor: Tensor) -> bool:
     """Whether all values of a tensor are finite."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    low, high = torch.aminmax(tensor.detach())  # one pass; NaN comes out as both
+    low, high = torch.aminmax(tensor.detach())  # one pass; with a NaN both are NaN
     return math.isfinite(low) and math.isfinite(high)
 
 
@@ -412,7 +412,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return (off / size if size else math.inf if off else 0.0) if math.isfinite(off) else math.inf
 
 
-_SEED = 0x5EED  # not one that initialises weights: noise must not repeat them
+_SEED = 0x5EED  # not a seed that initialises weights, so that noise does not repeat them
 
 FLOAT32 = 2.0**-23
 """float32's rounding error: another order of summing changes results by it, or by half of it."""

@@ -136,7 +136,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.link(partial, path)  # unlike a rename this replaces nothing
+        os.link(partial, path)  # unlike a rename, a link does not replace an existing file
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:

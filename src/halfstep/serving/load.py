@@ -314,7 +314,7 @@ def _built(folder: Path, checkpoint: Checkpoint) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        with torch.random.fork_rng(devices=[]):  # initial weights, which are replaced, draw no number of the user's
+        with torch.random.fork_rng(devices=[]):  # the weights made here are replaced: keep the user's generator
             model: nn.Module = kind._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
         if (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)

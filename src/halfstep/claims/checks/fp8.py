@@ -47,7 +47,7 @@ def history() -> Numbers:
         state, clipped = scaling.init(), 0
         for step in range(202):
             amax = torch.tensor(8.0 if step % 2 else 1.0, dtype=torch.float32, device="cpu")
-            clipped += step >= 2 and bool(amax * state[0] > 448)  # the first two find the scale
+            clipped += step >= 2 and bool(amax * state[0] > 448)  # the first two steps set the scale
             scaling.record(state, amax)
             scaling.advance(state, e4m3)
         found[name] = clipped / 200
@@ -90,7 +90,7 @@ def window() -> Numbers:
 
 
 _WIDTH, _CHANNELS, _OUT, _STEPS = 16, 32, 4, 3000
-_E4M3 = formats.get("e4m3")  # the one with infinities: its largest is 240
+_E4M3 = formats.get("e4m3")  # with infinities: its largest value is 240
 
 
 def _product(x: Tensor, linear: Tensor, gate: Tensor) -> Tensor:

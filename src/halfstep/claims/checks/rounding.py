@@ -60,7 +60,7 @@ def accumulate() -> Numbers:
     x, y = torch.rand(2, 4096, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu") + 0.5
     exact = (x.double() * y.double()).sum(0)
 
-    # A product of two rounded inputs is exact in float32; a sum is rounded there, and once more to `sums`.
+    # A product of two rounded inputs is exact in float32; a sum is rounded to float32, and then to `sums`.
     def error(inputs: str, sums: str, mode: str = "nearest_even") -> float:
         total = torch.zeros(256, dtype=torch.float32, device="cpu")
         for a, b in zip(round_to(x, inputs, mode), round_to(y, inputs, mode), strict=True):
@@ -159,7 +159,7 @@ def stall() -> Numbers:
     return {name.replace("-", "_"): float(weight.detach().double().mean()) for name, weight in weights.items()}
 
 
-# Each is on torch.autocast's float32 lists for CUDA (cross_entropy by way of log_softmax and nll_loss).
+# Each is on torch.autocast's float32 lists for CUDA (cross_entropy through log_softmax and nll_loss).
 _OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: F.softmax(x, -1),
     "log_softmax": lambda x: F.log_softmax(x, -1),

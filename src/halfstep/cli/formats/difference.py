@@ -155,8 +155,8 @@ def _held(a: Format, b: Format) -> tuple[str, str]:
 
 SIGMAS = 4.0
 """The number of standard deviations that `scaled_error` scales to the format's largest value."""
-_TAIL = 9.0  # standard deviations; what lies beyond weighs less than 2^-60
-_NEAR_ZERO = 2.0**-18  # values below are left out, except zero: their errors are squared
+_TAIL = 9.0  # standard deviations; the weight beyond is below 2^-60
+_NEAR_ZERO = 2.0**-18  # smaller values except zero are left out: their squared errors are negligible
 _NODES = ((-0.8611363115940526, 0.34785484513745385), (-0.33998104358485626, 0.6521451548625461))
 """Nodes and weights of the left half of the four-point Gauss-Legendre rule."""
 

@@ -124,9 +124,9 @@ def sketch(format: Format) -> str:
 def density(counts: Sequence[int], exponents: range, most: int, marks: dict[int, str]) -> str:
     """Columns along log2 x, with heights proportional to the logarithm of the count; `marks` label their binades."""
     room = width() - 2
-    group = -(-len(counts) // room)  # binades in a column, where there are more of them than columns
+    group = -(-len(counts) // room)  # binades per column, if there are more binades than columns
     grouped = [max(counts[i : i + group]) for i in range(0, len(counts), group)]
-    repeat = max(1, min(6, room // len(grouped)))  # columns of a binade, where there are fewer
+    repeat = max(1, min(6, room // len(grouped)))  # columns per binade, if there are fewer
     levels = _levels()
     full = len(levels) - 1
     heights = [round(ROWS * full * (log2(n) + 1) / (log2(most) + 1)) if n else 0 for n in grouped]
@@ -184,7 +184,7 @@ if TYPE_CHECKING:
 KINDS = (".png", ".pdf", ".svg")
 LISTED = 256
 """Formats with more values than this are drawn by density only."""
-_WIDEST = 2.0**40  # largest over smallest: beyond, a linear axis shows nothing
+_WIDEST = 2.0**40  # largest over smallest value: beyond this a linear axis shows nothing
 INK, FAINT, BLUE, ORANGE = "#1d2228", "#6b737c", "#0072b2", "#d55e00"
 SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

@@ -17,8 +17,8 @@ from halfstep.formats.exact import is_finite
 
 
 _LONGEST = 400  # characters
-_LARGEST_POWER = 4000  # of two; ten to the thousandth is refused, too: nothing here is near
-_DIGITS = 28  # of a number written out in full
+_LARGEST_POWER = 4000  # of two; powers of ten beyond 1000 are refused too, far beyond any format
+_DIGITS = 28  # digits of a number written in full
 
 _DECIMAL = re.compile(r"([+-]?)(\d+\.?\d*|\.\d+)(?:e([+-]?\d+))?", re.IGNORECASE)
 _HEX = re.compile(r"([+-]?)0x([0-9a-f]+\.?[0-9a-f]*|\.[0-9a-f]+)(?:p([+-]?\d+))?", re.IGNORECASE)

@@ -83,7 +83,7 @@ class Router(nn.Module):
         scores = self.scores(x)
         probabilities = scores.softmax(-1, dtype=scores.dtype)
         gates, chosen = probabilities.topk(self.slots, -1)
-        if self.slots > 1:  # a single gate must stay its probability, or the router has no gradient from the task
+        if self.slots > 1:  # with one slot a normalised gate would be 1, and the router would get no gradient
             gates = gates / gates.sum(-1, keepdim=True)
         return probabilities, gates, chosen
 

@@ -185,7 +185,7 @@ def _legend(figure: Figure, data: Curves, look: Mapping[str, Look]) -> None:
 def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, int, float]], look: Mapping[str, Look]) -> None:
     """Names in a column to the right of the plot, each with a line to the (step, y) where its curve ends."""
     axes.set_xlim(axes.get_xlim())
-    axes.set_ylim(axes.get_ylim())  # from here on nothing may move the places
+    axes.set_ylim(axes.get_ylim())  # fixes the limits, so that label positions stay valid
     places = [axes.transAxes.inverted().transform(axes.transData.transform(end[1:])) for end in ends]
     last = max((step for _, step, _ in ends), default=1)
     for (curve, step, _), (x, y), place in zip(ends, places, spread([y for _, y in places], 0.075), strict=True):

@@ -118,7 +118,7 @@ scale_picture = Plot(
 
 
 SCALED = "fp16-mixed"
-DEFAULT_SCALE = 16  # log2, torch.amp.GradScaler's first
+DEFAULT_SCALE = 16  # log2 of torch.amp.GradScaler's initial scale
 KINDS = {"activation_gradients": "activation gradients", "gradients": "weight gradients"}
 
 

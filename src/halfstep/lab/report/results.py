@@ -159,7 +159,7 @@ PERCENT = FuncFormatter(lambda value, _: f"{100 * value:+g}".replace("-", "−")
 """Tick labels of an axis of relative differences whose label says percent."""
 
 _WIDTH, _DPI = 6.4, 200  # inches; twice the 100 dpi of a plain screen
-# Okabe and Ito 2008 without its yellow, then three of Paul Tol's muted set: told apart by every kind of colour vision.
+# Okabe and Ito 2008 without its yellow, then three of Paul Tol's muted set: distinct with every kind of colour vision.
 _PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933", "#332288")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "h")
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -248,7 +248,7 @@ def name_rows(axes: Axes, names: Sequence[str], room: float, **type: Any) -> Non
 def png(figure: Figure) -> bytes:
     """The figure as PNG, the same bytes for the same data."""
     layout = figure.get_layout_engine()
-    if layout is not None:  # once: savefig would do it again for each of its two passes
+    if layout is not None:  # run the layout once: savefig would repeat it in each of its two passes
         layout.execute(figure)
         figure.set_layout_engine("none")
     buffer = io.BytesIO()

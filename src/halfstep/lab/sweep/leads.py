@@ -162,7 +162,7 @@ def moved(rows: Sequence[Row], start: int, before: int = BEFORE, times: float = 
         late, floor = measure == "updates", SATURATED if measure == "saturated" else 0.0
         for tensor in watched[-1][measure] if watched else ():
             sizes = [row[measure].get(tensor) for row in watched]
-            series = [math.inf if size is None else size for size in sizes]  # what is not finite is null
+            series = [math.inf if size is None else size for size in sizes]  # non-finite values are null
             for place in range(LEAST, len(series)):
                 step = watched[place]["step"]
                 if not start - before <= step <= start - late:

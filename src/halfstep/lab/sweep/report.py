@@ -128,7 +128,7 @@ def outcomes(folder: SweepFolder, sweep: Sweep) -> list[Outcome]:
 
 def summarize(sweep: Sweep, found: Sequence[Outcome]) -> dict[str, Any]:
     """The summary as JSON data: cells, curves by setting and recipe, best rates, tests of the shares."""
-    settings: dict[str, dict[str, float]] = {}  # by what is not the learning rate, the points by their learning rate
+    settings: dict[str, dict[str, float]] = {}  # by the other axes: the points by learning rate
     for name, experiment in sweep.points().items():
         rest = {axis: getattr(experiment, axis) for axis in sweep.grid if axis != "lr"}
         key = ", ".join(f"{axis} {value}" for axis, value in rest.items()) or "all"

@@ -71,7 +71,7 @@ class Cells:
         run, started = self.folder.run(cell), time.monotonic()
         run.mkdir(parents=True, exist_ok=True)
         with (run / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # a process that its sweep left behind ends at its next step
+            fcntl.flock(file, fcntl.LOCK_EX)  # a process left over from a killed sweep ends at its next step
             if not self.folder.state(cell).ended:
                 status, reason = self._trained(cell, watch)
                 self.folder.ended(cell, status, time.monotonic() - started, reason)
@@ -80,7 +80,7 @@ class Cells:
     def _trained(self, cell: Cell, watch: Callable[[Any], None]) -> tuple[str, str | None]:
         try:
             self.comparison(cell[0]).train(cell[1], cell[2], watch)
-        except OSError:  # of the disk, or of the pipe to a sweep that has ended: no result of the cell's
+        except OSError:  # from the disk, or the pipe to a sweep that has ended: not a result of the cell
             raise
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -98,7 +98,7 @@ class Cells:
             data = asked.task, asked.data, asked.context, asked.batch, asked.steps, asked.model
             made = (path / "experiment.json").is_file()
             self._open[point] = open_experiment(asked, path, resume=made, task=self._tasks.get(data))
-            self._tasks[data] = self._open[point].task  # what a task is opened with opens the same one
+            self._tasks[data] = self._open[point].task  # experiments with the same task fields share one open task
         return self._open[point]
 
 

@@ -95,7 +95,7 @@ class Captioner(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for table in (self.token, self.position):
-            nn.init.normal_(table.weight, std=0.3)  # about what the patches' projection gives
+            nn.init.normal_(table.weight, std=0.3)  # about the scale of the patches' projection
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
         """The logits of the next token at each position of the text."""

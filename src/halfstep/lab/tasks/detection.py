@@ -87,7 +87,7 @@ class Detection(Task):
         classes = scenes["classes"].gather(1, which)
         classes = torch.where(best >= 0.5, classes, torch.where(best < 0.4, -1, -2))
         image, digit = torch.nonzero(scenes["classes"] >= 0, as_tuple=True)
-        nearest = overlap[image, digit].argmax(-1)  # the best anchor of a digit is its own, however little it overlaps
+        nearest = overlap[image, digit].argmax(-1)  # a digit always gets its best anchor, however little it overlaps
         classes[image, nearest], which[image, nearest] = scenes["classes"][image, digit], digit
         boxes = scenes["boxes"].gather(1, which[..., None].expand(-1, -1, 4))
         offsets = torch.where((classes >= 0)[..., None], self._encode(boxes), 0.0)
